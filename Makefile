@@ -1,0 +1,34 @@
+# make demo: train ResNet-18 as a pipeline on real images.   make test: every test.   make check: what CI runs.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint types check bench dist clean
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch --editable '.[dev]'
+	touch $@
+
+demo: .venv/ready
+	$(BIN)/fxsplit demo
+
+test: .venv/ready
+	$(BIN)/python -m pytest
+
+lint: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/ready
+	$(BIN)/mypy
+
+check: test lint types
+
+bench: .venv/ready
+	$(BIN)/python -m pytest bench --benchmark-only
+
+dist: .venv/ready
+	$(BIN)/python -m build
+
+clean:
+	rm -rf .venv build dist *.egg-info

@@ -1,0 +1,93 @@
+"""Blocks: the nodes that no cut may part, contracted; the DAG that the planner cuts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import networkx as nx
+import numpy as np
+from numpy.typing import NDArray
+
+from fxsplit.costs import Costs
+
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """A contracted DAG: `members[b]` are block b's nodes in graph order; blocks are in a topological order.
+
+    `before[b]` and `after[b]` are the neighbours, ascending.
+    """
+
+    members: tuple[tuple[str, ...], ...]
+    before: tuple[tuple[int, ...], ...]
+    after: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, costs: Costs) -> Blocks:
+        """Return the blocks of `costs`: strongly connected components once every `together` set is made a cycle.
+
+        Whatever lies between two nodes of a set is on such a cycle too, so each block is convex.
+        """
+        position = {n.name: i for i, n in enumerate(costs.nodes)}
+        graph = nx.DiGraph()
+        graph.add_nodes_from(range(len(position)))
+        for node in costs.nodes:
+            graph.add_edges_from((position[i], position[node.name]) for i in node.inputs if i in position)
+        graph.add_edges_from((position[a], position[b]) for a, b in costs.ordered)
+        for names in costs.together:
+            nx.add_cycle(graph, [position[n] for n in names])
+        components = sorted(sorted(c) for c in nx.strongly_connected_components(graph))
+        home = {node: b for b, component in enumerate(components) for node in component}
+        edges = {(home[a], home[b]) for a, b in graph.edges if home[a] != home[b]}
+        order = _chain_order(len(components), edges)
+        rank = {block: i for i, block in enumerate(order)}
+        before: list[set[int]] = [set() for _ in components]
+        after: list[set[int]] = [set() for _ in components]
+        for a, b in edges:
+            before[rank[b]].add(rank[a])
+            after[rank[a]].add(rank[b])
+        names_of = [n.name for n in costs.nodes]
+        return cls(
+            tuple(tuple(names_of[i] for i in components[b]) for b in order),
+            tuple(tuple(sorted(s)) for s in before),
+            tuple(tuple(sorted(s)) for s in after),
+        )
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    @cached_property
+    def home(self) -> dict[str, int]:
+        """The block of each node."""
+        return {name: b for b, names in enumerate(self.members) for name in names}
+
+
+def csr(rows: Iterable[Iterable[int]]) -> tuple[Ints, Ints]:
+    """Return a list of lists as (pointer, items), both int32."""
+    lists = [list(row) for row in rows]
+    pointer = np.zeros(len(lists) + 1, np.int32)
+    np.cumsum([len(row) for row in lists], out=pointer[1:])
+    return pointer, np.array([item for row in lists for item in row], np.int32)
+
+
+def _chain_order(count: int, edges: set[tuple[int, int]]) -> list[int]:
+    """Return a topological order that follows each chain to its end before it takes up the next."""
+    after: list[list[int]] = [[] for _ in range(count)]
+    waiting = [0] * count
+    for a, b in sorted(edges):
+        after[a].append(b)
+        waiting[b] += 1
+    stack = [b for b in reversed(range(count)) if waiting[b] == 0]
+    order = []
+    while stack:
+        block = stack.pop()
+        order.append(block)
+        for follower in reversed(after[block]):
+            waiting[follower] -= 1
+            if waiting[follower] == 0:
+                stack.append(follower)
+    return order

@@ -1,0 +1,84 @@
+"""Which nodes must stay together and which must keep their order, beyond what the values they exchange say."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor, fx, nn
+
+from fxsplit.observe import Observation, storage_id
+
+
+def together(gm: fx.GraphModule, seen: Mapping[str, Observation]) -> list[tuple[str, ...]]:
+    """Return sets of nodes that no cut may part, each in graph order.
+
+    Parted, they would need a parameter in two places, an in-place write into another stage's memory, or a container
+    on the wire:
+
+    - nodes that use one parameter or buffer; its get_attr goes with its first user
+    - a node that writes in place, and the one whose memory it writes to
+    - a value that contains tensors without being one (the parts of a split), and its users
+    """
+    nodes = {n.name: n for n in gm.graph.nodes if n.op not in ("placeholder", "output")}
+    classes: list[list[str]] = []
+    for users in _users_of_weights(gm).values():
+        classes.append(users)
+    for name, node in nodes.items():
+        followers = [u.name for u in node.users if u.name in nodes]
+        if node.op == "get_attr" and followers:
+            classes.append([name, min(followers, key=list(nodes).index)])
+        if seen[name].is_container:
+            classes.append([name, *followers])
+        owners = [owner for owner in seen[name].mutates if owner in nodes]
+        if owners:
+            classes.append([*owners, name])
+    position = {name: i for i, name in enumerate(nodes)}
+    unique = (tuple(sorted(set(c), key=position.__getitem__)) for c in classes)
+    return sorted({c for c in unique if len(c) > 1}, key=lambda c: [position[n] for n in c])
+
+
+def keeps_order(gm: fx.GraphModule, seen: Mapping[str, Observation]) -> list[tuple[str, str]]:
+    """Return pairs (earlier, later) that an in-place write orders although no value flows between them.
+
+    Whoever reads the memory before the write must run before it, and whoever reads it afterwards must run after.
+    """
+    order = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
+    readers: dict[str, list[str]] = defaultdict(list)
+    writers: dict[str, str] = {}
+    pairs: set[tuple[str, str]] = set()
+    for node in order:
+        memory = {seen[i.name].owner for i in node.all_input_nodes if seen[i.name].is_tensor}
+        for owner in memory:
+            if owner in writers:
+                pairs.add((writers[owner], node.name))
+        for owner in seen[node.name].mutates:
+            pairs.update((reader, node.name) for reader in readers[owner])
+            writers[owner] = node.name
+        for owner in memory:
+            readers[owner].append(node.name)
+    position = {n.name: i for i, n in enumerate(order)}
+    return sorted(((a, b) for a, b in pairs if a != b), key=lambda p: (position[p[0]], position[p[1]]))
+
+
+def _users_of_weights(gm: fx.GraphModule) -> dict[int, list[str]]:
+    """Return the nodes that hold each parameter or buffer, by its memory."""
+    users: dict[int, list[str]] = defaultdict(list)
+    for node in gm.graph.nodes:
+        for key in {storage_id(w) for w in weights_of(gm, node)}:
+            users[key].append(node.name)
+    return users
+
+
+def weights_of(gm: fx.GraphModule, node: fx.Node) -> Iterator[Tensor]:
+    """Yield the parameters and buffers that `node` holds itself."""
+    if node.op == "call_module":
+        module: nn.Module = gm.get_submodule(str(node.target))
+        yield from module.parameters()
+        yield from module.buffers()
+    elif node.op == "get_attr":
+        value: object = gm
+        for part in str(node.target).split("."):
+            value = getattr(value, part)
+        if isinstance(value, Tensor):
+            yield value

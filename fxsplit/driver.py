@@ -1,0 +1,179 @@
+"""compile(): the one place where the compiler and the runtime meet."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from fxsplit import passes as standard
+from fxsplit.costs import Costs, KnownCosts
+from fxsplit.errors import FxsplitError, InputError
+from fxsplit.inputs import Inputs
+from fxsplit.ir import IR, Pass, pass_name
+from fxsplit.machine import Device, DeviceLike, Machine
+from fxsplit.manager import run
+from fxsplit.observers import from_environment, progress_bar
+from fxsplit.plan import Plan
+from fxsplit.runtime import Pipeline, Program
+from fxsplit.runtime.loss import LossFn
+from fxsplit.runtime.microbatches import sizes
+from fxsplit.schedule.generate import Generator, find_schedule
+from fxsplit.spec import Chain, as_chain
+from fxsplit.stages import Stages
+from fxsplit.trace import capture, same_graph
+from fxsplit.workload import Pins, Workload
+
+DEFAULT = Chain(standard.DEFAULT)
+"""The chain that compile() runs: profile, augment, order, partition, emit."""
+
+MICROBATCHES_PER_DEVICE = 2
+"""Unless stated: more fill the pipeline better, but small microbatches waste work on small devices."""
+
+
+def compile(
+    model: nn.Module,
+    devices: int | DeviceLike | Sequence[DeviceLike | Device] | Machine,
+    *,
+    example_inputs: Any = None,
+    n_microbatches: int | None = None,
+    schedule: str = "1F1B",
+    loss_fn: LossFn | None = None,
+    passes: str | Chain | Iterable[Pass] = DEFAULT,
+    costs: Costs | str | os.PathLike[str] | None = None,
+    dump: str | os.PathLike[str] | None = None,
+) -> Pipeline:
+    """Return `model` as a pipeline over `devices`: a module that is called, trained and saved like the model.
+
+    devices: a number (that many GPUs where there are as many, CPU devices otherwise), names or torch.devices with
+        repeats allowed, or a Machine with memory, speed and links.
+    example_inputs: one whole batch as the model would be called: a tensor, a tuple of positional arguments, or a
+        dict of keyword arguments. Without it the pipeline compiles on its first call.
+    n_microbatches: pieces each batch is cut into (default: two a device, fewer for smaller batches).
+    schedule: "1F1B" or "GPipe"; used by `step`. loss_fn: loss_fn(outputs, target) -> scalar, for `step`.
+    passes: the chain, as a Chain, a list, or text such as "profile{repeats=3},augment,order,partition,emit".
+    costs: a saved profile (or its path) to plan from in place of measuring.
+    dump: a folder for the IR's text before the first and after every pass (also FXSPLIT_DUMP).
+
+    Raises a child of FxsplitError that names the value at fault and the next step.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}: give a torch.nn.Module")
+    if n_microbatches is not None and (isinstance(n_microbatches, bool) or n_microbatches < 1):
+        raise InputError(f"n_microbatches={n_microbatches!r}: give a number of at least 1, or leave it out")
+    if loss_fn is not None and not callable(loss_fn):
+        raise InputError(f"loss_fn={loss_fn!r} is not callable: give loss_fn(outputs, target) -> scalar")
+    chain = as_chain(passes, standard.PASSES)
+    known = Costs.load(costs) if isinstance(costs, (str, os.PathLike)) else costs
+    compiler = _Compiler(model, Machine.of(devices), find_schedule(schedule), schedule, n_microbatches, chain, known, dump)
+    pipeline = Pipeline(model, compiler, n_microbatches, loss_fn)
+    if example_inputs is not None:
+        args, kwargs = _as_call(example_inputs)
+        pipeline.compile_for(*args, **kwargs)
+    return pipeline
+
+
+@dataclass(frozen=True, eq=False)
+class _Compiler:
+    """Compiles the model for a call, in whichever mode it is then."""
+
+    model: nn.Module
+    machine: Machine
+    generator: Generator
+    schedule: str
+    n_microbatches: int | None
+    chain: Chain
+    costs: Costs | None
+    dump: str | os.PathLike[str] | None
+
+    def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any], other: Program | None) -> Program:
+        """Return the program of the model's present mode; it shares the stages of the other mode where it can.
+
+        Where the two modes are different graphs, every parameter stays on the stage it has in the other one.
+        """
+        inputs, tensors = Inputs.of(self.model, args, kwargs)
+        batch = inputs.rows(tensors)
+        count = self.n_microbatches or min(batch, MICROBATCHES_PER_DEVICE * len(self.machine))
+        names = [pass_name(p) for p in self.chain]
+        watchers = from_environment(self._folder(other), names)
+        traced = capture(self.model, args, kwargs, sizes(batch, count)[0])
+        if other is not None and same_graph(traced.gm, other.traced.gm):
+            return other
+        facts: list[Any] = [self.machine, self._workload(count)]
+        if other is not None:
+            facts += [KnownCosts(other.costs, complete=False), _pins(other)]
+        elif self.costs is not None:
+            facts.append(KnownCosts(self.costs, complete=True))
+        start = traced.learn(*facts)
+        costs = _Remember()
+        with progress_bar():
+            final = run(start, self.chain, [costs, *watchers])
+        for kind, name in ((Plan, "partition"), (Stages, "emit")):
+            if final.get(kind) is None:
+                raise FxsplitError(f"the chain ends without {kind.__name__}: it needs a pass like {name!r} ({self.chain})")
+        return Program(
+            inputs=inputs,
+            stages=final[Stages],
+            plan=final[Plan],
+            costs=costs.found,
+            machine=self.machine,
+            generator=self.generator,
+            n_microbatches=count,
+            traced=traced,
+            final=final,
+        )
+
+    def _workload(self, count: int) -> Workload:
+        """Return the schedule's demands for every number of stages there may be."""
+        peaks = {k: self.generator(k, count).peak_in_flight() for k in range(1, len(self.machine) + 1)}
+        return Workload(self.schedule, count, peaks)
+
+    def _folder(self, other: Program | None) -> Path | None:
+        """Return where to dump to: a second mode has a folder of its own inside the first's."""
+        folder = self.dump or os.environ.get("FXSPLIT_DUMP")
+        if not folder:
+            return None
+        mode = "train" if self.model.training else "eval"
+        return Path(folder) / mode if other is not None else Path(folder)
+
+
+class _Remember:
+    """Keeps the costs, which the last pass's rewriting forgets."""
+
+    found: Costs
+
+    def start(self, ir: IR) -> None:
+        """Nothing is known yet."""
+
+    def after(self, name: str, ir: IR) -> None:
+        """Keep the latest costs."""
+        costs = ir.get(Costs)
+        if costs is not None:
+            self.found = costs
+
+
+def _pins(program: Program) -> Pins:
+    """Return pins that keep every parameter and buffer on the stage it has in `program`."""
+    holds = {n.name: n.module for n in program.costs.nodes if n.parameter_bytes or n.buffer_bytes}
+    stage_of = program.plan.stage_of()
+    return Pins({module: stage_of[name] for name, module in holds.items()}, frozenset(holds.values()))
+
+
+def _as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return example inputs as the arguments of a call."""
+    if isinstance(example_inputs, Tensor):
+        return (example_inputs,), {}
+    if isinstance(example_inputs, (tuple, list)):
+        return tuple(example_inputs), {}
+    if isinstance(example_inputs, dict):
+        return (), dict(example_inputs)
+    raise InputError(
+        f"example_inputs is a {type(example_inputs).__name__}: give a tensor, a tuple of arguments or a dict of "
+        "keyword arguments, one whole batch"
+    )
+
+

@@ -1,0 +1,68 @@
+"""The errors fxsplit raises: each names the value that is wrong and the next step."""
+
+from __future__ import annotations
+
+
+class FxsplitError(Exception):
+    """Base of every error that fxsplit raises on purpose."""
+
+
+class InputError(FxsplitError, ValueError):
+    """An argument of a public function is not usable."""
+
+
+class TraceError(FxsplitError):
+    """The model cannot be captured as a graph; names the user's file, line and submodule."""
+
+
+class ChainError(FxsplitError, ValueError):
+    """A chain of passes is malformed: an unknown pass, option or text."""
+
+
+class MissingFact(FxsplitError, KeyError):
+    """A pass needs a fact that no earlier pass has learnt."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # KeyError would print the repr
+
+
+class BrokenFact(FxsplitError):
+    """A fact disagrees with the graph it describes: the pass that made it is wrong."""
+
+
+class ProfileError(FxsplitError, ValueError):
+    """A saved profile is unreadable or belongs to another model."""
+
+
+class PlanError(FxsplitError):
+    """No plan exists under the constraints: too few nodes, too little memory, contradictory pins."""
+
+
+class ScheduleError(FxsplitError, ValueError):
+    """A schedule is unknown, illegal or cannot run."""
+
+
+class ClosedError(FxsplitError, RuntimeError):
+    """The pipeline has been closed and its workers have gone."""
+
+
+class StageError(FxsplitError):
+    """A stage raised; the original is `__cause__` and its type is a base, so that `except` clauses keep working."""
+
+    where: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.__cause__} ({self.where})"
+
+
+def stage_error(original: Exception, where: str) -> StageError:
+    """Return an error that is both a StageError and of `original`'s own type, and says `where` it happened."""
+    bases = (StageError, type(original))
+    try:
+        kind = type("StageError", bases, {"__module__": __name__, "__init__": Exception.__init__})
+        error: StageError = kind(*original.args)
+    except TypeError:  # a type that cannot be subclassed, or that needs other arguments
+        error = StageError(*original.args)
+    error.where = where
+    error.__cause__ = original
+    return error

@@ -1,0 +1,159 @@
+"""Machine: the devices a plan may use, with their memory and speed, and the links between neighbours."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf, isfinite
+from typing import ClassVar
+
+import torch
+
+from fxsplit.errors import InputError
+from fxsplit.ir import IR
+
+DeviceLike = str | torch.device
+GPU_LINK_BYTES_PER_S = 16e9
+"""Assumed between two GPUs where nothing else is stated: a 16-lane PCIe 3 link, the slowest in common use."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """One place a stage can run.
+
+    `name` is unlike any other in the machine; `torch_device` is where its tensors live; `speed` is relative to the
+    hardware that was profiled.
+    """
+
+    name: str
+    torch_device: torch.device
+    memory_bytes: float = inf
+    speed: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.memory_bytes > 0:
+            raise InputError(f"device {self.name!r} has memory_bytes={self.memory_bytes}: give a positive number")
+        if not (self.speed > 0 and isfinite(self.speed)):
+            raise InputError(f"device {self.name!r} has speed={self.speed}: give a positive number (1.0 = as profiled)")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Devices in pipeline order and the bandwidth between each and the next, in bytes per second.
+
+    `links[i]` joins device i and i+1; infinite means that values are handed over without a copy, as between threads
+    of one process on a CPU.
+    """
+
+    devices: tuple[Device, ...]
+    links: tuple[float, ...]
+
+    made_by: ClassVar[str] = "compile(devices=)"
+    given: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            raise InputError("a machine without devices: give at least one")
+        if len(self.links) != len(self.devices) - 1:
+            raise InputError(
+                f"{len(self.devices)} devices need {len(self.devices) - 1} links between neighbours, "
+                f"not {len(self.links)}: give one bandwidth for each pair of neighbours"
+            )
+        for link in self.links:
+            if not link > 0:
+                raise InputError(f"a link of {link} bytes per second: give a positive number, or inf for no copy")
+
+    @classmethod
+    def of(
+        cls,
+        devices: int | DeviceLike | Sequence[DeviceLike | Device] | Machine,
+        *,
+        bytes_per_s: float | None = None,
+        memory_bytes: float | None = None,
+    ) -> Machine:
+        """Return the machine meant by `devices`.
+
+        `devices` is a number (that many GPUs where there are as many, CPU devices otherwise), names or torch.devices
+        with repeats allowed, Device objects, or a Machine, which is returned as it is. `bytes_per_s` states every
+        link, `memory_bytes` every device's memory (default: what a GPU reports; unlimited for CPU devices).
+        Raises InputError for a device that does not exist here.
+        """
+        if isinstance(devices, Machine):
+            return devices
+        if isinstance(devices, bool) or (isinstance(devices, int) and devices < 1):
+            raise InputError(f"devices={devices!r}: give at least 1 device, for example fxsplit.compile(model, 2)")
+        if isinstance(devices, int):
+            gpus = torch.cuda.device_count() >= devices
+            devices = [f"cuda:{i}" for i in range(devices)] if gpus else ["cpu"] * devices
+        elif isinstance(devices, (str, torch.device)):
+            devices = [devices]
+        shared: dict[torch.device, int] = {}
+        parsed = [d if isinstance(d, Device) else _existing(d) for d in devices]
+        for where in parsed:
+            if isinstance(where, torch.device):
+                shared[where] = shared.get(where, 0) + 1
+        made = tuple(
+            d if isinstance(d, Device) else Device(_label(d, i), d, memory_bytes or _memory(d) / shared[d])
+            for i, d in enumerate(parsed)
+        )
+        links = tuple(
+            bytes_per_s or _link(a.torch_device, b.torch_device) for a, b in zip(made, made[1:], strict=False)
+        )
+        return cls(made, links)
+
+    def __len__(self) -> int:
+        return len(self.devices)
+
+    def bytes_per_ms(self, boundary: int) -> float:
+        """Return the bandwidth from device `boundary` to the next, in bytes per millisecond."""
+        return self.links[boundary] / 1000.0
+
+    def intraop_threads(self) -> int:
+        """Return how many threads each CPU device may use inside one operator."""
+        sharers = sum(d.torch_device.type == "cpu" for d in self.devices)
+        return max(1, (os.cpu_count() or 1) // max(1, sharers))
+
+    def verify(self, ir: IR) -> None:
+        """Hold for any graph: construction has checked everything."""
+
+    def __str__(self) -> str:
+        lines = []
+        for i, device in enumerate(self.devices):
+            memory = "unlimited" if device.memory_bytes == inf else f"{device.memory_bytes:.0f} bytes"
+            link = "" if i + 1 == len(self.devices) else f", link to next {self.links[i]:g} bytes/s"
+            lines.append(f"{device.name}: {device.torch_device}, memory {memory}, speed {device.speed:g}{link}")
+        return "\n".join(lines)
+
+
+def _existing(name: DeviceLike) -> torch.device:
+    """Return the torch.device called `name`, with its index where its kind has several."""
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(
+            f"unknown device {name!r}: give 'cpu', 'cuda:0', a torch.device, a fxsplit.Device, or a number of devices"
+        ) from error
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != "cuda":
+        raise InputError(f"device {name!r} is of a kind fxsplit cannot run on yet: give 'cpu' or 'cuda:N' devices")
+    count = torch.cuda.device_count()
+    if (device.index or 0) >= count:
+        raise InputError(f"device {name!r} does not exist here ({count} CUDA devices): give 'cpu' or fewer devices")
+    return torch.device("cuda", device.index or 0)
+
+
+def _label(device: torch.device, position: int) -> str:
+    """Return a name that stays unique when a device is repeated."""
+    return f"{device.type}:{position}" if device.type == "cpu" else f"{device}#{position}"
+
+
+def _memory(device: torch.device) -> float:
+    """Return the bytes of memory `device` reports; a CPU device is unlimited, since the operating system pages."""
+    return float(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else inf
+
+
+def _link(a: torch.device, b: torch.device) -> float:
+    """Return the bandwidth to assume between two devices: the same device hands values over without a copy."""
+    return inf if a == b else GPU_LINK_BYTES_PER_S

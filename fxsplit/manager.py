@@ -1,0 +1,50 @@
+"""Run a chain: apply each pass, verify every fact, record the step, tell the observers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from fxsplit.errors import BrokenFact, ChainError, FxsplitError
+from fxsplit.ir import IR, Pass, Step, pass_name
+from fxsplit.spec import pass_text
+
+
+class Observer(Protocol):
+    """Watches a chain run; never changes it."""
+
+    def start(self, ir: IR) -> None:
+        """See the IR before the first pass."""
+
+    def after(self, name: str, ir: IR) -> None:
+        """See the IR after the pass called `name`."""
+
+
+def run(ir: IR, chain: Iterable[Pass], observers: Sequence[Observer] = ()) -> IR:
+    """Return the IR after every pass of `chain`; raises what a pass raises, or BrokenFact naming the pass at fault."""
+    for observer in observers:
+        observer.start(ir)
+    for step in chain:
+        begin = time.perf_counter()
+        result = step(ir)
+        if not isinstance(result, IR):
+            raise ChainError(f"pass {pass_name(step)!r} returned {type(result).__name__}: a pass returns an IR")
+        ir = replace(result, steps=(*ir.steps, Step(pass_text(step), time.perf_counter() - begin)))
+        _verify(ir, pass_name(step))
+        for observer in observers:
+            observer.after(pass_name(step), ir)
+    return ir
+
+
+def _verify(ir: IR, name: str) -> None:
+    """Verify the graph and every fact, whoever learnt it."""
+    try:
+        ir.gm.graph.lint()
+        for fact in ir.facts.values():
+            fact.verify(ir)
+    except FxsplitError as error:
+        if not isinstance(error, BrokenFact):
+            raise
+        raise BrokenFact(f"after pass {name!r}: {error}") from error

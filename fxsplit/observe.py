@@ -1,0 +1,127 @@
+"""Run a graph once on the example and note what each node makes, keeps for backward and writes in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+Visit = Callable[[fx.Node, Any, tuple[Any, ...], dict[str, Any]], None]
+"""Called before a node runs, with (node, the callable behind it, its arguments, its keyword arguments)."""
+
+
+@dataclass
+class Observation:
+    """What one node did.
+
+    `output_bytes` counts its tensor, `gradient_bytes` the gradient that returns for it (0 where none does),
+    `kept_bytes` what autograd keeps because of it, besides parameters. `owner` is the node whose memory its value
+    shares (itself where it made its own) and `mutates` the owners of the memory it wrote to.
+    """
+
+    text: str = "none"
+    is_tensor: bool = False
+    is_container: bool = False
+    output_bytes: int = 0
+    gradient_bytes: int = 0
+    kept_bytes: int = 0
+    owner: str = ""
+    mutates: tuple[str, ...] = ()
+
+
+@dataclass
+class _Memory:
+    """Who made each storage, and which storages autograd keeps already."""
+
+    owners: dict[int, str] = field(default_factory=dict)
+    kept: set[int] = field(default_factory=set)
+    alive: list[Any] = field(default_factory=list)  # a freed storage's address would be used again
+
+
+class Observer(fx.Interpreter):
+    """Interprets a graph in the current grad mode and fills `seen`, one Observation for each node."""
+
+    def __init__(self, gm: fx.GraphModule, visit: Visit | None = None) -> None:
+        super().__init__(gm, garbage_collect_values=False)
+        self.seen: dict[str, Observation] = {}
+        self._visit = visit
+        self._memory = _Memory()
+        weights = (*gm.parameters(), *gm.buffers())
+        self._weights = {storage_id(w) for w in weights}
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one node and observe it."""
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        if self._visit is not None and n.op.startswith("call"):
+            self._visit(n, self._callable(n), args, kwargs)
+        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        before = [t._version for t in tensors]
+        saved: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
+            value = super().run_node(n)
+        seen = _describe(value)
+        written = [t for t, version in zip(tensors, before, strict=True) if t._version != version]
+        seen.mutates = tuple(dict.fromkeys(self._memory.owners.get(storage_id(t), n.name) for t in written))
+        seen.owner = n.name
+        for made in pytree.tree_leaves(value):
+            if isinstance(made, Tensor):
+                seen.owner = self._memory.owners.setdefault(storage_id(made), n.name)
+                self._memory.alive.append(made)
+        self.seen[n.name] = seen
+        self._charge(n, saved)
+        return value
+
+    def _callable(self, n: fx.Node) -> Any:
+        """Return what a call node calls: a module, a function, or the name of a method."""
+        return self.fetch_attr(str(n.target)) if n.op == "call_module" else n.target
+
+    def _charge(self, n: fx.Node, saved: list[Tensor]) -> None:
+        """Charge each newly kept storage to the node whose value it is, or to `n` where it is internal to it."""
+        for tensor in saved:
+            key = storage_id(tensor)
+            if key in self._weights or key in self._memory.kept:
+                continue
+            self._memory.kept.add(key)
+            self._memory.alive.append(tensor)
+            owner = self.seen.get(self._memory.owners.get(key, n.name))
+            if owner is not None:
+                owner.kept_bytes += tensor.untyped_storage().nbytes()
+
+
+@contextmanager
+def preserved(module: nn.Module) -> Iterator[None]:
+    """Restore the buffers of `module` and the random generators after the block: observing must leave no trace."""
+    buffers = [(b, b.detach().clone()) for b in module.buffers()]
+    gpus = sorted({b.device.index for b, _ in buffers if b.device.type == "cuda"})
+    try:
+        with torch.random.fork_rng(devices=gpus):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in buffers:
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Return a number that two tensors share exactly while they share memory."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def tensor_text(tensor: Tensor) -> str:
+    """Return dtype and shape, for example `float32[8, 64]`."""
+    return f"{str(tensor.dtype)[6:]}{list(tensor.shape)}"
+
+
+def _describe(value: Any) -> Observation:
+    """Return the observation of a value by itself."""
+    if isinstance(value, Tensor):
+        size = value.numel() * value.element_size()
+        return Observation(tensor_text(value), True, False, size, size if value.requires_grad else 0)
+    leaves = pytree.tree_leaves(value)
+    return Observation(type(value).__name__, is_container=any(isinstance(leaf, Tensor) for leaf in leaves))

@@ -1,0 +1,125 @@
+"""Engine: runs a program's batches on its workers, forward alone, with autograd, or as a training step."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxsplit.runtime.context import Context
+from fxsplit.runtime.execute import Packet
+from fxsplit.runtime.job import Job, Tape
+from fxsplit.runtime.loss import BatchLoss
+from fxsplit.runtime.microbatches import join, split
+from fxsplit.runtime.program import Program
+from fxsplit.runtime.replay import Backward, Replay, without_hooks
+from fxsplit.runtime.streams import handed_over
+from fxsplit.runtime.workers import Workers
+from fxsplit.schedule.action import BACKWARD, FORWARD
+from fxsplit.stages import Ref
+from fxsplit.structures import rebuild
+
+
+class Engine:
+    """Workers for one list of devices; they end with `close()` or with the last reference to the engine."""
+
+    def __init__(self, devices: list[torch.device], intraop_threads: int) -> None:
+        self._workers = Workers(devices, intraop_threads)
+        self.close = weakref.finalize(self, self._workers.close)
+
+    def forward(self, program: Program, tensors: Sequence[Tensor], rows: Sequence[int]) -> list[Any]:
+        """Return the outputs of a batch, joined over microbatches; part of the autograd graph where that is on."""
+        schedule = program.schedule(len(rows))
+        tape: Tape = {}
+        job = Job(program, schedule.only(FORWARD), Context.here(), tape, _packets(tensors, rows))
+        self._workers.run(job)
+        outputs, wanted = _joined(job)
+        if not any(wanted):
+            return outputs
+        inputs = [t for t in tensors if t.requires_grad]
+        backward = self._backward(program, tape, rows, tensors, wanted)
+        parameters = itertools.chain(*job.parameters)
+        return list(Replay.apply(backward, outputs, wanted, *inputs, *parameters))  # type: ignore[no-untyped-call]
+
+    def step(
+        self, program: Program, tensors: Sequence[Tensor], rows: Sequence[int], loss: BatchLoss
+    ) -> list[Any]:
+        """Run forward, loss and backward in the program's schedule, add to every `.grad`, and return the outputs."""
+        result = program.stages.result
+
+        def finish(m: int, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            return (loss(m, rebuild(result, lambda v: outputs[v.position] if isinstance(v, Ref) else v)),)
+
+        packets = _packets([t.detach() for t in tensors], rows)
+        job = Job(program, program.schedule(len(rows)), Context.here(), {}, packets, loss.seed, finish)
+        parameters = list(itertools.chain(*job.parameters))
+        with without_hooks(parameters):
+            self._workers.run(job)
+        sums = itertools.chain(*(s.totals for s in job.sums))
+        found = [(p, g) for p, g in zip(parameters, sums, strict=True) if g is not None]
+        if found:  # autograd adds the sums to .grad, and runs the hooks there are
+            torch.autograd.backward([p for p, _ in found], [g for _, g in found])
+        return _joined(job)[0]
+
+    def _backward(
+        self, program: Program, tape: Tape, rows: Sequence[int], tensors: Sequence[Tensor], wanted: Sequence[bool]
+    ) -> Backward:
+        """Return the pipelined backward of a forward pass; it keeps the engine alive until autograd drops it."""
+
+        def backward(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+            if not tape:
+                raise RuntimeError(
+                    "this pipeline's outputs have been backwarded already and their activations are freed: call the "
+                    "pipeline again, or add the losses and call backward() once (retain_graph is not supported)"
+                )
+            columns = [[None] * len(rows) if g is None else split(g, rows) for g in gradients]
+            job = Job(
+                program,
+                program.schedule(len(rows)).only(BACKWARD),
+                Context.here(),
+                tape,
+                seeds=lambda m: [column[m] for column in columns],
+            )
+            try:
+                with without_hooks(list(itertools.chain(*job.parameters))):
+                    self._workers.run(job)
+            finally:
+                tape.clear()
+            of_inputs = [
+                _join_gradients([g[i] for g in job.returned], split(t, rows))
+                for i, t in enumerate(tensors)
+                if t.requires_grad
+            ]
+            return [*of_inputs, *itertools.chain(*(s.totals for s in job.sums))]
+
+        return backward
+
+
+def _packets(tensors: Sequence[Tensor], rows: Sequence[int]) -> list[Packet]:
+    """Return what the first stage gets for each microbatch."""
+    columns = [split(t.detach(), rows) for t in tensors]
+    wanted = tuple(t.requires_grad for t in tensors)
+    return [Packet(tuple(c[m] for c in columns), wanted) for m in range(len(rows))]
+
+
+def _joined(job: Job) -> tuple[list[Any], list[bool]]:
+    """Return a job's outputs over all microbatches, and which of them want a gradient."""
+    packets = [p for p in job.outputs if p is not None]
+    outputs = []
+    for column in zip(*(p.values for p in packets), strict=True):
+        handed_over(column)
+        outputs.append(join(column))
+    return outputs, [any(flags) for flags in zip(*(p.wanted for p in packets), strict=True)]
+
+
+def _join_gradients(pieces: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor | None:
+    """Return the gradient of a whole batch, zero for microbatches that got none."""
+    if all(p is None for p in pieces):
+        return None
+    found = [torch.zeros_like(t) if p is None else p for p, t in zip(pieces, like, strict=True)]
+    handed_over(found)
+    return join(found)

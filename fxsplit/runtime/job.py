@@ -1,0 +1,155 @@
+"""Job: one run of a schedule, shared by the workers; messages go straight from stage to stage."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+from torch import Tensor
+
+from fxsplit.errors import stage_error
+from fxsplit.runtime.context import Context
+from fxsplit.runtime.execute import Packet, Saved, Sums, backward, failing_node, forward
+from fxsplit.runtime.program import Program
+from fxsplit.runtime.streams import Stream
+from fxsplit.schedule.action import BACKWARD, FORWARD, Action, Schedule
+
+Tape = dict[tuple[int, int], Saved]
+"""What the backwards of a forward pass start from, by stage and microbatch."""
+
+Finish = Callable[[int, tuple[Any, ...]], tuple[Any, ...]]
+"""What the last stage does with a microbatch's outputs before they are kept: for training, compute the loss."""
+
+
+Seeds = Callable[[int], Sequence[Tensor | None]]
+"""The gradients of the last stage's outputs, by microbatch."""
+
+
+class _Stopped(Exception):
+    """Another worker has failed: nothing more will come."""
+
+
+class Job:
+    """One run of `schedule`: every worker calls `run` with its device's number.
+
+    `given` holds, for each microbatch, the packet for the first stage; `seeds` gives those of the gradients of
+    the last stage's outputs. Afterwards `outputs` holds the last stage's packets, `sums` each stage's parameter gradients and
+    `returned` the gradients of the first stage's inputs. Inboxes belong to the job, so that nothing of a job that
+    failed can reach the next one.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        schedule: Schedule,
+        context: Context,
+        tape: Tape,
+        given: Sequence[Packet] = (),
+        seeds: Seeds | None = None,
+        finish: Finish | None = None,
+    ) -> None:
+        n = schedule.n_microbatches
+        self.error: BaseException | None = None
+        self.outputs: list[Packet | None] = [None] * n
+        self.returned: list[list[Tensor | None]] = [[] for _ in range(n)]
+        self.parameters = program.parameters()
+        self.sums = [Sums(len(p)) for p in self.parameters]
+        self.marks: list[Any] = [None] * len(schedule.actions)
+        self._program = program
+        self._schedule = schedule
+        self._context = context
+        self._tape = tape
+        self._given = given
+        self._seeds = seeds
+        self._finish = finish
+        self._last = len(program.stages) - 1
+        self._inboxes: list[SimpleQueue[Any]] = [SimpleQueue() for _ in schedule.actions]
+        self._failing = threading.Lock()
+
+    def run(self, device: int, stream: Stream, ready: Sequence[Any]) -> None:
+        """Do a device's actions in order; `ready` are tokens of the caller's work. The first failure stops all."""
+        arrived: dict[Action, tuple[Any, Any]] = {}
+        action: Action | None = None
+        try:
+            with stream.active(), self._context.entered():
+                for token in ready:
+                    stream.after(token)
+                for action in self._schedule.actions[device]:
+                    if self.error is not None:
+                        return
+                    do = self._forward if action.op == FORWARD else self._backward
+                    do(action, device, stream, arrived)
+                self.marks[device] = stream.mark()
+        except _Stopped:
+            return
+        except Exception as error:
+            self.fail(stage_error(error, self._where(action, error)) if action else error)
+        except BaseException as error:  # SystemExit in a model must not leave the others waiting
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Keep the first error and wake every worker that waits."""
+        with self._failing:
+            if self.error is None:
+                self.error = error
+        for inbox in self._inboxes:
+            inbox.put(None)
+
+    def _forward(self, action: Action, device: int, stream: Stream, arrived: dict[Action, Any]) -> None:
+        """Run a stage forward on a microbatch and hand its outputs on."""
+        stage, _, m = action
+        packet = self._given[m] if stage == 0 else self._receive(action, device, stream, arrived)
+        packet = Packet(tuple(stream.take(packet.values)), packet.wanted)
+        saved = forward(self._program.stages[stage], packet)
+        if stage < self._last:
+            self._send(Action(stage + 1, FORWARD, m), Packet.of(saved.outputs), stream)
+        else:
+            self.outputs[m] = Packet.of(saved.outputs)
+            if self._finish is not None:
+                saved = Saved(saved.inputs, self._finish(m, saved.outputs))
+        if self._context.grad and not self._context.inference:
+            self._tape[stage, m] = saved
+
+    def _backward(self, action: Action, device: int, stream: Stream, arrived: dict[Action, Any]) -> None:
+        """Run a stage backward on a microbatch and hand its inputs' gradients back."""
+        stage, _, m = action
+        if stage < self._last:
+            gradients = self._receive(action, device, stream, arrived)
+        else:
+            assert self._seeds is not None, "a schedule with backwards needs seeds"
+            gradients = self._seeds(m)
+        saved = self._tape.pop((stage, m))
+        with self._context.backward():
+            of_inputs, of_parameters = backward(saved, stream.take(gradients), self.parameters[stage])
+            self.sums[stage].add(of_parameters)
+        if stage > 0:
+            self._send(Action(stage - 1, BACKWARD, m), of_inputs, stream)
+        else:
+            self.returned[m] = of_inputs
+
+    def _send(self, to: Action, values: Any, stream: Stream) -> None:
+        """Put a message into the inbox of the device that does action `to`."""
+        self._inboxes[self._schedule.device_of[to.stage]].put((to, values, stream.mark()))
+
+    def _receive(self, action: Action, device: int, stream: Stream, arrived: dict[Action, Any]) -> Any:
+        """Return what was sent to `action`, keeping what arrives for later ones."""
+        while action not in arrived:
+            message = self._inboxes[device].get()
+            if message is None:
+                raise _Stopped
+            to, values, token = message
+            arrived[to] = (values, token)
+        values, token = arrived.pop(action)
+        stream.after(token)
+        return values
+
+    def _where(self, action: Action, error: Exception) -> str:
+        """Return stage, device, microbatch and node of a failure, for its message."""
+        stage = self._program.stages[action.stage]
+        what = "forward" if action.op == FORWARD else "backward"
+        nodes = self._program.plan.stages[stage.index].nodes
+        node = failing_node(error, stage) or f", one of nodes {nodes[0]!r} .. {nodes[-1]!r}"
+        place = f"stage {stage.index} of {self._last + 1} on {stage.device_name}"
+        return f"in {place}, {what} of microbatch {action.microbatch}{node}"

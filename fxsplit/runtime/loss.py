@@ -1,0 +1,49 @@
+"""The loss of a batch as a sum over its microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxsplit.errors import InputError
+
+LossFn = Callable[[Any, Any], Tensor]
+
+
+class BatchLoss:
+    """Computes each microbatch's share of the loss, on the last stage's worker.
+
+    A loss function that averages over rows (reduction "mean", or none stated) is weighted by the microbatch's share
+    of the rows; one with `reduction == "sum"` is summed. Either way the shares add up to the whole batch's loss.
+    """
+
+    def __init__(self, loss_fn: LossFn, targets: Sequence[Any], rows: Sequence[int]) -> None:
+        reduction = getattr(loss_fn, "reduction", "mean")
+        if reduction not in ("mean", "sum"):
+            raise InputError(f"loss_fn has reduction={reduction!r}: a step needs one number, use 'mean' or 'sum'")
+        self._loss_fn = loss_fn
+        self._targets = targets
+        self._weights = [r / sum(rows) if reduction == "mean" else 1.0 for r in rows]
+        self._shares: list[Tensor | None] = [None] * len(rows)
+
+    def __call__(self, microbatch: int, outputs: Any) -> Tensor:
+        """Return the share of one microbatch, from the model's outputs for it."""
+        loss = self._loss_fn(outputs, self._targets[microbatch])
+        if not isinstance(loss, Tensor) or loss.ndim != 0:
+            what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise InputError(f"loss_fn returned {what}: return a scalar tensor, such as the mean over rows")
+        share = loss * self._weights[microbatch]
+        self._shares[microbatch] = share.detach()
+        return share
+
+    def seed(self, microbatch: int) -> list[Tensor | None]:
+        """Return the gradient the backward of a share starts from."""
+        share = self._shares[microbatch]
+        return [None if share is None else torch.ones_like(share)]
+
+    def total(self) -> Tensor:
+        """Return the loss of the whole batch, detached."""
+        return torch.stack([s for s in self._shares if s is not None]).sum()

@@ -1,0 +1,55 @@
+"""Cut a batch into microbatches and join what comes out; nothing is padded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from fxsplit.errors import InputError
+
+
+def sizes(rows: int, n_microbatches: int) -> list[int]:
+    """Return the rows of each microbatch: as even as possible, the larger ones first.
+
+    Raises InputError when there are fewer rows than microbatches.
+    """
+    if rows < n_microbatches:
+        raise InputError(
+            f"a batch of {rows} rows cannot be cut into n_microbatches={n_microbatches}: give at least "
+            f"{n_microbatches} rows (a DataLoader's last batch: drop_last=True) or compile with fewer microbatches"
+        )
+    return [rows // n_microbatches + (m < rows % n_microbatches) for m in range(n_microbatches)]
+
+
+def split(tensor: Tensor, rows: Sequence[int]) -> tuple[Tensor, ...]:
+    """Return the microbatches of one tensor, as views."""
+    return torch.split(tensor, list(rows))
+
+
+def split_tree(value: Any, rows: Sequence[int], what: str) -> list[Any]:
+    """Return one tree for each microbatch: tensors are cut on dimension 0, everything else is repeated.
+
+    Raises InputError when a tensor has another number of rows than the batch.
+    """
+    leaves, structure = pytree.tree_flatten(value)
+    columns: list[Sequence[Any]] = []
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            columns.append([leaf] * len(rows))
+            continue
+        if leaf.ndim == 0 or leaf.shape[0] != sum(rows):
+            raise InputError(
+                f"{what} has shape {tuple(leaf.shape)} and the batch has {sum(rows)} rows: give one row of {what} "
+                "for each row of the input"
+            )
+        columns.append(split(leaf, rows))
+    return [pytree.tree_unflatten([c[m] for c in columns], structure) for m in range(len(rows))]
+
+
+def join(pieces: Sequence[Tensor]) -> Tensor:
+    """Return the microbatches of one tensor as one."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))

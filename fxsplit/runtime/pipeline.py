@@ -1,0 +1,173 @@
+"""Pipeline: the module that compile() returns; it is the user's model with another way of running."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from fxsplit.costs import Costs
+from fxsplit.errors import ClosedError, FxsplitError, InputError
+from fxsplit.ir import IR
+from fxsplit.plan import Plan
+from fxsplit.runtime.engine import Engine
+from fxsplit.runtime.loss import BatchLoss, LossFn
+from fxsplit.runtime.microbatches import sizes, split_tree
+from fxsplit.runtime.program import Program
+from fxsplit.stages import Ref, Stages
+from fxsplit.structures import rebuild
+
+Build = Callable[[Sequence[Any], Mapping[str, Any], Program | None], Program]
+"""Compiles the model in its present mode for a call, given the program of the other mode if there is one."""
+
+
+class Pipeline(nn.Module):
+    """A model run as a pipeline of stages.
+
+    Parameters, buffers, submodules, hooks and mode are the model's own (the very same dictionaries), so state_dict(),
+    parameters(), train(), eval() and optimizers see the unsplit model. Calling it equals calling the model on each
+    microbatch and joining the outputs; `step` also runs loss and backward, in the schedule chosen.
+    """
+
+    def __init__(self, model: nn.Module, build: Build, n_microbatches: int | None, loss_fn: LossFn | None) -> None:
+        super().__init__()
+        for key in nn.Module().__dict__.keys() - {"training"}:
+            self.__dict__[key] = model.__dict__[key]
+        # Past nn.Module's own attribute handling, which would register the model as a submodule.
+        self.__dict__ |= {"_model": model, "_build": build, "_fixed_microbatches": n_microbatches, "_loss_fn": loss_fn}
+        self.__dict__ |= {"_programs": {}, "_engine": None, "_closed": False}
+
+    # What the module is
+
+    @property
+    def training(self) -> bool:  # type: ignore[override]
+        """Whether the model is in training mode."""
+        return bool(self.__dict__["_model"].training)
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "_model" in self.__dict__:  # nn.Module.__init__ sets it too, and must not change the model
+            self.__dict__["_model"].training = mode
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the present mode (or of the other, where only that is compiled); print it."""
+        return self._present().plan
+
+    @property
+    def costs(self) -> Costs:
+        """The measured profile: `pipe.costs.save(path)`, then `fxsplit.compile(..., costs=path)`."""
+        return self._present().costs
+
+    @property
+    def stages(self) -> Stages:
+        """The emitted stages; `print(pipe.stages[0].code)`."""
+        return self._present().stages
+
+    @property
+    def ir(self) -> IR:
+        """The IR after the last pass."""
+        return self._present().final
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the unsplit model's state_dict."""
+        return self._model.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load a state_dict of the unsplit model."""
+        result = self._model.load_state_dict(state_dict, strict=strict, assign=assign)
+        for program in self._programs.values():
+            program.place(self._model)
+        return result
+
+    def __repr__(self) -> str:
+        name = type(self._model).__name__
+        if not self._programs:
+            return f"Pipeline({name}, compiles on its first call)"
+        return f"Pipeline({name})\n{self.plan}"
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise FxsplitError("a pipeline cannot be copied, it has threads: copy the model and compile the copy")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise FxsplitError("a pipeline cannot be pickled, it has threads: save pipe.state_dict() instead")
+
+    # What it does
+
+    def compile_for(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the present mode for calls like this one, unless it is compiled already."""
+        self._program(args, kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the model returns, computed microbatch by microbatch; differentiable."""
+        program, tensors, rows = self._prepare(args, kwargs)
+        return _result(program, self._engine.forward(program, tensors, rows))
+
+    def step(self, *args: Any, target: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        """Run one training step in the pipeline's schedule; add gradients to `.grad`; return the loss, detached.
+
+        `target` is a tensor, or tuple or dict of tensors, with one row for each row of the input. The loss is that of
+        the whole batch: microbatches are weighted by their rows, or summed where `loss_fn.reduction` is "sum". With
+        `return_outputs` the result is (loss, outputs), both detached. No `.grad` changes when a step fails.
+        """
+        if self._loss_fn is None:
+            raise InputError(
+                "step() needs a loss: compile with loss_fn=, for example "
+                "fxsplit.compile(model, 2, loss_fn=torch.nn.functional.cross_entropy)"
+            )
+        if not torch.is_grad_enabled():
+            raise InputError("step() under no_grad has no gradients to compute: call pipe(x) to evaluate")
+        program, tensors, rows = self._prepare(args, kwargs)
+        loss = BatchLoss(self._loss_fn, split_tree(target, rows, "target"), rows)
+        outputs = self._engine.step(program, tensors, rows, loss)
+        return (loss.total(), _result(program, outputs)) if return_outputs else loss.total()
+
+    def close(self) -> None:
+        """End the worker threads; the pipeline cannot run afterwards. Also done with the last reference to it."""
+        self.__dict__["_closed"] = True
+        if self._engine is not None:
+            self._engine.close()
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Program, list[Tensor], list[int]]:
+        """Return the program for a call, its tensors, and the rows of each microbatch."""
+        program = self._program(args, kwargs)
+        floating = (p.dtype for p in self._model.parameters() if p.is_floating_point())
+        tensors = program.inputs.bind(args, kwargs, next(floating, None))
+        rows = program.inputs.rows(tensors)
+        count = self._fixed_microbatches or min(rows, program.n_microbatches)
+        return program, tensors, sizes(rows, count)
+
+    def _program(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Program:
+        """Return the program of the present mode, compiled on the first call in it."""
+        if self._closed:
+            raise ClosedError("the pipeline is closed: compile the model again")
+        if self.training not in self._programs:
+            program = self._build(args, kwargs, self._programs.get(not self.training))
+            program.place(self._model)
+            self._programs[self.training] = program
+        program = self._programs[self.training]
+        if self._engine is None:
+            self.__dict__["_engine"] = Engine(
+                [d.torch_device for d in program.machine.devices], program.machine.intraop_threads()
+            )
+        return program
+
+    def _present(self) -> Program:
+        """Return a program to look at."""
+        program = self._programs.get(self.training) or self._programs.get(not self.training)
+        if program is None:
+            raise InputError("nothing is compiled yet: call the pipeline once, or pass example_inputs= to compile()")
+        return program
+
+
+def _result(program: Program, outputs: Sequence[Any]) -> Any:
+    """Return the last stage's outputs in the structure the model returns."""
+    return rebuild(program.stages.result, lambda v: outputs[v.position] if isinstance(v, Ref) else v)

@@ -1,0 +1,45 @@
+"""Joins the pipeline to the caller's autograd graph: one node, whose backward is the pipelined backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+Backward = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
+"""From the gradients of the outputs to those of the inputs and parameters."""
+
+
+class Replay(torch.autograd.Function):
+    """Its inputs are the differentiable inputs and all parameters, so autograd itself accumulates into `.grad`."""
+
+    @staticmethod
+    def forward(ctx: Any, backward: Backward, outputs: list[Tensor], wanted: list[bool], *inputs: Tensor) -> Any:
+        """Return `outputs`, which the pipeline has computed already, as functions of `inputs`."""
+        ctx.backward_of_pipeline = backward
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(o for o, w in zip(outputs, wanted, strict=True) if not w))
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        """Run the pipelined backward."""
+        return (None, None, None, *ctx.backward_of_pipeline(gradients))
+
+
+@contextmanager
+def without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Keep the parameters' gradient hooks from running on each microbatch; they run once, on the sum, later."""
+    hooked = [(p, p._backward_hooks) for p in parameters if p._backward_hooks]
+    for parameter, _ in hooked:
+        parameter._backward_hooks = None
+    try:
+        yield
+    finally:
+        for parameter, hooks in hooked:
+            parameter._backward_hooks = hooks

@@ -1,0 +1,106 @@
+"""Where a device's work is queued: a stream on a GPU, nothing on a CPU, so that no other room asks which it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Stream(Protocol):
+    """A queue of work on one device."""
+
+    def active(self) -> Any:
+        """Return a context manager in which work goes to this stream."""
+
+    def mark(self) -> Any:
+        """Return a token for everything queued so far."""
+
+    def after(self, token: Any) -> None:
+        """Let what is queued from now on wait for a token of any stream."""
+
+    def take(self, tensors: Sequence[Any]) -> list[Any]:
+        """Return the values on this device; their memory is not given back before this stream has read it."""
+
+
+class CpuStream:
+    """The null stream: work is over when the call returns."""
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Do nothing: there is no queue."""
+        yield
+
+    def mark(self) -> None:
+        """Return nothing to wait for."""
+
+    def after(self, token: Any) -> None:
+        """Wait only for what a GPU has queued."""
+        if token is not None:
+            token.synchronize()
+
+    def take(self, tensors: Sequence[Any]) -> list[Any]:
+        """Return the values, copied only where they come from another kind of device."""
+        return [v.cpu() if isinstance(v, Tensor) and v.device.type != "cpu" else v for v in tensors]
+
+
+class CudaStream:
+    """A CUDA stream of its own, so that stages on one GPU overlap too."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Queue work on this stream."""
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            yield
+
+    def mark(self) -> Any:
+        """Return an event recorded on this stream."""
+        return self._stream.record_event()
+
+    def after(self, token: Any) -> None:
+        """Make this stream wait for an event."""
+        if token is not None:
+            self._stream.wait_event(token)
+
+    def take(self, tensors: Sequence[Any]) -> list[Any]:
+        """Return the values on this device, copying asynchronously."""
+        taken = []
+        for value in tensors:
+            if isinstance(value, Tensor):
+                if value.device.type == "cuda":
+                    value.record_stream(self._stream)
+                value = value.to(self._device, non_blocking=True)
+            taken.append(value)
+        return taken
+
+
+def stream_of(device: torch.device) -> Stream:
+    """Return a stream for one worker's device."""
+    return CudaStream(device) if device.type == "cuda" else CpuStream()
+
+
+def caller_marks(devices: Sequence[torch.device]) -> dict[torch.device, Any]:
+    """Return, for each GPU among `devices`, a token for what the calling thread has queued there."""
+    gpus = {d for d in devices if d.type == "cuda"}
+    return {d: torch.cuda.current_stream(d).record_event() for d in gpus}
+
+
+def caller_waits(marks: Sequence[tuple[torch.device, Any]]) -> None:
+    """Let the calling thread's streams wait for the workers' tokens."""
+    for device, token in marks:
+        if token is not None:
+            torch.cuda.current_stream(device).wait_event(token)
+
+
+def handed_over(values: Sequence[Any]) -> None:
+    """Keep GPU memory that workers made until the calling thread's stream has read it."""
+    for value in values:
+        if isinstance(value, Tensor) and value.device.type == "cuda":
+            value.record_stream(torch.cuda.current_stream(value.device))

@@ -1,0 +1,110 @@
+"""Workers: one thread a device, which waits for jobs and ends with the pipeline."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+
+import torch
+
+from fxsplit.errors import ClosedError
+from fxsplit.runtime.job import Job
+from fxsplit.runtime.streams import Stream, caller_marks, caller_waits, stream_of
+
+GRACE_S = 1.0
+"""How long an interrupted caller waits for workers to finish the action they are in."""
+
+Task = Callable[[Stream], None]
+
+
+class Workers:
+    """One thread for each device. Holds no reference to a pipeline, so that a pipeline can end while they wait."""
+
+    def __init__(self, devices: list[torch.device], intraop_threads: int) -> None:
+        self._devices = devices
+        self._tasks: list[SimpleQueue[Task | None]] = [SimpleQueue() for _ in devices]
+        self._running = threading.Lock()
+        self._closed = False
+        before = torch.get_num_threads()
+        up: SimpleQueue[None] = SimpleQueue()
+        self._threads = [
+            threading.Thread(
+                target=_serve, args=(tasks, device, intraop_threads, up), name=f"fxsplit-worker-{i}", daemon=True
+            )
+            for i, (tasks, device) in enumerate(zip(self._tasks, devices, strict=True))
+        ]
+        for thread in self._threads:
+            thread.start()
+        for _ in self._threads:
+            up.get()
+        torch.set_num_threads(before)  # a worker's own number is also what threads started later would get
+
+    def run(self, job: Job) -> None:
+        """Run a job on all devices and return when it is done; raises the first error of any worker.
+
+        Interrupted (Ctrl-C), it stops the workers after the action they are in, and waits at most GRACE_S for that.
+        """
+        with self._running:
+            if self._closed:
+                raise ClosedError("the pipeline is closed: compile the model again")
+            finished: SimpleQueue[None] = SimpleQueue()
+            ready = [token for token in caller_marks(self._devices).values()]
+            for device, tasks in enumerate(self._tasks):
+                tasks.put(_task(job, device, ready, finished))
+            left = len(self._tasks)
+            try:
+                while left:
+                    finished.get()
+                    left -= 1
+            except BaseException as interrupt:
+                job.fail(interrupt)
+                deadline = time.monotonic() + GRACE_S
+                while left and (rest := deadline - time.monotonic()) > 0:
+                    try:
+                        finished.get(timeout=rest)
+                    except Empty:
+                        break
+                    left -= 1
+                raise
+            if job.error is not None:
+                raise job.error
+            caller_waits(list(zip(self._devices, job.marks, strict=True)))
+
+    def close(self) -> None:
+        """End the threads; safe to call twice, and from a worker itself."""
+        if self._closed:
+            return
+        self._closed = True
+        for tasks in self._tasks:
+            tasks.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout=5.0)
+
+
+def _task(job: Job, device: int, ready: list[object], finished: SimpleQueue[None]) -> Task:
+    """Return what one worker does for a job."""
+
+    def task(stream: Stream) -> None:
+        try:
+            job.run(device, stream, ready)
+        finally:
+            finished.put(None)
+
+    return task
+
+
+def _serve(tasks: SimpleQueue[Task | None], device: torch.device, intraop_threads: int, up: SimpleQueue[None]) -> None:
+    """Do tasks until None comes."""
+    torch.get_num_threads()  # the next line holds in a thread only after this one
+    torch.set_num_threads(intraop_threads)
+    stream = stream_of(device)
+    up.put(None)
+    while True:
+        task = tasks.get()
+        if task is None:
+            return
+        task(stream)
+        del task  # or the last job's tensors would live until the next one

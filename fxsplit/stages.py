@@ -1,0 +1,77 @@
+"""Stages: the emitted GraphModules, one for each stage, with named values in and out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxsplit.errors import BrokenFact
+from fxsplit.ir import IR
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """One stage: `module(*inputs)` returns the tuple of `outputs`; both name values of the original graph."""
+
+    index: int
+    device_name: str
+    torch_device: torch.device
+    module: fx.GraphModule
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    @property
+    def code(self) -> str:
+        """The stage's Python source."""
+        return str(self.module.code)
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A place in the result that holds output number `position` of the last stage."""
+
+    position: int
+
+
+@dataclass(frozen=True, eq=False)
+class Stages:
+    """All stages in pipeline order; `result` is the model's output with a Ref in place of each tensor."""
+
+    stages: tuple[Stage, ...]
+    result: Any
+
+    made_by: ClassVar[str] = "emit"
+    given: ClassVar[bool] = False
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+    def __getitem__(self, index: int) -> Stage:
+        return self.stages[index]
+
+    def verify(self, ir: IR) -> None:
+        """Raise BrokenFact unless each stage takes what the one before gives and no weight lives in two stages."""
+        owner: dict[int, int] = {}
+        for i, stage in enumerate(self.stages):
+            stage.module.graph.lint()
+            if i > 0 and stage.inputs != self.stages[i - 1].outputs:
+                raise BrokenFact(f"stage {i} takes {stage.inputs} and stage {i - 1} gives {self.stages[i - 1].outputs}")
+            for weight in weights(stage.module):
+                if owner.setdefault(id(weight), i) != i:
+                    raise BrokenFact(f"stages {owner[id(weight)]} and {i} share a parameter or buffer")
+
+    def __str__(self) -> str:
+        """Every stage's inputs, outputs and code."""
+        parts = []
+        for s in self.stages:
+            parts.append(f"stage {s.index} on {s.device_name}: ({', '.join(s.inputs)}) -> ({', '.join(s.outputs)})")
+            parts.append("\n".join(f"  {line}" for line in s.code.strip().splitlines()))
+        return "\n".join(parts)
+
+
+def weights(module: nn.Module) -> list[Tensor]:
+    """Return the parameters and buffers of a module, each once."""
+    return [*module.parameters(), *module.buffers()]

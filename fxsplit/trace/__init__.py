@@ -1,0 +1,5 @@
+"""Capture: an nn.Module and an example become the IR that the passes start from."""
+
+from fxsplit.trace.capture import capture, same_graph
+
+__all__ = ["capture", "same_graph"]

@@ -1,0 +1,108 @@
+"""Capture a model for one microbatch and check the graph against the model before anybody builds on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from fxsplit.errors import InputError, TraceError
+from fxsplit.inputs import Example, Inputs
+from fxsplit.ir import IR
+from fxsplit.observe import preserved, tensor_text
+from fxsplit.structures import rebuild
+from fxsplit.trace.tracer import symbolic_trace
+
+TOLERANCE = 1e-5
+"""The same operators in the same order give the same bits; only non-deterministic kernels need any tolerance."""
+
+
+def capture(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], rows: int) -> IR:
+    """Return the IR of `model(*args, **kwargs)` in its present mode, with its first `rows` rows as the Example.
+
+    Raises TraceError when tracing fails or when the graph computes anything else than the model does, InputError when
+    an output is not batched on dimension 0.
+    """
+    inputs, tensors = Inputs.of(model, args, kwargs)
+    example = Example(inputs, tuple(t.detach()[:rows].requires_grad_(t.requires_grad) for t in tensors))
+    gm = symbolic_trace(model, inputs)
+    _check(model, gm, example, args, kwargs)
+    return IR(gm).learn(example)
+
+
+def same_graph(a: fx.GraphModule, b: fx.GraphModule) -> bool:
+    """Return whether two captures of one model are the same operations on the same modules."""
+    return _skeleton(a) == _skeleton(b)
+
+
+def _skeleton(gm: fx.GraphModule) -> list[tuple[Any, ...]]:
+    """Return every node without what is unique to one graph."""
+    return [(n.op, n.name, n.target, repr(n.args), repr(n.kwargs)) for n in gm.graph.nodes]
+
+
+def _check(model: nn.Module, gm: fx.GraphModule, example: Example, args: Sequence[Any], kwargs: Any) -> None:
+    """Run the model and the graph on the example, without a trace on either, and compare outputs."""
+    call_args, call_kwargs = pytree.tree_map(_cut(args, kwargs, example), (tuple(args), dict(kwargs)))
+    with torch.no_grad():
+        with preserved(model):
+            expected = model(*call_args, **call_kwargs)
+        with preserved(model):
+            shapes = _ShapeRecorder(gm)
+            got = rebuild(shapes.run(*(t.detach().clone() for t in example.tensors)), lambda leaf: leaf)
+    wanted, structure = pytree.tree_flatten(expected)
+    found, found_structure = pytree.tree_flatten(got)
+    if structure != found_structure:
+        raise TraceError(
+            f"the graph of {type(model).__name__} returns {found_structure} and the model returns {structure}: "
+            "return tensors, tuples, lists or dicts of them"
+        )
+    for i, (a, b) in enumerate(zip(wanted, found, strict=True)):
+        _compare(model, i, a, b, example.rows)
+
+
+def _cut(args: Sequence[Any], kwargs: Any, example: Example) -> Any:
+    """Return a function that maps each tensor of a whole call to the example's rows of it."""
+    return lambda value: value.detach()[: example.rows].clone() if isinstance(value, Tensor) else value
+
+
+def _compare(model: nn.Module, position: int, wanted: Any, found: Any, rows: int) -> None:
+    """Raise unless one output of the graph is the model's, and is a batch."""
+    if not isinstance(wanted, Tensor):
+        if wanted is not None and not isinstance(wanted, (str, bool)):
+            raise InputError(
+                f"output {position} of {type(model).__name__} is {wanted!r}, neither a tensor nor the same for every "
+                "microbatch: return tensors only"
+            )
+        return
+    same_kind = isinstance(found, Tensor) and found.shape == wanted.shape and found.dtype == wanted.dtype
+    if not same_kind or not _close(wanted, found):
+        raise TraceError(
+            f"the graph of {type(model).__name__} computes output {position} differently from the model: tracing kept "
+            "something that changes between calls, such as a Python number or a random draw; move it into a tensor "
+            "or wrap the function that makes it with torch.fx.wrap"
+        )
+    if wanted.ndim == 0 or wanted.shape[0] != rows:
+        raise InputError(
+            f"output {position} of {type(model).__name__} has shape {tuple(wanted.shape)} for {rows} rows: outputs of "
+            "microbatches are joined on dimension 0; return one row for each row of the input, and reduce outside"
+        )
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors are equal but for non-deterministic kernels."""
+    if not a.is_floating_point() or a.numel() == 0:
+        return bool(torch.equal(a, b))
+    size = float(torch.nan_to_num(a, posinf=0.0, neginf=0.0).abs().max())
+    return bool(torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE * size, equal_nan=True))
+
+
+class _ShapeRecorder(fx.Interpreter):
+    """Notes dtype and shape of every value in `node.meta`, for dumps."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        n.meta["fxsplit_shape"] = tensor_text(value) if isinstance(value, Tensor) else type(value).__name__
+        return value

@@ -1,0 +1,15 @@
+"""The passes, one file each, in the order they run; the only list of them."""
+
+from fxsplit.passes.augment import Augment
+from fxsplit.passes.emit import Emit
+from fxsplit.passes.order import Order
+from fxsplit.passes.partition import Partition
+from fxsplit.passes.profile import Profile
+
+PASSES = {p.name: p for p in (Profile, Augment, Order, Partition, Emit)}
+"""Every pass that comes with fxsplit, by its name in chains."""
+
+DEFAULT = (Profile(), Augment(), Order(), Partition(), Emit())
+"""The chain that compile() runs unless told otherwise."""
+
+__all__ = ["DEFAULT", "PASSES", "Augment", "Emit", "Order", "Partition", "Profile"]

@@ -1,0 +1,94 @@
+"""emit: rewrite the graph into one GraphModule for each stage and calls of them; learns Stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import fx, nn
+
+from fxsplit.ir import IR
+from fxsplit.machine import Machine
+from fxsplit.plan import Plan
+from fxsplit.stages import Ref, Stage, Stages
+from fxsplit.structures import rebuild
+
+
+@dataclass(frozen=True)
+class Emit:
+    """Cut the graph where the plan says, at any set of its edges.
+
+    A value goes only from a stage to the next; one that is read later is threaded through the stages between. Modules
+    and parameters are the user's own objects, not copies.
+    """
+
+    name: ClassVar[str] = "emit"
+
+    def __call__(self, ir: IR) -> IR:
+        """Rewrite the graph into stage calls; keeps Plan and learns Stages."""
+        plan, machine = ir[Plan], ir[Machine]
+        outputs = _boundaries(ir.gm.graph, plan)
+        inputs = [n.name for n in ir.gm.graph.nodes if n.op == "placeholder"]
+        stages = []
+        for index, stage_plan in enumerate(plan.stages):
+            takes = tuple(inputs) if index == 0 else outputs[index - 1]
+            module = _stage_module(ir.gm, index, set(stage_plan.nodes), takes, outputs[index])
+            device = machine.devices[stage_plan.device]
+            stages.append(Stage(index, device.name, device.torch_device, module, takes, outputs[index]))
+        last = stages[-1].outputs
+        result = rebuild(
+            _output(ir.gm.graph).args[0], lambda v: Ref(last.index(v.name)) if isinstance(v, fx.Node) else v
+        )
+        return ir.rewrite(_calls(ir.gm, stages), Plan).learn(Stages(tuple(stages), result))
+
+
+def _boundaries(graph: fx.Graph, plan: Plan) -> list[tuple[str, ...]]:
+    """Return the values that leave each stage: made at or before it and read after it, in graph order."""
+    stage_of = plan.stage_of()
+    last = len(plan.stages) - 1
+    leaving: list[list[str]] = [[] for _ in plan.stages]
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        born = stage_of.get(node.name, 0)
+        readers = [last + 1 if u.op == "output" else stage_of[u.name] for u in node.users]
+        for stage in range(born, max(readers, default=born)):
+            leaving[stage].append(node.name)
+    return [tuple(names) for names in leaving]
+
+
+def _stage_module(
+    gm: fx.GraphModule, index: int, nodes: set[str], takes: tuple[str, ...], gives: tuple[str, ...]
+) -> fx.GraphModule:
+    """Return a GraphModule of `nodes` that shares its modules and parameters with `gm`."""
+    graph = fx.Graph()
+    made: dict[str, fx.Node] = {name: graph.placeholder(name) for name in takes}
+    for node in gm.graph.nodes:
+        if node.name in nodes:
+            made[node.name] = graph.node_copy(node, lambda n: made[n.name])
+    graph.output(tuple(made[name] for name in gives))
+    return fx.GraphModule(gm, graph, class_name=f"Stage{index}")
+
+
+def _calls(gm: fx.GraphModule, stages: list[Stage]) -> fx.GraphModule:
+    """Return the graph that calls the stages one after another: the original function, rewritten."""
+    graph = fx.Graph()
+    root = nn.Module()
+    values: dict[str, fx.Node] = {name: graph.placeholder(name) for name in stages[0].inputs}
+    for stage in stages:
+        root.add_module(f"stage_{stage.index}", stage.module)
+        call = graph.call_module(f"stage_{stage.index}", tuple(values[name] for name in stage.inputs))
+        values = {name: graph.call_function(_item, (call, i)) for i, name in enumerate(stage.outputs)}
+    result: Any = fx.node.map_arg(_output(gm.graph).args[0], lambda n: values[n.name])
+    graph.output(result)
+    return fx.GraphModule(root, graph, class_name=f"{type(gm).__name__}Stages")
+
+
+def _item(values: tuple[Any, ...], position: int) -> Any:
+    """Return one of a stage's outputs."""
+    return values[position]
+
+
+def _output(graph: fx.Graph) -> fx.Node:
+    """Return the graph's output node."""
+    return next(n for n in reversed(graph.nodes) if n.op == "output")
