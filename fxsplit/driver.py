@@ -32,7 +32,9 @@ DEFAULT = Chain(standard.DEFAULT)
 """The chain that compile() runs: profile, augment, order, partition, emit."""
 
 MICROBATCHES_PER_DEVICE = 2
-"""Unless stated: more fill the pipeline better, but small microbatches waste work on small devices."""
+ROWS_PER_MICROBATCH = 4
+"""Unless stated, two microbatches a device, but one where they would have fewer rows than this: more microbatches fill
+the pipeline better, and small ones waste work and make batch norm's statistics noisy."""
 
 
 def compile(
@@ -53,7 +55,7 @@ def compile(
         repeats allowed, or a Machine with memory, speed and links.
     example_inputs: one whole batch as the model would be called: a tensor, a tuple of positional arguments, or a
         dict of keyword arguments. Without it the pipeline compiles on its first call.
-    n_microbatches: pieces each batch is cut into (default: two a device, fewer for smaller batches).
+    n_microbatches: pieces each batch is cut into (default: one or two a device, depending on the batch).
     schedule: "1F1B" or "GPipe"; used by `step`. loss_fn: loss_fn(outputs, target) -> scalar, for `step`.
     passes: the chain, as a Chain, a list, or text such as "profile{repeats=3},augment,order,partition,emit".
     costs: a saved profile (or its path) to plan from in place of measuring.
@@ -97,7 +99,7 @@ class _Compiler:
         """
         inputs, tensors = Inputs.of(self.model, args, kwargs)
         batch = inputs.rows(tensors)
-        count = self.n_microbatches or min(batch, MICROBATCHES_PER_DEVICE * len(self.machine))
+        count = self.n_microbatches or _default_microbatches(batch, len(self.machine))
         names = [pass_name(p) for p in self.chain]
         watchers = from_environment(self._folder(other), names)
         traced = capture(self.model, args, kwargs, sizes(batch, count)[0])
@@ -161,6 +163,11 @@ def _pins(program: Program) -> Pins:
     holds = {n.name: n.module for n in program.costs.nodes if n.parameter_bytes or n.buffer_bytes}
     stage_of = program.plan.stage_of()
     return Pins({module: stage_of[name] for name, module in holds.items()}, frozenset(holds.values()))
+
+
+def _default_microbatches(rows: int, devices: int) -> int:
+    """Return how many microbatches to cut a batch into where the user does not say."""
+    return min(rows, MICROBATCHES_PER_DEVICE * devices, max(devices, rows // ROWS_PER_MICROBATCH))
 
 
 def _as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, UntypedStorage, fx, nn
 from torch.utils import _pytree as pytree
 
 Visit = Callable[[fx.Node, Any, tuple[Any, ...], dict[str, Any]], None]
@@ -61,8 +61,9 @@ class Observer(fx.Interpreter):
             self._visit(n, self._callable(n), args, kwargs)
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         before = [t._version for t in tensors]
-        saved: list[Tensor] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
+        saved: list[UntypedStorage] = []
+        # Nothing is kept in the graph itself, which no one will backward: it would keep this list, and leak.
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.untyped_storage()), _no_backward):
             value = super().run_node(n)
         seen = _describe(value)
         written = [t for t, version in zip(tensors, before, strict=True) if t._version != version]
@@ -71,7 +72,7 @@ class Observer(fx.Interpreter):
         for made in pytree.tree_leaves(value):
             if isinstance(made, Tensor):
                 seen.owner = self._memory.owners.setdefault(storage_id(made), n.name)
-                self._memory.alive.append(made)
+                self._memory.alive.append(made.untyped_storage())
         self.seen[n.name] = seen
         self._charge(n, saved)
         return value
@@ -80,17 +81,17 @@ class Observer(fx.Interpreter):
         """Return what a call node calls: a module, a function, or the name of a method."""
         return self.fetch_attr(str(n.target)) if n.op == "call_module" else n.target
 
-    def _charge(self, n: fx.Node, saved: list[Tensor]) -> None:
+    def _charge(self, n: fx.Node, saved: list[UntypedStorage]) -> None:
         """Charge each newly kept storage to the node whose value it is, or to `n` where it is internal to it."""
-        for tensor in saved:
-            key = storage_id(tensor)
+        for storage in saved:
+            key = int(storage._cdata)
             if key in self._weights or key in self._memory.kept:
                 continue
             self._memory.kept.add(key)
-            self._memory.alive.append(tensor)
+            self._memory.alive.append(storage)
             owner = self.seen.get(self._memory.owners.get(key, n.name))
             if owner is not None:
-                owner.kept_bytes += tensor.untyped_storage().nbytes()
+                owner.kept_bytes += storage.nbytes()
 
 
 @contextmanager
@@ -116,6 +117,11 @@ def storage_id(tensor: Tensor) -> int:
 def tensor_text(tensor: Tensor) -> str:
     """Return dtype and shape, for example `float32[8, 64]`."""
     return f"{str(tensor.dtype)[6:]}{list(tensor.shape)}"
+
+
+def _no_backward(packed: object) -> Tensor:
+    """Refuse to unpack: an observed graph is never backwarded."""
+    raise RuntimeError("an observed graph kept nothing to run backward with")
 
 
 def _describe(value: Any) -> Observation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -48,7 +49,11 @@ def _check(model: nn.Module, gm: fx.GraphModule, example: Example, args: Sequenc
     call_args, call_kwargs = pytree.tree_map(_cut(args, kwargs, example), (tuple(args), dict(kwargs)))
     with torch.no_grad():
         with preserved(model):
-            expected = model(*call_args, **call_kwargs)
+            try:
+                expected = model(*call_args, **call_kwargs)
+            except Exception as error:
+                error.add_note(f"fxsplit called the unsplit model with one microbatch of {example.rows} rows")
+                raise
         with preserved(model):
             shapes = _ShapeRecorder(gm)
             got = rebuild(shapes.run(*(t.detach().clone() for t in example.tensors)), lambda leaf: leaf)
@@ -61,6 +66,30 @@ def _check(model: nn.Module, gm: fx.GraphModule, example: Example, args: Sequenc
         )
     for i, (a, b) in enumerate(zip(wanted, found, strict=True)):
         _compare(model, i, a, b, example.rows)
+    _unpack_output(gm, got)
+
+
+def _unpack_output(gm: fx.GraphModule, value: Any) -> None:
+    """Let the graph return tensors in plain containers where a node makes a container of them, as named tuples do."""
+    output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
+
+    def unpack(made: Any, value: Any) -> Any:
+        if isinstance(made, fx.Node) and isinstance(value, (tuple, list, dict)):
+            keys = value.keys() if isinstance(value, dict) else range(len(value))
+            parts = {k: gm.graph.call_function(operator.getitem, (made, k)) for k in keys}
+            made = parts if isinstance(value, dict) else [*parts.values()]
+        if isinstance(value, dict):
+            return {k: unpack(made[k], v) for k, v in value.items()}
+        if isinstance(value, (tuple, list)):
+            items = [unpack(m, v) for m, v in zip(made, value, strict=True)]
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        if isinstance(made, fx.Node):
+            made.meta.setdefault("fxsplit_shape", tensor_text(value) if isinstance(value, Tensor) else "")
+        return made
+
+    with gm.graph.inserting_before(output):
+        output.args = (unpack(output.args[0], value),)
+    gm.recompile()
 
 
 def _cut(args: Sequence[Any], kwargs: Any, example: Example) -> Any:
