@@ -1,7 +1,7 @@
 """fxsplit: cut a PyTorch model into stages and run it as a pipeline, exactly equal to the model it came from.
 
-    pipe = fxsplit.compile(model, 2)
-    loss = criterion(pipe(x), y); loss.backward(); optimizer.step()
+pipe = fxsplit.compile(model, 2)
+loss = criterion(pipe(x), y); loss.backward(); optimizer.step()
 """
 
 from fxsplit.costs import Costs

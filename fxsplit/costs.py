@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
@@ -83,11 +84,12 @@ class Costs:
 
     def values(self) -> Iterator[tuple[str, int, int, tuple[str, ...], bool]]:
         """Yield every value: its name, forward and gradient bytes, the nodes that read it, and if it is an output."""
-        readers: dict[str, list[str]] = {source.name: [] for source in (*self.inputs, *self.nodes)}
+        sources: list[InputCost | NodeCost] = [*self.inputs, *self.nodes]
+        readers: dict[str, list[str]] = {source.name: [] for source in sources}
         for node in self.nodes:
             for name in dict.fromkeys(node.inputs):
                 readers[name].append(node.name)
-        for source in (*self.inputs, *self.nodes):
+        for source in sources:
             is_output = source.name in self.outputs
             yield source.name, source.output_bytes, source.gradient_bytes, tuple(readers[source.name]), is_output
 
@@ -123,7 +125,7 @@ class Costs:
         except ProfileError as error:
             raise BrokenFact(str(error)) from error
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write the profile as JSON, one node a line."""
         head = {"format": FORMAT, "version": VERSION, "rows": self.rows, "device_kind": self.device_kind}
         head |= {"environment": self.environment, "outputs": self.outputs}
@@ -135,14 +137,16 @@ class Costs:
         Path(path).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
     @classmethod
-    def load(cls, path: str | Path) -> Costs:
+    def load(cls, path: str | os.PathLike[str]) -> Costs:
         """Read a profile written by `save`; raises ProfileError for a file that is not one, naming what is wrong."""
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ProfileError(f"cannot read a profile from {str(path)!r}: {error}") from error
         if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise ProfileError(f"{str(path)!r} is not a profile (no format {FORMAT!r}): write one with costs.save(path)")
+            raise ProfileError(
+                f"{str(path)!r} is not a profile (no format {FORMAT!r}): write one with costs.save(path)"
+            )
         if data.get("version") != VERSION:
             raise ProfileError(f"{str(path)!r} has version {data.get('version')}, this fxsplit reads {VERSION}")
         try:

@@ -71,7 +71,9 @@ def compile(
         raise InputError(f"loss_fn={loss_fn!r} is not callable: give loss_fn(outputs, target) -> scalar")
     chain = as_chain(passes, standard.PASSES)
     known = Costs.load(costs) if isinstance(costs, (str, os.PathLike)) else costs
-    compiler = _Compiler(model, Machine.of(devices), find_schedule(schedule), schedule, n_microbatches, chain, known, dump)
+    compiler = _Compiler(
+        model, Machine.of(devices), find_schedule(schedule), schedule, n_microbatches, chain, known, dump
+    )
     pipeline = Pipeline(model, compiler, n_microbatches, loss_fn)
     if example_inputs is not None:
         args, kwargs = _as_call(example_inputs)
@@ -116,7 +118,9 @@ class _Compiler:
             final = run(start, self.chain, [costs, *watchers])
         for kind, name in ((Plan, "partition"), (Stages, "emit")):
             if final.get(kind) is None:
-                raise FxsplitError(f"the chain ends without {kind.__name__}: it needs a pass like {name!r} ({self.chain})")
+                raise FxsplitError(
+                    f"the chain ends without {kind.__name__}: it needs a pass like {name!r} ({self.chain})"
+                )
         return Program(
             inputs=inputs,
             stages=final[Stages],
@@ -182,5 +186,3 @@ def _as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         f"example_inputs is a {type(example_inputs).__name__}: give a tensor, a tuple of arguments or a dict of "
         "keyword arguments, one whole batch"
     )
-
-

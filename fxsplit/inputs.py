@@ -84,7 +84,9 @@ class Inputs:
     def rows(self, tensors: Sequence[Tensor]) -> int:
         """Return the batch size: the first dimension, which every tensor argument must share."""
         if not tensors:
-            raise InputError("the model is called without any tensor: a pipeline needs a batch to cut into microbatches")
+            raise InputError(
+                "the model is called without any tensor: a pipeline needs a batch to cut into microbatches"
+            )
         first = self.specs[0]
         for spec, tensor in zip(self.specs, tensors, strict=True):
             if tensor.ndim == 0 or tensor.shape[0] != tensors[0].shape[0]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -97,9 +98,7 @@ class Machine:
             d if isinstance(d, Device) else Device(_label(d, i), d, memory_bytes or _memory(d) / shared[d])
             for i, d in enumerate(parsed)
         )
-        links = tuple(
-            bytes_per_s or _link(a.torch_device, b.torch_device) for a, b in zip(made, made[1:], strict=False)
-        )
+        links = tuple(bytes_per_s or _link(a.torch_device, b.torch_device) for a, b in itertools.pairwise(made))
         return cls(made, links)
 
     def __len__(self) -> int:

@@ -62,7 +62,7 @@ def unsplit_step(
     for inputs, targets, count in pieces:
         output = model(*inputs)
         weight = 1.0 if getattr(loss_fn, "reduction", "mean") == "sum" else count / batch
-        (loss_fn(output, targets) * weight).backward()
+        (loss_fn(output, targets) * weight).backward()  # type: ignore[no-untyped-call]
         outputs.append(pytree.tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, output))
     joined = pytree.tree_map(lambda *t: torch.cat(t) if isinstance(t[0], Tensor) else t[0], *outputs)
     return _outcome(model, joined)

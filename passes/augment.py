@@ -49,7 +49,9 @@ def _live(costs: Costs, blocks: Blocks, parent: Ints, last: Ints) -> tuple[np.nd
     """Return the bytes of values and of gradients live across each ideal."""
     makes: list[list[int]] = [[] for _ in blocks.members]
     reads: list[list[int]] = [[] for _ in blocks.members]
-    left, forward, gradient = [], [], []
+    left: list[int] = []
+    forward: list[int] = []
+    gradient: list[int] = []
     for name, output_bytes, gradient_bytes, readers, is_output in costs.values():
         maker = blocks.home.get(name)
         outside = sorted({blocks.home[r] for r in readers} - {maker})

@@ -91,4 +91,4 @@ def _item(values: tuple[Any, ...], position: int) -> Any:
 
 def _output(graph: fx.Graph) -> fx.Node:
     """Return the graph's output node."""
-    return next(n for n in reversed(graph.nodes) if n.op == "output")
+    return graph.output_node()

@@ -34,7 +34,9 @@ class Profile:
 
     def __post_init__(self) -> None:
         if self.repeats < 1:
-            raise ChainError(f"profile{{repeats={self.repeats}}}: measure at least once, for example profile{{repeats=5}}")
+            raise ChainError(
+                f"profile{{repeats={self.repeats}}}: measure at least once, for example profile{{repeats=5}}"
+            )
 
     def __call__(self, ir: IR) -> IR:
         """Learn Costs; uses what KnownCosts has of them, and raises ProfileError when those are another model's."""

@@ -31,9 +31,7 @@ class Context:
         return cls(
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
-            autocast=tuple(
-                (d, torch.get_autocast_dtype(d)) for d in AUTOCAST_DEVICES if torch.is_autocast_enabled(d)
-            ),
+            autocast=tuple((d, torch.get_autocast_dtype(d)) for d in AUTOCAST_DEVICES if torch.is_autocast_enabled(d)),
             autocast_cache=torch.is_autocast_cache_enabled(),
             device=torch.get_default_device(),
             hooks=torch._C._autograd._top_saved_tensors_default_hooks(False),

@@ -45,9 +45,7 @@ class Engine:
         parameters = itertools.chain(*job.parameters)
         return list(Replay.apply(backward, outputs, wanted, *inputs, *parameters))  # type: ignore[no-untyped-call]
 
-    def step(
-        self, program: Program, tensors: Sequence[Tensor], rows: Sequence[int], loss: BatchLoss
-    ) -> list[Any]:
+    def step(self, program: Program, tensors: Sequence[Tensor], rows: Sequence[int], loss: BatchLoss) -> list[Any]:
         """Run forward, loss and backward in the program's schedule, add to every `.grad`, and return the outputs."""
         result = program.stages.result
 

@@ -48,7 +48,7 @@ def forward(stage: Stage, packet: Packet) -> Saved:
 def backward(
     saved: Saved, gradients: Sequence[Tensor | None], parameters: Sequence[nn.Parameter]
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """Return the gradients of a stage's inputs and parameters, given those of its outputs (None where there is none)."""
+    """Return the gradients of a stage's inputs and parameters, given those of its outputs; None is no gradient."""
     roots = [
         (value, gradient)
         for value, gradient in zip(saved.outputs, gradients, strict=True)

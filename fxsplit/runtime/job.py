@@ -35,9 +35,9 @@ class Job:
     """One run of `schedule`: every worker calls `run` with its device's number.
 
     `given` holds, for each microbatch, the packet for the first stage; `seeds` gives those of the gradients of
-    the last stage's outputs. Afterwards `outputs` holds the last stage's packets, `sums` each stage's parameter gradients and
-    `returned` the gradients of the first stage's inputs. Inboxes belong to the job, so that nothing of a job that
-    failed can reach the next one.
+    the last stage's outputs. Afterwards `outputs` holds the last stage's packets, `sums` each stage's parameter
+    gradients and `returned` the gradients of the first stage's inputs. Inboxes belong to the job, so that nothing of
+    a job that failed can reach the next one.
     """
 
     def __init__(
@@ -67,6 +67,11 @@ class Job:
         self._last = len(program.stages) - 1
         self._inboxes: list[SimpleQueue[Any]] = [SimpleQueue() for _ in schedule.actions]
         self._failing = threading.Lock()
+
+    @property
+    def n_devices(self) -> int:
+        """How many workers take part."""
+        return len(self._schedule.actions)
 
     def run(self, device: int, stream: Stream, ready: Sequence[Any]) -> None:
         """Do a device's actions in order; `ready` are tokens of the caller's work. The first failure stops all."""

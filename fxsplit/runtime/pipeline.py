@@ -31,6 +31,14 @@ class Pipeline(nn.Module):
     microbatch and joining the outputs; `step` also runs loss and backward, in the schedule chosen.
     """
 
+    _model: nn.Module
+    _build: Build
+    _fixed_microbatches: int | None
+    _loss_fn: LossFn | None
+    _programs: dict[bool, Program]
+    _engine: Engine | None
+    _closed: bool
+
     def __init__(self, model: nn.Module, build: Build, n_microbatches: int | None, loss_fn: LossFn | None) -> None:
         super().__init__()
         for key in nn.Module().__dict__.keys() - {"training"}:
@@ -42,7 +50,7 @@ class Pipeline(nn.Module):
     # What the module is
 
     @property
-    def training(self) -> bool:  # type: ignore[override]
+    def training(self) -> bool:
         """Whether the model is in training mode."""
         return bool(self.__dict__["_model"].training)
 
@@ -103,7 +111,7 @@ class Pipeline(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model returns, computed microbatch by microbatch; differentiable."""
         program, tensors, rows = self._prepare(args, kwargs)
-        return _result(program, self._engine.forward(program, tensors, rows))
+        return _result(program, self._workers(program).forward(program, tensors, rows))
 
     def step(self, *args: Any, target: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
         """Run one training step in the pipeline's schedule; add gradients to `.grad`; return the loss, detached.
@@ -121,7 +129,7 @@ class Pipeline(nn.Module):
             raise InputError("step() under no_grad has no gradients to compute: call pipe(x) to evaluate")
         program, tensors, rows = self._prepare(args, kwargs)
         loss = BatchLoss(self._loss_fn, split_tree(target, rows, "target"), rows)
-        outputs = self._engine.step(program, tensors, rows, loss)
+        outputs = self._workers(program).step(program, tensors, rows, loss)
         return (loss.total(), _result(program, outputs)) if return_outputs else loss.total()
 
     def close(self) -> None:
@@ -153,12 +161,15 @@ class Pipeline(nn.Module):
             program = self._build(args, kwargs, self._programs.get(not self.training))
             program.place(self._model)
             self._programs[self.training] = program
-        program = self._programs[self.training]
+        return self._programs[self.training]
+
+    def _workers(self, program: Program) -> Engine:
+        """Return the engine, started for the first batch; both modes run on the same machine."""
         if self._engine is None:
-            self.__dict__["_engine"] = Engine(
-                [d.torch_device for d in program.machine.devices], program.machine.intraop_threads()
-            )
-        return program
+            devices = [d.torch_device for d in program.machine.devices]
+            self.__dict__["_engine"] = Engine(devices, program.machine.intraop_threads())
+        assert self._engine is not None
+        return self._engine
 
     def _present(self) -> Program:
         """Return a program to look at."""

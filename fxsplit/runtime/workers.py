@@ -50,10 +50,10 @@ class Workers:
             if self._closed:
                 raise ClosedError("the pipeline is closed: compile the model again")
             finished: SimpleQueue[None] = SimpleQueue()
-            ready = [token for token in caller_marks(self._devices).values()]
-            for device, tasks in enumerate(self._tasks):
+            ready = list(caller_marks(self._devices).values())
+            left = job.n_devices
+            for device, tasks in enumerate(self._tasks[:left]):
                 tasks.put(_task(job, device, ready, finished))
-            left = len(self._tasks)
             try:
                 while left:
                     finished.get()
@@ -70,7 +70,7 @@ class Workers:
                 raise
             if job.error is not None:
                 raise job.error
-            caller_waits(list(zip(self._devices, job.marks, strict=True)))
+            caller_waits(list(zip(self._devices, job.marks, strict=False)))
 
     def close(self) -> None:
         """End the threads; safe to call twice, and from a worker itself."""

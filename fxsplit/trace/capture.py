@@ -71,7 +71,7 @@ def _check(model: nn.Module, gm: fx.GraphModule, example: Example, args: Sequenc
 
 def _unpack_output(gm: fx.GraphModule, value: Any) -> None:
     """Let the graph return tensors in plain containers where a node makes a container of them, as named tuples do."""
-    output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
+    output = gm.graph.output_node()
 
     def unpack(made: Any, value: Any) -> Any:
         if isinstance(made, fx.Node) and isinstance(value, (tuple, list, dict)):

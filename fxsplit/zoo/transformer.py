@@ -45,7 +45,13 @@ class Encoder(nn.Module):
     """A classifier of token sequences: int64 [batch, length] -> [batch, classes]."""
 
     def __init__(
-        self, vocabulary: int = 1000, width: int = 64, heads: int = 4, layers: int = 4, length: int = 64, classes: int = 10
+        self,
+        vocabulary: int = 1000,
+        width: int = 64,
+        heads: int = 4,
+        layers: int = 4,
+        length: int = 64,
+        classes: int = 10,
     ) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import cast
 
 import torch
@@ -12,7 +13,11 @@ def _double(inside: int, outside: int) -> nn.Sequential:
     """Return two normalised convolutions."""
     layers: list[nn.Module] = []
     for channels in (inside, outside):
-        layers += [nn.Conv2d(channels, outside, 3, padding=1, bias=False), nn.BatchNorm2d(outside), nn.ReLU(inplace=True)]
+        layers += [
+            nn.Conv2d(channels, outside, 3, padding=1, bias=False),
+            nn.BatchNorm2d(outside),
+            nn.ReLU(inplace=True),
+        ]
     return nn.Sequential(*layers)
 
 
@@ -23,8 +28,8 @@ class UNet(nn.Module):
         super().__init__()
         sizes = [width * 2**i for i in range(depth + 1)]
         self.enter = _double(3, width)
-        self.down = nn.ModuleList(_double(a, b) for a, b in zip(sizes, sizes[1:], strict=False))
-        self.rise = nn.ModuleList(nn.ConvTranspose2d(b, a, 2, stride=2) for a, b in zip(sizes, sizes[1:], strict=False))
+        self.down = nn.ModuleList(_double(a, b) for a, b in itertools.pairwise(sizes))
+        self.rise = nn.ModuleList(nn.ConvTranspose2d(b, a, 2, stride=2) for a, b in itertools.pairwise(sizes))
         self.up = nn.ModuleList(_double(2 * a, a) for a in sizes[:-1])
         self.pool = nn.MaxPool2d(2)
         self.leave = nn.Conv2d(width, classes, 1)
