@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 
@@ -18,7 +19,6 @@ from fxsplit import zoo
 from fxsplit.driver import compile
 from fxsplit.errors import FxsplitError
 from fxsplit.machine import Machine
-from fxsplit.measure import intraop_threads
 from fxsplit.runtime import Pipeline
 from fxsplit.schedule import find_schedule, simulate
 from fxsplit.verify import Differences, compare, pipeline_step, unsplit_step
@@ -55,7 +55,7 @@ class Digits:
 
     def batches(self) -> list[tuple[Tensor, Tensor]]:
         """Return one epoch's batches in a new random order; the last may be smaller."""
-        order = torch.randperm(len(self.train_y)).split(BATCH)
+        order = torch.split(torch.randperm(len(self.train_y)), BATCH)
         return [(self.train_x[i], self.train_y[i]) for i in order]
 
 
@@ -140,9 +140,9 @@ class Timing:
         samples: dict[str, list[float]] = {"pipeline": [], "one": [], "all": []}
         for _ in range(TIMED_STEPS):
             samples["pipeline"].append(_elapsed(split))
-            with intraop_threads(threads):
+            with _threads(threads):
                 samples["one"].append(_elapsed(whole))
-            with intraop_threads(everything):
+            with _threads(everything):
                 samples["all"].append(_elapsed(whole))
         pipe.load_state_dict(state)  # batch norm has seen the timed steps
         pipe.zero_grad()
@@ -172,3 +172,14 @@ def _elapsed(run: Callable[[], None]) -> float:
     begin = time.perf_counter()
     run()
     return 1000.0 * (time.perf_counter() - begin)
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Let operators use `count` threads inside the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

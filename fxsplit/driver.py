@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fxsplit import passes as standard
 from fxsplit.costs import Costs, KnownCosts
-from fxsplit.errors import FxsplitError, InputError
+from fxsplit.errors import ChainError, InputError
 from fxsplit.inputs import Inputs
-from fxsplit.ir import IR, Pass, pass_name
+from fxsplit.ir import IR, Fact, Pass, pass_name
 from fxsplit.machine import Device, DeviceLike, Machine
 from fxsplit.manager import run
 from fxsplit.observers import from_environment, progress_bar
@@ -102,41 +103,33 @@ class _Compiler:
         inputs, tensors = Inputs.of(self.model, args, kwargs)
         batch = inputs.rows(tensors)
         count = self.n_microbatches or _default_microbatches(batch, len(self.machine))
-        names = [pass_name(p) for p in self.chain]
-        watchers = from_environment(self._folder(other), names)
-        traced = capture(self.model, args, kwargs, sizes(batch, count)[0])
-        if other is not None and same_graph(traced.gm, other.traced.gm):
-            return other
-        facts: list[Any] = [self.machine, self._workload(count)]
-        if other is not None:
-            facts += [KnownCosts(other.costs, complete=False), _pins(other)]
-        elif self.costs is not None:
-            facts.append(KnownCosts(self.costs, complete=True))
-        start = traced.learn(*facts)
-        costs = _Remember()
-        with progress_bar():
-            final = run(start, self.chain, [costs, *watchers])
+        watchers = from_environment(self._folder(other), [pass_name(p) for p in self.chain])
+        # The first call may come under no_grad or inference_mode; what is learnt then must hold for training too.
+        with torch.inference_mode(False), torch.enable_grad():
+            traced = capture(self.model, args, kwargs, sizes(batch, count)[0])
+            if other is not None and same_graph(traced.gm, other.traced.gm):
+                return other
+            costs = _KeepCosts()
+            with progress_bar():
+                final = run(traced.learn(*self._facts(count, other)), self.chain, [costs, *watchers])
         for kind, name in ((Plan, "partition"), (Stages, "emit")):
             if final.get(kind) is None:
-                raise FxsplitError(
-                    f"the chain ends without {kind.__name__}: it needs a pass like {name!r} ({self.chain})"
+                raise ChainError(
+                    f"the chain {str(self.chain)!r} learns no {kind.__name__}: it needs a pass like {name!r}"
                 )
         return Program(
-            inputs=inputs,
-            stages=final[Stages],
-            plan=final[Plan],
-            costs=costs.found,
-            machine=self.machine,
-            generator=self.generator,
-            n_microbatches=count,
-            traced=traced,
-            final=final,
+            inputs, final[Stages], final[Plan], costs.found, self.machine, self.generator, count, traced, final
         )
 
-    def _workload(self, count: int) -> Workload:
-        """Return the schedule's demands for every number of stages there may be."""
+    def _facts(self, count: int, other: Program | None) -> list[Fact]:
+        """Return what the chain starts from, besides the graph and its example."""
         peaks = {k: self.generator(k, count).peak_in_flight() for k in range(1, len(self.machine) + 1)}
-        return Workload(self.schedule, count, peaks)
+        facts: list[Fact] = [self.machine, Workload(self.schedule, count, peaks)]
+        if other is not None:
+            facts += [_pins(other)] if other.costs is None else [KnownCosts(other.costs, complete=False), _pins(other)]
+        elif self.costs is not None:
+            facts.append(KnownCosts(self.costs, complete=True))
+        return facts
 
     def _folder(self, other: Program | None) -> Path | None:
         """Return where to dump to: a second mode has a folder of its own inside the first's."""
@@ -147,26 +140,28 @@ class _Compiler:
         return Path(folder) / mode if other is not None else Path(folder)
 
 
-class _Remember:
-    """Keeps the costs, which the last pass's rewriting forgets."""
+class _KeepCosts:
+    """Keeps the costs, which the rewriting into stages forgets."""
 
-    found: Costs
+    found: Costs | None = None
 
     def start(self, ir: IR) -> None:
-        """Nothing is known yet."""
+        """Know nothing yet."""
 
     def after(self, name: str, ir: IR) -> None:
         """Keep the latest costs."""
-        costs = ir.get(Costs)
-        if costs is not None:
-            self.found = costs
+        self.found = ir.get(Costs) or self.found
 
 
 def _pins(program: Program) -> Pins:
     """Return pins that keep every parameter and buffer on the stage it has in `program`."""
-    holds = {n.name: n.module for n in program.costs.nodes if n.parameter_bytes or n.buffer_bytes}
-    stage_of = program.plan.stage_of()
-    return Pins({module: stage_of[name] for name, module in holds.items()}, frozenset(holds.values()))
+    stage_of = {
+        str(node.target): stage.index
+        for stage in program.stages.stages
+        for node in stage.module.graph.nodes
+        if node.op in ("call_module", "get_attr")
+    }
+    return Pins(stage_of, optional=frozenset(stage_of))
 
 
 def _default_microbatches(rows: int, devices: int) -> int:

@@ -1,23 +1,100 @@
-"""Time one operator on one device: forward and backward, with warm-up, as medians."""
+"""Time operators where they stand: in the order and among the neighbours they run with, forward and backward."""
 
 from __future__ import annotations
 
 import copy
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from fxsplit.observe import tensor_text
+from fxsplit.context import Context
+from fxsplit.observe import Observation, tensor_text
 
-WARM_UP = 2
-ENOUGH_S = 0.25
-"""An operator whose repetitions have taken this long has been measured well enough."""
+R = TypeVar("R")
+WARM_UP = 1
+
+
+class Sweep(fx.Interpreter):
+    """Runs a graph forward, then backward node by node in reverse, timing the nodes in `timed`.
+
+    Each node's inputs are cut off from what made them, so that its backward can run by itself; its caches are as cold
+    or warm as they are in a real step, which a loop over one operator would not see. A node that writes in place gets
+    copies, which are not timed.
+    """
+
+    def __init__(self, gm: fx.GraphModule, seen: dict[str, Observation], timed: set[str], device: torch.device) -> None:
+        super().__init__(gm)
+        self.forward_ms: dict[str, float] = {}
+        self.backward_ms: dict[str, float] = {}
+        self._seen = seen
+        self._timed = timed
+        self._clock = Clock(device)
+        self._device = device
+        self._islands: list[tuple[str, list[Tensor], list[Tensor]]] = []
+        self._totals: dict[Tensor, Tensor] = {}  # accumulating a parameter's gradient is part of its backward
+
+    def sweep(self, *inputs: Tensor) -> None:
+        """Do one step, forward and backward."""
+        self.run(*(t.detach().to(self._device).requires_grad_(t.requires_grad) for t in inputs))
+        while self._islands:
+            name, leaves, outputs = self._islands.pop()
+            seeds = [torch.ones_like(t) for t in outputs]
+            begin = self._clock.now()
+            for leaf, gradient in zip(
+                leaves, torch.autograd.grad(outputs, leaves, seeds, allow_unused=True), strict=True
+            ):
+                if isinstance(leaf, nn.Parameter) and gradient is not None:
+                    total = self._totals.setdefault(leaf, gradient)
+                    if total is not gradient:
+                        total.add_(gradient)
+            self.backward_ms[name] = self._clock.now() - begin
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one node; time it, and keep what its backward needs, if that is asked for."""
+        if not n.op.startswith("call"):
+            return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        if n.name not in self._timed:
+            with torch.no_grad():
+                value = self._call(n, args, kwargs)
+            return pytree.tree_map_only(Tensor, self._flag(n), value)
+        leaves: list[Tensor] = []
+        args, kwargs = pytree.tree_map_only(Tensor, self._cut(n, leaves), (args, kwargs))
+        begin = self._clock.now()
+        value = self._call(n, args, kwargs)
+        self.forward_ms[n.name] = self._clock.now() - begin
+        outputs = [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor) and t.requires_grad]
+        if n.op == "call_module":
+            leaves += [p for p in self.fetch_attr(str(n.target)).parameters() if p.requires_grad]
+        if outputs and leaves:
+            self._islands.append((n.name, leaves, outputs))
+        return value
+
+    def _call(self, n: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call node."""
+        return getattr(self, n.op)(n.target, args, kwargs)
+
+    def _cut(self, n: fx.Node, leaves: list[Tensor]) -> Callable[[Tensor], Tensor]:
+        """Return a function that makes a leaf of an argument, or a copy of one where the node writes in place."""
+
+        def cut(value: Tensor) -> Tensor:
+            leaf = value.detach().requires_grad_(value.requires_grad)
+            if value.requires_grad:
+                leaves.append(leaf)
+            return leaf.clone() if self._seen[n.name].mutates else leaf
+
+        return cut
+
+    def _flag(self, n: fx.Node) -> Callable[[Tensor], Tensor]:
+        """Return a function that lets an untimed value want a gradient as it did when it was observed."""
+        wanted = self._seen[n.name].gradient_bytes > 0
+        return lambda t: t.detach().requires_grad_() if wanted and t.is_floating_point() else t
 
 
 class Clock:
@@ -31,6 +108,59 @@ class Clock:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter() * 1000.0
+
+
+def time_nodes(
+    gm: fx.GraphModule,
+    seen: dict[str, Observation],
+    timed: set[str],
+    inputs: tuple[Tensor, ...],
+    device: torch.device,
+    repeats: int,
+    tick: Callable[[], object],
+) -> dict[str, tuple[float, float]]:
+    """Return the median forward and backward milliseconds of the nodes in `timed`; `tick` counts the sweeps."""
+    if any(w.device != device for w in (*gm.parameters(), *gm.buffers())):
+        gm = copy.deepcopy(gm).to(device)
+    forward: dict[str, list[float]] = {name: [] for name in timed}
+    backward: dict[str, list[float]] = {name: [] for name in timed}
+    sweep = Sweep(gm, seen, timed, device)
+    for turn in range(WARM_UP + repeats):
+        sweep.sweep(*inputs)
+        tick()
+        if turn >= WARM_UP:
+            for name in timed:
+                forward[name].append(sweep.forward_ms[name])
+                backward[name].append(sweep.backward_ms.get(name, 0.0))
+    return {name: (median(forward[name]), median(backward[name])) for name in timed}
+
+
+def in_worker_thread(run: Callable[[], R], intraop_threads: int) -> R:
+    """Return what `run` returns in a thread set up like the runtime's workers, with the modes of the caller.
+
+    Operators then use as many threads, and memory comes from the same kind of pool, as when the pipeline runs.
+    """
+    results: list[R] = []
+    errors: list[BaseException] = []
+    before = torch.get_num_threads()
+    context = Context.here()
+
+    def work() -> None:
+        torch.get_num_threads()  # the next line holds in a thread only after this one
+        torch.set_num_threads(intraop_threads)
+        try:
+            with context.entered():
+                results.append(context.variables.run(run))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work, name="fxsplit-profile", daemon=True)
+    thread.start()
+    thread.join()
+    torch.set_num_threads(before)
+    if errors:
+        raise errors[0]
+    return results[0]
 
 
 def signature(call: Any, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -51,66 +181,6 @@ def signature(call: Any, path: str, args: tuple[Any, ...], kwargs: dict[str, Any
         head = f"{getattr(call, '__module__', '')}.{getattr(call, '__qualname__', repr(call))}"
     words = [_word(leaf) for leaf in pytree.tree_leaves((args, sorted(kwargs.items())))]
     return f"{head}({', '.join(words)})"
-
-
-def time_operator(
-    call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, repeats: int
-) -> tuple[float, float]:
-    """Return the median forward and backward milliseconds of `call(*args, **kwargs)` on `device`.
-
-    Every repetition works on fresh copies of the tensors, so that operators may write in place; copying is not timed.
-    """
-    if isinstance(call, nn.Module) and any(w.device != device for w in (*call.parameters(), *call.buffers())):
-        call = copy.deepcopy(call).to(device)
-    run: Callable[..., Any] = call if not isinstance(call, str) else lambda x, *a, **k: getattr(x, call)(*a, **k)
-    weights = [p for p in call.parameters() if p.requires_grad] if isinstance(call, nn.Module) else []
-    clock = Clock(device)
-    forward, backward = [], []
-    start = clock.now()
-    for turn in range(WARM_UP + repeats):
-        (fresh_args, fresh_kwargs), leaves = _fresh(args, kwargs, device)
-        begin = clock.now()
-        value = run(*fresh_args, **fresh_kwargs)
-        middle = clock.now()
-        outs = [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor) and t.requires_grad]
-        spent = 0.0
-        if outs and (leaves or weights):
-            gradients = [torch.ones_like(t) for t in outs]
-            begin_backward = clock.now()
-            torch.autograd.grad(outs, [*leaves, *weights], gradients, allow_unused=True)
-            spent = clock.now() - begin_backward
-        if turn >= WARM_UP:
-            forward.append(middle - begin)
-            backward.append(spent)
-        if turn >= WARM_UP and clock.now() - start > 1000.0 * ENOUGH_S:
-            break
-    return median(forward), median(backward)
-
-
-@contextmanager
-def intraop_threads(count: int) -> Iterator[None]:
-    """Let operators in the calling thread use `count` threads inside the block, as the runtime's workers will."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _fresh(args: Any, kwargs: Any, device: torch.device) -> tuple[Any, list[Tensor]]:
-    """Return copies of the arguments on `device`, and the leaves among them that want a gradient."""
-    leaves: list[Tensor] = []
-
-    def renew(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        leaf = value.detach().to(device).requires_grad_(value.requires_grad)
-        if value.requires_grad:
-            leaves.append(leaf)
-        return leaf.clone()
-
-    return pytree.tree_map(renew, (args, kwargs)), leaves
 
 
 def _word(leaf: Any) -> str:

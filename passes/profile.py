@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -15,8 +17,8 @@ from fxsplit.errors import ChainError, ProfileError
 from fxsplit.inputs import Example
 from fxsplit.ir import IR
 from fxsplit.machine import Machine
-from fxsplit.measure import intraop_threads, signature, time_operator
-from fxsplit.observe import Observer, preserved
+from fxsplit.measure import WARM_UP, in_worker_thread, signature, time_nodes
+from fxsplit.observe import Observation, Observer, preserved
 from fxsplit.progress import track
 
 
@@ -24,8 +26,8 @@ from fxsplit.progress import track
 class Profile:
     """Measure the graph on the kind of device it will run on, with the threads each device will have.
 
-    Operators with the same signature are measured once, as the median of `repeats` runs after a warm-up. Neither
-    buffers nor random generators nor gradients are left changed.
+    Of the operators with the same signature one is measured, as the median of `repeats` steps after a warm-up.
+    Neither buffers nor random generators nor gradients are left changed.
     """
 
     repeats: int = 5
@@ -41,44 +43,51 @@ class Profile:
     def __call__(self, ir: IR) -> IR:
         """Learn Costs; uses what KnownCosts has of them, and raises ProfileError when those are another model's."""
         machine, example, known = ir[Machine], ir[Example], ir.get(KnownCosts)
-        meter = _Meter(ir.gm, known, machine.devices[0].torch_device, self.repeats)
-        observer = Observer(ir.gm, meter.visit)
-        calls = [n for n in ir.gm.graph.nodes if n.op.startswith("call")]
-        ticks = track(calls, "profiling")
-        meter.tick = lambda: next(ticks, None)
-        with preserved(ir.gm), torch.enable_grad(), intraop_threads(machine.intraop_threads()):
-            observer.run(*example.tensors)
-        return ir.learn(_costs(ir.gm, observer, meter, example, machine))
+        signatures: dict[str, str] = {}
+
+        def visit(node: fx.Node, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            signatures[node.name] = signature(call, str(node.target), args, kwargs)
+
+        observer = Observer(ir.gm, visit)
+        with preserved(ir.gm), torch.enable_grad():
+            observer.run(*(t.detach().clone().requires_grad_(t.requires_grad) for t in example.tensors))
+        times = dict(known.times) if known else {}
+        first = {key: name for name, key in reversed(signatures.items()) if key not in times}
+        if first and known is not None and known.complete:
+            key, name = next(reversed(first.items()))
+            raise ProfileError(
+                f"the saved profile is of another model, mode or microbatch size: it has no operator like node "
+                f"{name!r}, {key[:160]}; profile this model (leave costs= out) and save pipe.costs"
+            )
+        if first:
+            measured = self._measure(ir.gm, observer, set(first.values()), example, machine)
+            times |= {key: measured[name] for key, name in first.items()}
+        return ir.learn(_costs(ir.gm, observer.seen, signatures, times, example, machine))
+
+    def _measure(
+        self, gm: fx.GraphModule, observer: Observer, timed: set[str], example: Example, machine: Machine
+    ) -> dict[str, tuple[float, float]]:
+        """Return the forward and backward milliseconds of the nodes in `timed`."""
+        device = machine.devices[0].torch_device
+        ticks = track(range(WARM_UP + self.repeats), "profiling")
+
+        def run() -> dict[str, tuple[float, float]]:
+            tick = partial(next, ticks)
+            return time_nodes(gm, observer.seen, timed, example.tensors, device, self.repeats, tick)
+
+        with preserved(gm), torch.enable_grad():
+            return in_worker_thread(run, machine.intraop_threads())
 
 
-class _Meter:
-    """Measures each operator the first time its signature is met."""
-
-    def __init__(self, gm: fx.GraphModule, known: KnownCosts | None, device: torch.device, repeats: int) -> None:
-        self.signatures: dict[str, str] = {}
-        self.times: dict[str, tuple[float, float]] = dict(known.times) if known else {}
-        self.tick: Any = lambda: None
-        self._known = known
-        self._device = device
-        self._repeats = repeats
-        self._root = gm
-
-    def visit(self, node: fx.Node, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note the node's signature and measure it if it is new."""
-        key = self.signatures[node.name] = signature(call, str(node.target), args, kwargs)
-        if key not in self.times:
-            if self._known is not None and self._known.complete:
-                raise ProfileError(
-                    f"the saved profile is of another model, mode or microbatch size: it has no operator like node "
-                    f"{node.name!r}, {key[:160]}; profile this model (leave costs= out) and save pipe.costs"
-                )
-            self.times[key] = time_operator(call, args, kwargs, self._device, self._repeats)
-        self.tick()
-
-
-def _costs(gm: fx.GraphModule, observer: Observer, meter: _Meter, example: Example, machine: Machine) -> Costs:
+def _costs(
+    gm: fx.GraphModule,
+    seen: Mapping[str, Observation],
+    signatures: Mapping[str, str],
+    times: Mapping[str, tuple[float, float]],
+    example: Example,
+    machine: Machine,
+) -> Costs:
     """Return what was observed and measured as Costs."""
-    seen = observer.seen
     nodes, inputs = [], []
     outputs: tuple[str, ...] = ()
     for node in gm.graph.nodes:
@@ -87,7 +96,8 @@ def _costs(gm: fx.GraphModule, observer: Observer, meter: _Meter, example: Examp
         elif node.op == "output":
             outputs = tuple(dict.fromkeys(n.name for n in node.all_input_nodes))
         else:
-            nodes.append(_node_cost(gm, node, observer, meter))
+            key = signatures.get(node.name, f"get_attr {seen[node.name].text}")
+            nodes.append(_node_cost(gm, node, seen[node.name], key, times.get(key, (0.0, 0.0))))
     return Costs(
         nodes=tuple(nodes),
         inputs=tuple(inputs),
@@ -104,11 +114,9 @@ def _costs(gm: fx.GraphModule, observer: Observer, meter: _Meter, example: Examp
     )
 
 
-def _node_cost(gm: fx.GraphModule, node: fx.Node, observer: Observer, meter: _Meter) -> NodeCost:
+def _node_cost(gm: fx.GraphModule, node: fx.Node, seen: Observation, key: str, times: tuple[float, float]) -> NodeCost:
     """Return the cost of one node; what only fetches an attribute takes no time."""
-    seen = observer.seen[node.name]
-    key = meter.signatures.get(node.name, f"get_attr {seen.text}")
-    forward_ms, backward_ms = meter.times.get(key, (0.0, 0.0))
+    forward_ms, backward_ms = times
     weights = list(weights_of(gm, node))
     return NodeCost(
         name=node.name,

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fxsplit.runtime.context import Context
+from fxsplit.context import Context
 from fxsplit.runtime.execute import Packet
+from fxsplit.runtime.gradients import accumulate, collected
 from fxsplit.runtime.job import Job, Tape
 from fxsplit.runtime.loss import BatchLoss
 from fxsplit.runtime.microbatches import join, split
 from fxsplit.runtime.program import Program
-from fxsplit.runtime.replay import Backward, Replay, without_hooks
+from fxsplit.runtime.replay import Backward, Replay
 from fxsplit.runtime.streams import handed_over
 from fxsplit.runtime.workers import Workers
 from fxsplit.schedule.action import BACKWARD, FORWARD
@@ -41,8 +41,8 @@ class Engine:
         if not any(wanted):
             return outputs
         inputs = [t for t in tensors if t.requires_grad]
-        backward = self._backward(program, tape, rows, tensors, wanted)
-        parameters = itertools.chain(*job.parameters)
+        parameters = program.parameters()
+        backward = self._backward(program, parameters, tape, rows, tensors)
         return list(Replay.apply(backward, outputs, wanted, *inputs, *parameters))  # type: ignore[no-untyped-call]
 
     def step(self, program: Program, tensors: Sequence[Tensor], rows: Sequence[int], loss: BatchLoss) -> list[Any]:
@@ -54,17 +54,19 @@ class Engine:
 
         packets = _packets([t.detach() for t in tensors], rows)
         job = Job(program, program.schedule(len(rows)), Context.here(), {}, packets, loss.seed, finish)
-        parameters = list(itertools.chain(*job.parameters))
-        with without_hooks(parameters):
+        parameters = program.parameters()
+        with collected(parameters) as sums:
             self._workers.run(job)
-        sums = itertools.chain(*(s.totals for s in job.sums))
-        found = [(p, g) for p, g in zip(parameters, sums, strict=True) if g is not None]
-        if found:  # autograd adds the sums to .grad, and runs the hooks there are
-            torch.autograd.backward([p for p, _ in found], [g for _, g in found])
+        accumulate(parameters, sums)
         return _joined(job)[0]
 
     def _backward(
-        self, program: Program, tape: Tape, rows: Sequence[int], tensors: Sequence[Tensor], wanted: Sequence[bool]
+        self,
+        program: Program,
+        parameters: Sequence[nn.Parameter],
+        tape: Tape,
+        rows: Sequence[int],
+        tensors: Sequence[Tensor],
     ) -> Backward:
         """Return the pipelined backward of a forward pass; it keeps the engine alive until autograd drops it."""
 
@@ -83,7 +85,7 @@ class Engine:
                 seeds=lambda m: [column[m] for column in columns],
             )
             try:
-                with without_hooks(list(itertools.chain(*job.parameters))):
+                with collected(parameters) as sums:
                     self._workers.run(job)
             finally:
                 tape.clear()
@@ -92,7 +94,7 @@ class Engine:
                 for i, t in enumerate(tensors)
                 if t.requires_grad
             ]
-            return [*of_inputs, *itertools.chain(*(s.totals for s in job.sums))]
+            return [*of_inputs, *sums]
 
         return backward
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fxsplit.stages import Stage
 
@@ -45,45 +45,19 @@ def forward(stage: Stage, packet: Packet) -> Saved:
     return Saved(inputs, stage.module(*inputs))
 
 
-def backward(
-    saved: Saved, gradients: Sequence[Tensor | None], parameters: Sequence[nn.Parameter]
-) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """Return the gradients of a stage's inputs and parameters, given those of its outputs; None is no gradient."""
+def backward(saved: Saved, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Run a stage backward from the gradients of its outputs; return those of its inputs (None is no gradient).
+
+    Autograd adds the parameters' gradients to their `.grad`, one microbatch after another and in place.
+    """
     roots = [
         (value, gradient)
         for value, gradient in zip(saved.outputs, gradients, strict=True)
         if isinstance(value, Tensor) and value.requires_grad and gradient is not None
     ]
-    wanted = [isinstance(v, Tensor) and v.requires_grad for v in saved.inputs]
-    leaves = [v for v, w in zip(saved.inputs, wanted, strict=True) if w]
-    if not roots or not (leaves or parameters):
-        return [None] * len(saved.inputs), [None] * len(parameters)
-    outputs, seeds = zip(*roots, strict=True)
-    found = torch.autograd.grad(outputs, [*leaves, *parameters], seeds, allow_unused=True)
-    of_leaves = iter(found[: len(leaves)])
-    return [next(of_leaves) if w else None for w in wanted], list(found[len(leaves) :])
-
-
-class Sums:
-    """Gradients summed over microbatches, in the order of one stage's parameters."""
-
-    def __init__(self, count: int) -> None:
-        self.totals: list[Tensor | None] = [None] * count
-        self._owned = [False] * count
-
-    def add(self, gradients: Sequence[Tensor | None]) -> None:
-        """Add one microbatch's gradients; autograd may share the first one, so only own memory is written to."""
-        for i, gradient in enumerate(gradients):
-            total = self.totals[i]
-            if gradient is None:
-                continue
-            if total is None:
-                self.totals[i] = gradient
-            elif self._owned[i]:
-                total.add_(gradient)
-            else:
-                self.totals[i] = total + gradient
-                self._owned[i] = True
+    if roots:
+        torch.autograd.backward([value for value, _ in roots], [gradient for _, gradient in roots])
+    return [v.grad if isinstance(v, Tensor) and v.is_leaf else None for v in saved.inputs]
 
 
 def failing_node(error: BaseException, stage: Stage) -> str:

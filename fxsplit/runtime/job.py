@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
+from fxsplit.context import Context
 from fxsplit.errors import stage_error
-from fxsplit.runtime.context import Context
-from fxsplit.runtime.execute import Packet, Saved, Sums, backward, failing_node, forward
+from fxsplit.runtime.execute import Packet, Saved, backward, failing_node, forward
 from fxsplit.runtime.program import Program
 from fxsplit.runtime.streams import Stream
 from fxsplit.schedule.action import BACKWARD, FORWARD, Action, Schedule
@@ -35,8 +35,8 @@ class Job:
     """One run of `schedule`: every worker calls `run` with its device's number.
 
     `given` holds, for each microbatch, the packet for the first stage; `seeds` gives those of the gradients of
-    the last stage's outputs. Afterwards `outputs` holds the last stage's packets, `sums` each stage's parameter
-    gradients and `returned` the gradients of the first stage's inputs. Inboxes belong to the job, so that nothing of
+    the last stage's outputs. Afterwards `outputs` holds the last stage's packets and `returned` the gradients
+    of the first stage's inputs; those of parameters are in their `.grad`. Inboxes belong to the job, so that nothing of
     a job that failed can reach the next one.
     """
 
@@ -54,8 +54,6 @@ class Job:
         self.error: BaseException | None = None
         self.outputs: list[Packet | None] = [None] * n
         self.returned: list[list[Tensor | None]] = [[] for _ in range(n)]
-        self.parameters = program.parameters()
-        self.sums = [Sums(len(p)) for p in self.parameters]
         self.marks: list[Any] = [None] * len(schedule.actions)
         self._program = program
         self._schedule = schedule
@@ -77,6 +75,7 @@ class Job:
         """Do a device's actions in order; `ready` are tokens of the caller's work. The first failure stops all."""
         arrived: dict[Action, tuple[Any, Any]] = {}
         action: Action | None = None
+        variables = self._context.variables.copy()  # a context can be entered by one thread at a time
         try:
             with stream.active(), self._context.entered():
                 for token in ready:
@@ -85,7 +84,7 @@ class Job:
                     if self.error is not None:
                         return
                     do = self._forward if action.op == FORWARD else self._backward
-                    do(action, device, stream, arrived)
+                    variables.run(do, action, device, stream, arrived)
                 self.marks[device] = stream.mark()
         except _Stopped:
             return
@@ -127,8 +126,7 @@ class Job:
             gradients = self._seeds(m)
         saved = self._tape.pop((stage, m))
         with self._context.backward():
-            of_inputs, of_parameters = backward(saved, stream.take(gradients), self.parameters[stage])
-            self.sums[stage].add(of_parameters)
+            of_inputs = backward(saved, stream.take(gradients))
         if stage > 0:
             self._send(Action(stage - 1, BACKWARD, m), of_inputs, stream)
         else:

@@ -67,7 +67,10 @@ class Pipeline(nn.Module):
     @property
     def costs(self) -> Costs:
         """The measured profile: `pipe.costs.save(path)`, then `fxsplit.compile(..., costs=path)`."""
-        return self._present().costs
+        costs = self._present().costs
+        if costs is None:
+            raise InputError("this pipeline's chain measured nothing: put 'profile' into passes=")
+        return costs
 
     @property
     def stages(self) -> Stages:

@@ -24,7 +24,7 @@ class Program:
     inputs: Inputs
     stages: Stages
     plan: Plan
-    costs: Costs
+    costs: Costs | None
     machine: Machine
     generator: Generator
     n_microbatches: int
@@ -45,9 +45,9 @@ class Program:
         """Each stage's torch device."""
         return [s.torch_device for s in self.stages.stages]
 
-    def parameters(self) -> list[list[nn.Parameter]]:
-        """Return, for each stage, its parameters that want a gradient now."""
-        return [[p for p in s.module.parameters() if p.requires_grad] for s in self.stages.stages]
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of all stages that want a gradient now; a frozen one may be thawed later."""
+        return [p for s in self.stages.stages for p in s.module.parameters() if p.requires_grad]
 
     def place(self, model: nn.Module) -> None:
         """Move each stage's parameters and buffers to its device, in place: optimizers keep holding them.

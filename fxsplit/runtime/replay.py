@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,16 +29,3 @@ class Replay(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         """Run the pipelined backward."""
         return (None, None, None, *ctx.backward_of_pipeline(gradients))
-
-
-@contextmanager
-def without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Keep the parameters' gradient hooks from running on each microbatch; they run once, on the sum, later."""
-    hooked = [(p, p._backward_hooks) for p in parameters if p._backward_hooks]
-    for parameter, _ in hooked:
-        parameter._backward_hooks = None
-    try:
-        yield
-    finally:
-        for parameter, hooks in hooked:
-            parameter._backward_hooks = hooks

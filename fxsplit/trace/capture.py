@@ -28,7 +28,7 @@ def capture(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], ro
     an output is not batched on dimension 0.
     """
     inputs, tensors = Inputs.of(model, args, kwargs)
-    example = Example(inputs, tuple(t.detach()[:rows].requires_grad_(t.requires_grad) for t in tensors))
+    example = Example(inputs, tuple(t.detach()[:rows].clone().requires_grad_(t.requires_grad) for t in tensors))
     gm = symbolic_trace(model, inputs)
     _check(model, gm, example, args, kwargs)
     return IR(gm).learn(example)
