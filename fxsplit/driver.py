@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fxsplit import passes as standard
 from fxsplit.costs import Costs, KnownCosts
+from fxsplit.dependences import weights_of
 from fxsplit.errors import ChainError, InputError
 from fxsplit.inputs import Inputs
 from fxsplit.ir import IR, Fact, Pass, pass_name
@@ -114,11 +115,17 @@ class _Compiler:
                 final = run(traced.learn(*self._facts(count, other)), self.chain, [costs, *watchers])
         for kind, name in ((Plan, "partition"), (Stages, "emit")):
             if final.get(kind) is None:
-                raise ChainError(
-                    f"the chain {str(self.chain)!r} learns no {kind.__name__}: it needs a pass like {name!r}"
-                )
+                raise ChainError(f"the chain {self.chain} learns no {kind.__name__}: it needs a pass like {name!r}")
         return Program(
-            inputs, final[Stages], final[Plan], costs.found, self.machine, self.generator, count, traced, final
+            inputs=inputs,
+            stages=final[Stages],
+            plan=final[Plan],
+            costs=costs.found,
+            machine=self.machine,
+            generator=self.generator,
+            n_microbatches=count,
+            traced=traced,
+            final=final,
         )
 
     def _facts(self, count: int, other: Program | None) -> list[Fact]:
@@ -159,7 +166,7 @@ def _pins(program: Program) -> Pins:
         str(node.target): stage.index
         for stage in program.stages.stages
         for node in stage.module.graph.nodes
-        if node.op in ("call_module", "get_attr")
+        if any(True for _ in weights_of(stage.module, node))
     }
     return Pins(stage_of, optional=frozenset(stage_of))
 

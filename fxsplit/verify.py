@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +14,10 @@ from torch.utils import _pytree as pytree
 
 from fxsplit.runtime import Pipeline
 from fxsplit.runtime.microbatches import sizes, split_tree
+
+ROUNDING = 1e-5
+"""A tensor this much smaller than the largest of its kind is compared on the scale of this share of that one: the
+gradient of a bias before batch norm is zero, and what is computed for it is rounding of larger numbers."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,7 @@ def unsplit_step(
     for inputs, targets, count in pieces:
         output = model(*inputs)
         weight = 1.0 if getattr(loss_fn, "reduction", "mean") == "sum" else count / batch
-        (loss_fn(output, targets) * weight).backward()  # type: ignore[no-untyped-call]
+        (loss_fn(output, targets) * weight).backward()
         outputs.append(pytree.tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, output))
     joined = pytree.tree_map(lambda *t: torch.cat(t) if isinstance(t[0], Tensor) else t[0], *outputs)
     return _outcome(model, joined)
@@ -79,25 +85,28 @@ def compare(found: Outcome, expected: Outcome) -> Differences:
     )
 
 
-def relative_difference(a: Tensor | None, b: Tensor | None) -> float:
-    """Return max |a - b| / max |b|; infinite where only one exists, or shapes or non-finite places differ."""
+def relative_difference(a: Tensor | None, b: Tensor | None, scale: float = 0.0) -> float:
+    """Return max |a - b| / max(max |b|, scale); infinite where only one exists, or shapes or types differ."""
     if a is None and b is None:
         return 0.0
     if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
-        return float("inf")
+        return math.inf
     if a.numel() == 0 or torch.equal(a, b):
         return 0.0
     a, b = a.detach().double().cpu(), b.detach().double().cpu()
     difference = float((a - b).abs().max())
-    return difference / max(float(b.abs().max()), 1e-300) if difference == difference else float("inf")
+    size = max(float(b.abs().max()), scale, sys.float_info.min)
+    return difference / size if math.isfinite(difference) else math.inf
 
 
 def _largest(a: Mapping[str, Tensor | None], b: Mapping[str, Tensor | None], kind: str, worst: dict[str, str]) -> float:
     """Return the largest difference by name, and note the name."""
     if a.keys() != b.keys():
         worst[kind] = sorted(a.keys() ^ b.keys())[0]
-        return float("inf")
-    found = {name: relative_difference(a[name], b[name]) for name in a}
+        return math.inf
+    sizes = [float(t.detach().abs().max()) for t in b.values() if t is not None and t.numel()]
+    scale = ROUNDING * max(sizes, default=0.0)
+    found = {name: relative_difference(a[name], b[name], scale) for name in a}
     if found:
         worst[kind] = max(found, key=lambda name: found[name])
     return max(found.values(), default=0.0)

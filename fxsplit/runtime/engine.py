@@ -43,7 +43,8 @@ class Engine:
         inputs = [t for t in tensors if t.requires_grad]
         parameters = program.parameters()
         backward = self._backward(program, parameters, tape, rows, tensors)
-        return list(Replay.apply(backward, outputs, wanted, *inputs, *parameters))  # type: ignore[no-untyped-call]
+        joined: tuple[Tensor, ...] = Replay.apply(backward, outputs, wanted, *inputs, *parameters)  # type: ignore[no-untyped-call]
+        return list(joined)
 
     def step(self, program: Program, tensors: Sequence[Tensor], rows: Sequence[int], loss: BatchLoss) -> list[Any]:
         """Run forward, loss and backward in the program's schedule, add to every `.grad`, and return the outputs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fxsplit.stages import Stage
+from fxsplit.structures import LIBRARIES
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,7 @@ def failing_node(error: BaseException, stage: Stage) -> str:
     code = type(stage.module).forward.__code__
     for frame, line in traceback.walk_tb(error.__traceback__):
         if frame.f_code is code:
-            lines = stage.code.strip("\n").splitlines()
-            text = lines[line - code.co_firstlineno].strip() if 0 <= line - code.co_firstlineno < len(lines) else ""
-            name = text.split(" = ")[0]
+            name = linecache.getline(code.co_filename, line).strip().split(" = ")[0]
             node = next((n for n in stage.module.graph.nodes if n.name == name), None)
             return f", node {name!r}{_origin(node.meta) if node else ''}"
     return ""
@@ -75,5 +75,7 @@ def failing_node(error: BaseException, stage: Stage) -> str:
 
 def _origin(meta: dict[str, Any]) -> str:
     """Return the user's file and line that a node was traced from."""
-    lines = [row.strip() for row in str(meta.get("stack_trace") or "").splitlines() if row.strip().startswith("File")]
-    return f" from {lines[-1].split(', in ')[0]}" if lines else ""
+    rows = (row.strip() for row in str(meta.get("stack_trace") or "").splitlines())
+    places = [row.split(", in ")[0] for row in rows if row.startswith("File")]
+    own = [place for place in places if not any(folder in place for folder in LIBRARIES)]
+    return f" from {own[-1]}" if own else ""

@@ -5,10 +5,8 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
@@ -16,8 +14,7 @@ from torch.utils import _pytree as pytree
 
 from fxsplit.errors import TraceError
 from fxsplit.inputs import Inputs, TensorSpec
-
-_LIBRARIES = tuple(str(Path(p).parent) for p in (torch.__file__, __file__))
+from fxsplit.structures import LIBRARIES
 
 
 class Tracer(fx.Tracer):
@@ -75,7 +72,7 @@ def symbolic_trace(model: nn.Module, inputs: Inputs) -> fx.GraphModule:
 def _explain(model: nn.Module, tracer: Tracer, error: Exception) -> TraceError:
     """Return a TraceError that points at the user's line in which tracing stopped."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not f.filename.startswith((*_LIBRARIES, "<"))]
+    own = [f for f in frames if not f.filename.startswith((*LIBRARIES, "<"))]
     place = f"{own[-1].filename}:{own[-1].lineno}, {(own[-1].line or '').strip()!r}" if own else "an unknown line"
     module = f"submodule {tracer.failed_in!r}" if tracer.failed_in else "its own forward()"
     return TraceError(

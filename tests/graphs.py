@@ -1,0 +1,139 @@
+"""Random profiles, and a planner that follows the definitions: slow, obvious, and nothing like the real one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from math import inf
+
+import torch
+from hypothesis import strategies as st
+from torch import fx
+
+from fxsplit.costs import Costs, InputCost, NodeCost
+from fxsplit.ir import IR
+from fxsplit.machine import Device, Machine
+from fxsplit.plan import price
+from fxsplit.workload import Workload
+
+
+def ir_of(costs: Costs, *facts: object) -> IR:
+    """An IR whose graph has the nodes of `costs`, so that facts can be verified against it."""
+    graph = fx.Graph()
+    made = {i.name: graph.placeholder(i.name) for i in costs.inputs}
+    for n in costs.nodes:
+        made[n.name] = graph.create_node("call_function", torch.add, tuple(made[i] for i in n.inputs), {}, n.name)
+    graph.output(tuple(made[name] for name in costs.outputs))
+    return IR(fx.GraphModule({}, graph)).learn(costs, *facts)  # type: ignore[arg-type]
+
+
+def node(name: str, inputs: Sequence[str] = (), ms: float = 1.0, **figures: float) -> NodeCost:
+    """A node that takes `ms` forward and twice that backward."""
+    given = {"forward_ms": ms, "backward_ms": 2 * ms, "output_bytes": 0, "gradient_bytes": 0, "kept_bytes": 0}
+    given |= {"parameter_bytes": 0, "buffer_bytes": 0} | figures
+    return NodeCost(name, "call_function:f", "", f"f {name}", tuple(inputs), **given)  # type: ignore[arg-type]
+
+
+@st.composite
+def profiles(draw: st.DrawFn, max_nodes: int = 9) -> Costs:
+    """DAGs of 1 to `max_nodes` nodes, a third of them with tied integer costs and zeros."""
+    count = draw(st.integers(1, max_nodes))
+    tied = draw(st.integers(0, 2)) == 0
+    number = st.integers(0, 3).map(float) if tied else st.floats(0.0, 10.0, allow_nan=False)
+    size = st.integers(0, 3 if tied else 1000)
+    density = draw(st.floats(0.1, 0.9))
+    nodes: list[NodeCost] = []
+    for i in range(count):
+        earlier = [f"n{j}" for j in range(i) if draw(st.floats(0, 1)) < density]
+        reads_input = not earlier or draw(st.booleans())
+        output = draw(size)
+        nodes.append(
+            NodeCost(
+                name=f"n{i}",
+                op="call_function:f",
+                module=f"m{i % 3}",
+                signature=f"f{i}",
+                inputs=(*(["x"] if reads_input else []), *earlier),
+                forward_ms=draw(number),
+                backward_ms=draw(number),
+                output_bytes=output,
+                gradient_bytes=output if draw(st.booleans()) else 0,
+                kept_bytes=draw(size),
+                parameter_bytes=draw(size),
+                buffer_bytes=draw(size),
+            )
+        )
+    names = [n.name for n in nodes]
+    together = [tuple(sorted(draw(st.sets(st.sampled_from(names), min_size=1, max_size=3)), key=names.index))]
+    order = sorted(draw(st.lists(st.sampled_from(list(itertools.combinations(names, 2)) or [("", "")]), max_size=2)))
+    return Costs(
+        nodes=tuple(nodes),
+        inputs=(InputCost("x", draw(size), 0),),
+        outputs=tuple(sorted(draw(st.sets(st.sampled_from(names), min_size=1, max_size=2)), key=names.index)),
+        together=tuple(c for c in together if len(c) > 1),
+        ordered=tuple(pair for pair in order if pair[0]),
+        rows=1,
+    )
+
+
+@st.composite
+def machines(draw: st.DrawFn, max_devices: int = 4, bounded: bool = True) -> Machine:
+    """1 to `max_devices` devices of different speeds, half of them with little memory, and links of any speed."""
+    count = draw(st.integers(1, max_devices))
+    memory = st.sampled_from([inf, inf, 1e4, 3e3, 1e3]) if bounded else st.just(inf)
+    devices = tuple(
+        Device(f"d{i}", torch.device("cpu"), draw(memory), draw(st.sampled_from([1.0, 1.0, 0.5, 2.0])))
+        for i in range(count)
+    )
+    return Machine(devices, tuple(draw(st.sampled_from([inf, 1e6, 1e5, 1e4])) for _ in range(count - 1)))
+
+
+def workload(machine: Machine, n_microbatches: int = 3) -> Workload:
+    """1F1B's demands."""
+    peaks = {k: tuple(min(n_microbatches, k - s) for s in range(k)) for k in range(1, len(machine) + 1)}
+    return Workload("1F1B", n_microbatches, peaks)
+
+
+def downsets(costs: Costs) -> list[frozenset[str]]:
+    """Every set of nodes that holds all that its members need and parts nothing that stays together."""
+    names = [n.name for n in costs.nodes]
+    edges = [(i, n.name) for n in costs.nodes for i in n.inputs if i in names] + list(costs.ordered)
+    found = []
+    for bits in itertools.product((False, True), repeat=len(names)):
+        inside = frozenset(name for name, bit in zip(names, bits, strict=True) if bit)
+        whole = all(len(inside & set(c)) in (0, len(c)) for c in costs.together)
+        if whole and all(a in inside or b not in inside for a, b in edges):
+            found.append(inside)
+    return found
+
+
+def chains(sets: Sequence[frozenset[str]], n_stages: int) -> Iterator[list[frozenset[str]]]:
+    """Every chain {} < ... < all of `n_stages` steps."""
+    everything = max(sets, key=len)
+
+    def extend(chain: list[frozenset[str]]) -> Iterator[list[frozenset[str]]]:
+        left = n_stages - len(chain) + 1
+        if left == 1:
+            if chain[-1] < everything:
+                yield [*chain, everything]
+            return
+        for larger in sets:
+            if chain[-1] < larger < everything:
+                yield from extend([*chain, larger])
+
+    yield from extend([frozenset()])
+
+
+def best_bottleneck(costs: Costs, machine: Machine, load: Workload, factor: float = 2.0) -> float | None:
+    """The smallest bottleneck over all chains of downsets that fit in memory, or None where none does."""
+    best: float | None = None
+    for chain in chains(downsets(costs), len(machine)):
+        stages = [
+            [n.name for n in costs.nodes if n.name in larger - smaller] for smaller, larger in itertools.pairwise(chain)
+        ]
+        priced = price(costs, machine, load, stages, factor)
+        if any(s.memory_bytes > machine.devices[i].memory_bytes for i, s in enumerate(priced)):
+            continue
+        slowest = max(s.load_ms for s in priced)
+        best = slowest if best is None else min(best, slowest)
+    return best
