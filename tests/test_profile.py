@@ -1,0 +1,103 @@
+"""The profile pass: what it measures, what it leaves alone, and files that carry it elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxsplit
+from fxsplit.costs import Costs
+from fxsplit.measure import Sweep
+from fxsplit.progress import listening
+from tests.models import FAST, Chunked, LateReader, Mlp, Residual, Tied
+
+
+def costs_of(model: nn.Module, x: Tensor, n_microbatches: int = 2) -> Costs:
+    with fxsplit.compile(model, 2, example_inputs=x, n_microbatches=n_microbatches, passes=FAST) as pipe:
+        return pipe.costs
+
+
+def test_bytes_of_a_linear_layer() -> None:
+    """Microbatches of 4 rows, 8 -> 16 float32: 256 bytes out; backward keeps what relu makes, not what it takes."""
+    costs = costs_of(Mlp(layers=3), torch.randn(8, 8))
+    first, relu, second = (costs.by_name[n] for n in ("layers_0", "relu", "layers_1"))
+    assert costs.rows == 4
+    assert first.output_bytes == first.gradient_bytes == 4 * 16 * 4
+    assert first.parameter_bytes == (8 * 16 + 16) * 4 and first.buffer_bytes == 0
+    assert first.kept_bytes == 0, "what relu makes of it is kept, it is not"
+    assert relu.kept_bytes == 4 * 16 * 4 and relu.parameter_bytes == 0
+    assert second.forward_ms > 0 and second.backward_ms > 0
+    assert costs.inputs[0].output_bytes == 4 * 8 * 4 and costs.inputs[0].gradient_bytes == 0
+
+
+def test_frozen_parameters_and_buffers_get_no_gradient() -> None:
+    model = Residual()
+    model.conv1.requires_grad_(False)
+    costs = costs_of(model, torch.randn(8, 3, 8, 8))
+    assert costs.by_name["conv1"].parameter_bytes == 0 and costs.by_name["conv1"].buffer_bytes == 8 * 8 * 9 * 4
+    assert costs.by_name["bn1"].buffer_bytes == 8 * 4 * 2 + 8  # running mean and variance, and an int64 counter
+
+
+def test_equal_operators_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[set[str]] = []
+    start = Sweep.__init__
+
+    def noting(self: Sweep, gm: torch.fx.GraphModule, seen: object, names: set[str], device: torch.device) -> None:
+        timed.append(names)
+        start(self, gm, seen, names, device)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Sweep, "__init__", noting)
+    costs = costs_of(Mlp(layers=5), torch.randn(8, 8))
+    (names,) = timed
+    assert names == {"layers_0", "relu", "layers_1", "layers_4"}
+    assert costs.by_name["layers_3"].forward_ms == costs.by_name["layers_1"].forward_ms
+    assert costs.by_name["layers_3"].signature == costs.by_name["layers_1"].signature
+
+
+def test_what_stays_together_and_what_keeps_its_order() -> None:
+    tied = costs_of(Tied(), torch.randn(8, 8))
+    assert tied.together == (("first", "last", "first_weight"), ("first_weight", "linear"))
+    chunked = costs_of(Chunked(), torch.randn(8, 8))
+    assert chunked.together == (("chunk", "getitem", "getitem_1", "getitem_2"),)
+    late = costs_of(LateReader(), torch.randn(8, 8))
+    # The write goes through a view; it stays with the memory's owner, after the reader before it and before the next.
+    assert late.together == (("mul", "mul_"),) or late.together == (("mul", "mul__1"),)
+    writer = late.together[0][1]
+    assert ("mul_1", writer) in late.ordered or ("detach", writer) in late.ordered
+    assert (writer, "add") in late.ordered
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    costs = costs_of(Residual(), torch.randn(8, 3, 8, 8))
+    costs.save(tmp_path / "a.json")
+    again = Costs.load(tmp_path / "a.json")
+    assert again.nodes == costs.nodes and again.together == costs.together and again.ordered == costs.ordered
+    again.save(tmp_path / "b.json")
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+
+
+def test_a_saved_profile_gives_the_same_plan() -> None:
+    x = torch.randn(8, 3, 8, 8)
+    with fxsplit.compile(Residual(), 2, example_inputs=x, passes=FAST) as pipe:
+        costs, text = pipe.costs, str(pipe.plan)
+    with fxsplit.compile(Residual(), 2, example_inputs=x, costs=costs) as pipe:
+        assert str(pipe.plan) == text
+
+
+def test_progress_is_told() -> None:
+    told: list[tuple[str, int, int]] = []
+    with listening(lambda *news: told.append(news)):
+        costs_of(Mlp(), torch.randn(8, 8))
+    assert ("profiling", 1, 2) in told
+
+
+def test_profiling_leaves_gradients_alone() -> None:
+    model = Mlp()
+    model(torch.randn(2, 8)).sum().backward()
+    before = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    costs_of(model, torch.randn(8, 8))
+    for name, p in model.named_parameters():
+        assert p.grad is not None and torch.equal(p.grad, before[name])
