@@ -25,7 +25,9 @@ types: .venv/ready
 check: test lint types
 
 bench: .venv/ready
-	$(BIN)/python -m pytest bench --benchmark-only
+	mkdir -p .benchmarks
+	$(BIN)/python -m pytest bench/bench_*.py --benchmark-only --benchmark-json=.benchmarks/latest.json
+	$(BIN)/python -m bench.report .benchmarks/latest.json
 
 dist: .venv/ready
 	$(BIN)/python -m build

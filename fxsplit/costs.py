@@ -25,7 +25,7 @@ class NodeCost:
     `inputs` are the nodes and graph inputs whose values it reads; `signature` identifies the operator with the shapes
     it met; `module` is the path of the submodule it belongs to. Times are medians in milliseconds; bytes are of the
     output, of the gradient that returns for it, of what autograd keeps for backward, of its parameters and of its
-    buffers (frozen parameters count as buffers: they get no gradient).
+    buffers (frozen parameters count as buffers: they get no gradient). `draws` says that it takes random numbers.
     """
 
     name: str
@@ -40,6 +40,7 @@ class NodeCost:
     kept_bytes: int
     parameter_bytes: int
     buffer_bytes: int
+    draws: bool = False
 
 
 @dataclass(frozen=True)

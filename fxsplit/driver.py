@@ -162,13 +162,11 @@ class _KeepCosts:
 
 def _pins(program: Program) -> Pins:
     """Return pins that keep every parameter and buffer on the stage it has in `program`."""
-    stage_of = {
-        str(node.target): stage.index
-        for stage in program.stages.stages
-        for node in stage.module.graph.nodes
-        if any(True for _ in weights_of(stage.module, node))
-    }
-    return Pins(stage_of, optional=frozenset(stage_of))
+    stage_of = program.plan.stage_of()
+    traced = program.traced.gm
+    holders = [n for n in traced.graph.nodes if n.name in stage_of and any(True for _ in weights_of(traced, n))]
+    homes = {str(n.target): stage_of[n.name] for n in holders}
+    return Pins(homes, optional=frozenset(homes))
 
 
 def _default_microbatches(rows: int, devices: int) -> int:

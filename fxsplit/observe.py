@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, UntypedStorage, fx, nn
 from torch.utils import _pytree as pytree
 
+from fxsplit.draws import generator_states, may_draw
+
 Visit = Callable[[fx.Node, Any, tuple[Any, ...], dict[str, Any]], None]
 """Called before a node runs, with (node, the callable behind it, its arguments, its keyword arguments)."""
 
@@ -21,7 +23,8 @@ class Observation:
 
     `output_bytes` counts its tensor, `gradient_bytes` the gradient that returns for it (0 where none does),
     `kept_bytes` what autograd keeps because of it, besides parameters. `owner` is the node whose memory its value
-    shares (itself where it made its own) and `mutates` the owners of the memory it wrote to.
+    shares (itself where it made its own), `mutates` the owners of the memory it wrote to, and `draws` says that it
+    takes random numbers, now or in training mode.
     """
 
     text: str = "none"
@@ -32,6 +35,7 @@ class Observation:
     kept_bytes: int = 0
     owner: str = ""
     mutates: tuple[str, ...] = ()
+    draws: bool = False
 
 
 @dataclass
@@ -61,6 +65,7 @@ class Observer(fx.Interpreter):
             self._visit(n, self._callable(n), args, kwargs)
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         before = [t._version for t in tensors]
+        generators = generator_states()
         saved: list[UntypedStorage] = []
         # Nothing is kept in the graph itself, which no one will backward: it would keep this list, and leak.
         with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.untyped_storage()), _no_backward):
@@ -68,6 +73,8 @@ class Observer(fx.Interpreter):
         seen = _describe(value)
         written = [t for t, version in zip(tensors, before, strict=True) if t._version != version]
         seen.mutates = tuple(dict.fromkeys(self._memory.owners.get(storage_id(t), n.name) for t in written))
+        drew = any(not torch.equal(a, b) for a, b in zip(generators, generator_states(), strict=True))
+        seen.draws = drew or (n.op == "call_module" and may_draw(self._callable(n)))
         seen.owner = n.name
         for made in pytree.tree_leaves(value):
             if isinstance(made, Tensor):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, ClassVar
 
 from torch import fx, nn
 
+from fxsplit.costs import Costs
+from fxsplit.draws import Draw
 from fxsplit.ir import IR
 from fxsplit.machine import Machine
 from fxsplit.plan import Plan
@@ -27,12 +30,14 @@ class Emit:
     def __call__(self, ir: IR) -> IR:
         """Rewrite the graph into stage calls; keeps Plan and learns Stages."""
         plan, machine = ir[Plan], ir[Machine]
+        costs = ir.get(Costs)
+        drawing = {n.name for n in costs.nodes if n.draws} if costs else set()
         outputs = _boundaries(ir.gm.graph, plan)
         inputs = [n.name for n in ir.gm.graph.nodes if n.op == "placeholder"]
         stages = []
         for index, stage_plan in enumerate(plan.stages):
             takes = tuple(inputs) if index == 0 else outputs[index - 1]
-            module = _stage_module(ir.gm, index, set(stage_plan.nodes), takes, outputs[index])
+            module = _stage_module(ir.gm, index, set(stage_plan.nodes), drawing, takes, outputs[index])
             device = machine.devices[stage_plan.device]
             stages.append(Stage(index, device.name, device.torch_device, module, takes, outputs[index]))
         last = stages[-1].outputs
@@ -58,16 +63,31 @@ def _boundaries(graph: fx.Graph, plan: Plan) -> list[tuple[str, ...]]:
 
 
 def _stage_module(
-    gm: fx.GraphModule, index: int, nodes: set[str], takes: tuple[str, ...], gives: tuple[str, ...]
+    gm: fx.GraphModule, index: int, nodes: set[str], drawing: set[str], takes: tuple[str, ...], gives: tuple[str, ...]
 ) -> fx.GraphModule:
-    """Return a GraphModule of `nodes` that shares its modules and parameters with `gm`."""
+    """Return a GraphModule of `nodes` that shares its modules and parameters with `gm`.
+
+    The calls of nodes in `drawing` are wrapped, so that what they draw does not depend on the other stages.
+    """
     graph = fx.Graph()
+    held: dict[str, Any] = {}
     made: dict[str, fx.Node] = {name: graph.placeholder(name) for name in takes}
     for node in gm.graph.nodes:
-        if node.name in nodes:
-            made[node.name] = graph.node_copy(node, lambda n: made[n.name])
+        if node.name not in nodes:
+            continue
+        copy = made[node.name] = graph.node_copy(node, lambda n: made[n.name])
+        if node.name in drawing:
+            held[f"draw_{node.name}"] = Draw(node.name, _callable(gm, node))
+            copy.op, copy.target = "call_module", f"draw_{node.name}"
+        elif node.op in ("call_module", "get_attr"):
+            held[str(node.target)] = _callable(gm, node)
     graph.output(tuple(made[name] for name in gives))
-    return fx.GraphModule(gm, graph, class_name=f"Stage{index}")
+    return fx.GraphModule(held, graph, class_name=f"Stage{index}")
+
+
+def _callable(gm: fx.GraphModule, node: fx.Node) -> Any:
+    """Return what a node calls or fetches: a module, a tensor, a function, or the name of a method."""
+    return node.target if node.op in ("call_function", "call_method") else attrgetter(str(node.target))(gm)
 
 
 def _calls(gm: fx.GraphModule, stages: list[Stage]) -> fx.GraphModule:

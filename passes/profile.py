@@ -131,6 +131,7 @@ def _node_cost(gm: fx.GraphModule, node: fx.Node, seen: Observation, key: str, t
         kept_bytes=seen.kept_bytes,
         parameter_bytes=sum(w.nbytes for w in weights if w.requires_grad),
         buffer_bytes=sum(w.nbytes for w in weights if not w.requires_grad),
+        draws=seen.draws,
     )
 
 

@@ -16,7 +16,7 @@ ROWS: list[set[str]] = [
     {"errors", "progress", "structures"},
     {"ir", "kernels"},
     {
-        *("machine", "inputs", "observe", "dependences", "costs", "context", "measure"),
+        *("machine", "inputs", "draws", "observe", "dependences", "costs", "context", "measure"),
         *("blocks", "antichains", "states", "workload", "plan", "stages"),
     },
     {"search"},

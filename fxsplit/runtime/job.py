@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from fxsplit.context import Context
+from fxsplit.draws import new_seed, turn
 from fxsplit.errors import stage_error
 from fxsplit.runtime.execute import Packet, Saved, backward, failing_node, forward
 from fxsplit.runtime.program import Program
@@ -62,6 +63,7 @@ class Job:
         self._given = given
         self._seeds = seeds
         self._finish = finish
+        self._seed = new_seed() if given and program.draws else 0
         self._last = len(program.stages) - 1
         self._inboxes: list[SimpleQueue[Any]] = [SimpleQueue() for _ in schedule.actions]
         self._failing = threading.Lock()
@@ -106,7 +108,8 @@ class Job:
         stage, _, m = action
         packet = self._given[m] if stage == 0 else self._receive(action, device, stream, arrived)
         packet = Packet(tuple(stream.take(packet.values)), packet.wanted)
-        saved = forward(self._program.stages[stage], packet)
+        with turn(self._seed, m):
+            saved = forward(self._program.stages[stage], packet)
         if stage < self._last:
             self._send(Action(stage + 1, FORWARD, m), Packet.of(saved.outputs), stream)
         else:

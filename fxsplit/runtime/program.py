@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import nn
 
 from fxsplit.costs import Costs
+from fxsplit.draws import Draw
 from fxsplit.inputs import Inputs
 from fxsplit.ir import IR
 from fxsplit.machine import Machine
@@ -39,6 +41,11 @@ class Program:
             schedule.check()
             self._schedules[n_microbatches] = schedule
         return self._schedules[n_microbatches]
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether any stage takes random numbers."""
+        return any(isinstance(m, Draw) for s in self.stages.stages for m in s.module.children())
 
     @property
     def devices(self) -> list[torch.device]:

@@ -1,0 +1,140 @@
+"""How long each phase of compile() takes: the networks of the paper's table 1, on 4 and 8 CPU devices.
+
+Run `make bench`. Images are 224 x 224 (Inception 299 x 299), 8 microbatches of 2 rows, kernels warm. A phase is timed
+on the IR the phases before it made; the total is their sum in one run of compile().
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pytest_benchmark.fixture import BenchmarkFixture
+from torch import Tensor, nn
+
+import fxsplit
+from fxsplit import zoo
+from fxsplit.antichains import Antichains
+from fxsplit.ir import IR
+from fxsplit.manager import run
+from fxsplit.passes import Augment, Emit, Order, Partition, Profile
+from fxsplit.schedule import find_schedule
+from fxsplit.trace import capture
+from fxsplit.workload import Workload
+
+DEVICES = (4, 8)
+MICROBATCHES, ROWS = 8, 2
+REPEATS = 3
+
+
+@lru_cache(maxsize=1)
+def network(name: str) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    side = 299 if name == "inception_v3" else 224
+    return zoo.build(name), torch.randn(MICROBATCHES * ROWS, 3, side, side)
+
+
+@lru_cache(maxsize=1)
+def stages_of_the_ir(name: str) -> dict[str, IR]:
+    """The IR before each phase that does not depend on the number of devices."""
+    model, x = network(name)
+    made = {"profile": capture(model, (x,), {}, ROWS).learn(fxsplit.Machine.of(["cpu"] * 8))}
+    made["augment"] = run(made["profile"], [Profile(REPEATS)])
+    made["order"] = run(made["augment"], [Augment()])
+    made["partition"] = run(made["order"], [Order()])
+    return made
+
+
+def for_devices(ir: IR, devices: int) -> IR:
+    peaks = {k: find_schedule("1F1B")(k, MICROBATCHES).peak_in_flight() for k in range(1, devices + 1)}
+    return ir.learn(fxsplit.Machine.of(["cpu"] * devices), Workload("1F1B", MICROBATCHES, peaks))
+
+
+def note(benchmark: BenchmarkFixture, network: str, phase: str, devices: int = 0, **more: Any) -> None:
+    benchmark.group = phase
+    benchmark.extra_info.update(network=network, phase=phase, devices=devices, **more)
+
+
+@pytest.mark.parametrize("name", list(zoo.TABLE_1))
+class TestPhases:
+    def test_trace(self, benchmark: BenchmarkFixture, name: str) -> None:
+        model, x = network(name)
+        note(benchmark, name, "trace")
+        benchmark.pedantic(lambda: capture(model, (x,), {}, ROWS), rounds=3)
+
+    def test_profile(self, benchmark: BenchmarkFixture, name: str) -> None:
+        ir = stages_of_the_ir(name)["profile"]
+        note(benchmark, name, "profile")
+        benchmark.pedantic(lambda: Profile(REPEATS)(ir), rounds=1)
+
+    def test_augment(self, benchmark: BenchmarkFixture, name: str) -> None:
+        irs = stages_of_the_ir(name)
+        note(benchmark, name, "augment", states=len(irs["order"][Antichains]))
+        benchmark.pedantic(lambda: Augment()(irs["augment"]), rounds=5, warmup_rounds=1)
+
+    def test_order(self, benchmark: BenchmarkFixture, name: str) -> None:
+        ir = stages_of_the_ir(name)["order"]
+        note(benchmark, name, "order")
+        benchmark.pedantic(lambda: Order()(ir), rounds=5, warmup_rounds=1)
+
+    @pytest.mark.parametrize("devices", DEVICES)
+    def test_partition(self, benchmark: BenchmarkFixture, name: str, devices: int) -> None:
+        ir = for_devices(stages_of_the_ir(name)["partition"], devices)
+        note(benchmark, name, "partition", devices)
+        benchmark.pedantic(lambda: Partition()(ir), rounds=5, warmup_rounds=1)
+
+    @pytest.mark.parametrize("devices", DEVICES)
+    def test_emit(self, benchmark: BenchmarkFixture, name: str, devices: int) -> None:
+        ir = Partition()(for_devices(stages_of_the_ir(name)["partition"], devices))
+        note(benchmark, name, "emit", devices)
+        benchmark.pedantic(lambda: Emit()(ir), rounds=3)
+
+    @pytest.mark.parametrize("devices", DEVICES)
+    def test_total(self, benchmark: BenchmarkFixture, name: str, devices: int) -> None:
+        model, x = network(name)
+        chain = f"profile{{repeats={REPEATS}}},augment,order,partition,emit"
+
+        def compile_and_close() -> fxsplit.Plan:
+            options: dict[str, Any] = {"example_inputs": x, "n_microbatches": MICROBATCHES, "passes": chain}
+            with fxsplit.compile(model, ["cpu"] * devices, **options) as pipe:
+                return pipe.plan
+
+        plan = benchmark.pedantic(compile_and_close, rounds=1)
+        speedup = plan.single_ms / plan.bottleneck_ms
+        note(benchmark, name, "total", devices, speedup=speedup, gap=plan.gap, optimal=plan.optimal)
+
+
+PLAN = """
+import sys, time, fxsplit
+from tests.graphs import Costs, Machine, ir_of, node, workload
+from fxsplit.manager import run
+from fxsplit.passes import Augment, Order, Partition
+nodes = [node(f"n{i}", [f"n{i - 1}"] if i else []) for i in range(200)]
+costs = Costs(tuple(nodes), (), ("n199",), rows=1)
+machine = Machine.of(["cpu"] * 4)
+ir = ir_of(costs, machine, workload(machine))
+begin = time.perf_counter()
+run(ir, [Augment(), Order(), Partition()])
+print(time.perf_counter() - begin)
+"""
+
+
+@pytest.mark.parametrize("cache", ["cold", "warm"])
+def test_planning_in_a_fresh_process(benchmark: BenchmarkFixture, cache: str, tmp_path: Path) -> None:
+    """Cold: kernels are compiled. Warm: they are loaded from numba's cache. A chain of 200 nodes on 4 devices."""
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.getcwd()}
+
+    def plan() -> float:
+        done = subprocess.run([sys.executable, "-c", PLAN], env=environment, capture_output=True, text=True, check=True)
+        return float(done.stdout)
+
+    if cache == "warm":
+        plan()
+    note(benchmark, "chain of 200", f"kernels {cache}")
+    benchmark.extra_info["planning_s"] = benchmark.pedantic(plan, rounds=1)

@@ -1,0 +1,65 @@
+"""Turn a pytest-benchmark JSON file into the README's tables: `python -m bench.report FILE`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from fxsplit.zoo import TABLE_1
+
+# The paper's table 1: seconds to partition for 4 / 8 GPUs, by its own method.
+PAPER = {
+    "vgg16": (0.01, 0.03),
+    "resnet18": (0.07, 0.21),
+    "resnet50": (0.38, 1.17),
+    "resnet101": (1.20, 3.69),
+    "alexnet": (0.02, 0.01),
+    "resnext50_32x4d": (0.41, 1.17),
+    "resnext101_32x8d": (1.21, 3.58),
+    "inception_v3": (3.07, 4.12),
+    "densenet121": (1.29, 3.73),
+    "squeezenet1_0": (0.06, 0.20),
+}
+
+
+def main(path: str) -> None:
+    """Print one row a network: what planning takes on 4 and 8 devices beside the paper, then every phase."""
+    found: dict[tuple[str, str, int], Any] = {}
+    for row in json.loads(Path(path).read_text(encoding="utf-8"))["benchmarks"]:
+        info = row["extra_info"]
+        found[info["network"], info["phase"], info["devices"]] = (row["stats"]["median"], info)
+    print(
+        "| network | states | plan 4 / 8, s | paper 4 / 8, s | trace | profile | augment | order | partition 4 / 8 "
+        "| emit 4 / 8 | total 4 / 8 | speed-up 4 / 8 |"
+    )
+    print("|---|" + "---|" * 11)
+    for name, title in TABLE_1.items():
+
+        def seconds(phase: str, devices: int = 0, name: str = name) -> float:
+            return float(found[name, phase, devices][0])
+
+        shared = seconds("augment") + seconds("order")
+        states = found[name, "augment", 0][1]["states"]
+        speedups = " / ".join(f"{found[name, 'total', d][1]['speedup']:.2f}" for d in (4, 8))
+        columns = [
+            title,
+            f"{states:,}",
+            " / ".join(f"{shared + seconds('partition', d):.3f}" for d in (4, 8)),
+            " / ".join(f"{s:.2f}" for s in PAPER[name]),
+            *(f"{seconds(p):.2f}" for p in ("trace", "profile")),
+            *(f"{seconds(p):.4f}" for p in ("augment", "order")),
+            " / ".join(f"{seconds('partition', d):.4f}" for d in (4, 8)),
+            " / ".join(f"{seconds('emit', d):.3f}" for d in (4, 8)),
+            " / ".join(f"{seconds('total', d):.2f}" for d in (4, 8)),
+            speedups,
+        ]
+        print("| " + " | ".join(columns) + " |")
+    for cache in ("cold", "warm"):
+        seconds_ = found["chain of 200", f"kernels {cache}", 0][1]["planning_s"]
+        print(f"\nplanning a chain of 200 nodes in a fresh process, kernels {cache}: {seconds_:.2f} s")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

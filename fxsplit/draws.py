@@ -1,0 +1,98 @@
+"""Random draws that do not depend on the order of threads, nor on where a graph is cut.
+
+Torch's default generators are shared by all threads, so stages that drop at the same time would draw from each other.
+A node that draws gets, for the time of its call, a generator state of its own, derived from one seed of the batch, the
+microbatch and the node. The seed comes from the caller's generator: torch.manual_seed makes a run reproducible.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils import _pytree as pytree
+
+_MASK = 2**64 - 1
+_turn = threading.local()
+_one_at_a_time = threading.Lock()
+
+
+class Draw(nn.Module):
+    """Calls a module, a function or a tensor's method in its own generator state; plainly outside of any turn."""
+
+    def __init__(self, name: str, call: Any) -> None:
+        super().__init__()
+        self.call = call
+        self._key = zlib.crc32(name.encode())
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the wrapped call returns."""
+        turn = getattr(_turn, "now", None)
+        idle = isinstance(self.call, nn.Module) and not self.call.training
+        call = self.call if not isinstance(self.call, str) else lambda x, *a, **k: getattr(x, self.call)(*a, **k)
+        if turn is None or idle:
+            return call(*args, **kwargs)
+        generator = _generator_of((args, kwargs))
+        with _one_at_a_time:
+            state = generator.get_state()
+            generator.manual_seed(_mix(*turn, self._key))
+            try:
+                return call(*args, **kwargs)
+            finally:
+                generator.set_state(state)
+
+
+@contextmanager
+def turn(seed: int, microbatch: int) -> Iterator[None]:
+    """Let what is drawn inside the block, in this thread, belong to a microbatch."""
+    before = getattr(_turn, "now", None)
+    _turn.now = (seed, microbatch)
+    try:
+        yield
+    finally:
+        _turn.now = before
+
+
+def new_seed() -> int:
+    """Return a seed for one batch, drawn from the calling thread's generator."""
+    return int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
+
+
+def may_draw(call: Any) -> bool:
+    """Return whether a module drops in training mode, whatever mode it is in now."""
+    if not isinstance(call, nn.Module):
+        return False
+    return any(isinstance(m, _DropoutNd) or bool(getattr(m, "dropout", 0.0)) for m in call.modules())
+
+
+def generator_states() -> list[Tensor]:
+    """Return the states of all default generators there are: what they are before and after tells who draws."""
+    gpus = (
+        [torch.cuda.get_rng_state(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_initialized() else []
+    )
+    return [torch.get_rng_state(), *gpus]
+
+
+def _generator_of(arguments: Any) -> Generator:
+    """Return the default generator of the device that the arguments are on."""
+    device = next((t.device for t in pytree.tree_leaves(arguments) if isinstance(t, Tensor)), torch.device("cpu"))
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index]
+    return torch.default_generator
+
+
+def _mix(*numbers: int) -> int:
+    """Return one 63-bit number from several, by SplitMix64 (Steele, Lea and Flood 2014)."""
+    state = 0
+    for number in numbers:
+        state = (state ^ number) + 0x9E3779B97F4A7C15 & _MASK
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+        state = (state ^ state >> 27) * 0x94D049BB133111EB & _MASK
+        state ^= state >> 31
+    return state >> 1
