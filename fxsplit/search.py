@@ -29,7 +29,8 @@ class Problem:
 
     `load` and `memory` are float64 [stages, 3, features]: the coefficients of a stage's end, its start, and the part
     of its end that only grows; load(J, I) = end(I) - start(J). `capacity` is float64 [stages]; `allowed` is bool
-    [stages + 1, states].
+    [stages + 1, states]. `work` is float64 [states], each state's share of what is to be done, and `speed` float64
+    [stages] how much of it a stage does per unit of load (infinite where load does not follow from work).
     """
 
     features: Floats
@@ -39,6 +40,8 @@ class Problem:
     memory: Floats
     capacity: Floats
     allowed: Bools
+    work: Floats
+    speed: Floats
 
     @property
     def n_stages(self) -> int:
@@ -47,8 +50,18 @@ class Problem:
 
     def test(self, threshold: float) -> tuple[list[int] | None, float]:
         """Return a chain of states whose every stage has load <= threshold, or None and the next possible threshold."""
+        later = np.append(np.cumsum(self.speed[:0:-1])[::-1], 0.0)
         choice, following = kernels.reach(
-            self.in_pointer, self.in_from, self.features, self.load, self.memory, self.capacity, self.allowed, threshold
+            in_ptr=self.in_pointer,
+            in_from=self.in_from,
+            features=self.features,
+            load=self.load,
+            memory=self.memory,
+            capacity=self.capacity,
+            allowed=self.allowed,
+            work=self.work,
+            later=later,
+            threshold=threshold,
         )
         at = self.features.shape[0] - 1
         if choice[-1, at] < 0:
@@ -93,22 +106,30 @@ def pose(
         memory[stage, 0, live], memory[stage, 1, live] = in_flight, -in_flight
     capacity = np.array([d.memory_bytes for d in machine.devices[:n_stages]], np.float64)
     allowed = _allowed(chains, pinned, n_stages)
-    return Problem(states.features, states.in_pointer, states.in_from, load, memory, capacity, allowed)
+    work = states.column("forward_ms") + states.column("backward_ms")
+    speed = np.array([d.speed for d in machine.devices[:n_stages]], np.float64)
+    return Problem(states.features, states.in_pointer, states.in_from, load, memory, capacity, allowed, work, speed)
 
 
 def minimise(problem: Problem, bound: float) -> list[int] | None:
     """Return the chain of states whose slowest stage is fastest, or None when no chain fits; `bound` is below it.
 
-    Bisects, and in turn asks for anything strictly better than the best chain so far; each refusal also tells the
+    Climbs from the bound in growing steps, because a test is the quicker the less its threshold allows. Then bisects,
+    and once close asks in turn for anything strictly better than the best chain so far. Each refusal tells the
     smallest threshold that could succeed, so the search ends with a proof.
     """
-    best, _ = problem.test(inf)
-    if best is None:
-        return None
-    upper, lower = max(problem.loads(best)), bound
+    best, lower, step = None, bound, 0.01
+    while best is None:
+        threshold = lower * (1 + step) if 0 < step * lower < inf and step < 1e4 else inf
+        best, following = problem.test(threshold)
+        if best is None and threshold == inf:
+            return None
+        lower, step = (lower, step) if best else (max(lower, following), 4 * step)
+    upper = max(problem.loads(best))
     bisect = True
     while upper - lower > SLACK * upper:
-        threshold = (lower + upper) / 2 if bisect else upper * (1 - SLACK)
+        close = upper - lower < 0.02 * upper
+        threshold = (lower + upper) / 2 if bisect or not close else upper * (1 - SLACK)
         bisect = not bisect
         found, following = problem.test(threshold)
         if found is None:
@@ -120,11 +141,10 @@ def minimise(problem: Problem, bound: float) -> list[int] | None:
 
 def lower_bound(problem: Problem) -> float:
     """Return a load that no chain's slowest stage can beat: all work shared evenly, or one edge's work alone."""
-    speed = problem.load[:, 2].max(axis=1)  # milliseconds per profiled millisecond
-    work = problem.features[:, [FEATURES.index("forward_ms"), FEATURES.index("backward_ms")]].sum(axis=1)
+    work, speed = problem.work, problem.speed
     end = np.repeat(np.arange(work.size), np.diff(problem.in_pointer))
     largest = float((work[end] - work[problem.in_from]).max(initial=0.0))
-    return max(float(work[-1]) / float((1.0 / speed).sum()), largest * float(speed.min()))
+    return max(float(work[-1] / speed.sum()), largest / float(speed.max()))
 
 
 def misfit(problem: Problem, machine: Machine) -> PlanError:
@@ -142,7 +162,8 @@ def misfit(problem: Problem, machine: Machine) -> PlanError:
     finite = np.isfinite(problem.capacity)
     excess[~finite] = 0.0
     excess[finite, 0, -1] = excess[finite, 2, -1] = -problem.capacity[finite]
-    relaxed = replace(unlimited, features=ones, load=excess, memory=np.zeros_like(excess))
+    boundless = np.full(n_stages, inf)
+    relaxed = replace(unlimited, features=ones, load=excess, memory=np.zeros_like(excess), speed=boundless)
     cuts = minimise(relaxed, 0.0)
     assert cuts is not None
     loads = relaxed.loads(cuts)

@@ -56,10 +56,12 @@ def reach(
     memory: Floats,
     capacity: Floats,
     allowed: Bools,
+    work: Floats,
+    later: Floats,
     threshold: float,
 ) -> tuple[Ints, float]:
     """Return which ideals end a chain of stages under `threshold`, and the next threshold; see `chain.reach`."""
     from fxsplit.kernels import chain
 
-    choice, following = chain.reach(in_ptr, in_from, features, load, memory, capacity, allowed, threshold)
+    choice, following = chain.reach(in_ptr, in_from, features, load, memory, capacity, allowed, work, later, threshold)
     return choice, float(following)

@@ -54,6 +54,8 @@ def reach(
     memory: Array,
     capacity: Array,
     allowed: Array,
+    work: Array,
+    later: Array,
     threshold: float,
 ) -> Any:
     """Decide, for stage after stage, which ideals end a chain whose every stage has load <= threshold and fits.
@@ -64,6 +66,8 @@ def reach(
         (the part that only grows with the ideal).
     capacity: float64 [stages], the memory of each stage's device.
     allowed: bool [stages + 1, ideals], whether the chain may be cut at an ideal after that many stages.
+    work: float64 [ideals], a quantity that sums over nodes; later: float64 [stages], how much of it all stages after
+        each can do for one unit of load. A cut that leaves more than they can do under the threshold leads nowhere.
 
     Returns choice int32 [stages, ideals], the ideal at which the stage that ends there starts (-1 where none does),
     and the smallest load above the threshold that was met, below which no other answer is possible.
@@ -100,7 +104,12 @@ def reach(
                         room *= 2
                         time, space, origin = grown(time, room), grown(space, room), grown(origin, room)
                     size = _insert(time, space, origin, size, pool_time[k], pool_space[k], pool_from[k])
-            if allowed[stage + 1, i] and size > 0:
+            behind = 0.0
+            if later[stage] > 0.0:
+                behind = (work[n - 1] - work[i]) / later[stage] * (1.0 - 1e-12)
+            if size > 0 and behind > threshold:
+                following = min(following, behind)
+            elif allowed[stage + 1, i] and size > 0:
                 end_load = _dot(row, load[stage, 0])
                 end_memory = _dot(row, memory[stage, 0]) if bounded else 0.0
                 best = -np.inf

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -30,13 +31,15 @@ class Engine:
     def __init__(self, devices: list[torch.device], intraop_threads: int) -> None:
         self._workers = Workers(devices, intraop_threads)
         self.close = weakref.finalize(self, self._workers.close)
+        self._one_job = threading.Lock()  # a job borrows every parameter's .grad, so callers take turns
 
     def forward(self, program: Program, tensors: Sequence[Tensor], rows: Sequence[int]) -> list[Any]:
         """Return the outputs of a batch, joined over microbatches; part of the autograd graph where that is on."""
         schedule = program.schedule(len(rows))
         tape: Tape = {}
         job = Job(program, schedule.only(FORWARD), Context.here(), tape, _packets(tensors, rows))
-        self._workers.run(job)
+        with self._one_job:
+            self._workers.run(job)
         outputs, wanted = _joined(job)
         if not any(wanted):
             return outputs
@@ -56,9 +59,11 @@ class Engine:
         packets = _packets([t.detach() for t in tensors], rows)
         job = Job(program, program.schedule(len(rows)), Context.here(), {}, packets, loss.seed, finish)
         parameters = program.parameters()
-        with collected(parameters) as sums:
-            self._workers.run(job)
-        accumulate(parameters, sums)
+        with self._one_job:
+            with collected(parameters) as sums:
+                self._workers.run(job)
+            handed_over(sums)
+            accumulate(parameters, sums)
         return _joined(job)[0]
 
     def _backward(
@@ -86,7 +91,7 @@ class Engine:
                 seeds=lambda m: [column[m] for column in columns],
             )
             try:
-                with collected(parameters) as sums:
+                with self._one_job, collected(parameters) as sums:
                     self._workers.run(job)
             finally:
                 tape.clear()
@@ -95,6 +100,7 @@ class Engine:
                 for i, t in enumerate(tensors)
                 if t.requires_grad
             ]
+            handed_over(sums)
             return [*of_inputs, *sums]
 
         return backward

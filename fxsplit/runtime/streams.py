@@ -71,14 +71,8 @@ class CudaStream:
 
     def take(self, tensors: Sequence[Any]) -> list[Any]:
         """Return the values on this device, copying asynchronously."""
-        taken = []
-        for value in tensors:
-            if isinstance(value, Tensor):
-                if value.device.type == "cuda":
-                    value.record_stream(self._stream)
-                value = value.to(self._device, non_blocking=True)
-            taken.append(value)
-        return taken
+        handed_over(tensors)
+        return [v.to(self._device, non_blocking=True) if isinstance(v, Tensor) else v for v in tensors]
 
 
 def stream_of(device: torch.device) -> Stream:
@@ -100,7 +94,7 @@ def caller_waits(marks: Sequence[tuple[torch.device, Any]]) -> None:
 
 
 def handed_over(values: Sequence[Any]) -> None:
-    """Keep GPU memory that workers made until the calling thread's stream has read it."""
+    """Keep GPU memory that another thread made until this thread's current stream has read it."""
     for value in values:
         if isinstance(value, Tensor) and value.device.type == "cuda":
             value.record_stream(torch.cuda.current_stream(value.device))

@@ -13,7 +13,7 @@ from fxsplit.errors import ClosedError
 from fxsplit.runtime.job import Job
 from fxsplit.runtime.streams import Stream, caller_marks, caller_waits, stream_of
 
-GRACE_S = 1.0
+GRACE_S = 1.5
 """How long an interrupted caller waits for workers to finish the action they are in."""
 
 Task = Callable[[Stream], None]
@@ -25,7 +25,6 @@ class Workers:
     def __init__(self, devices: list[torch.device], intraop_threads: int) -> None:
         self._devices = devices
         self._tasks: list[SimpleQueue[Task | None]] = [SimpleQueue() for _ in devices]
-        self._running = threading.Lock()
         self._closed = False
         before = torch.get_num_threads()
         up: SimpleQueue[None] = SimpleQueue()
@@ -46,31 +45,31 @@ class Workers:
 
         Interrupted (Ctrl-C), it stops the workers after the action they are in, and waits at most GRACE_S for that.
         """
-        with self._running:
-            if self._closed:
-                raise ClosedError("the pipeline is closed: compile the model again")
-            finished: SimpleQueue[None] = SimpleQueue()
-            ready = list(caller_marks(self._devices).values())
-            left = job.n_devices
-            for device, tasks in enumerate(self._tasks[:left]):
+        if self._closed:
+            raise ClosedError("the pipeline is closed: compile the model again")
+        finished: SimpleQueue[None] = SimpleQueue()
+        ready = list(caller_marks(self._devices).values())
+        left = 0
+        try:
+            for device, tasks in enumerate(self._tasks[: job.n_devices]):
                 tasks.put(_task(job, device, ready, finished))
-            try:
-                while left:
-                    finished.get()
-                    left -= 1
-            except BaseException as interrupt:
-                job.fail(interrupt)
-                deadline = time.monotonic() + GRACE_S
-                while left and (rest := deadline - time.monotonic()) > 0:
-                    try:
-                        finished.get(timeout=rest)
-                    except Empty:
-                        break
-                    left -= 1
-                raise
-            if job.error is not None:
-                raise job.error
-            caller_waits(list(zip(self._devices, job.marks, strict=False)))
+                left += 1
+            while left:
+                finished.get()
+                left -= 1
+        except BaseException as interrupt:
+            job.fail(interrupt)
+            deadline = time.monotonic() + GRACE_S
+            while left and (rest := deadline - time.monotonic()) > 0:
+                try:
+                    finished.get(timeout=rest)
+                except Empty:
+                    break
+                left -= 1
+            raise
+        if job.error is not None:
+            raise job.error
+        caller_waits(list(zip(self._devices, job.marks, strict=False)))
 
     def close(self) -> None:
         """End the threads; safe to call twice, and from a worker itself."""
