@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from torch import Tensor, fx, nn
 
@@ -17,6 +17,8 @@ def together(gm: fx.GraphModule, seen: Mapping[str, Observation]) -> list[tuple[
     on the wire:
 
     - nodes that use one parameter or buffer; its get_attr goes with its first user
+    - nodes that read a buffer's memory, where any node writes to it: the next microbatch would overtake a reader in a
+      later stage
     - a node that writes in place, and the one whose memory it writes to
     - a value that contains tensors without being one (the parts of a split), and its users
     """
@@ -33,9 +35,26 @@ def together(gm: fx.GraphModule, seen: Mapping[str, Observation]) -> list[tuple[
         owners = [owner for owner in seen[name].mutates if owner in nodes]
         if owners:
             classes.append([*owners, name])
+    written = {owner for name in nodes for owner in seen[name].mutates} | held_and_written(gm, nodes.values(), seen)
+    for owner in sorted(written & {n.name for n in nodes.values() if n.op == "get_attr"}):
+        readers = [n.name for n in nodes.values() if any(seen[i.name].owner == owner for i in n.all_input_nodes)]
+        classes.append([owner, *readers])
     position = {name: i for i, name in enumerate(nodes)}
     unique = (tuple(sorted(set(c), key=position.__getitem__)) for c in classes)
     return sorted({c for c in unique if len(c) > 1}, key=lambda c: [position[n] for n in c])
+
+
+def held_and_written(gm: fx.GraphModule, nodes: Iterable[fx.Node], seen: Mapping[str, Observation]) -> set[str]:
+    """Return the get_attr nodes of buffers that a module also holds, and may write to, as batch norm does."""
+    nodes = list(nodes)
+    held = {storage_id(w) for n in nodes if n.op == "call_module" for w in _buffers_of(gm, n)}
+    fetched = [n for n in nodes if n.op == "get_attr"]
+    return {seen[n.name].owner for n in fetched if any(storage_id(w) in held for w in weights_of(gm, n))}
+
+
+def _buffers_of(gm: fx.GraphModule, node: fx.Node) -> Iterator[Tensor]:
+    """Yield the buffers of the module that `node` calls."""
+    yield from gm.get_submodule(str(node.target)).buffers()
 
 
 def keeps_order(gm: fx.GraphModule, seen: Mapping[str, Observation]) -> list[tuple[str, str]]:

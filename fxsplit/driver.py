@@ -23,7 +23,7 @@ from fxsplit.observers import from_environment, progress_bar
 from fxsplit.plan import Plan
 from fxsplit.runtime import Pipeline, Program
 from fxsplit.runtime.loss import LossFn
-from fxsplit.runtime.microbatches import sizes
+from fxsplit.runtime.microbatches import default_microbatches, sizes
 from fxsplit.schedule.generate import Generator, find_schedule
 from fxsplit.spec import Chain, as_chain
 from fxsplit.stages import Stages
@@ -32,11 +32,6 @@ from fxsplit.workload import Pins, Workload
 
 DEFAULT = Chain(standard.DEFAULT)
 """The chain that compile() runs: profile, augment, order, partition, emit."""
-
-MICROBATCHES_PER_DEVICE = 2
-ROWS_PER_MICROBATCH = 4
-"""Unless stated, two microbatches a device, but one where they would have fewer rows than this: more microbatches fill
-the pipeline better, and small ones waste work and make batch norm's statistics noisy."""
 
 
 def compile(
@@ -67,10 +62,16 @@ def compile(
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}: give a torch.nn.Module")
-    if n_microbatches is not None and (isinstance(n_microbatches, bool) or n_microbatches < 1):
+    if not (n_microbatches is None or (type(n_microbatches) is int and n_microbatches >= 1)):
         raise InputError(f"n_microbatches={n_microbatches!r}: give a number of at least 1, or leave it out")
-    if loss_fn is not None and not callable(loss_fn):
-        raise InputError(f"loss_fn={loss_fn!r} is not callable: give loss_fn(outputs, target) -> scalar")
+    if loss_fn is not None and (not callable(loss_fn) or isinstance(loss_fn, type)):
+        raise InputError(f"loss_fn={loss_fn!r} is no function or module: give loss_fn(outputs, target) -> scalar")
+    if isinstance(model, Pipeline):
+        raise InputError("model is a pipeline already: compile the model it was made from")
+    if not (costs is None or isinstance(costs, (Costs, str, os.PathLike))):
+        raise InputError(f"costs={costs!r}: give a profile (pipe.costs), or the path of a saved one")
+    if not (dump is None or isinstance(dump, (str, os.PathLike))):
+        raise InputError(f"dump={dump!r}: give the path of a folder")
     chain = as_chain(passes, standard.PASSES)
     known = Costs.load(costs) if isinstance(costs, (str, os.PathLike)) else costs
     compiler = _Compiler(
@@ -103,7 +104,7 @@ class _Compiler:
         """
         inputs, tensors = Inputs.of(self.model, args, kwargs)
         batch = inputs.rows(tensors)
-        count = self.n_microbatches or _default_microbatches(batch, len(self.machine))
+        count = self.n_microbatches or default_microbatches(batch, len(self.machine))
         watchers = from_environment(self._folder(other), [pass_name(p) for p in self.chain])
         # The first call may come under no_grad or inference_mode; what is learnt then must hold for training too.
         with torch.inference_mode(False), torch.enable_grad():
@@ -117,6 +118,7 @@ class _Compiler:
             if final.get(kind) is None:
                 raise ChainError(f"the chain {self.chain} learns no {kind.__name__}: it needs a pass like {name!r}")
         return Program(
+            model=self.model,
             inputs=inputs,
             stages=final[Stages],
             plan=final[Plan],
@@ -167,11 +169,6 @@ def _pins(program: Program) -> Pins:
     holders = [n for n in traced.graph.nodes if n.name in stage_of and any(True for _ in weights_of(traced, n))]
     homes = {str(n.target): stage_of[n.name] for n in holders}
     return Pins(homes, optional=frozenset(homes))
-
-
-def _default_microbatches(rows: int, devices: int) -> int:
-    """Return how many microbatches to cut a batch into where the user does not say."""
-    return min(rows, MICROBATCHES_PER_DEVICE * devices, max(devices, rows // ROWS_PER_MICROBATCH))
 
 
 def _as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

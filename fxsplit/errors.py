@@ -63,6 +63,7 @@ def stage_error(original: Exception, where: str) -> StageError:
         error: StageError = kind(*original.args)
     except TypeError:  # a type that cannot be subclassed, or that needs other arguments
         error = StageError(*original.args)
+    error.__dict__.update(vars(original))
     error.where = where
     error.__cause__ = original
     return error

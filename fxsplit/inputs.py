@@ -85,9 +85,14 @@ class Inputs:
         """Return the batch size: the first dimension, which every tensor argument must share."""
         if not tensors:
             raise InputError(
-                "the model is called without any tensor: a pipeline needs a batch to cut into microbatches"
+                f"the model is called without any tensor ({_describe(self.leaves)}): a pipeline needs a batch to cut "
+                "into microbatches; torch.from_numpy and torch.tensor make one"
             )
         first = self.specs[0]
+        if tensors[0].ndim == 0 or tensors[0].shape[0] == 0:
+            raise InputError(
+                f"argument {first.name!r} has shape {tuple(tensors[0].shape)}: give a batch of at least one row"
+            )
         for spec, tensor in zip(self.specs, tensors, strict=True):
             if tensor.ndim == 0 or tensor.shape[0] != tensors[0].shape[0]:
                 raise InputError(
@@ -100,10 +105,11 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Example:
-    """One microbatch to profile and check with: tensors by the name of their placeholder."""
+    """One microbatch to profile and check with; `written` says that the graph writes to its inputs in place."""
 
     inputs: Inputs
     tensors: tuple[Tensor, ...]
+    written: bool = False
 
     made_by: ClassVar[str] = "trace"
     given: ClassVar[bool] = True
@@ -128,7 +134,10 @@ def _flatten(
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise InputError(f"the arguments do not fit forward{signature}: {error}") from error
+        raise InputError(
+            f"the arguments do not fit forward{signature}: {error}; as example inputs, a tuple is positional arguments "
+            "and a dict keyword arguments"
+        ) from error
     bound.apply_defaults()
     pairs, structure = pytree.tree_flatten_with_path(dict(bound.arguments))
     names = ["_".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path) for path, _ in pairs]

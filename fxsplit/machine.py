@@ -33,6 +33,11 @@ class Device:
     speed: float = 1.0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.torch_device, torch.device):
+            raise InputError(f"device {self.name!r} has torch_device={self.torch_device!r}: give a torch.device")
+        for value in (self.memory_bytes, self.speed):
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise InputError(f"device {self.name!r} has {value!r} for memory_bytes or speed: give a number")
         if not self.memory_bytes > 0:
             raise InputError(f"device {self.name!r} has memory_bytes={self.memory_bytes}: give a positive number")
         if not (self.speed > 0 and isfinite(self.speed)):
@@ -56,6 +61,9 @@ class Machine:
     def __post_init__(self) -> None:
         if not self.devices:
             raise InputError("a machine without devices: give at least one")
+        names = [d.name for d in self.devices]
+        if len(set(names)) != len(names):
+            raise InputError(f"devices are called {names}: give each a name of its own")
         if len(self.links) != len(self.devices) - 1:
             raise InputError(
                 f"{len(self.devices)} devices need {len(self.devices) - 1} links between neighbours, "
@@ -87,18 +95,21 @@ class Machine:
         if isinstance(devices, int):
             gpus = torch.cuda.device_count() >= devices
             devices = [f"cuda:{i}" for i in range(devices)] if gpus else ["cpu"] * devices
-        elif isinstance(devices, (str, torch.device)):
+        elif isinstance(devices, (str, torch.device, Device)):
             devices = [devices]
+        elif not isinstance(devices, (list, tuple)):
+            raise InputError(f"devices={devices!r}: give a number, a list of names or torch.devices, or a Machine")
         shared: dict[torch.device, int] = {}
         parsed = [d if isinstance(d, Device) else _existing(d) for d in devices]
         for where in parsed:
             if isinstance(where, torch.device):
                 shared[where] = shared.get(where, 0) + 1
-        made = tuple(
-            d if isinstance(d, Device) else Device(_label(d, i), d, memory_bytes or _memory(d) / shared[d])
-            for i, d in enumerate(parsed)
+        memory = {d: _memory(d) / count if memory_bytes is None else memory_bytes for d, count in shared.items()}
+        made = tuple(d if isinstance(d, Device) else Device(_label(d, i), d, memory[d]) for i, d in enumerate(parsed))
+        links = tuple(
+            _link(a.torch_device, b.torch_device) if bytes_per_s is None else bytes_per_s
+            for a, b in itertools.pairwise(made)
         )
-        links = tuple(bytes_per_s or _link(a.torch_device, b.torch_device) for a, b in itertools.pairwise(made))
         return cls(made, links)
 
     def __len__(self) -> int:

@@ -28,9 +28,10 @@ def run(ir: IR, chain: Iterable[Pass], observers: Sequence[Observer] = ()) -> IR
         observer.start(ir)
     for step in chain:
         begin = time.perf_counter()
-        result = step(ir)
+        result: object = step(ir)
         if not isinstance(result, IR):
-            raise ChainError(f"pass {pass_name(step)!r} returned {type(result).__name__}: a pass returns an IR")
+            what = f"returned {type(result).__name__}: a pass returns an IR (is 'return ir' missing?)"
+            raise ChainError(f"pass {pass_name(step)!r} {what}")
         ir = replace(result, steps=(*ir.steps, Step(pass_text(step), time.perf_counter() - begin)))
         _verify(ir, pass_name(step))
         for observer in observers:

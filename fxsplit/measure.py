@@ -6,6 +6,7 @@ import copy
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from statistics import median
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from fxsplit.observe import Observation, tensor_text
 
 R = TypeVar("R")
 WARM_UP = 1
+_stop = threading.Event()
 
 
 class Sweep(fx.Interpreter):
@@ -57,6 +59,8 @@ class Sweep(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         """Run one node; time it, and keep what its backward needs, if that is asked for."""
+        if _stop.is_set():
+            raise InterruptedError("profiling was interrupted")
         if not n.op.startswith("call"):
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
@@ -143,7 +147,7 @@ def in_worker_thread(run: Callable[[], R], intraop_threads: int) -> R:
     results: list[R] = []
     errors: list[BaseException] = []
     before = torch.get_num_threads()
-    context = Context.here()
+    context = replace(Context.here(), hooks=None)  # a user's saved-tensor hooks are for the user's own graph
 
     def work() -> None:
         torch.get_num_threads()  # the next line holds in a thread only after this one
@@ -155,9 +159,16 @@ def in_worker_thread(run: Callable[[], R], intraop_threads: int) -> R:
             errors.append(error)
 
     thread = threading.Thread(target=work, name="fxsplit-profile", daemon=True)
+    _stop.clear()
     thread.start()
-    thread.join()
-    torch.set_num_threads(before)
+    try:
+        thread.join()
+    except BaseException:  # Ctrl-C: the thread must be gone before anybody restores what it measures with
+        _stop.set()
+        thread.join()
+        raise
+    finally:
+        torch.set_num_threads(before)
     if errors:
         raise errors[0]
     return results[0]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from fxsplit.errors import ChainError
+from fxsplit.errors import ChainError, InputError
 from fxsplit.ir import IR
 from fxsplit.progress import listening
 from fxsplit.text import render
@@ -29,7 +29,12 @@ class DumpTo:
 
     def start(self, ir: IR) -> None:
         """Write the IR as it was traced."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(
+                f"cannot dump into {str(self.folder)!r}: {error}; give a folder that can be made"
+            ) from error
         self._count = 0
         self._write("trace", ir)
 

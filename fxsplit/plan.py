@@ -11,7 +11,7 @@ from fxsplit.costs import Costs
 from fxsplit.errors import BrokenFact
 from fxsplit.ir import IR
 from fxsplit.machine import Machine
-from fxsplit.workload import Workload
+from fxsplit.workload import Pins, Workload
 
 PROVEN = 1e-6
 """A plan whose gap is below this is called optimal: the search compares with a slack of 1e-9."""
@@ -102,6 +102,11 @@ class Plan:
                 raise BrokenFact(f"stage {number} is said to take {mine.load_ms} ms and takes {other.load_ms} ms")
             if other.memory_bytes > ir[Machine].devices[mine.device].memory_bytes:
                 raise BrokenFact(f"stage {number} needs {other.memory_bytes:.0f} bytes, more than its device has")
+        pins = ir.get(Pins)
+        for name, stage in (pins.nodes(costs) if pins else {}).items():
+            if stage_of[name] != stage:
+                where = f"pinned to stage {stage} and planned on {stage_of[name]}"
+                raise BrokenFact(f"node {name!r} is {where}: pin before 'partition'")
         if self.lower_bound_ms > self.bottleneck_ms * (1 + 1e-9):
             raise BrokenFact(f"lower bound {self.lower_bound_ms} ms above the bottleneck {self.bottleneck_ms} ms")
 

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from difflib import get_close_matches
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -92,7 +93,10 @@ def as_chain(passes: str | Chain | Iterable[Pass], known: Mapping[str, Callable[
     chain = passes if isinstance(passes, Chain) else Chain(tuple(passes))
     for step in chain:
         if isinstance(step, type) or not callable(step):
-            raise ChainError(f"{step!r} is not a pass: give a function from IR to IR, or an instance of a pass class")
+            raise ChainError(
+                f"{step!r} is not a pass: give a function from IR to IR, or an instance of a pass class; names go into "
+                "one text, such as 'profile,augment,order,partition,emit'"
+            )
     return chain
 
 
@@ -132,7 +136,9 @@ def _find(name: str, known: Mapping[str, Callable[..., Any]]) -> Any:
     if name in outside:
         return outside[name].load()
     names = ", ".join([*known, *sorted(outside)])
-    raise ChainError(f"unknown pass {name!r}: known are {names}; a pass of yours is package.module:name")
+    close = get_close_matches(name, [*known, *outside], n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    raise ChainError(f"unknown pass {name!r}: {hint}known are {names}; a pass of yours is package.module:name")
 
 
 def _scalar(name: str, key: str, text: str, default: Any) -> Scalar:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fxsplit.runtime import Pipeline
+from fxsplit.runtime.loss import reduction_of
 from fxsplit.runtime.microbatches import sizes, split_tree
 
 ROUNDING = 1e-5
@@ -67,7 +68,7 @@ def unsplit_step(
     pieces = zip(split_tree(tuple(args), rows, "input"), split_tree(target, rows, "target"), rows, strict=True)
     for inputs, targets, count in pieces:
         output = model(*inputs)
-        weight = 1.0 if getattr(loss_fn, "reduction", "mean") == "sum" else count / batch
+        weight = 1.0 if reduction_of(loss_fn) == "sum" else count / batch
         (loss_fn(output, targets) * weight).backward()
         outputs.append(pytree.tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, output))
     joined = pytree.tree_map(lambda *t: torch.cat(t) if isinstance(t[0], Tensor) else t[0], *outputs)

@@ -51,6 +51,11 @@ class Pins:
     def add(ir: IR, stages: Mapping[str, int]) -> IR:
         """Return `ir` with `stages` pinned besides what is pinned already."""
         earlier = ir.get(Pins) or Pins({})
+        for path, stage in stages.items():
+            if not path:
+                raise PlanError(f"a pin on stage {stage} names no submodule: give its path, such as 'layer1'")
+            if earlier.stages.get(path, stage) != stage:
+                raise PlanError(f"{path!r} is pinned to stage {earlier.stages[path]} and to stage {stage}: keep one")
         return ir.learn(Pins({**earlier.stages, **stages}, earlier.optional - set(stages)))
 
     def nodes(self, costs: Costs) -> dict[str, int]:

@@ -68,7 +68,7 @@ def test_machine() -> None:
         ({"n_microbatches": 0}, "n_microbatches=0: give a number of at least 1"),
         ({"n_microbatches": 9}, "a batch of 8 rows cannot be cut into n_microbatches=9: .*drop_last=True"),
         ({"schedule": "Gpipe"}, "unknown schedule 'Gpipe': known are GPipe, 1F1B; did you mean 'GPipe'"),
-        ({"loss_fn": 3}, "loss_fn=3 is not callable"),
+        ({"loss_fn": 3}, "loss_fn=3 is no function or module"),
         ({"example_inputs": 3}, "example_inputs is a int: give a tensor, a tuple of arguments or a dict"),
         ({"example_inputs": (x(), x())}, "the arguments do not fit forward"),
         ({"example_inputs": {"y": x()}}, "the arguments do not fit forward"),

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fxsplit.context import Context
+from fxsplit.errors import FxsplitError
 from fxsplit.runtime.execute import Packet
 from fxsplit.runtime.gradients import accumulate, collected
 from fxsplit.runtime.job import Job, Tape
@@ -33,12 +35,23 @@ class Engine:
         self.close = weakref.finalize(self, self._workers.close)
         self._one_job = threading.Lock()  # a job borrows every parameter's .grad, so callers take turns
 
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Let one caller at a time run a job; a worker that calls its own pipeline would wait for itself."""
+        if self._workers.has(threading.current_thread()):
+            raise FxsplitError(
+                "a stage of this pipeline calls the pipeline itself, as non-reentrant checkpointing around it does: "
+                "checkpoint inside the model, or use torch.utils.checkpoint with use_reentrant=True"
+            )
+        with self._one_job:
+            yield
+
     def forward(self, program: Program, tensors: Sequence[Tensor], rows: Sequence[int]) -> list[Any]:
         """Return the outputs of a batch, joined over microbatches; part of the autograd graph where that is on."""
         schedule = program.schedule(len(rows))
         tape: Tape = {}
-        job = Job(program, schedule.only(FORWARD), Context.here(), tape, _packets(tensors, rows))
-        with self._one_job:
+        job = Job(program, schedule.only(FORWARD), Context.here(), tape, _packets(program, tensors, rows))
+        with self._alone():
             self._workers.run(job)
         outputs, wanted = _joined(job)
         if not any(wanted):
@@ -56,10 +69,10 @@ class Engine:
         def finish(m: int, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
             return (loss(m, rebuild(result, lambda v: outputs[v.position] if isinstance(v, Ref) else v)),)
 
-        packets = _packets([t.detach() for t in tensors], rows)
+        packets = _packets(program, [t.detach() for t in tensors], rows)
         job = Job(program, program.schedule(len(rows)), Context.here(), {}, packets, loss.seed, finish)
         parameters = program.parameters()
-        with self._one_job:
+        with self._alone():
             with collected(parameters) as sums:
                 self._workers.run(job)
             handed_over(sums)
@@ -91,7 +104,7 @@ class Engine:
                 seeds=lambda m: [column[m] for column in columns],
             )
             try:
-                with self._one_job, collected(parameters) as sums:
+                with self._alone(), collected(parameters) as sums:
                     self._workers.run(job)
             finally:
                 tape.clear()
@@ -106,9 +119,11 @@ class Engine:
         return backward
 
 
-def _packets(tensors: Sequence[Tensor], rows: Sequence[int]) -> list[Packet]:
-    """Return what the first stage gets for each microbatch."""
+def _packets(program: Program, tensors: Sequence[Tensor], rows: Sequence[int]) -> list[Packet]:
+    """Return what the first stage gets for each microbatch: views, or copies where the graph writes to its inputs."""
     columns = [split(t.detach(), rows) for t in tensors]
+    if program.writes_inputs:  # a piece of one tensor would take a write to another for a write to itself
+        columns = [tuple(piece.clone() for piece in column) for column in columns]
     wanted = tuple(t.requires_grad for t in tensors)
     return [Packet(tuple(c[m] for c in columns), wanted) for m in range(len(rows))]
 

@@ -13,6 +13,12 @@ from fxsplit.errors import InputError
 LossFn = Callable[[Any, Any], Tensor]
 
 
+def reduction_of(loss_fn: LossFn) -> str:
+    """Return how a loss function reduces rows: its `reduction`, also one bound by functools.partial; else "mean"."""
+    bound = getattr(loss_fn, "keywords", {}).get("reduction")
+    return str(bound or getattr(loss_fn, "reduction", "mean"))
+
+
 class BatchLoss:
     """Computes each microbatch's share of the loss, on the last stage's worker.
 
@@ -21,20 +27,29 @@ class BatchLoss:
     """
 
     def __init__(self, loss_fn: LossFn, targets: Sequence[Any], rows: Sequence[int]) -> None:
-        reduction = getattr(loss_fn, "reduction", "mean")
-        if reduction not in ("mean", "sum"):
+        reduction = reduction_of(loss_fn)
+        if reduction not in ("mean", "batchmean", "sum"):
             raise InputError(f"loss_fn has reduction={reduction!r}: a step needs one number, use 'mean' or 'sum'")
         self._loss_fn = loss_fn
         self._targets = targets
-        self._weights = [r / sum(rows) if reduction == "mean" else 1.0 for r in rows]
+        self._weights = [r / sum(rows) if reduction != "sum" else 1.0 for r in rows]
         self._shares: list[Tensor | None] = [None] * len(rows)
 
     def __call__(self, microbatch: int, outputs: Any) -> Tensor:
         """Return the share of one microbatch, from the model's outputs for it."""
-        loss = self._loss_fn(outputs, self._targets[microbatch])
+        try:
+            loss = self._loss_fn(outputs, self._targets[microbatch])
+        except Exception as error:
+            error.add_note("raised by loss_fn")
+            raise
         if not isinstance(loss, Tensor) or loss.ndim != 0:
             what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise InputError(f"loss_fn returned {what}: return a scalar tensor, such as the mean over rows")
+        if not loss.requires_grad:
+            raise InputError(
+                "the loss does not depend on anything that wants a gradient, so a step would train nothing: is every "
+                "parameter frozen, or the output detached inside loss_fn?"
+            )
         share = loss * self._weights[microbatch]
         self._shares[microbatch] = share.detach()
         return share

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -14,8 +15,8 @@ from fxsplit.ir import IR
 from fxsplit.plan import Plan
 from fxsplit.runtime.engine import Engine
 from fxsplit.runtime.loss import BatchLoss, LossFn
-from fxsplit.runtime.microbatches import sizes, split_tree
-from fxsplit.runtime.program import Program
+from fxsplit.runtime.microbatches import default_microbatches, sizes, split_tree
+from fxsplit.runtime.program import HOOKS, Program
 from fxsplit.stages import Ref, Stages
 from fxsplit.structures import rebuild
 
@@ -36,6 +37,8 @@ class Pipeline(nn.Module):
     _fixed_microbatches: int | None
     _loss_fn: LossFn | None
     _programs: dict[bool, Program]
+    _compiled_modules: list[int]
+    _compiling: threading.RLock
     _engine: Engine | None
     _closed: bool
 
@@ -45,7 +48,8 @@ class Pipeline(nn.Module):
             self.__dict__[key] = model.__dict__[key]
         # Past nn.Module's own attribute handling, which would register the model as a submodule.
         self.__dict__ |= {"_model": model, "_build": build, "_fixed_microbatches": n_microbatches, "_loss_fn": loss_fn}
-        self.__dict__ |= {"_programs": {}, "_engine": None, "_closed": False}
+        self.__dict__ |= {"_programs": {}, "_compiled_modules": [], "_compiling": threading.RLock()}
+        self.__dict__ |= {"_engine": None, "_closed": False}
 
     # What the module is
 
@@ -90,7 +94,7 @@ class Pipeline(nn.Module):
         """Load a state_dict of the unsplit model."""
         result = self._model.load_state_dict(state_dict, strict=strict, assign=assign)
         for program in self._programs.values():
-            program.place(self._model)
+            program.place()
         return result
 
     def __repr__(self) -> str:
@@ -116,7 +120,7 @@ class Pipeline(nn.Module):
         program, tensors, rows = self._prepare(args, kwargs)
         return _result(program, self._workers(program).forward(program, tensors, rows))
 
-    def step(self, *args: Any, target: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+    def step(self, *args: Any, target: Any = None, return_outputs: bool = False, **kwargs: Any) -> Any:
         """Run one training step in the pipeline's schedule; add gradients to `.grad`; return the loss, detached.
 
         `target` is a tensor, or tuple or dict of tensors, with one row for each row of the input. The loss is that of
@@ -128,8 +132,12 @@ class Pipeline(nn.Module):
                 "step() needs a loss: compile with loss_fn=, for example "
                 "fxsplit.compile(model, 2, loss_fn=torch.nn.functional.cross_entropy)"
             )
+        if target is None:
+            raise InputError("step() needs the target of its loss by name: pipe.step(x, target=y)")
         if not torch.is_grad_enabled():
             raise InputError("step() under no_grad has no gradients to compute: call pipe(x) to evaluate")
+        if any(self.__dict__[kind] for kind in HOOKS):
+            raise InputError("the model itself has hooks, which step() would not run: remove them, or call pipe(x)")
         program, tensors, rows = self._prepare(args, kwargs)
         loss = BatchLoss(self._loss_fn, split_tree(target, rows, "target"), rows)
         outputs = self._workers(program).step(program, tensors, rows, loss)
@@ -153,26 +161,34 @@ class Pipeline(nn.Module):
         floating = (p.dtype for p in self._model.parameters() if p.is_floating_point())
         tensors = program.inputs.bind(args, kwargs, next(floating, None))
         rows = program.inputs.rows(tensors)
-        count = self._fixed_microbatches or min(rows, program.n_microbatches)
+        count = self._fixed_microbatches or default_microbatches(rows, len(program.stages))
         return program, tensors, sizes(rows, count)
 
     def _program(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Program:
         """Return the program of the present mode, compiled on the first call in it."""
         if self._closed:
             raise ClosedError("the pipeline is closed: compile the model again")
-        if self.training not in self._programs:
-            program = self._build(args, kwargs, self._programs.get(not self.training))
-            program.place(self._model)
-            self._programs[self.training] = program
-        return self._programs[self.training]
+        with self._compiling:
+            modules = [id(m) for m in self._model.modules()]
+            if modules != self._compiled_modules:  # a submodule was replaced: what was compiled is of another model
+                self._programs.clear()
+                self._compiled_modules[:] = modules
+            if self.training not in self._programs:
+                program = self._build(args, kwargs, self._programs.get(not self.training))
+                program.place()
+                self._programs[self.training] = program
+            program = self._programs[self.training]
+        program.check_hooks()
+        return program
 
     def _workers(self, program: Program) -> Engine:
         """Return the engine, started for the first batch; both modes run on the same machine."""
-        if self._engine is None:
-            devices = [d.torch_device for d in program.machine.devices]
-            self.__dict__["_engine"] = Engine(devices, program.machine.intraop_threads())
-        assert self._engine is not None
-        return self._engine
+        with self._compiling:
+            if self._engine is None:
+                devices = [d.torch_device for d in program.machine.devices]
+                self.__dict__["_engine"] = Engine(devices, program.machine.intraop_threads())
+            assert self._engine is not None
+            return self._engine
 
     def _present(self) -> Program:
         """Return a program to look at."""

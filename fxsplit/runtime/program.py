@@ -10,7 +10,8 @@ from torch import nn
 
 from fxsplit.costs import Costs
 from fxsplit.draws import Draw
-from fxsplit.inputs import Inputs
+from fxsplit.errors import InputError
+from fxsplit.inputs import Example, Inputs
 from fxsplit.ir import IR
 from fxsplit.machine import Machine
 from fxsplit.plan import Plan
@@ -18,11 +19,14 @@ from fxsplit.schedule.action import Schedule
 from fxsplit.schedule.generate import Generator
 from fxsplit.stages import Stages, weights
 
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
 
 @dataclass(frozen=True, eq=False)
 class Program:
     """Stages with their plan, and how the model is called; `traced` is the IR the passes started from."""
 
+    model: nn.Module
     inputs: Inputs
     stages: Stages
     plan: Plan
@@ -42,6 +46,11 @@ class Program:
             self._schedules[n_microbatches] = schedule
         return self._schedules[n_microbatches]
 
+    @property
+    def writes_inputs(self) -> bool:
+        """Whether the model writes to its inputs in place."""
+        return self.traced[Example].written
+
     @cached_property
     def draws(self) -> bool:
         """Whether any stage takes random numbers."""
@@ -56,15 +65,37 @@ class Program:
         """Return the parameters of all stages that want a gradient now; a frozen one may be thawed later."""
         return [p for s in self.stages.stages for p in s.module.parameters() if p.requires_grad]
 
-    def place(self, model: nn.Module) -> None:
+    def check_hooks(self) -> None:
+        """Raise InputError for a hook on a module whose inside is cut into stages: nothing would call it."""
+        for path, module in self._containers:
+            if any(module.__dict__[kind] for kind in HOOKS):
+                raise InputError(
+                    f"submodule {path!r} has hooks, and its inside is cut into stages, so they would never run: put "
+                    f"them on modules that stay whole, such as {self._leaf!r}, or remove them"
+                )
+
+    @cached_property
+    def _leaf(self) -> str:
+        """A module that stays whole."""
+        return next((str(n.target) for n in self.traced.gm.graph.nodes if n.op == "call_module"), "a layer")
+
+    @cached_property
+    def _containers(self) -> list[tuple[str, nn.Module]]:
+        """The modules that were traced into, but for the model itself: calling the pipeline runs its hooks."""
+        whole = {str(n.target) for n in self.traced.gm.graph.nodes if n.op == "call_module"}
+        inside = tuple(f"{target}." for target in whole)
+        named = self.model.named_modules()
+        return [(path, m) for path, m in named if path and path not in whole and not f"{path}.".startswith(inside)]
+
+    def place(self) -> None:
         """Move each stage's parameters and buffers to its device, in place: optimizers keep holding them.
 
-        Stages that fetch a parameter by its path fetch the one that `model` has under it now.
+        Stages that fetch a parameter by its path fetch the one that the model has under it now.
         """
         for stage in self.stages.stages:
             for node in stage.module.graph.nodes:
                 if node.op == "get_attr":
-                    _relink(stage.module, model, str(node.target))
+                    _relink(stage.module, self.model, str(node.target))
             for weight in weights(stage.module):
                 if weight.device != stage.torch_device:
                     weight.data = weight.data.to(stage.torch_device)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 Backward = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
 """From the gradients of the outputs to those of the inputs and parameters."""
@@ -25,7 +24,11 @@ class Replay(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        """Run the pipelined backward."""
+        """Run the pipelined backward; it cannot itself be differentiated, and says so."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a pipeline's backward cannot be differentiated again (create_graph=True): compute a gradient penalty "
+                "or a Hessian on the unsplit model, which shares the pipeline's parameters"
+            )
         return (None, None, None, *ctx.backward_of_pipeline(gradients))

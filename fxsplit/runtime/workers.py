@@ -40,6 +40,10 @@ class Workers:
             up.get()
         torch.set_num_threads(before)  # a worker's own number is also what threads started later would get
 
+    def has(self, thread: threading.Thread) -> bool:
+        """Return whether `thread` is one of the workers."""
+        return thread in self._threads
+
     def run(self, job: Job) -> None:
         """Run a job on all devices and return when it is done; raises the first error of any worker.
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,9 +31,47 @@ def capture(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], ro
     """
     inputs, tensors = Inputs.of(model, args, kwargs)
     example = Example(inputs, tuple(t.detach()[:rows].clone().requires_grad_(t.requires_grad) for t in tensors))
-    gm = symbolic_trace(model, inputs)
-    _check(model, gm, example, args, kwargs)
-    return IR(gm).learn(example)
+    with untouched(model):
+        with unassigned(model):
+            gm = symbolic_trace(model, inputs)
+        with unassigned(model):
+            writes = _check(model, gm, example, args, kwargs)
+    return IR(gm).learn(replace(example, written=writes))
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Restore the attributes of every module after the block: compiling must leave no trace on the model."""
+    before = [(m, dict(m.__dict__)) for m in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+
+
+@contextmanager
+def unassigned(model: nn.Module) -> Iterator[None]:
+    """Restore parameters and buffers that the block assigned, and raise TraceError naming one.
+
+    A graph cannot assign: it would lose the new value, and tracing would leave a placeholder in the model.
+    """
+    before = [(path, held, dict(held)) for path, m in model.named_modules() for held in (m._parameters, m._buffers)]
+    assigned = []
+    try:
+        yield
+    finally:
+        for path, held, kept in before:
+            names = [name for name in {**held, **kept} if held.get(name) is not kept.get(name)]
+            assigned += [f"{path}.{name}".removeprefix(".") for name in names]
+            held.clear()
+            held.update(kept)
+    if assigned:
+        raise TraceError(
+            f"forward() of {type(model).__name__} assigns to {assigned[0]!r}, which a graph cannot hold: write it in "
+            "place, for example self.count.add_(1) for self.count += 1"
+        )
 
 
 def same_graph(a: fx.GraphModule, b: fx.GraphModule) -> bool:
@@ -44,8 +84,11 @@ def _skeleton(gm: fx.GraphModule) -> list[tuple[Any, ...]]:
     return [(n.op, n.name, n.target, repr(n.args), repr(n.kwargs)) for n in gm.graph.nodes]
 
 
-def _check(model: nn.Module, gm: fx.GraphModule, example: Example, args: Sequence[Any], kwargs: Any) -> None:
-    """Run the model and the graph on the example, without a trace on either, and compare outputs."""
+def _check(model: nn.Module, gm: fx.GraphModule, example: Example, args: Sequence[Any], kwargs: Any) -> bool:
+    """Run the model and the graph on the example, without a trace on either, and compare outputs.
+
+    Returns whether the graph writes to its inputs in place.
+    """
     call_args, call_kwargs = pytree.tree_map(_cut(args, kwargs, example), (tuple(args), dict(kwargs)))
     with torch.no_grad():
         with preserved(model):
@@ -56,7 +99,9 @@ def _check(model: nn.Module, gm: fx.GraphModule, example: Example, args: Sequenc
                 raise
         with preserved(model):
             shapes = _ShapeRecorder(gm)
-            got = rebuild(shapes.run(*(t.detach().clone() for t in example.tensors)), lambda leaf: leaf)
+            fresh = [t.detach().clone() for t in example.tensors]
+            versions = [t._version for t in fresh]
+            got = rebuild(shapes.run(*fresh), lambda leaf: leaf)
     wanted, structure = pytree.tree_flatten(expected)
     found, found_structure = pytree.tree_flatten(got)
     if structure != found_structure:
@@ -67,6 +112,7 @@ def _check(model: nn.Module, gm: fx.GraphModule, example: Example, args: Sequenc
     for i, (a, b) in enumerate(zip(wanted, found, strict=True)):
         _compare(model, i, a, b, example.rows)
     _unpack_output(gm, got)
+    return [t._version for t in fresh] != versions
 
 
 def _unpack_output(gm: fx.GraphModule, value: Any) -> None:
@@ -108,16 +154,23 @@ def _compare(model: nn.Module, position: int, wanted: Any, found: Any, rows: int
         return
     same_kind = isinstance(found, Tensor) and found.shape == wanted.shape and found.dtype == wanted.dtype
     if not same_kind or not _close(wanted, found):
+        kinds = f"the graph gives {_kind(found)}, the model {_kind(wanted)}"
         raise TraceError(
-            f"the graph of {type(model).__name__} computes output {position} differently from the model: tracing kept "
-            "something that changes between calls, such as a Python number or a random draw; move it into a tensor "
-            "or wrap the function that makes it with torch.fx.wrap"
+            f"the graph of {type(model).__name__} computes output {position} differently from the model ({kinds}): "
+            "tracing kept something that changes between calls, such as a Python number or a random draw, or a hook or "
+            "mode inside forward() is not in the graph; move what changes into a tensor, or wrap the function that "
+            "makes it with torch.fx.wrap"
         )
     if wanted.ndim == 0 or wanted.shape[0] != rows:
         raise InputError(
             f"output {position} of {type(model).__name__} has shape {tuple(wanted.shape)} for {rows} rows: outputs of "
             "microbatches are joined on dimension 0; return one row for each row of the input, and reduce outside"
         )
+
+
+def _kind(value: Any) -> str:
+    """Return a value's dtype and shape for a message."""
+    return tensor_text(value) if isinstance(value, Tensor) else type(value).__name__
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

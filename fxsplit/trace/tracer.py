@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
@@ -31,6 +32,17 @@ class Tracer(fx.Tracer):
         self.record_stack_traces = True
         self.failed_in: str | None = None
         self._inputs = inputs
+        self._modes = _modes()
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        """Add a node; raises TraceError inside a block that changes modes, which a graph does not record."""
+        if _modes() != self._modes:
+            raise TraceError(
+                "forward() changes grad mode or autocast for a part of the model, which a graph cannot hold; in place "
+                "of no_grad() use .detach() on the result, or requires_grad_(False) on the parameters; in place of "
+                "autocast convert with .to(dtype)"
+            )
+        return super().create_node(*args, **kwargs)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Keep torch's own modules whole, and whatever behaves differently in training and evaluation."""
@@ -59,6 +71,12 @@ class Tracer(fx.Tracer):
         return lambda root: root_fn(root, *bound.args, **bound.kwargs), [self.root]
 
 
+def _modes() -> tuple[Any, ...]:
+    """Return the modes that change what an operator computes or records."""
+    kinds = ("cpu", "cuda")
+    return torch.is_grad_enabled(), *((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
+
+
 def symbolic_trace(model: nn.Module, inputs: Inputs) -> fx.GraphModule:
     """Return the graph of `model` in its present mode; raises TraceError naming file, line and submodule."""
     tracer = Tracer(inputs)
@@ -69,14 +87,28 @@ def symbolic_trace(model: nn.Module, inputs: Inputs) -> fx.GraphModule:
     return fx.GraphModule(model, graph, class_name=type(model).__name__)
 
 
+ADVICE = {
+    "control flow": "What depends on tensor values or shapes cannot decide Python's flow: compute both sides and "
+    "select with torch.where, or turn what never changes into a constant of the module",
+    "item assignment": "A traced tensor cannot be assigned into: use torch.where, masked_fill or index_fill",
+    "len": "Use x.shape[0] in place of len(x)",
+    "iterated": "Loop over a number that the module knows, or use torch.unbind with a fixed length",
+    "": "Write the part in plain tensor operations",
+}
+"""What to do about a failure, by what torch says of it; the first that fits."""
+
+
 def _explain(model: nn.Module, tracer: Tracer, error: Exception) -> TraceError:
     """Return a TraceError that points at the user's line in which tracing stopped."""
     frames = traceback.extract_tb(error.__traceback__)
+    fx_itself = (LIBRARIES[0] + "/fx", LIBRARIES[1], "<")
     own = [f for f in frames if not f.filename.startswith((*LIBRARIES, "<"))]
+    own = own or [f for f in frames if not f.filename.startswith(fx_itself)]  # torch's own modules, then
     place = f"{own[-1].filename}:{own[-1].lineno}, {(own[-1].line or '').strip()!r}" if own else "an unknown line"
     module = f"submodule {tracer.failed_in!r}" if tracer.failed_in else "its own forward()"
-    return TraceError(
-        f"symbolic tracing cannot follow {type(model).__name__} in {module} at {place}: {error}. Control flow that "
-        "depends on tensor values cannot become a graph: compute both sides and select with torch.where, or mark the "
-        "function with torch.fx.wrap so that it stays one node"
-    )
+    what = f"symbolic tracing cannot follow {type(model).__name__} in {module} at {place}: {error}"
+    if isinstance(error, TraceError):
+        return TraceError(what)
+    advice = next((a for sign, a in ADVICE.items() if sign in str(error)), ADVICE[""])
+    wrap = "or mark the function with torch.fx.wrap: it stays one node"
+    return TraceError(f"{what.rstrip('.')}. {advice}, {wrap}")
