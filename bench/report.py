@@ -46,7 +46,7 @@ def main(path: str) -> None:
         columns = [
             title,
             f"{states:,}",
-            " / ".join(f"{shared + seconds('partition', d):.3f}" for d in (4, 8)),
+            " / ".join(f"{shared + seconds('partition', d):.4f}" for d in (4, 8)),
             " / ".join(f"{s:.2f}" for s in PAPER[name]),
             *(f"{seconds(p):.2f}" for p in ("trace", "profile")),
             *(f"{seconds(p):.4f}" for p in ("augment", "order")),

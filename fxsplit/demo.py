@@ -25,7 +25,7 @@ from fxsplit.verify import Differences, compare, pipeline_step, unsplit_step
 
 GOAL = 0.95
 MAX_EPOCHS = 20
-BATCH, MICROBATCHES, SIDE = 64, 4, 32
+BATCH, MICROBATCHES, SIDE = 64, 4, 64
 SCHEDULE = "1F1B"
 TIMED_STEPS = 7
 

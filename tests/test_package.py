@@ -82,5 +82,5 @@ def test_help_is_quick_and_bad_commands_exit_with_2(capsys: pytest.CaptureFixtur
 def test_the_demo_has_real_images() -> None:
     digits = Digits.load()
     assert len(digits.train_y) + len(digits.test_y) == 1797
-    assert digits.train_x.shape[1:] == (3, 32, 32) and 0.99 < digits.train_x.max() <= 1.0
+    assert digits.train_x.shape[1:] == (3, 64, 64) and 0.99 < digits.train_x.max() <= 1.0
     assert sum(len(y) for _, y in digits.batches()) == len(digits.train_y)
