@@ -125,7 +125,6 @@ class _Compiler:
             costs=costs.found,
             machine=self.machine,
             generator=self.generator,
-            n_microbatches=count,
             traced=traced,
             final=final,
         )

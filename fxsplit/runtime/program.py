@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import torch
 from torch import nn
 
 from fxsplit.costs import Costs
@@ -33,7 +32,6 @@ class Program:
     costs: Costs | None
     machine: Machine
     generator: Generator
-    n_microbatches: int
     traced: IR
     final: IR
     _schedules: dict[int, Schedule] = field(default_factory=dict)
@@ -55,11 +53,6 @@ class Program:
     def draws(self) -> bool:
         """Whether any stage takes random numbers."""
         return any(isinstance(m, Draw) for s in self.stages.stages for m in s.module.children())
-
-    @property
-    def devices(self) -> list[torch.device]:
-        """Each stage's torch device."""
-        return [s.torch_device for s in self.stages.stages]
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters of all stages that want a gradient now; a frozen one may be thawed later."""
