@@ -303,6 +303,47 @@ def test_more_bad_input(make: Any, message: str) -> None:
         make()
 
 
+class FrozenNorm(nn.Module):
+    """Keeps batch norm in evaluation whatever mode is set, and uses a parameter directly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def train(self, mode: bool = True) -> FrozenNorm:
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.b(self.norm(self.a(x)) * self.scale)
+        return result
+
+
+def test_train_is_the_models_own() -> None:
+    model = FrozenNorm().train()
+    with fxsplit.compile(model, 2, example_inputs=vectors(), passes=FAST) as pipe:
+        assert pipe.train() is pipe and not model.norm.training
+        assert pipe.eval() is pipe and not model.training
+
+
+def test_a_replaced_parameter_is_used() -> None:
+    model = FrozenNorm().train()
+    x = vectors()
+    with fxsplit.compile(model, 2, example_inputs=x, passes=FAST) as pipe:
+        model.scale = nn.Parameter(torch.full((8,), 3.0))
+        torch.testing.assert_close(pipe(x), model(x))
+
+
+def test_step_refuses_an_input_that_wants_a_gradient() -> None:
+    with (
+        fxsplit.compile(Mlp(), 2, loss_fn=mse, passes=FAST) as pipe,
+        pytest.raises(InputError, match="wants a gradient, which step"),
+    ):
+        pipe.step(vectors().requires_grad_(), target=torch.zeros(8, 3))
+
+
 INTERRUPT = """
 import copy, threading, time, torch, fxsplit
 from torch import nn

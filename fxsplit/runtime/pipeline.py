@@ -63,6 +63,11 @@ class Pipeline(nn.Module):
         if "_model" in self.__dict__:  # nn.Module.__init__ sets it too, and must not change the model
             self.__dict__["_model"].training = mode
 
+    def train(self, mode: bool = True) -> Pipeline:
+        """Set the mode as the model itself does, which may keep parts of it in evaluation."""
+        self._model.train(mode)
+        return self
+
     @property
     def plan(self) -> Plan:
         """The plan of the present mode (or of the other, where only that is compiled); print it."""
@@ -139,6 +144,10 @@ class Pipeline(nn.Module):
         if any(self.__dict__[kind] for kind in HOOKS):
             raise InputError("the model itself has hooks, which step() would not run: remove them, or call pipe(x)")
         program, tensors, rows = self._prepare(args, kwargs)
+        if any(t.requires_grad for t in tensors):
+            raise InputError(
+                "an input of step() wants a gradient, which step() does not return: call pipe(x) and backward()"
+            )
         loss = BatchLoss(self._loss_fn, split_tree(target, rows, "target"), rows)
         outputs = self._workers(program).step(program, tensors, rows, loss)
         return (loss.total(), _result(program, outputs)) if return_outputs else loss.total()
@@ -159,6 +168,7 @@ class Pipeline(nn.Module):
         """Return the program for a call, its tensors, and the rows of each microbatch."""
         program = self._program(args, kwargs)
         floating = (p.dtype for p in self._model.parameters() if p.is_floating_point())
+        program.relink()
         tensors = program.inputs.bind(args, kwargs, next(floating, None))
         rows = program.inputs.rows(tensors)
         count = self._fixed_microbatches or default_microbatches(rows, len(program.stages))

@@ -80,15 +80,21 @@ class Program:
         named = self.model.named_modules()
         return [(path, m) for path, m in named if path and path not in whole and not f"{path}.".startswith(inside)]
 
-    def place(self) -> None:
-        """Move each stage's parameters and buffers to its device, in place: optimizers keep holding them.
+    def relink(self) -> None:
+        """Let stages that fetch a parameter or buffer by its path fetch what the model has under it now."""
+        for module, path in self._fetched:
+            _relink(module, self.model, path)
 
-        Stages that fetch a parameter by its path fetch the one that the model has under it now.
-        """
+    @cached_property
+    def _fetched(self) -> list[tuple[nn.Module, str]]:
+        """Each stage's module with each path it fetches."""
+        modules = [s.module for s in self.stages.stages]
+        return [(m, str(n.target)) for m in modules for n in m.graph.nodes if n.op == "get_attr"]
+
+    def place(self) -> None:
+        """Move each stage's parameters and buffers to its device, in place: optimizers keep holding them."""
+        self.relink()
         for stage in self.stages.stages:
-            for node in stage.module.graph.nodes:
-                if node.op == "get_attr":
-                    _relink(stage.module, self.model, str(node.target))
             for weight in weights(stage.module):
                 if weight.device != stage.torch_device:
                     weight.data = weight.data.to(stage.torch_device)
