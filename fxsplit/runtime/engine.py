@@ -41,7 +41,7 @@ class Engine:
         if self._workers.has(threading.current_thread()):
             raise FxsplitError(
                 "a stage of this pipeline calls the pipeline itself, as non-reentrant checkpointing around it does: "
-                "checkpoint inside the model, or use torch.utils.checkpoint with use_reentrant=True"
+                "use torch.utils.checkpoint with use_reentrant=True"
             )
         with self._one_job:
             yield
