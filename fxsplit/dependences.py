@@ -23,13 +23,14 @@ def together(gm: fx.GraphModule, seen: Mapping[str, Observation]) -> list[tuple[
     - a value that contains tensors without being one (the parts of a split), and its users
     """
     nodes = {n.name: n for n in gm.graph.nodes if n.op not in ("placeholder", "output")}
+    position = {name: i for i, name in enumerate(nodes)}
     classes: list[list[str]] = []
     for users in _users_of_weights(gm).values():
         classes.append(users)
     for name, node in nodes.items():
         followers = [u.name for u in node.users if u.name in nodes]
         if node.op == "get_attr" and followers:
-            classes.append([name, min(followers, key=list(nodes).index)])
+            classes.append([name, min(followers, key=position.__getitem__)])
         if seen[name].is_container:
             classes.append([name, *followers])
         owners = [owner for owner in seen[name].mutates if owner in nodes]
@@ -39,7 +40,6 @@ def together(gm: fx.GraphModule, seen: Mapping[str, Observation]) -> list[tuple[
     for owner in sorted(written & {n.name for n in nodes.values() if n.op == "get_attr"}):
         readers = [n.name for n in nodes.values() if any(seen[i.name].owner == owner for i in n.all_input_nodes)]
         classes.append([owner, *readers])
-    position = {name: i for i, name in enumerate(nodes)}
     unique = (tuple(sorted(set(c), key=position.__getitem__)) for c in classes)
     return sorted({c for c in unique if len(c) > 1}, key=lambda c: [position[n] for n in c])
 
@@ -47,14 +47,10 @@ def together(gm: fx.GraphModule, seen: Mapping[str, Observation]) -> list[tuple[
 def held_and_written(gm: fx.GraphModule, nodes: Iterable[fx.Node], seen: Mapping[str, Observation]) -> set[str]:
     """Return the get_attr nodes of buffers that a module also holds, and may write to, as batch norm does."""
     nodes = list(nodes)
-    held = {storage_id(w) for n in nodes if n.op == "call_module" for w in _buffers_of(gm, n)}
+    modules = [gm.get_submodule(str(n.target)) for n in nodes if n.op == "call_module"]
+    held = {storage_id(buffer) for module in modules for buffer in module.buffers()}
     fetched = [n for n in nodes if n.op == "get_attr"]
     return {seen[n.name].owner for n in fetched if any(storage_id(w) in held for w in weights_of(gm, n))}
-
-
-def _buffers_of(gm: fx.GraphModule, node: fx.Node) -> Iterator[Tensor]:
-    """Yield the buffers of the module that `node` calls."""
-    yield from gm.get_submodule(str(node.target)).buffers()
 
 
 def keeps_order(gm: fx.GraphModule, seen: Mapping[str, Observation]) -> list[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -10,6 +11,7 @@ from torch import Tensor, fx, nn
 
 from fxsplit.errors import BrokenFact
 from fxsplit.ir import IR
+from fxsplit.structures import rebuild
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +53,10 @@ class Stages:
 
     def __getitem__(self, index: int) -> Stage:
         return self.stages[index]
+
+    def fill(self, outputs: Sequence[Any]) -> Any:
+        """Return the last stage's outputs in the structure the model returns."""
+        return rebuild(self.result, lambda leaf: outputs[leaf.position] if isinstance(leaf, Ref) else leaf)
 
     def verify(self, ir: IR) -> None:
         """Raise BrokenFact unless each stage takes what the one before gives and no weight lives in two stages."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, getitem
 from typing import Any, ClassVar
 
 from torch import fx, nn
@@ -42,7 +42,7 @@ class Emit:
             stages.append(Stage(index, device.name, device.torch_device, module, takes, outputs[index]))
         last = stages[-1].outputs
         result = rebuild(
-            _output(ir.gm.graph).args[0], lambda v: Ref(last.index(v.name)) if isinstance(v, fx.Node) else v
+            ir.gm.graph.output_node().args[0], lambda v: Ref(last.index(v.name)) if isinstance(v, fx.Node) else v
         )
         return ir.rewrite(_calls(ir.gm, stages), Plan).learn(Stages(tuple(stages), result))
 
@@ -98,17 +98,7 @@ def _calls(gm: fx.GraphModule, stages: list[Stage]) -> fx.GraphModule:
     for stage in stages:
         root.add_module(f"stage_{stage.index}", stage.module)
         call = graph.call_module(f"stage_{stage.index}", tuple(values[name] for name in stage.inputs))
-        values = {name: graph.call_function(_item, (call, i)) for i, name in enumerate(stage.outputs)}
-    result: Any = fx.node.map_arg(_output(gm.graph).args[0], lambda n: values[n.name])
+        values = {name: graph.call_function(getitem, (call, i)) for i, name in enumerate(stage.outputs)}
+    result: Any = fx.node.map_arg(gm.graph.output_node().args[0], lambda n: values[n.name])
     graph.output(result)
     return fx.GraphModule(root, graph, class_name=f"{type(gm).__name__}Stages")
-
-
-def _item(values: tuple[Any, ...], position: int) -> Any:
-    """Return one of a stage's outputs."""
-    return values[position]
-
-
-def _output(graph: fx.Graph) -> fx.Node:
-    """Return the graph's output node."""
-    return graph.output_node()

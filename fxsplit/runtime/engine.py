@@ -23,8 +23,6 @@ from fxsplit.runtime.replay import Backward, Replay
 from fxsplit.runtime.streams import handed_over
 from fxsplit.runtime.workers import Workers
 from fxsplit.schedule.action import BACKWARD, FORWARD
-from fxsplit.stages import Ref
-from fxsplit.structures import rebuild
 
 
 class Engine:
@@ -64,10 +62,9 @@ class Engine:
 
     def step(self, program: Program, tensors: Sequence[Tensor], rows: Sequence[int], loss: BatchLoss) -> list[Any]:
         """Run forward, loss and backward in the program's schedule, add to every `.grad`, and return the outputs."""
-        result = program.stages.result
 
         def finish(m: int, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            return (loss(m, rebuild(result, lambda v: outputs[v.position] if isinstance(v, Ref) else v)),)
+            return (loss(m, program.stages.fill(outputs)),)
 
         packets = _packets(program, [t.detach() for t in tensors], rows)
         job = Job(program, program.schedule(len(rows)), Context.here(), {}, packets, loss.seed, finish)

@@ -17,8 +17,7 @@ from fxsplit.runtime.engine import Engine
 from fxsplit.runtime.loss import BatchLoss, LossFn
 from fxsplit.runtime.microbatches import default_microbatches, sizes, split_tree
 from fxsplit.runtime.program import HOOKS, Program
-from fxsplit.stages import Ref, Stages
-from fxsplit.structures import rebuild
+from fxsplit.stages import Stages
 
 Build = Callable[[Sequence[Any], Mapping[str, Any], Program | None], Program]
 """Compiles the model in its present mode for a call, given the program of the other mode if there is one."""
@@ -123,7 +122,7 @@ class Pipeline(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model returns, computed microbatch by microbatch; differentiable."""
         program, tensors, rows = self._prepare(args, kwargs)
-        return _result(program, self._workers(program).forward(program, tensors, rows))
+        return program.stages.fill(self._workers(program).forward(program, tensors, rows))
 
     def step(self, *args: Any, target: Any = None, return_outputs: bool = False, **kwargs: Any) -> Any:
         """Run one training step in the pipeline's schedule; add gradients to `.grad`; return the loss, detached.
@@ -150,7 +149,7 @@ class Pipeline(nn.Module):
             )
         loss = BatchLoss(self._loss_fn, split_tree(target, rows, "target"), rows)
         outputs = self._workers(program).step(program, tensors, rows, loss)
-        return (loss.total(), _result(program, outputs)) if return_outputs else loss.total()
+        return (loss.total(), program.stages.fill(outputs)) if return_outputs else loss.total()
 
     def close(self) -> None:
         """End the worker threads; the pipeline cannot run afterwards. Also done with the last reference to it."""
@@ -206,8 +205,3 @@ class Pipeline(nn.Module):
         if program is None:
             raise InputError("nothing is compiled yet: call the pipeline once, or pass example_inputs= to compile()")
         return program
-
-
-def _result(program: Program, outputs: Sequence[Any]) -> Any:
-    """Return the last stage's outputs in the structure the model returns."""
-    return rebuild(program.stages.result, lambda v: outputs[v.position] if isinstance(v, Ref) else v)
