@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from types import GetSetDescriptorType, MemberDescriptorType
+
 
 class FxsplitError(Exception):
     """Base of every error that fxsplit raises on purpose."""
@@ -64,6 +67,15 @@ def stage_error(original: Exception, where: str) -> StageError:
     except TypeError:  # a type that cannot be subclassed, or that needs other arguments
         error = StageError(*original.args)
     error.__dict__.update(vars(original))
+    for name in _slots(type(original)):  # OSError.errno, StopIteration.value: fields that are not in vars()
+        with suppress(AttributeError, TypeError):
+            setattr(error, name, getattr(original, name))
     error.where = where
     error.__cause__ = original
     return error
+
+
+def _slots(kind: type) -> list[str]:
+    """Return the fields of an exception type that C code or `__slots__` holds."""
+    fields = (item for base in kind.__mro__ if base not in (BaseException, object) for item in vars(base).items())
+    return [n for n, v in fields if isinstance(v, (GetSetDescriptorType, MemberDescriptorType)) and n[:2] != "__"]

@@ -9,12 +9,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fxsplit.context import Context
-from fxsplit.errors import FxsplitError
+from fxsplit.errors import FxsplitError, InputError
+from fxsplit.leaves import muted
 from fxsplit.runtime.execute import Packet
-from fxsplit.runtime.gradients import accumulate, collected
+from fxsplit.runtime.gradients import accumulate, merged
 from fxsplit.runtime.job import Job, Tape
 from fxsplit.runtime.loss import BatchLoss
 from fxsplit.runtime.microbatches import join, split
@@ -31,7 +32,7 @@ class Engine:
     def __init__(self, devices: list[torch.device], intraop_threads: int) -> None:
         self._workers = Workers(devices, intraop_threads)
         self.close = weakref.finalize(self, self._workers.close)
-        self._one_job = threading.Lock()  # a job borrows every parameter's .grad, so callers take turns
+        self._one_job = threading.Lock()  # jobs of one pipeline share its workers and buffers, so callers take turns
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -51,35 +52,43 @@ class Engine:
         job = Job(program, schedule.only(FORWARD), Context.here(), tape, _packets(program, tensors, rows))
         with self._alone():
             self._workers.run(job)
-        outputs, wanted = _joined(job)
+        outputs, wanted = _joined(job, rows)
         if not any(wanted):
             return outputs
         inputs = [t for t in tensors if t.requires_grad]
-        parameters = program.parameters()
-        backward = self._backward(program, parameters, tape, rows, tensors)
-        joined: tuple[Tensor, ...] = Replay.apply(backward, outputs, wanted, *inputs, *parameters)  # type: ignore[no-untyped-call]
+        trained = program.trained()
+        leaves = [leaf for part in trained for leaf in part]
+        backward = self._backward(program, trained, tape, rows, tensors)
+        joined: tuple[Tensor, ...] = Replay.apply(backward, outputs, wanted, *inputs, *leaves)  # type: ignore[no-untyped-call]
         return list(joined)
 
-    def step(self, program: Program, tensors: Sequence[Tensor], rows: Sequence[int], loss: BatchLoss) -> list[Any]:
-        """Run forward, loss and backward in the program's schedule, add to every `.grad`, and return the outputs."""
+    def step(
+        self, program: Program, tensors: Sequence[Tensor], rows: Sequence[int], loss: BatchLoss, keep: bool
+    ) -> list[Any]:
+        """Run forward, loss and backward in the program's schedule, add to every `.grad`.
 
-        def finish(m: int, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            return (loss(m, program.stages.fill(outputs)),)
+        Returns the outputs if they are to be kept.
+        """
+
+        def finish(m: int, outputs: tuple[Any, ...]) -> Tensor:
+            return loss(m, program.result(outputs))
 
         packets = _packets(program, [t.detach() for t in tensors], rows)
-        job = Job(program, program.schedule(len(rows)), Context.here(), {}, packets, loss.seed, finish)
-        parameters = program.parameters()
+        trained = program.trained()
+        schedule = program.schedule(len(rows))
+        job = Job(program, schedule, Context.here(), {}, packets, loss.seed, trained, finish, keep)
         with self._alone():
-            with collected(parameters) as sums:
+            with muted(leaf for part in trained for leaf in part):
                 self._workers.run(job)
-            handed_over(sums)
-            accumulate(parameters, sums)
-        return _joined(job)[0]
+            sums = merged(job.sums)
+            handed_over(list(sums.totals.values()))
+            accumulate(sums)
+        return _joined(job, rows)[0] if keep else []
 
     def _backward(
         self,
         program: Program,
-        parameters: Sequence[nn.Parameter],
+        trained: Sequence[Sequence[Tensor]],
         tape: Tape,
         rows: Sequence[int],
         tensors: Sequence[Tensor],
@@ -99,9 +108,10 @@ class Engine:
                 Context.here(),
                 tape,
                 seeds=lambda m: [column[m] for column in columns],
+                trained=trained,
             )
             try:
-                with self._alone(), collected(parameters) as sums:
+                with self._alone(), muted(leaf for part in trained for leaf in part):
                     self._workers.run(job)
             finally:
                 tape.clear()
@@ -110,8 +120,9 @@ class Engine:
                 for i, t in enumerate(tensors)
                 if t.requires_grad
             ]
-            handed_over(sums)
-            return [*of_inputs, *sums]
+            of_leaves = [job.sums[s].totals.get(leaf) for s, part in enumerate(trained) for leaf in part]
+            handed_over(of_leaves)
+            return [*of_inputs, *of_leaves]
 
         return backward
 
@@ -125,11 +136,17 @@ def _packets(program: Program, tensors: Sequence[Tensor], rows: Sequence[int]) -
     return [Packet(tuple(c[m] for c in columns), wanted) for m in range(len(rows))]
 
 
-def _joined(job: Job) -> tuple[list[Any], list[bool]]:
+def _joined(job: Job, rows: Sequence[int]) -> tuple[list[Any], list[bool]]:
     """Return a job's outputs over all microbatches, and which of them want a gradient."""
     packets = [p for p in job.outputs if p is not None]
     outputs = []
-    for column in zip(*(p.values for p in packets), strict=True):
+    for i, column in enumerate(zip(*(p.values for p in packets), strict=True)):
+        for m, (piece, count) in enumerate(zip(column, rows, strict=True)):
+            if piece.shape[:1] != (count,):
+                raise InputError(
+                    f"output {i} has shape {tuple(piece.shape)} for microbatch {m} of {count} rows: outputs of "
+                    "microbatches are joined on dimension 0; return one row for each row of the input"
+                )
         handed_over(column)
         outputs.append(join(column))
     return outputs, [any(flags) for flags in zip(*(p.wanted for p in packets), strict=True)]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxsplit.runtime.gradients import Sums
 from fxsplit.stages import Stage
 from fxsplit.structures import LIBRARIES
 
@@ -31,35 +32,51 @@ class Packet:
 
 @dataclass(frozen=True)
 class Saved:
-    """What a stage's backward on one microbatch starts from."""
+    """What a stage's backward on one microbatch starts from; `extra` are leaves that only its loss depends on."""
 
     inputs: tuple[Any, ...]
     outputs: tuple[Any, ...]
+    extra: tuple[Tensor, ...] = ()
 
 
-def forward(stage: Stage, packet: Packet) -> Saved:
-    """Run a stage; in grad mode its inputs become leaves, so that each stage's graph ends at its boundary."""
+def forward(stage: Stage, packet: Packet, writes: bool = False) -> Saved:
+    """Run a stage; in grad mode its inputs become leaves, so that each stage's graph ends at its boundary.
+
+    A stage that `writes` to its inputs in place gets copies of those, since nothing may write to a leaf.
+    """
     grad = torch.is_grad_enabled()
     inputs = tuple(
         v.detach().requires_grad_() if grad and wanted else v
         for v, wanted in zip(packet.values, packet.wanted, strict=True)
     )
-    return Saved(inputs, stage.module(*inputs))
+    given = [v.clone() if writes and isinstance(v, Tensor) and v.requires_grad else v for v in inputs]
+    return Saved(inputs, stage.module(*given))
 
 
-def backward(saved: Saved, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+def backward(
+    saved: Saved, gradients: Sequence[Tensor | None], trained: Sequence[Tensor], sums: Sums
+) -> list[Tensor | None]:
     """Run a stage backward from the gradients of its outputs; return those of its inputs (None is no gradient).
 
-    Autograd adds the parameters' gradients to their `.grad`, one microbatch after another and in place.
+    The gradients of `trained`, and of what else the loss depends on, are added to `sums`.
     """
     roots = [
         (value, gradient)
         for value, gradient in zip(saved.outputs, gradients, strict=True)
         if isinstance(value, Tensor) and value.requires_grad and gradient is not None
     ]
-    if roots:
-        torch.autograd.backward([value for value, _ in roots], [gradient for _, gradient in roots])
-    return [v.grad if isinstance(v, Tensor) and v.is_leaf else None for v in saved.inputs]
+    inputs = {i: v for i, v in enumerate(saved.inputs) if isinstance(v, Tensor) and v.requires_grad}
+    leaves = list(dict.fromkeys([*inputs.values(), *trained, *saved.extra]))
+    if not roots or not leaves:
+        return [None] * len(saved.inputs)
+    found = torch.autograd.grad(
+        [value for value, _ in roots], leaves, [gradient for _, gradient in roots], allow_unused=True
+    )
+    of = dict(zip(leaves, found, strict=True))
+    for leaf in leaves[len(inputs) :]:
+        if (gradient := of[leaf]) is not None:
+            sums.add(leaf, gradient)
+    return [of[inputs[i]] if i in inputs else None for i in range(len(saved.inputs))]
 
 
 def failing_node(error: BaseException, stage: Stage) -> str:

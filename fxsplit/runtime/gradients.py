@@ -1,54 +1,61 @@
-"""Gather what the workers' backwards add to `.grad`, so that a step changes it once, at its end, or not at all."""
+"""Gradients are summed over microbatches beside `.grad`, so that a step changes it once, at its end, or not at all."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from fxsplit.leaves import gradient_hooks
 
 
-@contextmanager
-def collected(parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor | None]]:
-    """Yield a list that holds, after the block, the gradients that backwards inside it summed up.
+class Sums:
+    """The gradients of leaves, summed over the microbatches of one job: one worker adds, the caller reads at the end.
 
-    Meanwhile the parameters have neither gradients nor gradient hooks of their own; both are back afterwards, also
-    when the block raises. So hooks run once, when the sums go to `.grad`, and not on every microbatch.
+    Not `.grad` itself: a worker that the caller has given up on (Ctrl-C) may still be in a backward.
     """
-    gradients = [p.grad for p in parameters]
-    hooks = [(h, dict(h)) for p in parameters for h in _hooks(p)]
-    for parameter in parameters:
-        parameter.grad = None
-    for registered, _ in hooks:
-        registered.clear()
-    sums: list[Tensor | None] = []
-    try:
-        yield sums
-        sums.extend(p.grad for p in parameters)
-    finally:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
-        for registered, kept in hooks:
-            registered.update(kept)
+
+    def __init__(self) -> None:
+        self.totals: dict[Tensor, Tensor] = {}
+        self._own: set[Tensor] = set()
+
+    def add(self, leaf: Tensor, gradient: Tensor) -> None:
+        """Add one gradient; the first is only referred to, since autograd may have given it to others too."""
+        total = self.totals.get(leaf)
+        if total is None:
+            self.totals[leaf] = gradient
+        elif leaf in self._own and not total.is_sparse:
+            total.add_(gradient)
+        else:
+            self.totals[leaf] = gradient + total if total.is_sparse else total + gradient
+            self._own.add(leaf)
+
+    def owns(self, leaf: Tensor) -> bool:
+        """Return whether the sum is memory that nobody else refers to."""
+        return leaf in self._own
 
 
-def accumulate(parameters: Sequence[nn.Parameter], sums: Sequence[Tensor | None]) -> None:
+def merged(parts: Sequence[Sums]) -> Sums:
+    """Return one sum of all stages'; a loss may depend on parameters of any of them."""
+    whole, *others = parts
+    for part in others:
+        for leaf, total in part.totals.items():
+            if leaf in whole.totals:
+                whole.add(leaf, total)
+            else:
+                whole.totals[leaf] = total
+                whole._own |= part._own & {leaf}
+    return whole
+
+
+def accumulate(sums: Sums) -> None:
     """Add sums to `.grad` as autograd would, with the hooks there are."""
     later = []
-    for parameter, total in zip(parameters, sums, strict=True):
-        if total is None:
-            continue
-        if parameter.grad is None and not any(_hooks(parameter)):
-            parameter.grad = total  # autograd would copy what somebody else still refers to
+    for leaf, total in sums.totals.items():
+        if leaf.grad is None and sums.owns(leaf) and not any(gradient_hooks(leaf)):
+            leaf.grad = total  # autograd would copy what somebody else still refers to
         else:
-            later.append((parameter, total))
+            later.append((leaf, total))
     if later:
-        torch.autograd.backward([p for p, _ in later], [t for _, t in later])
-
-
-def _hooks(parameter: nn.Parameter) -> list[dict[int, Any]]:
-    """Return the dictionaries of what watches a parameter's gradient; autograd reads the same objects."""
-    found = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
-    return [hooks for hooks in found if hooks is not None]
+        torch.autograd.backward([leaf for leaf, _ in later], [total for _, total in later])

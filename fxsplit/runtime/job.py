@@ -12,17 +12,19 @@ from torch import Tensor
 from fxsplit.context import Context
 from fxsplit.draws import new_seed, turn
 from fxsplit.errors import stage_error
+from fxsplit.leaves import leaves_above
 from fxsplit.runtime.execute import Packet, Saved, backward, failing_node, forward
+from fxsplit.runtime.gradients import Sums
 from fxsplit.runtime.program import Program
+from fxsplit.runtime.snapshots import copied
 from fxsplit.runtime.streams import Stream
 from fxsplit.schedule.action import BACKWARD, FORWARD, Action, Schedule
 
 Tape = dict[tuple[int, int], Saved]
 """What the backwards of a forward pass start from, by stage and microbatch."""
 
-Finish = Callable[[int, tuple[Any, ...]], tuple[Any, ...]]
-"""What the last stage does with a microbatch's outputs before they are kept: for training, compute the loss."""
-
+Finish = Callable[[int, tuple[Any, ...]], Tensor]
+"""Computes a microbatch's share of the loss from the last stage's outputs; its backward starts there."""
 
 Seeds = Callable[[int], Sequence[Tensor | None]]
 """The gradients of the last stage's outputs, by microbatch."""
@@ -35,10 +37,10 @@ class _Stopped(Exception):
 class Job:
     """One run of `schedule`: every worker calls `run` with its device's number.
 
-    `given` holds, for each microbatch, the packet for the first stage; `seeds` gives those of the gradients of
-    the last stage's outputs. Afterwards `outputs` holds the last stage's packets and `returned` the gradients
-    of the first stage's inputs; those of parameters are in their `.grad`. Inboxes belong to the job, so that nothing of
-    a job that failed can reach the next one.
+    `given` holds, for each microbatch, the packet for the first stage; `seeds` gives the gradients that the
+    last stage's backwards start from, and `trained` each stage's leaves that want a gradient. Afterwards `outputs`
+    holds the last stage's packets, `returned` the gradients of the first stage's inputs and `sums` those of leaves, for
+    each stage. Inboxes and sums belong to the job: nothing of one that failed, or was given up, can reach the next.
     """
 
     def __init__(
@@ -49,12 +51,15 @@ class Job:
         tape: Tape,
         given: Sequence[Packet] = (),
         seeds: Seeds | None = None,
+        trained: Sequence[Sequence[Tensor]] = (),
         finish: Finish | None = None,
+        keep: bool = True,
     ) -> None:
         n = schedule.n_microbatches
         self.error: BaseException | None = None
         self.outputs: list[Packet | None] = [None] * n
         self.returned: list[list[Tensor | None]] = [[] for _ in range(n)]
+        self.sums = [Sums() for _ in program.stages.stages]
         self.marks: list[Any] = [None] * len(schedule.actions)
         self._program = program
         self._schedule = schedule
@@ -62,7 +67,10 @@ class Job:
         self._tape = tape
         self._given = given
         self._seeds = seeds
+        self._trained = trained
         self._finish = finish
+        self._keep = keep
+        self._rewritten = program.rewritten()
         self._seed = new_seed() if given and program.draws else 0
         self._last = len(program.stages) - 1
         self._inboxes: list[SimpleQueue[Any]] = [SimpleQueue() for _ in schedule.actions]
@@ -108,14 +116,17 @@ class Job:
         stage, _, m = action
         packet = self._given[m] if stage == 0 else self._receive(action, device, stream, arrived)
         packet = Packet(tuple(stream.take(packet.values)), packet.wanted)
-        with turn(self._seed, m):
-            saved = forward(self._program.stages[stage], packet)
+        with turn(self._seed, m), copied(self._rewritten, self._context.hooks):
+            saved = forward(self._program.stages[stage], packet, self._program.writes_inputs)
         if stage < self._last:
             self._send(Action(stage + 1, FORWARD, m), Packet.of(saved.outputs), stream)
         else:
-            self.outputs[m] = Packet.of(saved.outputs)
+            if self._keep:
+                self.outputs[m] = Packet.of(saved.outputs)
             if self._finish is not None:
-                saved = Saved(saved.inputs, self._finish(m, saved.outputs))
+                made_by = [v.grad_fn for v in saved.outputs if isinstance(v, Tensor)]
+                share = self._finish(m, saved.outputs)
+                saved = Saved(saved.inputs, (share,), tuple(leaves_above(share, made_by)))
         if self._context.grad and not self._context.inference:
             self._tape[stage, m] = saved
 
@@ -129,7 +140,7 @@ class Job:
             gradients = self._seeds(m)
         saved = self._tape.pop((stage, m))
         with self._context.backward():
-            of_inputs = backward(saved, stream.take(gradients))
+            of_inputs = backward(saved, stream.take(gradients), self._trained[stage], self.sums[stage])
         if stage > 0:
             self._send(Action(stage - 1, BACKWARD, m), of_inputs, stream)
         else:
@@ -156,6 +167,6 @@ class Job:
         stage = self._program.stages[action.stage]
         what = "forward" if action.op == FORWARD else "backward"
         nodes = self._program.plan.stages[stage.index].nodes
-        node = failing_node(error, stage) or f", one of nodes {nodes[0]!r} .. {nodes[-1]!r}"
+        node = failing_node(error, stage) or (f", one of nodes {nodes[0]!r} .. {nodes[-1]!r}" if nodes else "")
         place = f"stage {stage.index} of {self._last + 1} on {stage.device_name}"
         return f"in {place}, {what} of microbatch {action.microbatch}{node}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -36,19 +38,21 @@ class Pipeline(nn.Module):
     _fixed_microbatches: int | None
     _loss_fn: LossFn | None
     _programs: dict[bool, Program]
+    _attributes: dict[bool, dict[str, Any]]
     _compiled_modules: list[int]
     _compiling: threading.RLock
     _engine: Engine | None
     _closed: bool
+    _process: int
 
     def __init__(self, model: nn.Module, build: Build, n_microbatches: int | None, loss_fn: LossFn | None) -> None:
         super().__init__()
-        for key in nn.Module().__dict__.keys() - {"training"}:
+        for key in nn.Module().__dict__.keys() - {"training", "_is_full_backward_hook"}:
             self.__dict__[key] = model.__dict__[key]
         # Past nn.Module's own attribute handling, which would register the model as a submodule.
         self.__dict__ |= {"_model": model, "_build": build, "_fixed_microbatches": n_microbatches, "_loss_fn": loss_fn}
-        self.__dict__ |= {"_programs": {}, "_compiled_modules": [], "_compiling": threading.RLock()}
-        self.__dict__ |= {"_engine": None, "_closed": False}
+        self.__dict__ |= {"_programs": {}, "_attributes": {}, "_compiled_modules": [], "_compiling": threading.RLock()}
+        self.__dict__ |= {"_engine": None, "_closed": False, "_process": os.getpid()}
 
     # What the module is
 
@@ -61,6 +65,17 @@ class Pipeline(nn.Module):
     def training(self, mode: bool) -> None:
         if "_model" in self.__dict__:  # nn.Module.__init__ sets it too, and must not change the model
             self.__dict__["_model"].training = mode
+
+    @property
+    def _is_full_backward_hook(self) -> bool | None:
+        """Which kind of backward hooks the model itself has; torch asks the module that is called."""
+        full: bool | None = self.__dict__["_model"]._is_full_backward_hook if "_model" in self.__dict__ else None
+        return full
+
+    @_is_full_backward_hook.setter
+    def _is_full_backward_hook(self, full: bool | None) -> None:
+        if "_model" in self.__dict__:
+            self.__dict__["_model"]._is_full_backward_hook = full
 
     def train(self, mode: bool = True) -> Pipeline:
         """Set the mode as the model itself does, which may keep parts of it in evaluation."""
@@ -122,7 +137,7 @@ class Pipeline(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model returns, computed microbatch by microbatch; differentiable."""
         program, tensors, rows = self._prepare(args, kwargs)
-        return program.stages.fill(self._workers(program).forward(program, tensors, rows))
+        return program.result(self._workers(program).forward(program, tensors, rows))
 
     def step(self, *args: Any, target: Any = None, return_outputs: bool = False, **kwargs: Any) -> Any:
         """Run one training step in the pipeline's schedule; add gradients to `.grad`; return the loss, detached.
@@ -148,8 +163,8 @@ class Pipeline(nn.Module):
                 "an input of step() wants a gradient, which step() does not return: call pipe(x) and backward()"
             )
         loss = BatchLoss(self._loss_fn, split_tree(target, rows, "target"), rows)
-        outputs = self._workers(program).step(program, tensors, rows, loss)
-        return (loss.total(), program.stages.fill(outputs)) if return_outputs else loss.total()
+        outputs = self._workers(program).step(program, tensors, rows, loss, return_outputs)
+        return (loss.total(), program.result(outputs)) if return_outputs else loss.total()
 
     def close(self) -> None:
         """End the worker threads; the pipeline cannot run afterwards. Also done with the last reference to it."""
@@ -177,18 +192,36 @@ class Pipeline(nn.Module):
         """Return the program of the present mode, compiled on the first call in it."""
         if self._closed:
             raise ClosedError("the pipeline is closed: compile the model again")
+        if self._process != os.getpid():
+            raise ClosedError("the pipeline's threads stayed in the process that forked: compile the model in this one")
         with self._compiling:
             modules = [id(m) for m in self._model.modules()]
             if modules != self._compiled_modules:  # a submodule was replaced: what was compiled is of another model
                 self._programs.clear()
                 self._compiled_modules[:] = modules
-            if self.training not in self._programs:
-                program = self._build(args, kwargs, self._programs.get(not self.training))
+            present = self._programs.get(self.training)
+            if present is None or self._outdated(present):
+                program = self._build(args, kwargs, self._programs.get(not self.training) or present)
                 program.place()
                 self._programs[self.training] = program
+                self._attributes[self.training] = program.attributes()
             program = self._programs[self.training]
         program.check_hooks()
         return program
+
+    def _outdated(self, program: Program) -> bool:
+        """Return whether an attribute that tracing may have made a constant of has another value now; says which."""
+        before, now = self._attributes[self.training], program.attributes()
+        changed = sorted(name for name in now.keys() | before.keys() if now.get(name) != before.get(name))
+        numbers = [name for name in changed if not name.endswith("training")]
+        if numbers:
+            name = numbers[0]
+            warnings.warn(
+                f"compiling again, because attribute {name!r} of the model changed from {before.get(name)!r} to "
+                f"{now.get(name)!r}: keep what forward() does not read, such as counters, outside of the model",
+                stacklevel=5,
+            )
+        return bool(changed)
 
     def _workers(self, program: Program) -> Engine:
         """Return the engine, started for the first batch; both modes run on the same machine."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from fxsplit.costs import Costs
 from fxsplit.draws import Draw
@@ -13,11 +17,13 @@ from fxsplit.errors import InputError
 from fxsplit.inputs import Example, Inputs
 from fxsplit.ir import IR
 from fxsplit.machine import Machine
+from fxsplit.observe import storage_id
 from fxsplit.plan import Plan
 from fxsplit.schedule.action import Schedule
 from fxsplit.schedule.generate import Generator
 from fxsplit.stages import Stages, weights
 
+_TORCHS = nn.Module().__dict__.keys() - {"training"}
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -44,19 +50,30 @@ class Program:
             self._schedules[n_microbatches] = schedule
         return self._schedules[n_microbatches]
 
+    def result(self, outputs: Sequence[Any]) -> Any:
+        """Return the last stage's outputs as the model returns them."""
+        plain, returns = self.stages.fill(outputs), self.traced[Example].returns
+        return plain if returns is None else pytree.tree_unflatten(pytree.tree_leaves(plain), returns)
+
     @property
     def writes_inputs(self) -> bool:
         """Whether the model writes to its inputs in place."""
         return self.traced[Example].written
+
+    def rewritten(self) -> frozenset[int]:
+        """Return the memory of the buffers that stages fetch and write to."""
+        paths = self.traced[Example].rewritten
+        held = [operator.attrgetter(path)(module) for module, path in self._fetched if path in paths]
+        return frozenset(storage_id(tensor) for tensor in held)
 
     @cached_property
     def draws(self) -> bool:
         """Whether any stage takes random numbers."""
         return any(isinstance(m, Draw) for s in self.stages.stages for m in s.module.children())
 
-    def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters of all stages that want a gradient now; a frozen one may be thawed later."""
-        return [p for s in self.stages.stages for p in s.module.parameters() if p.requires_grad]
+    def trained(self) -> list[list[Tensor]]:
+        """Return, for each stage, its leaves that want a gradient now; a frozen parameter may be thawed later."""
+        return [[w for w in weights(s.module) if w.requires_grad] for s in self.stages.stages]
 
     def check_hooks(self) -> None:
         """Raise InputError for a hook on a module whose inside is cut into stages: nothing would call it."""
@@ -80,6 +97,14 @@ class Program:
         named = self.model.named_modules()
         return [(path, m) for path, m in named if path and path not in whole and not f"{path}.".startswith(inside)]
 
+    def attributes(self) -> dict[str, Any]:
+        """Return the plain values that modules traced into have now; those that forward() reads are in the graph."""
+        modules = [("", self.model), *self._containers]
+        found = ((path, name, value) for path, m in modules for name, value in m.__dict__.items())
+        return {
+            f"{path}.{name}".removeprefix("."): v for path, name, v in found if _is_plain(v) and name not in _TORCHS
+        }
+
     def relink(self) -> None:
         """Let stages that fetch a parameter or buffer by its path fetch what the model has under it now."""
         for module, path in self._fetched:
@@ -98,6 +123,13 @@ class Program:
             for weight in weights(stage.module):
                 if weight.device != stage.torch_device:
                     weight.data = weight.data.to(stage.torch_device)
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value may be compared with what it was: a number, a text, or a short tuple of them."""
+    if type(value) is tuple:
+        return len(value) < 100 and all(_is_plain(v) for v in value)
+    return value is None or type(value) in (bool, int, float, complex, str)
 
 
 def _relink(module: nn.Module, model: nn.Module, path: str) -> None:

@@ -26,6 +26,7 @@ class Workers:
         self._devices = devices
         self._tasks: list[SimpleQueue[Task | None]] = [SimpleQueue() for _ in devices]
         self._closed = False
+        self._open = threading.RLock()  # close() may run in a garbage collection inside run()
         before = torch.get_num_threads()
         up: SimpleQueue[None] = SimpleQueue()
         self._threads = [
@@ -49,15 +50,16 @@ class Workers:
 
         Interrupted (Ctrl-C), it stops the workers after the action they are in, and waits at most GRACE_S for that.
         """
-        if self._closed:
-            raise ClosedError("the pipeline is closed: compile the model again")
         finished: SimpleQueue[None] = SimpleQueue()
         ready = list(caller_marks(self._devices).values())
         left = 0
         try:
-            for device, tasks in enumerate(self._tasks[: job.n_devices]):
-                tasks.put(_task(job, device, ready, finished))
-                left += 1
+            with self._open:  # or close() could end a worker between two of the job's tasks
+                if self._closed:
+                    raise ClosedError("the pipeline is closed: compile the model again")
+                for device, tasks in enumerate(self._tasks[: job.n_devices]):
+                    tasks.put(_task(job, device, ready, finished))
+                    left += 1
             while left:
                 finished.get()
                 left -= 1
@@ -77,11 +79,12 @@ class Workers:
 
     def close(self) -> None:
         """End the threads; safe to call twice, and from a worker itself."""
-        if self._closed:
-            return
-        self._closed = True
-        for tasks in self._tasks:
-            tasks.put(None)
+        with self._open:
+            if self._closed:
+                return
+            self._closed = True
+            for tasks in self._tasks:
+                tasks.put(None)
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(timeout=5.0)
