@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 
 BAD_INPUT = 2
 
@@ -12,6 +13,7 @@ BAD_INPUT = 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; return its exit code: 0 done, 1 the goal is missed, 2 bad input."""
     parser = argparse.ArgumentParser(prog="fxsplit", description="Cut a PyTorch model into stages and pipeline it.")
+    parser.add_argument("--version", action="version", version=f"fxsplit {metadata.version('fxsplit')}")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("demo", help="train ResNet-18 as a pipeline on real images, on two CPU devices")
     commands.add_parser("passes", help="list the passes, their options and the default chain")

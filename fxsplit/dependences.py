@@ -19,7 +19,8 @@ def together(gm: fx.GraphModule, seen: Mapping[str, Observation]) -> list[tuple[
     - nodes that use one parameter or buffer; its get_attr goes with its first user
     - nodes that read a buffer's memory, where any node writes to it: the next microbatch would overtake a reader in a
       later stage
-    - a node that writes in place, and the one whose memory it writes to
+    - a node that writes in place, and the one whose memory it writes to; where that is an input of the model, all that
+      write to it or make views of it
     - a value that contains tensors without being one (the parts of a split), and its users
     """
     nodes = {n.name: n for n in gm.graph.nodes if n.op not in ("placeholder", "output")}
@@ -36,9 +37,12 @@ def together(gm: fx.GraphModule, seen: Mapping[str, Observation]) -> list[tuple[
         owners = [owner for owner in seen[name].mutates if owner in nodes]
         if owners:
             classes.append([*owners, name])
-    written = {owner for name in nodes for owner in seen[name].mutates} | held_and_written(gm, nodes.values(), seen)
+    written = {owner for name in nodes for owner in seen[name].mutates}
+    for owner in sorted(written - nodes.keys()):
+        classes.append([name for name in nodes if owner in seen[name].mutates or owner in seen[name].owners])
+    written |= held_and_written(gm, nodes.values(), seen)
     for owner in sorted(written & {n.name for n in nodes.values() if n.op == "get_attr"}):
-        readers = [n.name for n in nodes.values() if any(seen[i.name].owner == owner for i in n.all_input_nodes)]
+        readers = [n.name for n in nodes.values() if any(owner in seen[i.name].owners for i in n.all_input_nodes)]
         classes.append([owner, *readers])
     unique = (tuple(sorted(set(c), key=position.__getitem__)) for c in classes)
     return sorted({c for c in unique if len(c) > 1}, key=lambda c: [position[n] for n in c])
@@ -50,7 +54,7 @@ def held_and_written(gm: fx.GraphModule, nodes: Iterable[fx.Node], seen: Mapping
     modules = [gm.get_submodule(str(n.target)) for n in nodes if n.op == "call_module"]
     held = {storage_id(buffer) for module in modules for buffer in module.buffers()}
     fetched = [n for n in nodes if n.op == "get_attr"]
-    return {seen[n.name].owner for n in fetched if any(storage_id(w) in held for w in weights_of(gm, n))}
+    return {o for n in fetched if any(storage_id(w) in held for w in weights_of(gm, n)) for o in seen[n.name].owners}
 
 
 def keeps_order(gm: fx.GraphModule, seen: Mapping[str, Observation]) -> list[tuple[str, str]]:
@@ -63,7 +67,7 @@ def keeps_order(gm: fx.GraphModule, seen: Mapping[str, Observation]) -> list[tup
     writers: dict[str, str] = {}
     pairs: set[tuple[str, str]] = set()
     for node in order:
-        memory = {seen[i.name].owner for i in node.all_input_nodes if seen[i.name].is_tensor}
+        memory = {owner for i in node.all_input_nodes for owner in seen[i.name].owners}
         for owner in memory:
             if owner in writers:
                 pairs.add((writers[owner], node.name))

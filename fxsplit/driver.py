@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from fxsplit import passes as standard
 from fxsplit.costs import Costs, KnownCosts
-from fxsplit.dependences import weights_of
+from fxsplit.dependences import keeps_order, together, weights_of
 from fxsplit.errors import ChainError, InputError
-from fxsplit.inputs import Inputs
+from fxsplit.inputs import Example, Inputs
 from fxsplit.ir import IR, Fact, Pass, pass_name
 from fxsplit.machine import Device, DeviceLike, Machine
 from fxsplit.manager import run
+from fxsplit.observe import observe, storage_id
 from fxsplit.observers import from_environment, progress_bar
 from fxsplit.plan import Plan
 from fxsplit.runtime import Pipeline, Program
@@ -26,7 +27,7 @@ from fxsplit.runtime.loss import LossFn
 from fxsplit.runtime.microbatches import default_microbatches, sizes
 from fxsplit.schedule.generate import Generator, find_schedule
 from fxsplit.spec import Chain, as_chain
-from fxsplit.stages import Stages
+from fxsplit.stages import Stages, weights
 from fxsplit.trace import capture, same_graph
 from fxsplit.workload import Pins, Workload
 
@@ -109,11 +110,11 @@ class _Compiler:
         # The first call may come under no_grad or inference_mode; what is learnt then must hold for training too.
         with torch.inference_mode(False), torch.enable_grad():
             traced = capture(self.model, args, kwargs, sizes(batch, count)[0])
-            if other is not None and same_graph(traced.gm, other.traced.gm):
+            if other is not None and _serves(other, traced):
                 return other
             costs = _KeepCosts()
             with progress_bar():
-                final = run(traced.learn(*self._facts(count, other)), self.chain, [costs, *watchers])
+                final = run(traced.learn(*self._facts(count, traced, other)), self.chain, [costs, *watchers])
         for kind, name in ((Plan, "partition"), (Stages, "emit")):
             if final.get(kind) is None:
                 raise ChainError(f"the chain {self.chain} learns no {kind.__name__}: it needs a pass like {name!r}")
@@ -129,12 +130,13 @@ class _Compiler:
             final=final,
         )
 
-    def _facts(self, count: int, other: Program | None) -> list[Fact]:
+    def _facts(self, count: int, traced: IR, other: Program | None) -> list[Fact]:
         """Return what the chain starts from, besides the graph and its example."""
         peaks = {k: self.generator(k, count).peak_in_flight() for k in range(1, len(self.machine) + 1)}
-        facts: list[Fact] = [self.machine, Workload(self.schedule, count, peaks)]
+        facts: list[Fact] = [self.machine, Workload(self.schedule, count, peaks, may_idle=other is not None)]
         if other is not None:
-            facts += [_pins(other)] if other.costs is None else [KnownCosts(other.costs, complete=False), _pins(other)]
+            facts += [_pins(traced, other)]
+            facts += [] if other.costs is None else [KnownCosts(other.costs, complete=False)]
         elif self.costs is not None:
             facts.append(KnownCosts(self.costs, complete=True))
         return facts
@@ -161,13 +163,29 @@ class _KeepCosts:
         self.found = ir.get(Costs) or self.found
 
 
-def _pins(program: Program) -> Pins:
-    """Return pins that keep every parameter and buffer on the stage it has in `program`."""
-    stage_of = program.plan.stage_of()
-    traced = program.traced.gm
-    holders = [n for n in traced.graph.nodes if n.name in stage_of and any(True for _ in weights_of(traced, n))]
-    homes = {str(n.target): stage_of[n.name] for n in holders}
-    return Pins(homes, optional=frozenset(homes))
+def _serves(other: Program, traced: IR) -> bool:
+    """Return whether the other mode's stages are right in this mode too.
+
+    The graph may be the same and memory not: what dropout returns is its input in evaluation, and a copy in training.
+    """
+    if not same_graph(traced.gm, other.traced.gm) or traced[Example].written > other.traced[Example].written:
+        return False
+    if other.costs is None:
+        return True
+    seen = observe(traced.gm, traced[Example].tensors)
+    stage_of = other.plan.stage_of()
+    parted = [c for c in together(traced.gm, seen) if len({stage_of.get(name) for name in c}) > 1]
+    crossed = [(a, b) for a, b in keeps_order(traced.gm, seen) if stage_of.get(a, 0) > stage_of.get(b, 0)]
+    known = {n.name for n in other.costs.nodes if n.draws}
+    return not parted and not crossed and all(name in known for name, node in seen.items() if node.draws)
+
+
+def _pins(traced: IR, other: Program) -> Pins:
+    """Return pins that keep every parameter and buffer of the graph on the stage it has in the other mode."""
+    homes = {storage_id(w): stage.index for stage in other.stages.stages for w in weights(stage.module)}
+    pinned = {n.name: homes.get(storage_id(w)) for n in traced.gm.graph.nodes for w in weights_of(traced.gm, n)}
+    found = {name: stage for name, stage in pinned.items() if stage is not None}
+    return Pins(found, optional=frozenset(found))
 
 
 def _as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -56,6 +56,12 @@ class Inputs:
         """The tensor arguments, in the order of `bind`."""
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorSpec))
 
+    def call(self, tensors: Sequence[Any]) -> inspect.BoundArguments:
+        """Return the arguments of the call with `tensors` in the tensors' places."""
+        given = iter(tensors)
+        leaves = [next(given) if isinstance(leaf, TensorSpec) else leaf for leaf in self.leaves]
+        return inspect.BoundArguments(self.signature, pytree.tree_unflatten(leaves, self.structure))
+
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype | None) -> list[Tensor]:
         """Return the tensors of a later call.
 
@@ -105,11 +111,17 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Example:
-    """One microbatch to profile and check with; `written` says that the graph writes to its inputs in place."""
+    """One microbatch to profile with, and what the check of the graph has found.
+
+    `written`: the graph writes to its inputs in place. `rewritten`: the buffers it fetches and writes. `returns`: the
+    model's own containers (an OrderedDict, for example), where the graph returns plain ones.
+    """
 
     inputs: Inputs
     tensors: tuple[Tensor, ...]
     written: bool = False
+    rewritten: tuple[str, ...] = ()
+    returns: pytree.TreeSpec | None = None
 
     made_by: ClassVar[str] = "trace"
     given: ClassVar[bool] = True

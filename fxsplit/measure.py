@@ -27,7 +27,7 @@ class Sweep(fx.Interpreter):
 
     Each node's inputs are cut off from what made them, so that its backward can run by itself; its caches are as cold
     or warm as they are in a real step, which a loop over one operator would not see. A node that writes in place gets
-    copies, which are not timed.
+    copies, which are not timed, and what it wrote is copied back.
     """
 
     def __init__(self, gm: fx.GraphModule, seen: dict[str, Observation], timed: set[str], device: torch.device) -> None:
@@ -36,6 +36,7 @@ class Sweep(fx.Interpreter):
         self.backward_ms: dict[str, float] = {}
         self._seen = seen
         self._timed = timed
+        self._written = {owner for node in seen.values() for owner in node.mutates}
         self._clock = Clock(device)
         self._device = device
         self._islands: list[tuple[str, list[Tensor], list[Tensor]]] = []
@@ -43,7 +44,7 @@ class Sweep(fx.Interpreter):
 
     def sweep(self, *inputs: Tensor) -> None:
         """Do one step, forward and backward."""
-        self.run(*(t.detach().to(self._device).requires_grad_(t.requires_grad) for t in inputs))
+        self.run(*(t.detach().clone().to(self._device).requires_grad_(t.requires_grad) for t in inputs))
         while self._islands:
             name, leaves, outputs = self._islands.pop()
             seeds = [torch.ones_like(t) for t in outputs]
@@ -69,15 +70,22 @@ class Sweep(fx.Interpreter):
                 value = self._call(n, args, kwargs)
             return pytree.tree_map_only(Tensor, self._flag(n), value)
         leaves: list[Tensor] = []
+        given = pytree.tree_leaves((args, kwargs))
         args, kwargs = pytree.tree_map_only(Tensor, self._cut(n, leaves), (args, kwargs))
         begin = self._clock.now()
         value = self._call(n, args, kwargs)
         self.forward_ms[n.name] = self._clock.now() - begin
+        if self._seen[n.name].mutates:  # what the copies became is what later readers must see
+            for original, copied in zip(given, pytree.tree_leaves((args, kwargs)), strict=True):
+                if isinstance(original, Tensor) and copied._version:
+                    original.detach().copy_(copied.detach())
         outputs = [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor) and t.requires_grad]
         if n.op == "call_module":
             leaves += [p for p in self.fetch_attr(str(n.target)).parameters() if p.requires_grad]
         if outputs and leaves:
             self._islands.append((n.name, leaves, outputs))
+        if n.name in self._written:  # a later write must not reach what this node's backward has saved
+            value = pytree.tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), value)
         return value
 
     def _call(self, n: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, UntypedStorage, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxsplit.draws import generator_states, may_draw
+from fxsplit.errors import TraceError
+from fxsplit.leaves import leaves_above, muted
 
+M = TypeVar("M", bound=nn.Module)
 Visit = Callable[[fx.Node, Any, tuple[Any, ...], dict[str, Any]], None]
 """Called before a node runs, with (node, the callable behind it, its arguments, its keyword arguments)."""
 
@@ -22,18 +26,17 @@ class Observation:
     """What one node did.
 
     `output_bytes` counts its tensor, `gradient_bytes` the gradient that returns for it (0 where none does),
-    `kept_bytes` what autograd keeps because of it, besides parameters. `owner` is the node whose memory its value
+    `kept_bytes` what autograd keeps because of it, besides parameters. `owners` are the nodes whose memory its value
     shares (itself where it made its own), `mutates` the owners of the memory it wrote to, and `draws` says that it
     takes random numbers, now or in training mode.
     """
 
     text: str = "none"
-    is_tensor: bool = False
     is_container: bool = False
     output_bytes: int = 0
     gradient_bytes: int = 0
     kept_bytes: int = 0
-    owner: str = ""
+    owners: tuple[str, ...] = ()
     mutates: tuple[str, ...] = ()
     draws: bool = False
 
@@ -75,11 +78,9 @@ class Observer(fx.Interpreter):
         seen.mutates = tuple(dict.fromkeys(self._memory.owners.get(storage_id(t), n.name) for t in written))
         drew = any(not torch.equal(a, b) for a, b in zip(generators, generator_states(), strict=True))
         seen.draws = drew or (n.op == "call_module" and may_draw(self._callable(n)))
-        seen.owner = n.name
-        for made in pytree.tree_leaves(value):
-            if isinstance(made, Tensor):
-                seen.owner = self._memory.owners.setdefault(storage_id(made), n.name)
-                self._memory.alive.append(made.untyped_storage())
+        made = [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
+        seen.owners = tuple(dict.fromkeys(self._memory.owners.setdefault(storage_id(t), n.name) for t in made))
+        self._memory.alive += [t.untyped_storage() for t in made]
         self.seen[n.name] = seen
         self._charge(n, saved)
         return value
@@ -101,13 +102,45 @@ class Observer(fx.Interpreter):
                 owner.kept_bytes += storage.nbytes()
 
 
+def observe(gm: fx.GraphModule, tensors: Sequence[Tensor], visit: Visit | None = None) -> dict[str, Observation]:
+    """Return what each node of `gm` does with copies of `tensors`, in grad mode; nothing of it lasts."""
+    gm, tensors = on_one_device(gm, tensors)
+    observer = Observer(gm, visit)
+    leaves = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
+    with preserved(gm), torch.enable_grad():
+        result = observer.run(*(leaf.clone() for leaf in leaves))  # a leaf could not be written to in place
+    known = {id(t) for t in (*gm.parameters(), *gm.buffers(), *leaves)}
+    outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
+    foreign = next((leaf for t in outputs for leaf in leaves_above(t) if id(leaf) not in known), None)
+    if foreign is not None:
+        raise TraceError(
+            f"the model trains a tensor ({tensor_text(foreign)}) that is none of its parameters, so no stage would own "
+            "it: make it a parameter of the model, or give it to a function marked with torch.fx.wrap as an argument"
+        )
+    return observer.seen
+
+
+def on_one_device(module: M, tensors: Sequence[Tensor]) -> tuple[M, list[Tensor]]:
+    """Return the module and inputs for it, or copies in host memory where its weights are on several devices.
+
+    So they are once stages have been placed, and the module cannot run as one any more.
+    """
+    devices = {w.device for w in (*module.parameters(), *module.buffers())}
+    if len(devices) <= 1:
+        return module, list(tensors)
+    return copy.deepcopy(module).to("cpu"), [t.detach().cpu().requires_grad_(t.requires_grad) for t in tensors]
+
+
 @contextmanager
 def preserved(module: nn.Module) -> Iterator[None]:
-    """Restore the buffers of `module` and the random generators after the block: observing must leave no trace."""
+    """Restore the buffers of `module` and the random generators after the block, and run no gradient hooks in it.
+
+    Observing must leave no trace.
+    """
     buffers = [(b, b.detach().clone()) for b in module.buffers()]
     gpus = sorted({b.device.index for b, _ in buffers if b.device.type == "cuda"})
     try:
-        with torch.random.fork_rng(devices=gpus):
+        with torch.random.fork_rng(devices=gpus), muted(module.parameters()):
             yield
     finally:
         with torch.no_grad():
@@ -135,6 +168,6 @@ def _describe(value: Any) -> Observation:
     """Return the observation of a value by itself."""
     if isinstance(value, Tensor):
         size = value.numel() * value.element_size()
-        return Observation(tensor_text(value), True, False, size, size if value.requires_grad else 0)
+        return Observation(tensor_text(value), False, size, size if value.requires_grad else 0)
     leaves = pytree.tree_leaves(value)
     return Observation(type(value).__name__, is_container=any(isinstance(leaf, Tensor) for leaf in leaves))

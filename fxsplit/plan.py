@@ -13,6 +13,9 @@ from fxsplit.ir import IR
 from fxsplit.machine import Machine
 from fxsplit.workload import Pins, Workload
 
+WEIGHT_COPIES = 3.0
+"""A stage holds each parameter, the sum of its gradients, and the gradient of the microbatch in hand."""
+
 PROVEN = 1e-6
 """A plan whose gap is below this is called optimal: the search compares with a slack of 1e-9."""
 
@@ -120,7 +123,7 @@ class Plan:
             rows.append(
                 f"{i:<6}{self.device_names[i]:<10}{len(s.nodes):>6}{s.forward_ms:>10.3f}{s.backward_ms:>10.3f}"
                 f"{s.receive_ms + s.send_ms:>9.3f}{size(s.in_bytes):>11}{size(s.out_bytes):>11}"
-                f"{size(s.memory_bytes):>11}  {s.nodes[0]} .. {s.nodes[-1]}"
+                f"{size(s.memory_bytes):>11}  {f'{s.nodes[0]} .. {s.nodes[-1]}' if s.nodes else '(passes values on)'}"
             )
         proof = "optimal" if self.optimal else f"gap {100 * self.gap:.2f} %"
         speedup = self.single_ms / self.bottleneck_ms if self.bottleneck_ms else inf
@@ -138,8 +141,8 @@ def price(
     """Return what a split costs, from the definition: stage i runs on device i, values are forwarded stage to stage.
 
     A value crosses boundary b exactly if it is made (or given) at or before stage b and read after it, or is an
-    output made before the last stage. Memory = parameters x (2 + optimizer_factor) + buffers + microbatches in flight
-    x (kept activations + boundary values).
+    output made before the last stage. Memory = parameters x (WEIGHT_COPIES + optimizer_factor) + buffers + microbatches
+    in flight x (kept activations + boundary values).
     """
     stage_of = {name: i for i, names in enumerate(stages) for name in names}
     last = len(stages) - 1
@@ -159,7 +162,7 @@ def price(
         receive = (crossing[i] + returning[i]) / machine.bytes_per_ms(i - 1) if i > 0 else 0.0
         send = (crossing[i + 1] + returning[i + 1]) / machine.bytes_per_ms(i) if i < last else 0.0
         kept = sum(n.kept_bytes for n in nodes) + crossing[i] + crossing[i + 1]
-        held = sum(n.parameter_bytes * (2.0 + optimizer_factor) + n.buffer_bytes for n in nodes)
+        held = sum(n.parameter_bytes * (WEIGHT_COPIES + optimizer_factor) + n.buffer_bytes for n in nodes)
         plans.append(
             StagePlan(
                 nodes=tuple(names),

@@ -13,7 +13,7 @@ from fxsplit import kernels
 from fxsplit.antichains import Antichains
 from fxsplit.errors import PlanError
 from fxsplit.machine import Machine
-from fxsplit.plan import size
+from fxsplit.plan import WEIGHT_COPIES, size
 from fxsplit.states import FEATURES, States
 from fxsplit.workload import Workload
 
@@ -31,6 +31,7 @@ class Problem:
     of its end that only grows; load(J, I) = end(I) - start(J). `capacity` is float64 [stages]; `allowed` is bool
     [stages + 1, states]. `work` is float64 [states], each state's share of what is to be done, and `speed` float64
     [stages] how much of it a stage does per unit of load (infinite where load does not follow from work).
+    `may_idle` allows empty stages.
     """
 
     features: Floats
@@ -42,6 +43,7 @@ class Problem:
     allowed: Bools
     work: Floats
     speed: Floats
+    may_idle: bool = False
 
     @property
     def n_stages(self) -> int:
@@ -62,6 +64,7 @@ class Problem:
             work=self.work,
             later=later,
             threshold=threshold,
+            may_idle=self.may_idle,
         )
         at = self.features.shape[0] - 1
         if choice[-1, at] < 0:
@@ -102,13 +105,14 @@ def pose(
         if stage > 0:
             load[stage, 1, moved] = -1.0 / machine.bytes_per_ms(stage - 1)
         in_flight = workload.in_flight[n_stages][stage]
-        memory[stage][:, [parameters, buffers, kept]] = [2.0 + optimizer_factor, 1.0, in_flight]
+        memory[stage][:, [parameters, buffers, kept]] = [WEIGHT_COPIES + optimizer_factor, 1.0, in_flight]
         memory[stage, 0, live], memory[stage, 1, live] = in_flight, -in_flight
     capacity = np.array([d.memory_bytes for d in machine.devices[:n_stages]], np.float64)
     allowed = _allowed(chains, pinned, n_stages)
     work = states.column("forward_ms") + states.column("backward_ms")
     speed = np.array([d.speed for d in machine.devices[:n_stages]], np.float64)
-    return Problem(states.features, states.in_pointer, states.in_from, load, memory, capacity, allowed, work, speed)
+    s, idle = states, workload.may_idle
+    return Problem(s.features, s.in_pointer, s.in_from, load, memory, capacity, allowed, work, speed, idle)
 
 
 def minimise(problem: Problem, bound: float) -> list[int] | None:

@@ -17,11 +17,14 @@ class Workload:
     """The schedule by name, the number of microbatches, and how many of them each stage holds at its worst.
 
     `in_flight[k]` lists, for a pipeline of k stages, the microbatches whose activations each stage keeps at once.
+    `may_idle` allows stages without a node, which then only pass values on: where another mode of the model has placed
+    the weights already, this one's graph may be too small for every device.
     """
 
     schedule: str
     n_microbatches: int
     in_flight: Mapping[int, tuple[int, ...]]
+    may_idle: bool = False
 
     made_by: ClassVar[str] = "compile(schedule=, n_microbatches=)"
     given: ClassVar[bool] = True

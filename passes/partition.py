@@ -40,10 +40,13 @@ class Partition:
         """Learn Plan from States; raises PlanError when none fits, saying by how much and where."""
         costs, machine, chains = ir[Costs], ir[Machine], ir[Antichains]
         blocks = len(chains.blocks)
-        if len(machine) > blocks:
+        if len(machine) > blocks and not ir[Workload].may_idle:
+            largest = max(chains.blocks.members, key=len)
             raise PlanError(
                 f"{len(machine)} devices, and the graph has only {blocks} nodes that can be parted "
-                f"({len(costs.nodes)} before those that must stay together were joined): use {blocks} devices or fewer"
+                f"({len(costs.nodes)} before those that must stay together were joined; the largest group has "
+                f"{len(largest)}, {largest[0]!r} .. {largest[-1]!r}, which share a parameter or memory, or lie between "
+                f"nodes that do): use {blocks} devices or fewer"
             )
         plans, failures = [], []
         for n_stages in [len(machine)] if self.use_all else range(1, len(machine) + 1):

@@ -18,7 +18,7 @@ from fxsplit.inputs import Example
 from fxsplit.ir import IR
 from fxsplit.machine import Machine
 from fxsplit.measure import WARM_UP, in_worker_thread, signature, time_nodes
-from fxsplit.observe import Observation, Observer, preserved
+from fxsplit.observe import Observation, observe, preserved
 from fxsplit.progress import track
 
 
@@ -48,11 +48,15 @@ class Profile:
         def visit(node: fx.Node, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             signatures[node.name] = signature(call, str(node.target), args, kwargs)
 
-        observer = Observer(ir.gm, visit)
-        with preserved(ir.gm), torch.enable_grad():
-            observer.run(*(t.detach().clone().requires_grad_(t.requires_grad) for t in example.tensors))
+        seen = observe(ir.gm, example.tensors, visit)
         times = dict(known.times) if known else {}
         first = {key: name for name, key in reversed(signatures.items()) if key not in times}
+        kind = machine.devices[0].torch_device.type
+        if known is not None and known.costs.device_kind != kind:
+            raise ProfileError(
+                f"the saved profile was measured on {known.costs.device_kind!r} and the devices are {kind!r}: leave "
+                "costs= out to measure here"
+            )
         if first and known is not None and known.complete:
             key, name = next(reversed(first.items()))
             raise ProfileError(
@@ -60,12 +64,12 @@ class Profile:
                 f"{name!r}, {key[:160]}; profile this model (leave costs= out) and save pipe.costs"
             )
         if first:
-            measured = self._measure(ir.gm, observer, set(first.values()), example, machine)
+            measured = self._measure(ir.gm, seen, set(first.values()), example, machine)
             times |= {key: measured[name] for key, name in first.items()}
-        return ir.learn(_costs(ir.gm, observer.seen, signatures, times, example, machine))
+        return ir.learn(_costs(ir.gm, seen, signatures, times, example, machine))
 
     def _measure(
-        self, gm: fx.GraphModule, observer: Observer, timed: set[str], example: Example, machine: Machine
+        self, gm: fx.GraphModule, seen: dict[str, Observation], timed: set[str], example: Example, machine: Machine
     ) -> dict[str, tuple[float, float]]:
         """Return the forward and backward milliseconds of the nodes in `timed`."""
         device = machine.devices[0].torch_device
@@ -73,7 +77,7 @@ class Profile:
 
         def run() -> dict[str, tuple[float, float]]:
             tick = partial(next, ticks)
-            return time_nodes(gm, observer.seen, timed, example.tensors, device, self.repeats, tick)
+            return time_nodes(gm, seen, timed, example.tensors, device, self.repeats, tick)
 
         with preserved(gm), torch.enable_grad():
             return in_worker_thread(run, machine.intraop_threads())

@@ -16,7 +16,7 @@ ROWS: list[set[str]] = [
     {"errors", "progress", "structures"},
     {"ir", "kernels"},
     {
-        *("machine", "inputs", "draws", "observe", "dependences", "costs", "context", "measure"),
+        *("machine", "inputs", "draws", "leaves", "observe", "dependences", "costs", "context", "measure"),
         *("blocks", "antichains", "states", "workload", "plan", "stages"),
     },
     {"search"},
@@ -26,6 +26,7 @@ ROWS: list[set[str]] = [
     {"verify", "zoo"},
     {"demo"},
     {"cli", ""},
+    {"__main__"},
 ]
 MAY_USE_ITS_ROW = {
     # Facts build on facts, and the runtime executes schedules; test_no_import_cycle keeps both in order.

@@ -212,7 +212,7 @@ def test_memory_lists_grow() -> None:
     wide = [node(f"n{i}", ["x"], 1.0 + i, parameter_bytes=2 ** (10 - i)) for i in range(10)]
     costs = Costs(tuple(wide), (), (wide[-1].name,), rows=1)
     costs = replace(costs, nodes=tuple(replace(n, inputs=()) for n in wide))
-    machine = Machine(tuple(Device(f"d{i}", torch.device("cpu"), m) for i, m in enumerate((6000.0, 3000.0))), (inf,))
+    machine = Machine(tuple(Device(f"d{i}", torch.device("cpu"), m) for i, m in enumerate((7500.0, 3750.0))), (inf,))
     best = best_bottleneck(costs, machine, workload(machine))
     assert best is not None and isclose(solve(costs, machine).bottleneck_ms, best)
 
@@ -257,9 +257,9 @@ def test_pins_bind_and_contradictions_are_named() -> None:
 def test_too_little_memory_says_how_much_and_where() -> None:
     chain = [node(f"n{i}", [f"n{i - 1}"] if i else [], 1.0, parameter_bytes=1000) for i in range(4)]
     costs = Costs(tuple(chain), (), ("n3",), rows=1)
-    machine = Machine.of(["cpu", "cpu"], memory_bytes=7000)
+    machine = Machine.of(["cpu", "cpu"], memory_bytes=9000)
     with pytest.raises(
-        PlanError, match=r"stage \d of 2 on cpu:\d short by 1000 B \(1000 bytes\).*7\.8 KiB of 6\.8 KiB"
+        PlanError, match=r"stage \d of 2 on cpu:\d short by 1000 B \(1000 bytes\).*9\.8 KiB of 8\.8 KiB"
     ):
         solve(costs, machine)
 

@@ -59,9 +59,12 @@ def reach(
     work: Floats,
     later: Floats,
     threshold: float,
+    may_idle: bool,
 ) -> tuple[Ints, float]:
     """Return which ideals end a chain of stages under `threshold`, and the next threshold; see `chain.reach`."""
     from fxsplit.kernels import chain
 
-    choice, following = chain.reach(in_ptr, in_from, features, load, memory, capacity, allowed, work, later, threshold)
+    choice, following = chain.reach(
+        in_ptr, in_from, features, load, memory, capacity, allowed, work, later, threshold, may_idle
+    )
     return choice, float(following)

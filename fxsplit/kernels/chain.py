@@ -57,6 +57,7 @@ def reach(
     work: Array,
     later: Array,
     threshold: float,
+    may_idle: bool,
 ) -> Any:
     """Decide, for stage after stage, which ideals end a chain whose every stage has load <= threshold and fits.
 
@@ -68,6 +69,7 @@ def reach(
     allowed: bool [stages + 1, ideals], whether the chain may be cut at an ideal after that many stages.
     work: float64 [ideals], a quantity that sums over nodes; later: float64 [stages], how much of it all stages after
         each can do for one unit of load. A cut that leaves more than they can do under the threshold leads nowhere.
+    may_idle: whether a stage may be empty.
 
     Returns choice int32 [stages, ideals], the ideal at which the stage that ends there starts (-1 where none does),
     and the smallest load above the threshold that was met, below which no other answer is possible.
@@ -104,6 +106,10 @@ def reach(
                         room *= 2
                         time, space, origin = grown(time, room), grown(space, room), grown(origin, room)
                     size = _insert(time, space, origin, size, pool_time[k], pool_space[k], pool_from[k])
+            starts = i == 0 if stage == 0 else choice[stage - 1, i] >= 0
+            if starts and may_idle:
+                start_space = _dot(row, memory[stage, 1]) if bounded else 0.0
+                size = _insert(time, space, origin, size, _dot(row, load[stage, 1]), start_space, i)
             behind = 0.0
             if later[stage] > 0.0:
                 behind = (work[n - 1] - work[i]) / later[stage] * (1.0 - 1e-12)
@@ -121,8 +127,7 @@ def reach(
                     elif time[k] > best:
                         best = time[k]
                         choice[stage, i] = origin[k]
-            starts = i == 0 if stage == 0 else choice[stage - 1, i] >= 0
-            if starts:
+            if starts and not may_idle:
                 start_space = _dot(row, memory[stage, 1]) if bounded else 0.0
                 size = _insert(time, space, origin, size, _dot(row, load[stage, 1]), start_space, i)
             if count + size > pool_time.size:

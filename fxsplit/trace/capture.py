@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from fxsplit.errors import InputError, TraceError
 from fxsplit.inputs import Example, Inputs
 from fxsplit.ir import IR
-from fxsplit.observe import preserved, tensor_text
+from fxsplit.observe import on_one_device, preserved, tensor_text
 from fxsplit.structures import rebuild
 from fxsplit.trace.tracer import symbolic_trace
 
@@ -35,8 +35,10 @@ def capture(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], ro
         with unassigned(model):
             gm = symbolic_trace(model, inputs)
         with unassigned(model):
-            writes = _check(model, gm, example, args, kwargs)
-    return IR(gm).learn(replace(example, written=writes))
+            findings = _check(model, gm, inputs, [t[:rows] for t in tensors])
+            if rows == 1:  # one row alone would not show an output that is no batch
+                _check(model, gm, inputs, [t[:2] for t in tensors])
+    return IR(gm).learn(replace(example, **findings))
 
 
 @contextmanager
@@ -84,35 +86,51 @@ def _skeleton(gm: fx.GraphModule) -> list[tuple[Any, ...]]:
     return [(n.op, n.name, n.target, repr(n.args), repr(n.kwargs)) for n in gm.graph.nodes]
 
 
-def _check(model: nn.Module, gm: fx.GraphModule, example: Example, args: Sequence[Any], kwargs: Any) -> bool:
-    """Run the model and the graph on the example, without a trace on either, and compare outputs.
+def _check(model: nn.Module, gm: fx.GraphModule, inputs: Inputs, tensors: Sequence[Tensor]) -> dict[str, Any]:
+    """Run the model and the graph on the same rows, without a trace on either, and compare all they leave behind.
 
-    Returns whether the graph writes to its inputs in place.
+    Returns what the Example is to know of it.
     """
-    call_args, call_kwargs = pytree.tree_map(_cut(args, kwargs, example), (tuple(args), dict(kwargs)))
+    rows = int(tensors[0].shape[0])
+    both, tensors = on_one_device(nn.ModuleList([model, gm]), tensors)
+    mine, traced = both[0], both[1]
+    assert isinstance(traced, fx.GraphModule)
+    given, copies = ([t.detach().clone() for t in tensors] for _ in range(2))
+    versions = [t._version for t in copies]
     with torch.no_grad():
-        with preserved(model):
+        with preserved(mine):
+            call = inputs.call(given)
             try:
-                expected = model(*call_args, **call_kwargs)
+                expected = mine(*call.args, **call.kwargs)
             except Exception as error:
-                error.add_note(f"fxsplit called the unsplit model with one microbatch of {example.rows} rows")
+                error.add_note(f"fxsplit called the unsplit model with one microbatch of {rows} rows")
                 raise
-        with preserved(model):
-            shapes = _ShapeRecorder(gm)
-            fresh = [t.detach().clone() for t in example.tensors]
-            versions = [t._version for t in fresh]
-            got = rebuild(shapes.run(*fresh), lambda leaf: leaf)
-    wanted, structure = pytree.tree_flatten(expected)
-    found, found_structure = pytree.tree_flatten(got)
+            state = [b.clone() for b in mine.buffers()]
+        fetched = {
+            str(n.target): operator.attrgetter(str(n.target))(traced) for n in traced.graph.nodes if n.op == "get_attr"
+        }
+        before = {path: t._version for path, t in fetched.items() if isinstance(t, Tensor)}
+        with preserved(mine):
+            got = rebuild(_ShapeRecorder(traced, gm).run(*copies), lambda leaf: leaf)
+            for (name, buffer), value in zip(mine.named_buffers(), state, strict=True):
+                _compare(model, f"buffer {name!r}", value, buffer)
+            rewritten = tuple(path for path, version in before.items() if fetched[path]._version != version)
+    plain = rebuild(expected, lambda leaf: leaf)
+    (wanted, structure), (found, found_structure) = pytree.tree_flatten(plain), pytree.tree_flatten(got)
     if structure != found_structure:
         raise TraceError(
             f"the graph of {type(model).__name__} returns {found_structure} and the model returns {structure}: "
             "return tensors, tuples, lists or dicts of them"
         )
     for i, (a, b) in enumerate(zip(wanted, found, strict=True)):
-        _compare(model, i, a, b, example.rows)
+        _compare(model, f"output {i}", a, b)
+        _check_rows(model, i, a, rows)
+    for spec, a, b in zip(inputs.specs, given, copies, strict=True):
+        _compare(model, f"argument {spec.name!r}, which it writes to,", a, b)
     _unpack_output(gm, got)
-    return [t._version for t in fresh] != versions
+    own = pytree.tree_structure(expected)
+    written = [t._version for t in copies] != versions
+    return {"written": written, "rewritten": rewritten, "returns": None if own == structure else own}
 
 
 def _unpack_output(gm: fx.GraphModule, value: Any) -> None:
@@ -138,33 +156,33 @@ def _unpack_output(gm: fx.GraphModule, value: Any) -> None:
     gm.recompile()
 
 
-def _cut(args: Sequence[Any], kwargs: Any, example: Example) -> Any:
-    """Return a function that maps each tensor of a whole call to the example's rows of it."""
-    return lambda value: value.detach()[: example.rows].clone() if isinstance(value, Tensor) else value
-
-
-def _compare(model: nn.Module, position: int, wanted: Any, found: Any, rows: int) -> None:
-    """Raise unless one output of the graph is the model's, and is a batch."""
-    if not isinstance(wanted, Tensor):
-        if wanted is not None and not isinstance(wanted, (str, bool)):
+def _check_rows(model: nn.Module, position: int, value: Any, rows: int) -> None:
+    """Raise InputError unless an output is a batch, or the same for every microbatch."""
+    if isinstance(value, Tensor):
+        if value.ndim == 0 or value.shape[0] != rows:
             raise InputError(
-                f"output {position} of {type(model).__name__} is {wanted!r}, neither a tensor nor the same for every "
-                "microbatch: return tensors only"
+                f"output {position} of {type(model).__name__} has shape {tuple(value.shape)} for {rows} rows: outputs "
+                "of microbatches are joined on dimension 0; return one row for each row of the input, reduce outside"
             )
+    elif value is not None and not isinstance(value, (str, bool)):
+        raise InputError(
+            f"output {position} of {type(model).__name__} is {value!r}, neither a tensor nor the same for every "
+            "microbatch: return tensors only"
+        )
+
+
+def _compare(model: nn.Module, what: str, wanted: Any, found: Any) -> None:
+    """Raise TraceError unless the graph has left behind what the model has."""
+    if not isinstance(wanted, Tensor):
         return
     same_kind = isinstance(found, Tensor) and found.shape == wanted.shape and found.dtype == wanted.dtype
     if not same_kind or not _close(wanted, found):
         kinds = f"the graph gives {_kind(found)}, the model {_kind(wanted)}"
         raise TraceError(
-            f"the graph of {type(model).__name__} computes output {position} differently from the model ({kinds}): "
+            f"the graph of {type(model).__name__} computes {what} differently from the model ({kinds}): "
             "tracing kept something that changes between calls, such as a Python number or a random draw, or a hook or "
             "mode inside forward() is not in the graph; move what changes into a tensor, or wrap the function that "
             "makes it with torch.fx.wrap"
-        )
-    if wanted.ndim == 0 or wanted.shape[0] != rows:
-        raise InputError(
-            f"output {position} of {type(model).__name__} has shape {tuple(wanted.shape)} for {rows} rows: outputs of "
-            "microbatches are joined on dimension 0; return one row for each row of the input, and reduce outside"
         )
 
 
@@ -182,9 +200,14 @@ def _close(a: Tensor, b: Tensor) -> bool:
 
 
 class _ShapeRecorder(fx.Interpreter):
-    """Notes dtype and shape of every value in `node.meta`, for dumps."""
+    """Notes dtype and shape of every value in the nodes of `graph`, of which `gm` may be a copy, for dumps."""
+
+    def __init__(self, gm: fx.GraphModule, original: fx.GraphModule) -> None:
+        super().__init__(gm)
+        self._nodes = {n.name: n for n in original.graph.nodes}
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
-        n.meta["fxsplit_shape"] = tensor_text(value) if isinstance(value, Tensor) else type(value).__name__
+        text = tensor_text(value) if isinstance(value, Tensor) else type(value).__name__
+        self._nodes[n.name].meta["fxsplit_shape"] = text
         return value

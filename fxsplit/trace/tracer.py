@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
+import operator
+import threading
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -11,11 +12,30 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils import _pytree as pytree
 
 from fxsplit.errors import TraceError
-from fxsplit.inputs import Inputs, TensorSpec
+from fxsplit.inputs import Inputs
 from fxsplit.structures import LIBRARIES
+
+
+class InPlaceProxy(fx.Proxy):
+    """A traced value on which `x += y` writes to x, as it does on a tensor; fx alone would compute x = x + y."""
+
+
+def _in_place(name: str) -> Callable[[InPlaceProxy, Any], Any]:
+    """Return the method that records one in-place operator."""
+
+    def method(self: InPlaceProxy, other: Any) -> Any:
+        return self.tracer.create_proxy("call_function", getattr(operator, name), (self, other), {})
+
+    return method
+
+
+for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"):
+    setattr(InPlaceProxy, f"__{_name}__", _in_place(_name))
+
+_one_trace = threading.Lock()
+"""fx patches nn.Module for as long as it traces, so tracers take turns."""
 
 
 class Tracer(fx.Tracer):
@@ -33,14 +53,20 @@ class Tracer(fx.Tracer):
         self.failed_in: str | None = None
         self._inputs = inputs
         self._modes = _modes()
+        self._thread = threading.get_ident()
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        """Return the proxy of a node."""
+        return InPlaceProxy(node, self)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         """Add a node; raises TraceError inside a block that changes modes, which a graph does not record."""
         if _modes() != self._modes:
             raise TraceError(
-                "forward() changes grad mode or autocast for a part of the model, which a graph cannot hold; in place "
-                "of no_grad() use .detach() on the result, or requires_grad_(False) on the parameters; in place of "
-                "autocast convert with .to(dtype)"
+                "forward() changes grad mode or autocast for a part of the model, or what it saves for backward (as "
+                "checkpoint() does), which a graph cannot hold; in place of no_grad() use .detach() on the result, or "
+                "requires_grad_(False) on the parameters; in place of autocast convert with .to(dtype); in place of "
+                "checkpoint(f, x) call f(x)"
             )
         return super().create_node(*args, **kwargs)
 
@@ -52,36 +78,43 @@ class Tracer(fx.Tracer):
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Trace a call, remembering the innermost module in which tracing fails."""
+        if (
+            threading.get_ident() != self._thread
+        ):  # fx's patch reaches other threads, such as another pipeline's workers
+            return forward(*args, **kwargs)
         try:
             return super().call_module(m, forward, args, kwargs)
         except Exception:
             self.failed_in = self.failed_in or self.path_of_module(m)
             raise
 
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        """Return a proxy of a parameter or buffer, in the thread that traces."""
+        if threading.get_ident() != self._thread:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
+
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
     ) -> tuple[Callable[..., Any], list[Any]]:
         """Return a function of the root alone that calls it with one placeholder for each tensor argument."""
-        leaves = [
-            self.create_proxy("placeholder", leaf.name, (), {}) if isinstance(leaf, TensorSpec) else leaf
-            for leaf in self._inputs.leaves
-        ]
-        arguments = pytree.tree_unflatten(leaves, self._inputs.structure)
-        bound = inspect.BoundArguments(self._inputs.signature, arguments)
+        bound = self._inputs.call([self.create_proxy("placeholder", s.name, (), {}) for s in self._inputs.specs])
         return lambda root: root_fn(root, *bound.args, **bound.kwargs), [self.root]
 
 
 def _modes() -> tuple[Any, ...]:
-    """Return the modes that change what an operator computes or records."""
+    """Return the modes that change what an operator computes, records or saves."""
     kinds = ("cpu", "cuda")
-    return torch.is_grad_enabled(), *((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return torch.is_grad_enabled(), hooks, *((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
 
 
 def symbolic_trace(model: nn.Module, inputs: Inputs) -> fx.GraphModule:
     """Return the graph of `model` in its present mode; raises TraceError naming file, line and submodule."""
     tracer = Tracer(inputs)
     try:
-        graph = tracer.trace(model)
+        with _one_trace:
+            graph = tracer.trace(model)
     except Exception as error:
         raise _explain(model, tracer, error) from error
     return fx.GraphModule(model, graph, class_name=type(model).__name__)

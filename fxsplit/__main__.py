@@ -1,0 +1,7 @@
+"""`python -m fxsplit` is the `fxsplit` command."""
+
+import sys
+
+from fxsplit.cli import main
+
+sys.exit(main())
