@@ -4,32 +4,58 @@ pipe = fxsplit.compile(model, 2)
 loss = criterion(pipe(x), y); loss.backward(); optimizer.step()
 """
 
-from fxsplit.costs import Costs
-from fxsplit.driver import DEFAULT, compile
-from fxsplit.errors import FxsplitError
-from fxsplit.ir import IR, Fact, Pass
-from fxsplit.machine import Device, Machine
-from fxsplit.plan import Plan
-from fxsplit.runtime import Pipeline
-from fxsplit.spec import Chain
-from fxsplit.stages import Stages
-from fxsplit.workload import Pins
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # each is imported when it is first used: planning from a profile needs no torch
+    from fxsplit.costs import Costs as Costs
+    from fxsplit.driver import DEFAULT as DEFAULT
+    from fxsplit.driver import compile as compile
+    from fxsplit.errors import FxsplitError as FxsplitError
+    from fxsplit.ir import IR as IR
+    from fxsplit.ir import Fact as Fact
+    from fxsplit.ir import Pass as Pass
+    from fxsplit.machine import Device as Device
+    from fxsplit.machine import Machine as Machine
+    from fxsplit.plan import Plan as Plan
+    from fxsplit.planning import plan as plan
+    from fxsplit.runtime import Pipeline as Pipeline
+    from fxsplit.spec import Chain as Chain
+    from fxsplit.stages import Stages as Stages
+    from fxsplit.workload import Pins as Pins
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "compile",
-    "Pipeline",
-    "Machine",
-    "Device",
-    "DEFAULT",
-    "Chain",
-    "IR",
-    "Fact",
-    "Pass",
-    "Pins",
-    "Costs",
-    "Plan",
-    "Stages",
-    "FxsplitError",
-]
+_HOME = {
+    "compile": "driver",
+    "plan": "planning",
+    "Pipeline": "runtime",
+    "Machine": "machine",
+    "Device": "machine",
+    "DEFAULT": "driver",
+    "Chain": "spec",
+    "IR": "ir",
+    "Fact": "ir",
+    "Pass": "ir",
+    "Pins": "workload",
+    "Costs": "costs",
+    "Plan": "plan",
+    "Stages": "stages",
+    "FxsplitError": "errors",
+}
+"""The public names, and the room that each lives in."""
+
+__all__ = list(_HOME)
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name from its room."""
+    if name not in _HOME:
+        raise AttributeError(f"fxsplit has no {name!r}: it has {', '.join(_HOME)}")
+    value = getattr(import_module(f"fxsplit.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(_HOME)

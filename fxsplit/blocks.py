@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
@@ -33,16 +32,11 @@ class Blocks:
         Whatever lies between two nodes of a set is on such a cycle too, so each block is convex.
         """
         position = {n.name: i for i, n in enumerate(costs.nodes)}
-        graph = nx.DiGraph()
-        graph.add_nodes_from(range(len(position)))
-        for node in costs.nodes:
-            graph.add_edges_from((position[i], position[node.name]) for i in node.inputs if i in position)
-        graph.add_edges_from((position[a], position[b]) for a, b in costs.ordered)
-        for names in costs.together:
-            nx.add_cycle(graph, [position[n] for n in names])
-        components = sorted(sorted(c) for c in nx.strongly_connected_components(graph))
+        arrows = {(position[i], position[n.name]) for n in costs.nodes for i in n.inputs if i in position}
+        arrows |= {(position[a], position[b]) for a, b in costs.ordered}
+        components = _components(arrows, [[position[n] for n in names] for names in costs.together], len(position))
         home = {node: b for b, component in enumerate(components) for node in component}
-        edges = {(home[a], home[b]) for a, b in graph.edges if home[a] != home[b]}
+        edges = {(home[a], home[b]) for a, b in arrows if home[a] != home[b]}
         order = _chain_order(len(components), edges)
         rank = {block: i for i, block in enumerate(order)}
         before: list[set[int]] = [set() for _ in components]
@@ -72,6 +66,20 @@ def csr(rows: Iterable[Iterable[int]]) -> tuple[Ints, Ints]:
     pointer = np.zeros(len(lists) + 1, np.int32)
     np.cumsum([len(row) for row in lists], out=pointer[1:])
     return pointer, np.array([item for row in lists for item in row], np.int32)
+
+
+def _components(arrows: set[tuple[int, int]], together: list[list[int]], count: int) -> list[list[int]]:
+    """Return the strongly connected components of a DAG in which the nodes of each set of `together` form a cycle."""
+    if not together:
+        return [[node] for node in range(count)]
+    import networkx as nx  # takes a fifth of a second to load, which a profile without constraints need not wait for
+
+    graph = nx.DiGraph()
+    graph.add_nodes_from(range(count))
+    graph.add_edges_from(arrows)
+    for nodes in together:
+        nx.add_cycle(graph, nodes)
+    return sorted(sorted(c) for c in nx.strongly_connected_components(graph))
 
 
 def _chain_order(count: int, edges: set[tuple[int, int]]) -> list[int]:

@@ -26,6 +26,7 @@ class NodeCost:
     it met; `module` is the path of the submodule it belongs to. Times are medians in milliseconds; bytes are of the
     output, of the gradient that returns for it, of what autograd keeps for backward, of its parameters and of its
     buffers (frozen parameters count as buffers: they get no gradient). `draws` says that it takes random numbers.
+    `host_ms` is its time, forward and backward, on a host device, where another tool's profile states it.
     """
 
     name: str
@@ -41,6 +42,15 @@ class NodeCost:
     parameter_bytes: int
     buffer_bytes: int
     draws: bool = False
+    host_ms: float = 0.0
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A tensor of the backward pass that mirrors no forward value: the nodes that make or read it, in any order."""
+
+    output_bytes: float
+    nodes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -58,7 +68,7 @@ class Costs:
 
     `together` are sets of nodes that no cut may part; `ordered` are pairs that keep their order though no value flows
     between them (both from `fxsplit.dependences`). `rows` is the microbatch size and `device_kind` the hardware, as
-    in torch ("cpu", "cuda").
+    in torch ("cpu", "cuda"). `exchanges` are tensors of another tool's backward graph.
     """
 
     nodes: tuple[NodeCost, ...]
@@ -69,6 +79,7 @@ class Costs:
     rows: int = 0
     device_kind: str = "cpu"
     environment: dict[str, str] = field(default_factory=dict)
+    exchanges: tuple[Exchange, ...] = ()
 
     made_by: ClassVar[str] = "profile"
     given: ClassVar[bool] = False
@@ -94,6 +105,14 @@ class Costs:
             is_output = source.name in self.outputs
             yield source.name, source.output_bytes, source.gradient_bytes, tuple(readers[source.name]), is_output
 
+    def tensors(self) -> Iterator[tuple[float, tuple[str, ...]]]:
+        """Yield what nodes exchange with each other: bytes forward and back, and the nodes that make or read it."""
+        for name, output_bytes, gradient_bytes, readers, _ in self.values():
+            if name in self.by_name and readers:
+                yield output_bytes + gradient_bytes, (name, *readers)
+        for exchange in self.exchanges:
+            yield exchange.output_bytes, exchange.nodes
+
     def check(self) -> None:
         """Raise ProfileError, naming the node, unless names are unique, inputs come earlier and figures are sane."""
         known = {i.name for i in self.inputs}
@@ -111,7 +130,8 @@ class Costs:
                 if f.name.endswith(("_ms", "_bytes")) and not (math.isfinite(value) and value >= 0):
                     raise ProfileError(f"node {node.name!r} has {f.name}={value}: give a finite number, zero or more")
             known.add(node.name)
-        constrained = {n for c in self.together for n in c} | {n for pair in self.ordered for n in pair}
+        constrained = {n for c in (*self.together, *self.ordered) for n in c}
+        constrained |= {n for e in self.exchanges for n in e.nodes}
         for name in sorted({*self.outputs, *constrained} - known):
             raise ProfileError(f"the profile refers to {name!r}, which is none of its nodes: profile the model again")
 
@@ -132,6 +152,7 @@ class Costs:
         head |= {"environment": self.environment, "outputs": self.outputs}
         head |= {"together": self.together, "ordered": self.ordered}
         lists = {"inputs": [asdict(i) for i in self.inputs], "nodes": [asdict(n) for n in self.nodes]}
+        lists |= {"exchanges": [asdict(e) for e in self.exchanges]} if self.exchanges else {}
         lines = [f" {json.dumps(k)}: {json.dumps(v)}" for k, v in head.items()]
         for key, rows in lists.items():
             lines.append(f" {json.dumps(key)}: [\n" + ",\n".join(f"  {json.dumps(r)}" for r in rows) + "\n ]")
@@ -144,12 +165,15 @@ class Costs:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ProfileError(f"cannot read a profile from {str(path)!r}: {error}") from error
+        return cls.parse(data, str(path))
+
+    @classmethod
+    def parse(cls, data: Any, name: str) -> Costs:
+        """Return the profile that a parsed file holds; `name` is the file's, for messages."""
         if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise ProfileError(
-                f"{str(path)!r} is not a profile (no format {FORMAT!r}): write one with costs.save(path)"
-            )
+            raise ProfileError(f"{name!r} is not a profile (no format {FORMAT!r}): write one with costs.save(path)")
         if data.get("version") != VERSION:
-            raise ProfileError(f"{str(path)!r} has version {data.get('version')}, this fxsplit reads {VERSION}")
+            raise ProfileError(f"{name!r} has version {data.get('version')}, this fxsplit reads {VERSION}")
         try:
             costs = cls(
                 nodes=tuple(NodeCost(**{**n, "inputs": tuple(n["inputs"])}) for n in data["nodes"]),
@@ -160,12 +184,13 @@ class Costs:
                 rows=int(data["rows"]),
                 device_kind=str(data["device_kind"]),
                 environment={str(k): str(v) for k, v in data["environment"].items()},
+                exchanges=tuple(Exchange(e["output_bytes"], tuple(e["nodes"])) for e in data.get("exchanges", ())),
             )
             costs.check()
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             if isinstance(error, ProfileError):
                 raise
-            raise ProfileError(f"{str(path)!r} is a damaged profile: {error}") from error
+            raise ProfileError(f"{name!r} is a damaged profile: {error}") from error
         return costs
 
     def __str__(self) -> str:

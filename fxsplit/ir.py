@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, ClassVar, Protocol, TypeVar, cast, runtime_checkable
-
-from torch import fx
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, cast, runtime_checkable
 
 from fxsplit.errors import MissingFact
+
+if TYPE_CHECKING:  # torch takes a second to load, and planning from a profile needs none of it
+    from torch import fx
 
 
 @runtime_checkable

@@ -7,14 +7,15 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
-from typing import ClassVar
-
-import torch
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from fxsplit.errors import InputError
 from fxsplit.ir import IR
 
-DeviceLike = str | torch.device
+if TYPE_CHECKING:  # torch takes a second to load, and a planned machine has no torch devices
+    import torch
+
+DeviceLike: TypeAlias = "str | torch.device"
 GPU_LINK_BYTES_PER_S = 16e9
 """Assumed between two GPUs where nothing else is stated: a 16-lane PCIe 3 link, the slowest in common use."""
 
@@ -23,23 +24,28 @@ GPU_LINK_BYTES_PER_S = 16e9
 class Device:
     """One place a stage can run.
 
-    `name` is unlike any other in the machine; `torch_device` is where its tensors live; `speed` is relative to the
-    hardware that was profiled.
+    `name` is unlike any other in the machine; `torch_device` is where its tensors live (None in a machine that is only
+    planned for); `speed` is relative to the hardware that was profiled; `bytes_per_s` is the bandwidth of its own
+    link, where that is less than the links between devices. A `host` takes each node's `host_ms` and exchanges values
+    without cost, as the CPUs of the dnn-partitioning files do.
     """
 
     name: str
-    torch_device: torch.device
+    torch_device: torch.device | None = None
     memory_bytes: float = inf
     speed: float = 1.0
+    bytes_per_s: float = inf
+    host: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.torch_device, torch.device):
+        if self.torch_device is not None and type(self.torch_device).__module__ != "torch":
             raise InputError(f"device {self.name!r} has torch_device={self.torch_device!r}: give a torch.device")
-        for value in (self.memory_bytes, self.speed):
+        for value in (self.memory_bytes, self.speed, self.bytes_per_s):
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise InputError(f"device {self.name!r} has {value!r} for memory_bytes or speed: give a number")
-        if not self.memory_bytes > 0:
-            raise InputError(f"device {self.name!r} has memory_bytes={self.memory_bytes}: give a positive number")
+        for what in ("memory_bytes", "bytes_per_s"):
+            if not getattr(self, what) > 0:
+                raise InputError(f"device {self.name!r} has {what}={getattr(self, what)}: give a positive number")
         if not (self.speed > 0 and isfinite(self.speed)):
             raise InputError(f"device {self.name!r} has speed={self.speed}: give a positive number (1.0 = as profiled)")
 
@@ -88,6 +94,8 @@ class Machine:
         link, `memory_bytes` every device's memory (default: what a GPU reports; unlimited for CPU devices).
         Raises InputError for a device that does not exist here.
         """
+        import torch
+
         if isinstance(devices, Machine):
             return devices
         if isinstance(devices, bool) or (isinstance(devices, int) and devices < 1):
@@ -106,22 +114,54 @@ class Machine:
                 shared[where] = shared.get(where, 0) + 1
         memory = {d: _memory(d) / count if memory_bytes is None else memory_bytes for d, count in shared.items()}
         made = tuple(d if isinstance(d, Device) else Device(_label(d, i), d, memory[d]) for i, d in enumerate(parsed))
-        links = tuple(
-            _link(a.torch_device, b.torch_device) if bytes_per_s is None else bytes_per_s
-            for a, b in itertools.pairwise(made)
+        pairs = itertools.pairwise(made)
+        links = (inf if a.torch_device == b.torch_device else GPU_LINK_BYTES_PER_S for a, b in pairs)
+        return cls(made, tuple(links) if bytes_per_s is None else (bytes_per_s,) * (len(made) - 1))
+
+    @classmethod
+    def planned(cls, devices: int, bytes_per_s: float = inf, memory_bytes: float = inf) -> Machine:
+        """Return a machine of equal devices to plan for, which need not exist here."""
+        if type(devices) is not int or devices < 1:
+            raise InputError(f"devices={devices!r}: give at least 1 device to plan for")
+        return cls(
+            tuple(Device(f"device{i}", memory_bytes=memory_bytes) for i in range(devices)),
+            (bytes_per_s,) * (devices - 1),
         )
-        return cls(made, links)
 
     def __len__(self) -> int:
         return len(self.devices)
 
-    def bytes_per_ms(self, boundary: int) -> float:
-        """Return the bandwidth from device `boundary` to the next, in bytes per millisecond."""
-        return self.links[boundary] / 1000.0
+    def bytes_per_ms(self, own: int, other: int) -> float:
+        """Return the bandwidth with which device `own` exchanges values with `other`, in bytes per millisecond.
+
+        Devices that are not neighbours are joined by a link like all others; plans that part neighbours ask for that.
+        """
+        if self.devices[own].host:
+            return inf
+        neighbours = abs(own - other) == 1
+        between = self.links[min(own, other)] if neighbours else min(self.links, default=inf)
+        return min(between, self.devices[own].bytes_per_s) / 1000.0
+
+    def reduce_ms_per_byte(self, devices: Sequence[int]) -> float:
+        """Return how long neighbours take to sum one byte of gradients each: 4 (r - 1) / (r^2 bandwidth)."""
+        r = len(devices)
+        if r == 1:
+            return 0.0
+        slowest = min(self.bytes_per_ms(a, b) for a, b in itertools.pairwise(devices))
+        slowest = min(slowest, self.bytes_per_ms(devices[-1], devices[-2]))
+        return 4.0 * (r - 1) / (r * r * slowest)
+
+    def torch_devices(self) -> list[torch.device]:
+        """Return where each device's tensors live; raises InputError for a machine that is only planned for."""
+        found = [d.torch_device for d in self.devices if d.torch_device is not None]
+        if len(found) < len(self.devices):
+            missing = next(d.name for d in self.devices if d.torch_device is None)
+            raise InputError(f"device {missing!r} is only planned for: give Device(..., torch_device=) to run on it")
+        return found
 
     def intraop_threads(self) -> int:
         """Return how many threads each CPU device may use inside one operator."""
-        sharers = sum(d.torch_device.type == "cpu" for d in self.devices)
+        sharers = sum(d.type == "cpu" for d in self.torch_devices())
         return max(1, (os.cpu_count() or 1) // max(1, sharers))
 
     def verify(self, ir: IR) -> None:
@@ -138,6 +178,8 @@ class Machine:
 
 def _existing(name: DeviceLike) -> torch.device:
     """Return the torch.device called `name`, with its index where its kind has several."""
+    import torch
+
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError) as error:
@@ -161,9 +203,6 @@ def _label(device: torch.device, position: int) -> str:
 
 def _memory(device: torch.device) -> float:
     """Return the bytes of memory `device` reports; a CPU device is unlimited, since the operating system pages."""
+    import torch
+
     return float(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else inf
-
-
-def _link(a: torch.device, b: torch.device) -> float:
-    """Return the bandwidth to assume between two devices: the same device hands values over without a copy."""
-    return inf if a == b else GPU_LINK_BYTES_PER_S

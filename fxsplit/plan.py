@@ -20,34 +20,57 @@ PROVEN = 1e-6
 """A plan whose gap is below this is called optimal: the search compares with a slack of 1e-9."""
 
 
+COST_MODELS = ("forwarded", "overlapped", "direct", "replicated")
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """What a stage pays for, besides computing.
+
+    - forwarded: values needed later are handed from stage to stage, as the runtime does; transfers add to compute
+    - overlapped: the same values, but a stage computes, receives and sends at once: the slowest of the three counts
+    - direct: a stage pays once for each outside value that it reads and each of its own that is read outside
+    - replicated: forwarded, and a stage may have several devices, which share its microbatches and sum gradients
+
+    `traffic=False` leaves values between stages unpriced. `optimizer_factor` is the bytes of optimizer state per byte
+    of parameters (2 for Adam, 1 for momentum, 0 for plain SGD).
+    """
+
+    name: str = "forwarded"
+    traffic: bool = True
+    optimizer_factor: float = 2.0
+
+
 @dataclass(frozen=True)
 class StagePlan:
     """One stage of a plan, per microbatch.
 
-    Times are on the stage's own device; `send_ms` and `receive_ms` are the transfers over its two boundaries, values
-    forward and gradients back together. `memory_bytes` holds parameters, gradients, optimizer state and the
-    activations in flight.
+    `devices` are numbers of the machine's devices; several share the microbatches. Times are on these devices, already
+    divided among them; `send_ms` and `receive_ms` are the transfers over the stage's two boundaries, values forward
+    and gradients back together, and `reduce_ms` the all-reduce of a replicated stage's gradients. `load_ms` is how long
+    the stage is busy with one microbatch. `memory_bytes` is what each device holds.
     """
 
     nodes: tuple[str, ...]
-    device: int
+    devices: tuple[int, ...]
     forward_ms: float
     backward_ms: float
     receive_ms: float
     send_ms: float
-    in_bytes: int
-    out_bytes: int
+    reduce_ms: float
+    load_ms: float
+    in_bytes: float
+    out_bytes: float
     memory_bytes: float
 
-    @property
-    def load_ms(self) -> float:
-        """How long the stage is busy with one microbatch, transfers added to compute."""
-        return self.forward_ms + self.backward_ms + self.receive_ms + self.send_ms
+
+FIGURES = ("forward_ms", "backward_ms", "receive_ms", "send_ms", "reduce_ms", "load_ms", "memory_bytes")
+"""What a plan says of each stage and `price` can compute again."""
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Stages in pipeline order, one device each; `lower_bound_ms` is a load that no plan's slowest stage can beat."""
+    """Stages in pipeline order; `lower_bound_ms` is a load that no plan's slowest stage can beat."""
 
     stages: tuple[StagePlan, ...]
     device_names: tuple[str, ...]
@@ -57,7 +80,7 @@ class Plan:
     n_microbatches: int
     rows: int
     n_states: int
-    optimizer_factor: float
+    model: CostModel = CostModel()
 
     made_by: ClassVar[str] = "partition"
     given: ClassVar[bool] = False
@@ -99,11 +122,16 @@ class Plan:
         for a, b in costs.ordered:
             if stage_of[a] > stage_of[b]:
                 raise BrokenFact(f"node {a!r} must run before {b!r}, and its stage is later")
-        again = price(costs, ir[Machine], ir[Workload], [s.nodes for s in self.stages], self.optimizer_factor)
-        for number, (mine, other) in enumerate(zip(self.stages, again, strict=True)):
-            if not isclose(mine.load_ms, other.load_ms, rel_tol=1e-9, abs_tol=1e-12):
-                raise BrokenFact(f"stage {number} is said to take {mine.load_ms} ms and takes {other.load_ms} ms")
-            if other.memory_bytes > ir[Machine].devices[mine.device].memory_bytes:
+        machine = ir[Machine]
+        split = [(s.nodes, s.devices) for s in self.stages]
+        for number, (mine, other) in enumerate(
+            zip(self.stages, price(costs, machine, ir[Workload], split, self.model), strict=True)
+        ):
+            for figure in FIGURES:
+                said, true = getattr(mine, figure), getattr(other, figure)
+                if not isclose(said, true, rel_tol=1e-9, abs_tol=1e-12):
+                    raise BrokenFact(f"stage {number} is said to have {figure}={said} and has {true}")
+            if other.memory_bytes > min(machine.devices[d].memory_bytes for d in mine.devices):
                 raise BrokenFact(f"stage {number} needs {other.memory_bytes:.0f} bytes, more than its device has")
         pins = ir.get(Pins)
         for name, stage in (pins.nodes(costs) if pins else {}).items():
@@ -120,9 +148,10 @@ class Plan:
             f"{'in':>11}{'out':>11}{'memory':>11}  first .. last node"
         ]
         for i, s in enumerate(self.stages):
+            names = "+".join(self.device_names[d] for d in s.devices)
             rows.append(
-                f"{i:<6}{self.device_names[i]:<10}{len(s.nodes):>6}{s.forward_ms:>10.3f}{s.backward_ms:>10.3f}"
-                f"{s.receive_ms + s.send_ms:>9.3f}{size(s.in_bytes):>11}{size(s.out_bytes):>11}"
+                f"{i:<6}{names:<10}{len(s.nodes):>6}{s.forward_ms:>10.3f}{s.backward_ms:>10.3f}"
+                f"{s.receive_ms + s.send_ms + s.reduce_ms:>9.3f}{size(s.in_bytes):>11}{size(s.out_bytes):>11}"
                 f"{size(s.memory_bytes):>11}  {f'{s.nodes[0]} .. {s.nodes[-1]}' if s.nodes else '(passes values on)'}"
             )
         proof = "optimal" if self.optimal else f"gap {100 * self.gap:.2f} %"
@@ -135,18 +164,70 @@ class Plan:
         return "\n".join(rows)
 
 
-def price(
-    costs: Costs, machine: Machine, workload: Workload, stages: Sequence[Sequence[str]], optimizer_factor: float
-) -> tuple[StagePlan, ...]:
-    """Return what a split costs, from the definition: stage i runs on device i, values are forwarded stage to stage.
+Split = Sequence[tuple[Sequence[str], Sequence[int]]]
+"""For each stage its nodes and the numbers of its devices."""
 
-    A value crosses boundary b exactly if it is made (or given) at or before stage b and read after it, or is an
-    output made before the last stage. Memory = parameters x (WEIGHT_COPIES + optimizer_factor) + buffers + microbatches
-    in flight x (kept activations + boundary values).
+
+def price(costs: Costs, machine: Machine, workload: Workload, split: Split, model: CostModel) -> tuple[StagePlan, ...]:
+    """Return what a split costs, from the definition, on the graph and not on its lattice.
+
+    Forwarded, a value crosses boundary b exactly if it is made (or given) at or before stage b and read after it, or is
+    an output made before the last stage. Direct, a stage pays for every value that it shares with another stage.
+    r replicas take 1/r of the time each and 4 (r - 1) W / (r^2 bandwidth) to sum W bytes of gradients
+    (Narayanan et al. 2019). Memory = parameters x (WEIGHT_COPIES + optimizer_factor) + buffers + microbatches in flight
+    x (kept activations + boundary values, unless direct).
     """
+    last = len(split) - 1
+    crossing, returning = _forwarded(costs, [names for names, _ in split])
+    given, taken = _shared(costs, [names for names, _ in split])
+    direct = model.name == "direct"
+    in_flight = workload.in_flight[len(split)]
+    plans = []
+    for i, (names, devices) in enumerate(split):
+        nodes = [costs.by_name[n] for n in names]
+        before, after = (split[i - 1][1][-1] if i > 0 else None), (split[i + 1][1][0] if i < last else None)
+        speed = len(devices) * min(machine.devices[d].speed for d in devices)
+        host = machine.devices[devices[0]].host
+        forward = sum(n.host_ms if host else n.forward_ms for n in nodes) / speed
+        backward = 0.0 if host else sum(n.backward_ms for n in nodes) / speed
+        receive = send = 0.0
+        if model.traffic and direct:
+            rate = machine.bytes_per_ms(devices[0], devices[0])
+            receive, send = taken[i] / rate, given[i] / rate
+        elif model.traffic:
+            receive = 0.0 if before is None else (crossing[i] + returning[i]) / machine.bytes_per_ms(devices[0], before)
+            send = (
+                0.0
+                if after is None
+                else (crossing[i + 1] + returning[i + 1]) / machine.bytes_per_ms(devices[-1], after)
+            )
+        reduce = sum(n.parameter_bytes for n in nodes) * machine.reduce_ms_per_byte(devices)
+        busy = forward + backward + reduce
+        kept = sum(n.kept_bytes for n in nodes) + (0.0 if direct else crossing[i] + crossing[i + 1])
+        held = sum(n.parameter_bytes * (WEIGHT_COPIES + model.optimizer_factor) + n.buffer_bytes for n in nodes)
+        plans.append(
+            StagePlan(
+                nodes=tuple(names),
+                devices=tuple(devices),
+                forward_ms=forward,
+                backward_ms=backward,
+                receive_ms=receive,
+                send_ms=send,
+                reduce_ms=reduce,
+                load_ms=max(busy, receive, send) if model.name == "overlapped" else busy + receive + send,
+                in_bytes=taken[i] if direct else crossing[i],
+                out_bytes=given[i] if direct else crossing[i + 1],
+                memory_bytes=held + in_flight[i] * kept,
+            )
+        )
+    return tuple(plans)
+
+
+def _forwarded(costs: Costs, stages: Sequence[Sequence[str]]) -> tuple[list[float], list[float]]:
+    """Return the bytes of values, and of gradients, that cross each boundary; boundary b lies before stage b."""
     stage_of = {name: i for i, names in enumerate(stages) for name in names}
     last = len(stages) - 1
-    crossing = [0.0] * (len(stages) + 1)  # boundary b lies before stage b
+    crossing = [0.0] * (len(stages) + 1)
     returning = [0.0] * (len(stages) + 1)
     for name, output_bytes, gradient_bytes, readers, is_output in costs.values():
         born = stage_of.get(name, -1)
@@ -154,29 +235,27 @@ def price(
         for boundary in range(born + 1, dies + 1):
             crossing[boundary] += output_bytes
             returning[boundary] += gradient_bytes
-    in_flight = workload.in_flight[len(stages)]
-    plans = []
-    for i, names in enumerate(stages):
-        device = machine.devices[i]
-        nodes = [costs.by_name[n] for n in names]
-        receive = (crossing[i] + returning[i]) / machine.bytes_per_ms(i - 1) if i > 0 else 0.0
-        send = (crossing[i + 1] + returning[i + 1]) / machine.bytes_per_ms(i) if i < last else 0.0
-        kept = sum(n.kept_bytes for n in nodes) + crossing[i] + crossing[i + 1]
-        held = sum(n.parameter_bytes * (WEIGHT_COPIES + optimizer_factor) + n.buffer_bytes for n in nodes)
-        plans.append(
-            StagePlan(
-                nodes=tuple(names),
-                device=i,
-                forward_ms=sum(n.forward_ms for n in nodes) / device.speed,
-                backward_ms=sum(n.backward_ms for n in nodes) / device.speed,
-                receive_ms=receive,
-                send_ms=send,
-                in_bytes=int(crossing[i]),
-                out_bytes=int(crossing[i + 1]),
-                memory_bytes=held + in_flight[i] * kept,
-            )
-        )
-    return tuple(plans)
+    for exchange in costs.exchanges:
+        met = [stage_of[name] for name in exchange.nodes]
+        for boundary in range(min(met) + 1, max(met) + 1):
+            returning[boundary] += exchange.output_bytes
+    return crossing, returning
+
+
+def _shared(costs: Costs, stages: Sequence[Sequence[str]]) -> tuple[list[float], list[float]]:
+    """Return the bytes of each stage's own tensors that others read, and of others' that it reads, each once.
+
+    What the caller gives or gets is free.
+    """
+    stage_of = {name: i for i, names in enumerate(stages) for name in names}
+    given, taken = [0.0] * len(stages), [0.0] * len(stages)
+    for bytes_, (maker, *readers) in costs.tensors():
+        home = stage_of[maker]
+        away = {stage_of[name] for name in readers} - {home}
+        given[home] += bytes_ if away else 0.0
+        for stage in away:
+            taken[stage] += bytes_
+    return given, taken
 
 
 def size(count: float) -> str:

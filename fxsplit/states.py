@@ -21,10 +21,11 @@ FEATURES = (
     "parameter_bytes",
     "buffer_bytes",
     "kept_bytes",
+    "host_ms",
     "live_bytes",
     "live_gradient_bytes",
 )
-SUMMED = FEATURES[:5]
+SUMMED = FEATURES[:6]
 """These sum over the nodes of an ideal; the rest are of the values live across it."""
 
 

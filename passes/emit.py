@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from fxsplit.costs import Costs
 from fxsplit.draws import Draw
+from fxsplit.errors import PlanError
 from fxsplit.ir import IR
 from fxsplit.machine import Machine
 from fxsplit.plan import Plan
@@ -30,6 +31,12 @@ class Emit:
     def __call__(self, ir: IR) -> IR:
         """Rewrite the graph into stage calls; keeps Plan and learns Stages."""
         plan, machine = ir[Plan], ir[Machine]
+        if [s.devices for s in plan.stages] != [(i,) for i in range(len(plan.stages))]:
+            raise PlanError(
+                "this plan replicates stages or takes devices out of order, which can be planned and not run yet: use "
+                "partition{model=forwarded,free=false}"
+            )
+        places = machine.torch_devices()
         costs = ir.get(Costs)
         drawing = {n.name for n in costs.nodes if n.draws} if costs else set()
         outputs = _boundaries(ir.gm.graph, plan)
@@ -38,8 +45,8 @@ class Emit:
         for index, stage_plan in enumerate(plan.stages):
             takes = tuple(inputs) if index == 0 else outputs[index - 1]
             module = _stage_module(ir.gm, index, set(stage_plan.nodes), drawing, takes, outputs[index])
-            device = machine.devices[stage_plan.device]
-            stages.append(Stage(index, device.name, device.torch_device, module, takes, outputs[index]))
+            device = machine.devices[stage_plan.devices[0]]
+            stages.append(Stage(index, device.name, places[stage_plan.devices[0]], module, takes, outputs[index]))
         last = stages[-1].outputs
         result = rebuild(
             ir.gm.graph.output_node().args[0], lambda v: Ref(last.index(v.name)) if isinstance(v, fx.Node) else v

@@ -51,7 +51,7 @@ class Profile:
         seen = observe(ir.gm, example.tensors, visit)
         times = dict(known.times) if known else {}
         first = {key: name for name, key in reversed(signatures.items()) if key not in times}
-        kind = machine.devices[0].torch_device.type
+        kind = machine.torch_devices()[0].type
         if known is not None and known.costs.device_kind != kind:
             raise ProfileError(
                 f"the saved profile was measured on {known.costs.device_kind!r} and the devices are {kind!r}: leave "
@@ -72,7 +72,7 @@ class Profile:
         self, gm: fx.GraphModule, seen: dict[str, Observation], timed: set[str], example: Example, machine: Machine
     ) -> dict[str, tuple[float, float]]:
         """Return the forward and backward milliseconds of the nodes in `timed`."""
-        device = machine.devices[0].torch_device
+        device = machine.torch_devices()[0]
         ticks = track(range(WARM_UP + self.repeats), "profiling")
 
         def run() -> dict[str, tuple[float, float]]:
@@ -109,7 +109,7 @@ def _costs(
         together=tuple(together(gm, seen)),
         ordered=tuple(keeps_order(gm, seen)),
         rows=example.rows,
-        device_kind=machine.devices[0].torch_device.type,
+        device_kind=machine.torch_devices()[0].type,
         environment={
             "torch": torch.__version__,
             "machine": platform.machine(),

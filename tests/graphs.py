@@ -10,10 +10,11 @@ import torch
 from hypothesis import strategies as st
 from torch import fx
 
-from fxsplit.costs import Costs, InputCost, NodeCost
+from fxsplit.costs import Costs, Exchange, InputCost, NodeCost
 from fxsplit.ir import IR
 from fxsplit.machine import Device, Machine
 from fxsplit.plan import price
+from fxsplit.planner import Options
 from fxsplit.workload import Workload
 
 
@@ -61,9 +62,12 @@ def profiles(draw: st.DrawFn, max_nodes: int = 9) -> Costs:
                 kept_bytes=draw(size),
                 parameter_bytes=draw(size),
                 buffer_bytes=draw(size),
+                host_ms=draw(number),
             )
         )
     names = [n.name for n in nodes]
+    some = st.lists(st.sampled_from(names), min_size=2, max_size=3, unique=True)
+    exchanges = draw(st.lists(some, max_size=2)) if count > 1 else []
     together = [tuple(sorted(draw(st.sets(st.sampled_from(names), min_size=1, max_size=3)), key=names.index))]
     order = sorted(draw(st.lists(st.sampled_from(list(itertools.combinations(names, 2)) or [("", "")]), max_size=2)))
     return Costs(
@@ -73,6 +77,7 @@ def profiles(draw: st.DrawFn, max_nodes: int = 9) -> Costs:
         together=tuple(c for c in together if len(c) > 1),
         ordered=tuple(pair for pair in order if pair[0]),
         rows=1,
+        exchanges=tuple(Exchange(draw(size), tuple(names)) for names in exchanges),
     )
 
 
@@ -92,6 +97,11 @@ def workload(machine: Machine, n_microbatches: int = 3) -> Workload:
     """1F1B's demands."""
     peaks = {k: tuple(min(n_microbatches, k - s) for s in range(k)) for k in range(1, len(machine) + 1)}
     return Workload("1F1B", n_microbatches, peaks)
+
+
+def one_each(stages: Sequence[Sequence[str]]) -> list[tuple[Sequence[str], tuple[int]]]:
+    """The split that puts stage i on device i."""
+    return [(names, (i,)) for i, names in enumerate(stages)]
 
 
 def downsets(costs: Costs) -> list[frozenset[str]]:
@@ -124,16 +134,35 @@ def chains(sets: Sequence[frozenset[str]], n_stages: int) -> Iterator[list[froze
     yield from extend([frozenset()])
 
 
-def best_bottleneck(costs: Costs, machine: Machine, load: Workload, factor: float = 2.0) -> float | None:
-    """The smallest bottleneck over all chains of downsets that fit in memory, or None where none does."""
+def assignments(machine: Machine, options: Options, n_stages: int) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Every way to give `n_stages` stages their devices."""
+    count = len(machine)
+    if options.free:
+        if options.use_all and n_stages != count:
+            return
+        for order in itertools.permutations(range(count), n_stages):
+            yield tuple((d,) for d in order)
+        return
+    for ends in itertools.combinations(range(1, count + 1), n_stages):
+        begins = (0, *ends[:-1])
+        alone = all(b - a == 1 for a, b in zip(begins, ends, strict=True))
+        if (alone or options.model == "replicated") and (ends[-1] == count or not options.use_all):
+            yield tuple(tuple(range(a, b)) for a, b in zip(begins, ends, strict=True))
+
+
+def best_bottleneck(costs: Costs, machine: Machine, load: Workload, options: Options | None = None) -> float | None:
+    """The smallest bottleneck over all chains of downsets and all assignments that fit in memory, or None."""
+    options = options or Options()
     best: float | None = None
-    for chain in chains(downsets(costs), len(machine)):
-        stages = [
-            [n.name for n in costs.nodes if n.name in larger - smaller] for smaller, larger in itertools.pairwise(chain)
-        ]
-        priced = price(costs, machine, load, stages, factor)
-        if any(s.memory_bytes > machine.devices[i].memory_bytes for i, s in enumerate(priced)):
-            continue
-        slowest = max(s.load_ms for s in priced)
-        best = slowest if best is None else min(best, slowest)
+    sets = downsets(costs)
+    for n_stages in range(1, len(machine) + 1):
+        ways = list(assignments(machine, options, n_stages))
+        for chain in chains(sets, n_stages) if ways else ():
+            stages = [[n.name for n in costs.nodes if n.name in b - a] for a, b in itertools.pairwise(chain)]
+            for way in ways:
+                priced = price(costs, machine, load, list(zip(stages, way, strict=True)), options.costs)
+                if any(s.memory_bytes > machine.devices[d].memory_bytes for s in priced for d in s.devices):
+                    continue
+                slowest = max(s.load_ms for s in priced)
+                best = slowest if best is None else min(best, slowest)
     return best

@@ -67,7 +67,7 @@ def test_sdist_holds_the_passes(built: Path) -> None:
 def test_passes_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["passes"]) == 0
     printed = capsys.readouterr().out
-    assert "partition{use_all=true,optimizer_factor=2.0}" in printed
+    assert "partition{use_all=true,optimizer_factor=2.0,model=forwarded," in printed
     assert "default chain: profile,augment,order,partition,emit" in printed
 
 

@@ -131,8 +131,9 @@ def test_cuts_fall_inside_blocks(name: str) -> None:
 def worst_cut(costs: fxsplit.Costs) -> Callable[[fxsplit.IR], fxsplit.IR]:
     """A partitioner in twenty lines: two stages, cut where the most values cross."""
     from fxsplit.antichains import Antichains
-    from fxsplit.plan import price
+    from fxsplit.plan import CostModel, price
     from fxsplit.workload import Workload
+    from tests.graphs import one_each
 
     def worst(ir: fxsplit.IR) -> fxsplit.IR:
         chains = ir[Antichains]
@@ -140,10 +141,10 @@ def worst_cut(costs: fxsplit.Costs) -> Callable[[fxsplit.IR], fxsplit.IR]:
         cut = max(range(1, len(chains) - 1), key=crossing.__getitem__)
         first = set(chains.names(cut))
         stages = [[n.name for n in costs.nodes if (n.name in first) is early] for early in (True, False)]
-        priced = price(costs, ir[fxsplit.Machine], ir[Workload], stages, 2.0)
+        priced = price(costs, ir[fxsplit.Machine], ir[Workload], one_each(stages), CostModel())
         slowest = max(s.load_ms for s in priced)
         names = tuple(d.name for d in ir[fxsplit.Machine].devices)
-        plan = fxsplit.Plan(priced, names, slowest, costs.total_ms, "1F1B", ir[Workload].n_microbatches, 2, 1, 2.0)
+        plan = fxsplit.Plan(priced, names, slowest, costs.total_ms, "1F1B", ir[Workload].n_microbatches, 2, 1)
         return ir.learn(plan)
 
     return worst

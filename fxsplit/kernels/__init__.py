@@ -1,70 +1,114 @@
-"""The compiled inner loops of the planner: arrays in, arrays out.
+"""The inner loops of the planner: arrays in, arrays out.
 
-numba is imported when a kernel is first called, because loading it takes about a second. Each function here is the
-typed door to the kernel of the same name.
+Each kernel is a plain function over arrays. For a small graph it runs as it is, in milliseconds; for a large one numba
+compiles it, and is imported only then, because loading it takes about a second. Each function here is the typed door
+to the kernel of the same name.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
+
+from fxsplit.kernels import direct, lattice, separable
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
+SMALL = 600
+"""Ideals below which plain Python is quicker than loading numba."""
+
+
+@cache
+def compiled(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the kernel compiled, from numba's cache where it has been compiled before."""
+    from numba import njit
+
+    machine_code: Callable[..., Any] = njit(cache=True)(kernel)
+    return machine_code
+
+
+def fit(kernel: Callable[..., Any], ideals: int) -> Callable[..., Any]:
+    """Return the kernel in the form that is right for a number of ideals."""
+    return kernel if ideals <= SMALL else compiled(kernel)
 
 
 def enumerate_ideals(indegree: Ints, succ_ptr: Ints, succ: Ints, cap: int) -> tuple[Ints, Ints, bool]:
     """Return (parent, last, complete) of every ideal; see `lattice.enumerate_ideals`."""
-    from fxsplit.kernels import lattice
-
-    parent, last, complete = lattice.enumerate_ideals(indegree, succ_ptr, succ, cap)
+    parent, last, complete = lattice.enumerate_ideals(indegree, succ_ptr, succ, min(cap, SMALL))
+    if not complete and cap > SMALL:
+        parent, last, complete = compiled(lattice.enumerate_ideals)(indegree, succ_ptr, succ, cap)
     return parent, last, bool(complete)
 
 
 def lattice_edges(parent: Ints, last: Ints) -> tuple[Ints, Ints, Ints]:
     """Return (pointer, node, child id) in CSR form of every edge; see `lattice.lattice_edges`."""
-    from fxsplit.kernels import lattice
-
-    pointer, node, child = lattice.lattice_edges(parent, last)
+    pointer, node, child = fit(lattice.lattice_edges, parent.size)(parent, last)
     return pointer, node, child
 
 
-def live_bytes(
-    parent: Ints, last: Ints, makes_ptr: Ints, makes: Ints, reads_ptr: Ints, reads: Ints, left: Ints, size: Floats
-) -> Floats:
-    """Return the summed `size` of the values live across each ideal; see `lattice.live_bytes`."""
-    from fxsplit.kernels import lattice
-
-    result: Floats = lattice.live_bytes(parent, last, makes_ptr, makes, reads_ptr, reads, left, size)
+def live_bytes(parent: Ints, last: Ints, pins_ptr: Ints, pins: Ints, inside: Ints, total: Ints, size: Floats) -> Floats:
+    """Return the summed `size` rows of the values live across each ideal; see `lattice.live_bytes`."""
+    result: Floats = fit(lattice.live_bytes, parent.size)(parent, last, pins_ptr, pins, inside, total, size)
     return result
 
 
 def prefix_sums(parent: Ints, last: Ints, weight: Floats) -> Floats:
     """Return the summed `weight` rows of the nodes in each ideal; see `lattice.prefix_sums`."""
-    from fxsplit.kernels import lattice
-
-    result: Floats = lattice.prefix_sums(parent, last, weight)
+    result: Floats = fit(lattice.prefix_sums, parent.size)(parent, last, weight)
     return result
+
+
+def reversed_edges(pointer: Ints, child: Ints) -> tuple[Ints, Ints]:
+    """Return the ideals just below each, CSR; see `lattice.reversed_edges`."""
+    back, start = fit(lattice.reversed_edges, pointer.size - 1)(pointer, child)
+    return back, start
 
 
 def reach(
     in_ptr: Ints,
     in_from: Ints,
-    features: Floats,
-    load: Floats,
-    memory: Floats,
-    capacity: Floats,
-    allowed: Bools,
     work: Floats,
-    later: Floats,
-    threshold: float,
+    start: Floats,
+    end: Floats,
+    start_floor: Floats,
+    end_floor: Floats,
+    allowed: Bools,
+    moves: Ints,
+    done: Floats,
+    left: Floats,
     may_idle: bool,
-) -> tuple[Ints, float]:
-    """Return which ideals end a chain of stages under `threshold`, and the next threshold; see `chain.reach`."""
-    from fxsplit.kernels import chain
+    threshold: float,
+    bounded: tuple[Floats, Floats, Floats, Floats] | None,
+) -> tuple[Ints, Ints]:
+    """Return which ideals end a chain of stages under `threshold`; see `separable.reach` and `reach_bounded`."""
+    given = (in_ptr, in_from, work, start, end, start_floor, end_floor, allowed, moves, done, left, may_idle, threshold)
+    kernel = separable.reach if bounded is None else separable.reach_bounded
+    origin, via = fit(kernel, in_ptr.size - 1)(*given, *(bounded or ()))
+    return origin, via
 
-    choice, following = chain.reach(
-        in_ptr, in_from, features, load, memory, capacity, allowed, work, later, threshold, may_idle
-    )
-    return choice, float(following)
+
+def cheapest_above(pointer: Ints, child: Ints, end: Floats) -> Floats:
+    """Return the least `end` of each ideal and of all larger ones; see `direct.cheapest_above`."""
+    result: Floats = fit(direct.cheapest_above, pointer.size - 1)(pointer, child, end)
+    return result
+
+
+def reach_direct(
+    lattice: tuple[Ints, Ints, Ints, Ints, Ints],
+    below: tuple[Ints, Ints],
+    costs: tuple[Floats, Floats, Floats, Floats, Floats],
+    memory: tuple[Floats, Floats],
+    tensors: tuple[Ints, Ints, Ints, Floats],
+    moves: tuple[Bools, Ints, Floats, Bools],
+    closing: bool,
+    threshold: float,
+) -> tuple[Ints, Ints]:
+    """Return which ideals end a chain of stages under `threshold`; see `direct.reach`, whose groups these are."""
+    kernel = fit(direct.reach, lattice[0].size)
+    origin, via = kernel(*lattice, *below, *costs, *memory, *tensors, *moves, closing, threshold)
+    return origin, via

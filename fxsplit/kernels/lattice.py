@@ -11,14 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
-from fxsplit.kernels.arrays import grown
-
-Array = Any  # numba specialises on the dtypes, which fxsplit.kernels states
+Array = Any  # compiled for the dtypes that fxsplit.kernels states; small inputs run as plain Python
 
 
-@njit(cache=True)
 def enumerate_ideals(indegree: Array, succ_ptr: Array, succ: Array, cap: int) -> Any:
     """Enumerate every ideal: int32 arrays `parent` and `last`, and whether all fitted under `cap`.
 
@@ -56,8 +52,8 @@ def enumerate_ideals(indegree: Array, succ_ptr: Array, succ: Array, cap: int) ->
         if count >= cap:
             return parent[:count].copy(), last[:count].copy(), False
         if count == parent.size:
-            parent = grown(parent, 2 * count)
-            last = grown(last, 2 * count)
+            parent = np.concatenate((parent, np.empty_like(parent)))
+            last = np.concatenate((last, np.empty_like(last)))
         parent[count] = ideal[depth]
         last[count] = v
         upper = end[depth]
@@ -67,7 +63,7 @@ def enumerate_ideals(indegree: Array, succ_ptr: Array, succ: Array, cap: int) ->
         begin[depth] = upper
         released = succ_ptr[v + 1] - succ_ptr[v]
         if upper + (upper - at) + released > pool.size:
-            pool = grown(pool, 2 * (upper + (upper - at) + released))
+            pool = np.concatenate((pool, np.empty(2 * (upper + (upper - at) + released), np.int32)))
         # Merge what was available above v with what v releases; both are ascending and above v.
         write = upper
         read = at + 1
@@ -89,7 +85,6 @@ def enumerate_ideals(indegree: Array, succ_ptr: Array, succ: Array, cap: int) ->
     return parent[:count].copy(), last[:count].copy(), True
 
 
-@njit(cache=True)
 def lattice_edges(parent: Array, last: Array) -> Any:
     """Return every edge I -> I + v in CSR form by I: pointer, v ascending, and the number of I + v.
 
@@ -115,8 +110,9 @@ def lattice_edges(parent: Array, last: Array) -> Any:
         own = tree_ptr[i + 1] - tree_ptr[i]
         inherited = 0 if i == 0 else pointer[parent[i] + 1] - pointer[parent[i]]
         if count + own + inherited > node.size:
-            node = grown(node, 2 * (count + own + inherited))
-            child = grown(child, 2 * (count + own + inherited))
+            more = np.empty(count + 2 * (own + inherited), np.int32)
+            node = np.concatenate((node, more))
+            child = np.concatenate((child, more))
         if i > 0:
             j, m = parent[i], last[i]
             for e in range(pointer[j], pointer[j + 1]):
@@ -141,62 +137,43 @@ def lattice_edges(parent: Array, last: Array) -> Any:
     return pointer, node[:count].copy(), child[:count].copy()
 
 
-@njit(cache=True)
 def live_bytes(
-    parent: Array,
-    last: Array,
-    makes_ptr: Array,
-    makes: Array,
-    reads_ptr: Array,
-    reads: Array,
-    left: Array,
-    size: Array,
+    parent: Array, last: Array, pins_ptr: Array, pins: Array, inside: Array, total: Array, size: Array
 ) -> Any:
-    """Return, per ideal, the summed size of the values it makes that something outside it still reads.
+    """Return, per ideal, the summed sizes of the values that are live across it: float64 [ideals, columns].
 
-    `makes` and `reads` list each node's values in CSR form; `left` counts each value's distinct readers (an output of
-    the graph has one more, which never comes), `size` is float64. Values that exist before any node are counted in
-    the empty ideal. Replays the enumeration in its own order with counters and undo, so that each ideal costs only
-    the values its last node touches.
+    `pins` lists, in CSR form by node, the values that the node makes or reads. Value v is live where more than none and
+    fewer than `total[v]` of its pins are inside, of which `inside[v]` are from the start; `size` is float64 [values,
+    columns]. Replays the enumeration in its own order with counters and undo, so that each ideal costs only the values
+    its last node touches.
     """
-    n = parent.size
-    result = np.zeros(n, np.float64)
-    made = np.zeros(left.size, np.bool_)
-    for value in makes:
-        made[value] = True
-    start = 0.0
-    for value in range(left.size):
-        if not made[value] and left[value] > 0:
-            start += size[value]
-    waiting = left.copy()
-    path = np.zeros(makes_ptr.size + 1, np.int32)
-    live = np.zeros(makes_ptr.size + 1, np.float64)
-    live[0] = start
-    result[0] = start
+    n, nodes, columns = parent.size, pins_ptr.size - 1, size.shape[1]
+    result = np.zeros((n, columns), np.float64)
+    count = inside.copy()
+    for v in range(total.size):
+        if 0 < count[v] < total[v]:
+            for c in range(columns):
+                result[0, c] += size[v, c]
+    path = np.zeros(nodes + 1, np.int32)
     depth = 0
     for i in range(1, n):
         while path[depth] != parent[i]:
-            v = last[path[depth]]
-            for e in range(reads_ptr[v], reads_ptr[v + 1]):
-                waiting[reads[e]] += 1
+            for e in range(pins_ptr[last[path[depth]]], pins_ptr[last[path[depth]] + 1]):
+                count[pins[e]] -= 1
             depth -= 1
-        v = last[i]
-        now = live[depth]
-        for e in range(reads_ptr[v], reads_ptr[v + 1]):
-            waiting[reads[e]] -= 1
-            if waiting[reads[e]] == 0:
-                now -= size[reads[e]]
-        for e in range(makes_ptr[v], makes_ptr[v + 1]):
-            if waiting[makes[e]] > 0:
-                now += size[makes[e]]
+        for c in range(columns):
+            result[i, c] = result[path[depth], c]
+        for e in range(pins_ptr[last[i]], pins_ptr[last[i] + 1]):
+            v = pins[e]
+            count[v] += 1
+            sign = int(count[v] == 1) - int(count[v] == total[v])
+            for c in range(columns):
+                result[i, c] += sign * size[v, c]
         depth += 1
         path[depth] = i
-        live[depth] = now
-        result[i] = now
     return result
 
 
-@njit(cache=True)
 def prefix_sums(parent: Array, last: Array, weight: Array) -> Any:
     """Return, per ideal, the sum of the rows of `weight` [nodes, columns] of its nodes: float64 [ideals, columns]."""
     n, columns = parent.size, weight.shape[1]
@@ -205,3 +182,20 @@ def prefix_sums(parent: Array, last: Array, weight: Array) -> Any:
         for c in range(columns):
             result[i, c] = result[parent[i], c] + weight[last[i], c]
     return result
+
+
+def reversed_edges(pointer: Array, child: Array) -> Any:
+    """Return the edges the other way round, CSR by their end: pointer, and the ideals just below each, ascending."""
+    n = pointer.size - 1
+    back = np.zeros(n + 1, np.int32)
+    for e in range(child.size):
+        back[child[e] + 1] += 1
+    for i in range(n):
+        back[i + 1] += back[i]
+    fill = back[:n].copy()
+    start = np.empty(child.size, np.int32)
+    for i in range(n):
+        for e in range(pointer[i], pointer[i + 1]):
+            start[fill[child[e]]] = i
+            fill[child[e]] += 1
+    return back, start

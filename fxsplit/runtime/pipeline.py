@@ -227,7 +227,7 @@ class Pipeline(nn.Module):
         """Return the engine, started for the first batch; both modes run on the same machine."""
         with self._compiling:
             if self._engine is None:
-                devices = [d.torch_device for d in program.machine.devices]
+                devices = program.machine.torch_devices()
                 self.__dict__["_engine"] = Engine(devices, program.machine.intraop_threads())
             assert self._engine is not None
             return self._engine

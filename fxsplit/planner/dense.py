@@ -1,0 +1,109 @@
+"""The planner for small graphs: every pair of states at once, in numpy, without compiling anything."""
+
+from __future__ import annotations
+
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fxsplit.antichains import Antichains
+from fxsplit.kernels import SMALL
+from fxsplit.planner.problem import Path, Problem
+
+WIDER = 1.0 + 1e-9
+"""Slack for comparing sums of work that were added up in another order."""
+
+Bools = NDArray[np.bool_]
+
+
+def membership(chains: Antichains, states: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Return which blocks lie in which states: float32 [states, blocks], 0 or 1."""
+    inside = np.zeros((states.size, len(chains.blocks)), np.float32)
+    row_of = {int(state): row for row, state in enumerate(states)}
+    for row, state in enumerate(states):
+        known = row_of.get(int(chains.parent[state]))
+        if known is not None and known < row:
+            inside[row] = inside[known]
+            inside[row, chains.last[state]] = 1.0
+        else:
+            inside[row, chains.ideal(int(state))] = 1.0
+    return inside
+
+
+def contained(chains: Antichains) -> Bools:
+    """Return which states lie strictly inside which: bool [smaller, larger]."""
+    inside = membership(chains, np.arange(len(chains)))
+    missing = inside @ (1.0 - inside).T  # how many of J's blocks I lacks
+    strictly: Bools = missing == 0
+    np.fill_diagonal(strictly, False)
+    return strictly
+
+
+def best_path(problem: Problem, chains: Antichains) -> Path | None:
+    """Return the chain whose slowest stage is fastest, or None where none fits.
+
+    The chains of one topological order come first: no state can be on a better chain than theirs whose work is too much
+    for the devices before it, or too little for those after it.
+    """
+    rough = best_line(problem, chains)
+    if len(chains) == len(chains.blocks) + 1:
+        return rough
+    upper = inf if rough is None else max(problem.loads(rough))
+    return _solve(problem, contained(chains), np.arange(len(problem)), upper) or rough
+
+
+def best_line(problem: Problem, chains: Antichains) -> Path | None:
+    """Return the best chain of one topological order's states, or None where none fits or they are many."""
+    line = np.array(first_order(chains), np.int64)
+    return _solve(problem, np.tri(line.size, k=-1, dtype=np.bool_).T, line, inf) if line.size <= SMALL else None
+
+
+def first_order(chains: Antichains) -> list[int]:
+    """Return the states of the topological order that the blocks are numbered in."""
+    states, at = [], len(chains) - 1
+    while at >= 0:
+        states.append(at)
+        at = int(chains.parent[at])
+    return states[::-1]
+
+
+def _solve(problem: Problem, below: Bools, states: NDArray[np.int64], upper: float) -> Path | None:
+    """Return the best chain among `states` with a load below `upper`: the dynamic programme by definition.
+
+    best(q, I) = min over moves (p -> q) and states J inside I of max(best(p, J), load(J, I)).
+    """
+    if problem.may_idle:
+        below = below | np.eye(states.size, dtype=np.bool_)
+    n, count = states.size, len(problem.moves.used)
+    best = np.full((count, n), inf)
+    best[0, 0] = -inf
+    origin, via = (np.full((count, len(problem)), -1, np.int32) for _ in range(2))
+    origin[0, 0] = 0
+    work, costs = problem.work[states], problem.pair_costs(states)
+    for m, move in enumerate(problem.moves.moves):
+        starts = np.flatnonzero(best[move.source] < upper)
+        ends = np.flatnonzero(problem.allowed[move.target][states])
+        if upper < inf:
+            starts = starts[work[-1] - work[starts] <= upper * problem.left[move.source] * WIDER]
+            least, most = (
+                work[-1] - upper * problem.left[move.target] * WIDER,
+                upper * problem.done[move.target] * WIDER,
+            )
+            ends = ends[(work[ends] >= least) & (work[ends] <= most)]
+        if not starts.size or not ends.size:
+            continue
+        load, fits = costs(problem.kind[m], starts, ends)
+        load = np.where(below[np.ix_(starts, ends)] & fits, np.maximum(load, best[move.source][starts, None]), inf)
+        where = load.argmin(axis=0)
+        value = load[where, np.arange(ends.size)]
+        better = (value < best[move.target][ends]) & (value < upper)
+        best[move.target][ends[better]] = value[better]
+        origin[move.target][states[ends[better]]] = states[starts[where[better]]]
+        via[move.target][states[ends[better]]] = m
+    final = min(sorted(problem.moves.final), key=lambda q: best[q, -1])
+    if best[final, -1] == inf:
+        return None
+    for q in problem.moves.final - {final}:
+        origin[q, -1] = -1
+    return problem.trace(origin, via)

@@ -1,0 +1,152 @@
+"""The search problem under direct sends, where a stage's load does not separate into its start and its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fxsplit import kernels
+from fxsplit.antichains import Antichains
+from fxsplit.blocks import csr
+from fxsplit.costs import Costs
+from fxsplit.machine import Machine
+from fxsplit.plan import CostModel
+from fxsplit.planner.dense import membership
+from fxsplit.planner.problem import Bools, Floats, PairCosts, Path, Problem
+
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class DirectProblem(Problem):
+    """A problem whose loads also have the tensors that a stage shares with others.
+
+    `pins_ptr` and `pins` list each block's tensors (CSR), `total` their pins and `size` their bytes; `rate` is
+    milliseconds per byte, by kind of move. `start` and `end` hold the time of the nodes alone.
+    """
+
+    chains: Antichains
+    pins_ptr: Ints
+    pins: Ints
+    total: Ints
+    size: Floats
+    rate: Floats
+
+    def pair_costs(self, states: NDArray[np.int64]) -> PairCosts:
+        """Return what any pair of `states` costs; see Problem."""
+        busy, shared = super().pair_costs(states), self._shared(states)
+
+        def costs(kind: int, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> tuple[Floats, Bools]:
+            load, fits = busy(kind, starts, ends)
+            return load + self.rate[kind] * shared[np.ix_(starts, ends)], fits
+
+        return costs
+
+    def loads(self, path: Path) -> list[float]:
+        """Return every stage's load in a chain."""
+        shared = self._shared(np.array([0, *(state for state, _ in path)], np.int64))
+        rates = [self.rate[self.kind[self.moves.moves.index(move)]] for _, move in path]
+        paid = zip(super().loads(path), rates, strict=True)
+        return [load + float(rate * shared[i, i + 1]) for i, (load, rate) in enumerate(paid)]
+
+    def test(self, threshold: float) -> Path | None:
+        """Return a chain whose every stage has load <= threshold and fits, or None."""
+        path = self._test(threshold, closing=True)
+        if path is not None and not self._fits(path):
+            path = self._test(threshold, closing=False)
+        return path
+
+    def _test(self, threshold: float, closing: bool) -> Path | None:
+        """Test once; with closures, which do not look at memory, a chain may come back that does not fit."""
+        chains = self.chains
+        origin, via = kernels.reach_direct(
+            lattice=(chains.parent, chains.last, chains.pointer, chains.node, chains.child),
+            below=(self.states.in_pointer, self.states.in_from),
+            costs=(self.work, self.end, self._live, self._least, self.rate),
+            memory=(self.space_low, self.capacity),
+            tensors=(self.pins_ptr, self.pins, self.total, self.size),
+            moves=(self.allowed, self.table, self.left, self._better),
+            closing=closing,
+            threshold=threshold,
+        )
+        return self.trace(origin, via)
+
+    def _fits(self, path: Path) -> bool:
+        """Return whether every stage of a chain fits in memory."""
+        begin = 0
+        for end, move in path:
+            k = self.kind[self.moves.moves.index(move)]
+            if self.space_low[k, end] - self.space_low[k, begin] > self.capacity[k]:
+                return False
+            begin = end
+        return True
+
+    def _shared(self, states: NDArray[np.int64]) -> Floats:
+        """Return the bytes of tensors that J..I shares with the rest, for every pair of `states`: [J, I].
+
+        A tensor is shared if some of its pins are in I - J, and not all: so unless I and J have equally many of its
+        pins, or J none and I all.
+        """
+        makes = np.zeros((len(self.chains.blocks), self.total.size), np.float32)
+        makes[np.repeat(np.arange(len(self.chains.blocks)), np.diff(self.pins_ptr)), self.pins] = 1.0
+        count = membership(self.chains, states) @ makes
+        shared = np.full((states.size, states.size), float(self.size.sum()))
+        for number in range(int(self.total.max(initial=0)) + 1):
+            some = self.total >= number
+            equal = (count[:, some] == number).astype(np.float64)
+            shared -= (equal * self.size[some]) @ equal.T
+        shared -= ((count == 0) * self.size) @ (count == self.total).T.astype(np.float64)
+        paid: Floats = np.maximum(shared, 0.0)
+        return paid
+
+    @cached_property
+    def _live(self) -> Floats:
+        """The bytes of tensors with pins on both sides of each state."""
+        none = np.zeros(self.total.size, np.int32)
+        lists = (self.pins_ptr, self.pins, none, self.total, self.size[:, None])
+        return np.ascontiguousarray(kernels.live_bytes(self.chains.parent, self.chains.last, *lists)[:, 0])
+
+    @cached_property
+    def _least(self) -> Floats:
+        """What ending a stage at the state, or at any larger one, costs at least: by kind and state."""
+        return kernels.cheapest_above(
+            self.chains.pointer, self.chains.child, self.end + self.rate[:, None] * self._live
+        )
+
+    @cached_property
+    def _better(self) -> Bools:
+        """Which configurations make which others useless: those that used a part of the same devices."""
+        used = [set(u) for u in self.moves.used]
+        table = [[bool(a < b) and len(self.moves.final) > 1 for b in used] for a in used]
+        return np.array(table, np.bool_)
+
+
+def direct(problem: Problem, costs: Costs, chains: Antichains, machine: Machine, model: CostModel) -> DirectProblem:
+    """Return a problem's loads with what stages pay for the tensors they share."""
+    pins: list[list[int]] = [[] for _ in chains.blocks.members]
+    total: list[int] = []
+    size: list[float] = []
+    for bytes_, names in costs.tensors() if model.traffic else ():
+        met = sorted({chains.blocks.home[name] for name in names})
+        if len(met) > 1 and bytes_ > 0:
+            for block in met:
+                pins[block].append(len(size))
+            total.append(len(met))
+            size.append(bytes_)
+    rate = np.zeros(problem.capacity.size)
+    for move, kind in zip(problem.moves.moves, problem.kind, strict=True):
+        rate[kind] = 1.0 / machine.bytes_per_ms(move.devices[0], move.devices[0])
+    pointer, flat = csr(pins)
+    known = {f.name: getattr(problem, f.name) for f in fields(problem)}
+    return DirectProblem(
+        **known,
+        chains=chains,
+        pins_ptr=pointer,
+        pins=flat,
+        total=np.array(total, np.int32),
+        size=np.array(size, np.float64),
+        rate=rate,
+    )

@@ -1,0 +1,54 @@
+"""From costs to the lattice of ideals, with what is live across each."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fxsplit import kernels
+from fxsplit.antichains import Antichains
+from fxsplit.blocks import Blocks, Ints, csr
+from fxsplit.costs import Costs
+
+
+def antichains(costs: Costs, max_states: int) -> Antichains:
+    """Return every ideal of the contracted graph, or one topological order's where there are more than `max_states`."""
+    blocks = Blocks.of(costs)
+    indegree = np.array([len(b) for b in blocks.before], np.int32)
+    parent, last, complete = kernels.enumerate_ideals(indegree, *csr(blocks.after), max_states)
+    if not complete:
+        parent = np.arange(-1, len(blocks), dtype=np.int32)
+        last = np.arange(-1, len(blocks), dtype=np.int32)
+    pointer, node, child = kernels.lattice_edges(parent, last)
+    live = _live(costs, blocks, parent, last)
+    return Antichains(blocks, parent, last, pointer, node, child, live[:, 0], live[:, 1], complete)
+
+
+def _live(costs: Costs, blocks: Blocks, parent: Ints, last: Ints) -> NDArray[np.float64]:
+    """Return the bytes of values and of gradients live across each ideal, float64 [ideals, 2].
+
+    A value is live where some of its pins (maker, readers) are inside and some outside. The caller is a pin that is
+    inside from the start for what the model is given, and never for what it returns.
+    """
+    pins: list[list[int]] = [[] for _ in blocks.members]
+    inside: list[int] = []
+    total: list[int] = []
+    size: list[tuple[float, float]] = []
+
+    def add(names: tuple[str, ...], given: bool, returned: bool, forward: float, backward: float) -> None:
+        met = sorted({blocks.home[name] for name in names})
+        if len(met) + given + returned < 2:
+            return
+        for block in met:
+            pins[block].append(len(size))
+        inside.append(int(given))
+        total.append(len(met) + given + returned)
+        size.append((forward, backward))
+
+    for name, output_bytes, gradient_bytes, readers, is_output in costs.values():
+        made = name in blocks.home
+        add((name, *readers) if made else readers, not made, is_output, output_bytes, gradient_bytes)
+    for exchange in costs.exchanges:
+        add(exchange.nodes, False, False, 0.0, exchange.output_bytes)
+    sizes = np.array(size, np.float64).reshape(-1, 2)
+    return kernels.live_bytes(parent, last, *csr(pins), np.array(inside, np.int32), np.array(total, np.int32), sizes)

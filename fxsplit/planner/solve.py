@@ -1,0 +1,130 @@
+"""Partition: from states, machine and options to a plan."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf, isfinite
+
+from fxsplit.antichains import Antichains
+from fxsplit.costs import Costs
+from fxsplit.errors import ChainError, PlanError
+from fxsplit.machine import Machine
+from fxsplit.plan import COST_MODELS, CostModel, Plan, price
+from fxsplit.planner.direct import direct
+from fxsplit.planner.moves import moves_of
+from fxsplit.planner.problem import Problem, pose
+from fxsplit.planner.search import Found, minimise, misfit
+from fxsplit.states import States
+from fxsplit.workload import Workload
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to partition.
+
+    `model` is what stages pay for (see CostModel); `use_all` asks for a stage on every device, without it some may stay
+    idle where more would not be faster. `free` takes the devices in any order, not the machine's.
+    `optimizer_factor` is the bytes of optimizer state per byte of parameters (2 for Adam, 1 for momentum, 0 for plain
+    SGD). After `time_limit` seconds the best plan so far comes with its gap.
+    """
+
+    use_all: bool = True
+    optimizer_factor: float = 2.0
+    model: str = "forwarded"
+    traffic: bool = True
+    free: bool = False
+    time_limit: float = inf
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.optimizer_factor < inf:
+            raise ChainError(f"partition{{optimizer_factor={self.optimizer_factor}}}: give a number, zero or more")
+        if self.model not in COST_MODELS:
+            raise ChainError(f"partition{{model={self.model}}}: give one of {', '.join(COST_MODELS)}")
+        if not self.time_limit > 0:
+            raise ChainError(f"partition{{time_limit={self.time_limit}}}: give seconds, more than zero")
+        if self.free and self.model == "replicated":
+            raise ChainError(
+                "partition{free=true,model=replicated}: replicated stages take neighbours; drop one of them"
+            )
+
+    @property
+    def costs(self) -> CostModel:
+        """The cost model that these options state."""
+        return CostModel(self.model, self.traffic, self.optimizer_factor)
+
+
+def partition(
+    costs: Costs,
+    chains: Antichains,
+    states: States,
+    machine: Machine,
+    workload: Workload,
+    pinned: Mapping[str, int],
+    options: Options,
+) -> Plan:
+    """Return the plan whose slowest stage is fastest; raises PlanError when none fits, saying by how much and where."""
+    _check_size(costs, chains, machine, workload, options)
+    deadline = time.monotonic() + options.time_limit
+    best: tuple[Found, Problem] | None = None
+    lower, problem = inf, None
+    for n_stages in _stage_counts(costs, machine, options):
+        moves = moves_of(machine, options.model == "replicated", options.use_all, options.free, n_stages)
+        if not moves.final:
+            continue
+        problem = pose(states, chains, machine, workload, options.costs, moves, pinned)
+        if options.model == "direct":
+            problem = direct(problem, costs, chains, machine, options.costs)
+        found = minimise(problem, chains, deadline)
+        if found is None:
+            continue
+        lower = min(lower, found.lower if chains.complete else problem.lower_bound())
+        if best is None or max(problem.loads(found.path)) < max(best[1].loads(best[0].path)):
+            best = found, problem
+    if best is None:
+        assert problem is not None, "a machine has at least one device"
+        raise misfit(problem, chains, machine)
+    split = []
+    begin = 0
+    for end, move in best[0].path:
+        own = set(chains.names(end)) - set(chains.names(begin))
+        split.append(([n.name for n in costs.nodes if n.name in own], move.devices))
+        begin = end
+    priced = price(costs, machine, workload, split, options.costs)
+    reached = max(s.load_ms for s in priced)
+    proven = chains.complete and max(best[1].loads(best[0].path)) - lower <= 1e-9 * reached
+    return Plan(
+        stages=priced,
+        device_names=tuple(d.name for d in machine.devices),
+        lower_bound_ms=reached if proven else min(lower, reached),
+        single_ms=costs.total_ms,
+        schedule=workload.schedule,
+        n_microbatches=workload.n_microbatches,
+        rows=costs.rows,
+        n_states=len(chains),
+        model=options.costs,
+    )
+
+
+def _stage_counts(costs: Costs, machine: Machine, options: Options) -> list[int | None]:
+    """Return the numbers of stages to plan for; None is all at once, where memory does not depend on the number."""
+    unlimited = all(not isfinite(d.memory_bytes) for d in machine.devices)
+    if unlimited or (options.model == "direct" and not any(n.kept_bytes for n in costs.nodes)):
+        return [None]
+    exactly = options.use_all and options.model != "replicated"
+    return [len(machine)] if exactly else list(range(1, len(machine) + 1))
+
+
+def _check_size(costs: Costs, chains: Antichains, machine: Machine, workload: Workload, options: Options) -> None:
+    """Raise PlanError where every device is to have a stage and there are not enough blocks."""
+    blocks = len(chains.blocks)
+    if len(machine) <= blocks or workload.may_idle or not options.use_all or options.model == "replicated":
+        return
+    largest = max(chains.blocks.members, key=len)
+    raise PlanError(
+        f"{len(machine)} devices, and the graph has only {blocks} nodes that can be parted "
+        f"({len(costs.nodes)} before those that must stay together were joined; the largest group has "
+        f"{len(largest)}, {largest[0]!r} .. {largest[-1]!r}, which share a parameter or memory, or lie between "
+        f"nodes that do): use {blocks} devices or fewer"
+    )
