@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,7 +29,7 @@ class Draw(nn.Module):
     def __init__(self, name: str, call: Any) -> None:
         super().__init__()
         self.call = call
-        self._key = zlib.crc32(name.encode())
+        self._key = name
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the wrapped call returns."""
@@ -38,14 +38,23 @@ class Draw(nn.Module):
         call = self.call if not isinstance(self.call, str) else lambda x, *a, **k: getattr(x, self.call)(*a, **k)
         if turn is None or idle:
             return call(*args, **kwargs)
-        generator = _generator_of((args, kwargs))
-        with _one_at_a_time:
-            state = generator.get_state()
-            generator.manual_seed(_mix(*turn, self._key))
-            try:
-                return call(*args, **kwargs)
-            finally:
-                generator.set_state(state)
+        with drawing(turn[0], turn[1], self._key, (args, kwargs)):
+            return call(*args, **kwargs)
+
+
+@contextmanager
+def drawing(seed: int, microbatch: int, key: str, arguments: Any) -> Iterator[Callable[[], bool]]:
+    """Let the block draw alone, from a state of its own; yields a function that says, afterwards, whether it drew."""
+    generator = _generator_of(arguments)
+    with _one_at_a_time:
+        state = generator.get_state()
+        generator.manual_seed(_mix(seed, microbatch, zlib.crc32(key.encode())))
+        begin, end = generator.get_state(), state
+        try:
+            yield lambda: not torch.equal(begin, end)
+        finally:
+            end = generator.get_state()
+            generator.set_state(state)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fxsplit import passes as standard
 from fxsplit.costs import Costs, KnownCosts
 from fxsplit.dependences import keeps_order, together, weights_of
-from fxsplit.errors import ChainError, InputError
+from fxsplit.errors import ChainError, InputError, PlanError
 from fxsplit.inputs import Example, Inputs
 from fxsplit.ir import IR, Fact, Pass, pass_name
 from fxsplit.machine import Device, DeviceLike, Machine
@@ -113,8 +113,16 @@ class _Compiler:
             if other is not None and _serves(other, traced):
                 return other
             costs = _KeepCosts()
+            alone = False
             with progress_bar():
-                final = run(traced.learn(*self._facts(count, traced, other)), self.chain, [costs, *watchers])
+                try:
+                    final = run(traced.learn(*self._facts(count, traced, other)), self.chain, [costs, *watchers])
+                except PlanError:
+                    if other is None:
+                        raise
+                    # Memory is shared otherwise in this mode, and the weights' places do not suit it: plan anew.
+                    alone = True
+                    final = run(traced.learn(*self._facts(count, traced, None)), self.chain, [costs, *watchers])
         for kind, name in ((Plan, "partition"), (Stages, "emit")):
             if final.get(kind) is None:
                 raise ChainError(f"the chain {self.chain} learns no {kind.__name__}: it needs a pass like {name!r}")
@@ -128,6 +136,7 @@ class _Compiler:
             generator=self.generator,
             traced=traced,
             final=final,
+            alone=alone,
         )
 
     def _facts(self, count: int, traced: IR, other: Program | None) -> list[Fact]:
@@ -168,7 +177,10 @@ def _serves(other: Program, traced: IR) -> bool:
 
     The graph may be the same and memory not: what dropout returns is its input in evaluation, and a copy in training.
     """
-    if not same_graph(traced.gm, other.traced.gm) or traced[Example].written > other.traced[Example].written:
+    here, there = traced[Example], other.traced[Example]
+    if here.written > there.written or not set(here.rewritten) <= set(there.rewritten):
+        return False
+    if not same_graph(traced.gm, other.traced.gm):
         return False
     if other.costs is None:
         return True

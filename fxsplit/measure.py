@@ -71,7 +71,7 @@ class Sweep(fx.Interpreter):
             return pytree.tree_map_only(Tensor, self._flag(n), value)
         leaves: list[Tensor] = []
         given = pytree.tree_leaves((args, kwargs))
-        args, kwargs = pytree.tree_map_only(Tensor, self._cut(n, leaves), (args, kwargs))
+        args, kwargs = pytree.tree_map_only(Tensor, self._cut(leaves, self._needs_copies(n)), (args, kwargs))
         begin = self._clock.now()
         value = self._call(n, args, kwargs)
         self.forward_ms[n.name] = self._clock.now() - begin
@@ -92,14 +92,22 @@ class Sweep(fx.Interpreter):
         """Run a call node."""
         return getattr(self, n.op)(n.target, args, kwargs)
 
-    def _cut(self, n: fx.Node, leaves: list[Tensor]) -> Callable[[Tensor], Tensor]:
-        """Return a function that makes a leaf of an argument, or a copy of one where the node writes in place."""
+    def _needs_copies(self, n: fx.Node) -> bool:
+        """Return whether a node must not get the memory itself: it writes there, or saves what is written later.
+
+        A view saves nothing, and must stay one.
+        """
+        owners = {owner for i in n.all_input_nodes for owner in self._seen[i.name].owners}
+        return bool(self._seen[n.name].mutates) or bool(owners & self._written - set(self._seen[n.name].owners))
+
+    def _cut(self, leaves: list[Tensor], copies: bool) -> Callable[[Tensor], Tensor]:
+        """Return a function that makes a leaf of an argument, or a copy of one."""
 
         def cut(value: Tensor) -> Tensor:
             leaf = value.detach().requires_grad_(value.requires_grad)
             if value.requires_grad:
                 leaves.append(leaf)
-            return leaf.clone() if self._seen[n.name].mutates else leaf
+            return leaf.clone() if copies else leaf
 
         return cut
 

@@ -17,6 +17,9 @@ from fxsplit.errors import TraceError
 from fxsplit.leaves import leaves_above, muted
 
 M = TypeVar("M", bound=nn.Module)
+CUTS = ("detach_", "requires_grad_")
+"""Methods that write to what autograd knows of a tensor, and not to its memory."""
+
 Visit = Callable[[fx.Node, Any, tuple[Any, ...], dict[str, Any]], None]
 """Called before a node runs, with (node, the callable behind it, its arguments, its keyword arguments)."""
 
@@ -60,6 +63,7 @@ class Observer(fx.Interpreter):
         self._memory = _Memory()
         weights = (*gm.parameters(), *gm.buffers())
         self._weights = {storage_id(w) for w in weights}
+        self._buffers = {storage_id(b) for b in gm.buffers()}
 
     def run_node(self, n: fx.Node) -> Any:
         """Run one node and observe it."""
@@ -68,6 +72,7 @@ class Observer(fx.Interpreter):
             self._visit(n, self._callable(n), args, kwargs)
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         before = [t._version for t in tensors]
+        buffers = [(t, t.detach().clone()) for t in tensors if storage_id(t) in self._buffers]
         generators = generator_states()
         saved: list[UntypedStorage] = []
         # Nothing is kept in the graph itself, which no one will backward: it would keep this list, and leak.
@@ -75,6 +80,8 @@ class Observer(fx.Interpreter):
             value = super().run_node(n)
         seen = _describe(value)
         written = [t for t, version in zip(tensors, before, strict=True) if t._version != version]
+        written += [t for t, kept in buffers if not torch.equal(t, kept)]  # batch norm's kernels count no version
+        written += tensors[:1] if n.op == "call_method" and n.target in CUTS else []
         seen.mutates = tuple(dict.fromkeys(self._memory.owners.get(storage_id(t), n.name) for t in written))
         drew = any(not torch.equal(a, b) for a, b in zip(generators, generator_states(), strict=True))
         seen.draws = drew or (n.op == "call_module" and may_draw(self._callable(n)))

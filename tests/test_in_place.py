@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -107,10 +108,87 @@ class SavesWhatItWrites(nn.Module):
         return result
 
 
-@pytest.mark.parametrize("model", [WritesDropped, DropsInPlace, WritesAPart, CountsWithOperators, SavesWhatItWrites])
+class ReadsStatistics(nn.Module):
+    """Saves for backward what batch norm writes, by its kernel or by a module of the user's own."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.a, self.norm, self.b, self.c, self.d = nn.Linear(8, 8), norm, *(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.norm(self.a(x)) * self.norm.running_mean)
+        result: Tensor = self.d(torch.tanh(self.c(torch.tanh(self.b(x)))))
+        return result
+
+
+class OwnNorm(nn.BatchNorm1d):
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.running_mean is not None
+        self.running_mean.mul_(0.9).add_(x.detach().mean(0))
+        return x * self.running_mean
+
+
+class WritesThroughData(nn.Module):
+    """Writes a buffer behind autograd's back, and one by a kernel that counts no version."""
+
+    mean: Tensor
+    other: Tensor
+    var: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
+        for name in ("mean", "other", "var"):
+            self.register_buffer(name, torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        self.mean.data.mul_(0.9).add_(x.detach().mean(0))
+        x = F.batch_norm(x * self.mean, self.other, self.var, training=self.training)
+        result: Tensor = self.c(torch.tanh(self.b(torch.tanh(x)))) * self.var
+        return result
+
+
+class SquaresThenWrites(nn.Module):
+    """Statistics that want no gradient, then an in-place activation over what they were made from."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("mean", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        self.mean.copy_(h.pow(2).mean(0).detach())
+        result: Tensor = self.b(torch.relu_(h))
+        return result
+
+
+class Detaches(nn.Module):
+    """Cuts a value off from autograd in place: who reads it afterwards must see that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        h.detach_()
+        result: Tensor = self.c(torch.tanh(self.b(torch.tanh(h))))
+        return result
+
+
+MORE = [lambda: ReadsStatistics(nn.BatchNorm1d(8)), lambda: ReadsStatistics(OwnNorm(8))]
+MODELS = [WritesDropped, DropsInPlace, WritesAPart, CountsWithOperators, SavesWhatItWrites, *MORE]
+MODELS += [WritesThroughData, SquaresThenWrites, Detaches]
+
+
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("train_first", [True, False])
 @pytest.mark.parametrize("devices", [2, 3])
-def test_both_modes_equal_the_model(model: type[nn.Module], train_first: bool, devices: int) -> None:
+def test_both_modes_equal_the_model(model: Callable[[], nn.Module], train_first: bool, devices: int) -> None:
     torch.manual_seed(0)
     split = model().double()
     x, y = vectors(), vectors()
@@ -248,3 +326,61 @@ def test_profiling_runs_no_gradient_hooks() -> None:
     traced = capture(split, (vectors(),), {}, 4).learn(fxsplit.Machine.of(2))
     Profile(repeats=1)(traced)
     assert calls == []
+
+
+class Remembers(nn.Module):
+    """Writes to a tensor that forward makes, or to what is neither parameter nor buffer, or to a parameter."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.a, self.b, self.what = nn.Linear(8, 8), nn.Linear(8, 8), what
+        self.plain = torch.zeros(8, dtype=torch.float64)
+        self.seen: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.a(x))
+        self.seen.append(h)
+        made = torch.zeros(8, dtype=torch.float64)
+        if self.what == "made":
+            made += h.detach().mean(0)
+        elif self.what == "plain":
+            self.plain.add_(h.detach().mean(0))
+        elif self.what == "parameter":
+            self.a.weight.data.mul_(0.5)
+        result: Tensor = self.b(h - made - self.plain)
+        return result
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("made", "writes in place to '_tensor_constant0', a constant of the graph"),
+        ("plain", "writes in place to 'plain', a constant"),
+        ("parameter", "forward.. of Remembers writes to parameter 'a.weight'"),
+    ],
+)
+def test_a_write_that_a_graph_would_keep_is_refused_and_undone(what: str, message: str) -> None:
+    split = Remembers(what).double()
+    before = copy.deepcopy(split.state_dict())
+    with pytest.raises(fxsplit.FxsplitError, match=message):
+        fxsplit.compile(split, 2, example_inputs=vectors(), passes=FAST)
+    assert split.seen == [] and not split.plain.any()
+    assert all(torch.equal(before[k], v) for k, v in split.state_dict().items())
+
+
+def test_an_input_given_twice_stays_one() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            x.mul_(2)
+            result: Tensor = self.b(self.a(x)) + y
+            return result
+
+    split = Twice().double()
+    with fxsplit.compile(split, 2, example_inputs=(vectors(), vectors()), passes=FAST) as pipe:
+        x = vectors()
+        again = x.clone()
+        torch.testing.assert_close(pipe(x, x), split(again, again))

@@ -131,7 +131,8 @@ def _packets(program: Program, tensors: Sequence[Tensor], rows: Sequence[int]) -
     """Return what the first stage gets for each microbatch: views, or copies where the graph writes to its inputs."""
     columns = [split(t.detach(), rows) for t in tensors]
     if program.writes_inputs:  # a piece of one tensor would take a write to another for a write to itself
-        columns = [tuple(piece.clone() for piece in column) for column in columns]
+        copies = {id(t): tuple(piece.clone() for piece in column) for t, column in zip(tensors, columns, strict=True)}
+        columns = [copies[id(t)] for t in tensors]  # an input given twice stays one
     wanted = tuple(t.requires_grad for t in tensors)
     return [Packet(tuple(c[m] for c in columns), wanted) for m in range(len(rows))]
 

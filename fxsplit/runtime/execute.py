@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxsplit.leaves import muted
 from fxsplit.runtime.gradients import Sums
 from fxsplit.stages import Stage
 from fxsplit.structures import LIBRARIES
@@ -69,9 +70,10 @@ def backward(
     leaves = list(dict.fromkeys([*inputs.values(), *trained, *saved.extra]))
     if not roots or not leaves:
         return [None] * len(saved.inputs)
-    found = torch.autograd.grad(
-        [value for value, _ in roots], leaves, [gradient for _, gradient in roots], allow_unused=True
-    )
+    with muted(saved.extra):
+        found = torch.autograd.grad(
+            [value for value, _ in roots], leaves, [gradient for _, gradient in roots], allow_unused=True
+        )
     of = dict(zip(leaves, found, strict=True))
     for leaf in leaves[len(inputs) :]:
         if (gradient := of[leaf]) is not None:

@@ -51,11 +51,9 @@ def merged(parts: Sequence[Sums]) -> Sums:
 
 def accumulate(sums: Sums) -> None:
     """Add sums to `.grad` as autograd would, with the hooks there are."""
-    later = []
-    for leaf, total in sums.totals.items():
-        if leaf.grad is None and sums.owns(leaf) and not any(gradient_hooks(leaf)):
-            leaf.grad = total  # autograd would copy what somebody else still refers to
-        else:
-            later.append((leaf, total))
-    if later:
-        torch.autograd.backward([leaf for leaf, _ in later], [total for _, total in later])
+    alone = [leaf for leaf in sums.totals if leaf.grad is None and sums.owns(leaf) and not any(gradient_hooks(leaf))]
+    watched = [leaf for leaf in sums.totals if leaf not in set(alone)]
+    if watched:  # first, since a hook may raise
+        torch.autograd.backward(watched, [sums.totals[leaf] for leaf in watched])
+    for leaf in alone:
+        leaf.grad = sums.totals[leaf]  # autograd would copy what somebody else still refers to

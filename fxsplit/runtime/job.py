@@ -10,13 +10,13 @@ from typing import Any
 from torch import Tensor
 
 from fxsplit.context import Context
-from fxsplit.draws import new_seed, turn
+from fxsplit.draws import drawing, new_seed, turn
 from fxsplit.errors import stage_error
 from fxsplit.leaves import leaves_above
 from fxsplit.runtime.execute import Packet, Saved, backward, failing_node, forward
 from fxsplit.runtime.gradients import Sums
 from fxsplit.runtime.program import Program
-from fxsplit.runtime.snapshots import copied
+from fxsplit.runtime.snapshots import apart, copied
 from fxsplit.runtime.streams import Stream
 from fxsplit.schedule.action import BACKWARD, FORWARD, Action, Schedule
 
@@ -70,6 +70,7 @@ class Job:
         self._trained = trained
         self._finish = finish
         self._keep = keep
+        self._loss_draws: bool | None = None
         self._rewritten = program.rewritten()
         self._seed = new_seed() if given and program.draws else 0
         self._last = len(program.stages) - 1
@@ -118,6 +119,7 @@ class Job:
         packet = Packet(tuple(stream.take(packet.values)), packet.wanted)
         with turn(self._seed, m), copied(self._rewritten, self._context.hooks):
             saved = forward(self._program.stages[stage], packet, self._program.writes_inputs)
+            saved = Saved(saved.inputs, apart(saved.outputs, self._rewritten))
         if stage < self._last:
             self._send(Action(stage + 1, FORWARD, m), Packet.of(saved.outputs), stream)
         else:
@@ -125,10 +127,20 @@ class Job:
                 self.outputs[m] = Packet.of(saved.outputs)
             if self._finish is not None:
                 made_by = [v.grad_fn for v in saved.outputs if isinstance(v, Tensor)]
-                share = self._finish(m, saved.outputs)
+                share = self._loss(m, saved.outputs)
                 saved = Saved(saved.inputs, (share,), tuple(leaves_above(share, made_by)))
         if self._context.grad and not self._context.inference:
             self._tape[stage, m] = saved
+
+    def _loss(self, m: int, outputs: tuple[Any, ...]) -> Tensor:
+        """Return a microbatch's share of the loss; one that draws does so in a state of its own, as nodes do."""
+        assert self._finish is not None
+        if not self._program.draws or self._loss_draws is False:
+            return self._finish(m, outputs)
+        with drawing(self._seed, m, "loss", outputs) as drew:
+            share = self._finish(m, outputs)
+        self._loss_draws = drew()
+        return share
 
     def _backward(self, action: Action, device: int, stream: Stream, arrived: dict[Action, Any]) -> None:
         """Run a stage backward on a microbatch and hand its inputs' gradients back."""

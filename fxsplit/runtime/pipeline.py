@@ -38,7 +38,7 @@ class Pipeline(nn.Module):
     _fixed_microbatches: int | None
     _loss_fn: LossFn | None
     _programs: dict[bool, Program]
-    _attributes: dict[bool, dict[str, Any]]
+    _attributes: dict[bool, dict[str, str]]
     _compiled_modules: list[int]
     _compiling: threading.RLock
     _engine: Engine | None
@@ -193,7 +193,7 @@ class Pipeline(nn.Module):
         if self._closed:
             raise ClosedError("the pipeline is closed: compile the model again")
         if self._process != os.getpid():
-            raise ClosedError("the pipeline's threads stayed in the process that forked: compile the model in this one")
+            raise ClosedError("the pipeline's threads stayed in the process that forked: compile again")
         with self._compiling:
             modules = [id(m) for m in self._model.modules()]
             if modules != self._compiled_modules:  # a submodule was replaced: what was compiled is of another model
@@ -202,6 +202,8 @@ class Pipeline(nn.Module):
             present = self._programs.get(self.training)
             if present is None or self._outdated(present):
                 program = self._build(args, kwargs, self._programs.get(not self.training) or present)
+                if program.alone:
+                    self._programs.clear()
                 program.place()
                 self._programs[self.training] = program
                 self._attributes[self.training] = program.attributes()
@@ -217,8 +219,8 @@ class Pipeline(nn.Module):
         if numbers:
             name = numbers[0]
             warnings.warn(
-                f"compiling again, because attribute {name!r} of the model changed from {before.get(name)!r} to "
-                f"{now.get(name)!r}: keep what forward() does not read, such as counters, outside of the model",
+                f"compiling again, because attribute {name!r} of the model changed from {before.get(name)} to "
+                f"{now.get(name)}: keep what forward() does not read, such as counters, outside of the model",
                 stacklevel=5,
             )
         return bool(changed)

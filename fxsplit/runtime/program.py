@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
 from fxsplit.costs import Costs
@@ -29,7 +30,10 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """Stages with their plan, and how the model is called; `traced` is the IR the passes started from."""
+    """Stages with their plan, and how the model is called; `traced` is the IR the passes started from.
+
+    `alone` says that weights are not where the other mode's program has them, so that one must be compiled again.
+    """
 
     model: nn.Module
     inputs: Inputs
@@ -40,6 +44,7 @@ class Program:
     generator: Generator
     traced: IR
     final: IR
+    alone: bool = False
     _schedules: dict[int, Schedule] = field(default_factory=dict)
 
     def schedule(self, n_microbatches: int) -> Schedule:
@@ -61,10 +66,8 @@ class Program:
         return self.traced[Example].written
 
     def rewritten(self) -> frozenset[int]:
-        """Return the memory of the buffers that stages fetch and write to."""
-        paths = self.traced[Example].rewritten
-        held = [operator.attrgetter(path)(module) for module, path in self._fetched if path in paths]
-        return frozenset(storage_id(tensor) for tensor in held)
+        """Return the memory of the buffers that each call writes and something may save for backward."""
+        return frozenset(storage_id(operator.attrgetter(path)(self.model)) for path in self.traced[Example].rewritten)
 
     @cached_property
     def draws(self) -> bool:
@@ -90,6 +93,12 @@ class Program:
         return next((str(n.target) for n in self.traced.gm.graph.nodes if n.op == "call_module"), "a layer")
 
     @cached_property
+    def _whole(self) -> list[tuple[str, nn.Module]]:
+        """The modules that stages call."""
+        nodes = self.traced.gm.graph.nodes
+        return [(p, self.model.get_submodule(p)) for p in {str(n.target): 0 for n in nodes if n.op == "call_module"}]
+
+    @cached_property
     def _containers(self) -> list[tuple[str, nn.Module]]:
         """The modules that were traced into, but for the model itself: calling the pipeline runs its hooks."""
         whole = {str(n.target) for n in self.traced.gm.graph.nodes if n.op == "call_module"}
@@ -97,13 +106,18 @@ class Program:
         named = self.model.named_modules()
         return [(path, m) for path, m in named if path and path not in whole and not f"{path}.".startswith(inside)]
 
-    def attributes(self) -> dict[str, Any]:
+    def attributes(self) -> dict[str, str]:
         """Return the plain values that modules traced into have now; those that forward() reads are in the graph."""
         modules = [("", self.model), *self._containers]
-        found = ((path, name, value) for path, m in modules for name, value in m.__dict__.items())
-        return {
-            f"{path}.{name}".removeprefix("."): v for path, name, v in found if _is_plain(v) and name not in _TORCHS
-        }
+        found = {f"{path}.training": str(m.training) for path, m in self._whole}
+        found |= {f"{path}.p": repr(m.p) for path, m in self._whole if isinstance(m, _DropoutNd)}
+        for path, module in modules:
+            held = {**module._parameters, **module._buffers}
+            found |= {f"{path}.{name}": "None" for name, value in held.items() if value is None}
+            found |= {f"{path}.{n}": repr(v) for n, v in module.__dict__.items() if n not in _TORCHS and _is_plain(v)}
+            if "forward" in module.__dict__:
+                found[f"{path}.forward"] = str(id(module.__dict__["forward"]))
+        return {name.removeprefix("."): value for name, value in found.items()}
 
     def relink(self) -> None:
         """Let stages that fetch a parameter or buffer by its path fetch what the model has under it now."""

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from fxsplit.observe import storage_id
+from fxsplit.observe import storage_id, tensor_text
 
 
 @contextmanager
@@ -23,8 +24,25 @@ def copied(buffers: frozenset[int], outer: tuple[Callable[..., Any], Callable[..
         return
     pack, unpack = outer or (lambda t: t, lambda t: t)
 
-    def copy(tensor: Tensor) -> Any:
-        return pack(tensor.clone() if storage_id(tensor) in buffers else tensor)
+    def keep(tensor: Tensor) -> tuple[Any, Tensor, int]:
+        kept = tensor.clone() if storage_id(tensor) in buffers else tensor
+        return pack(kept), kept.detach() if outer is None else torch.empty(0), kept._version
 
-    with saved_tensors_hooks(copy, unpack):
+    def give(packed: tuple[Any, Tensor, int]) -> Any:
+        inner, witness, version = packed
+        if outer is None and witness._version != version:  # autograd itself looks only where there are no hooks
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{tensor_text(witness)} is at version {witness._version}; expected version {version} instead"
+            )
+        return unpack(inner)
+
+    with saved_tensors_hooks(keep, give):
         yield
+
+
+def apart(values: tuple[Any, ...], buffers: frozenset[int]) -> tuple[Any, ...]:
+    """Return the values, with copies of those that share memory with `buffers`: the next microbatch writes there."""
+    if not buffers:
+        return values
+    return tuple(v.clone() if isinstance(v, Tensor) and storage_id(v) in buffers else v for v in values)

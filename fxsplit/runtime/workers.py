@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +27,7 @@ class Workers:
         self._devices = devices
         self._tasks: list[SimpleQueue[Task | None]] = [SimpleQueue() for _ in devices]
         self._closed = False
+        self._process = os.getpid()
         self._open = threading.RLock()  # close() may run in a garbage collection inside run()
         before = torch.get_num_threads()
         up: SimpleQueue[None] = SimpleQueue()
@@ -54,6 +56,10 @@ class Workers:
         ready = list(caller_marks(self._devices).values())
         left = 0
         try:
+            if self._process != os.getpid():
+                raise ClosedError(
+                    "the pipeline's threads stayed in the process that forked: compile the model in this one"
+                )
             with self._open:  # or close() could end a worker between two of the job's tasks
                 if self._closed:
                     raise ClosedError("the pipeline is closed: compile the model again")

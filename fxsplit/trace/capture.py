@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,12 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from fxsplit.errors import InputError, TraceError
 from fxsplit.inputs import Example, Inputs
 from fxsplit.ir import IR
-from fxsplit.observe import on_one_device, preserved, tensor_text
+from fxsplit.observe import on_one_device, preserved, storage_id, tensor_text
 from fxsplit.structures import rebuild
 from fxsplit.trace.tracer import symbolic_trace
 
@@ -29,6 +32,9 @@ def capture(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], ro
     Raises TraceError when tracing fails or when the graph computes anything else than the model does, InputError when
     an output is not batched on dimension 0.
     """
+    lazy = next((path for path, w in (*model.named_parameters(), *model.named_buffers()) if is_lazy(w)), None)
+    if lazy is not None:
+        raise InputError(f"{lazy!r} has no shape yet: call {type(model).__name__} once, then compile it")
     inputs, tensors = Inputs.of(model, args, kwargs)
     example = Example(inputs, tuple(t.detach()[:rows].clone().requires_grad_(t.requires_grad) for t in tensors))
     with untouched(model):
@@ -45,12 +51,20 @@ def capture(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], ro
 def untouched(model: nn.Module) -> Iterator[None]:
     """Restore the attributes of every module after the block: compiling must leave no trace on the model."""
     before = [(m, dict(m.__dict__)) for m in model.modules()]
+    values = [v for _, held in before for name, v in held.items() if not name.startswith("_")]
+    contents = [(v, copy.copy(v)) for v in values if type(v) in (list, dict, set)]
+    tensors = [(v, v.detach().clone()) for v in values if isinstance(v, Tensor)]  # neither parameters nor buffers
     try:
         yield
     finally:
         for module, attributes in before:
             module.__dict__.clear()
             module.__dict__.update(attributes)
+        for tensor, value in tensors:
+            tensor.detach().copy_(value)
+        for collection, kept in contents:
+            collection.clear()
+            collection.extend(kept) if isinstance(collection, list) else collection.update(kept)
 
 
 @contextmanager
@@ -77,8 +91,22 @@ def unassigned(model: nn.Module) -> Iterator[None]:
 
 
 def same_graph(a: fx.GraphModule, b: fx.GraphModule) -> bool:
-    """Return whether two captures of one model are the same operations on the same modules."""
-    return _skeleton(a) == _skeleton(b)
+    """Return whether two captures of one model are the same operations on the same modules and constants."""
+    return _skeleton(a) == _skeleton(b) and all(
+        one is other or (isinstance(one, Tensor) and isinstance(other, Tensor) and _identical(one, other))
+        for one, other in zip(fetched(a).values(), fetched(b).values(), strict=True)
+    )
+
+
+def fetched(gm: fx.GraphModule) -> dict[str, Any]:
+    """Return what the graph fetches, by its path: parameters, buffers, and constants that tracing made."""
+    paths = [str(n.target) for n in gm.graph.nodes if n.op == "get_attr"]
+    return {path: operator.attrgetter(path)(gm) for path in paths}
+
+
+def _identical(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors are the same but for where they are kept."""
+    return a.dtype == b.dtype and a.shape == b.shape and a.device == b.device and bool(torch.equal(a, b))
 
 
 def _skeleton(gm: fx.GraphModule) -> list[tuple[Any, ...]]:
@@ -92,29 +120,29 @@ def _check(model: nn.Module, gm: fx.GraphModule, inputs: Inputs, tensors: Sequen
     Returns what the Example is to know of it.
     """
     rows = int(tensors[0].shape[0])
-    both, tensors = on_one_device(nn.ModuleList([model, gm]), tensors)
+    both, tensors = on_one_device(nn.ModuleList([model, gm]), tensors)  # constants of the graph are buffers of gm
     mine, traced = both[0], both[1]
     assert isinstance(traced, fx.GraphModule)
     given, copies = ([t.detach().clone() for t in tensors] for _ in range(2))
     versions = [t._version for t in copies]
     with torch.no_grad():
-        with preserved(mine):
+        weights = {path: (p, p.detach().clone()) for path, p in mine.named_parameters()}
+        with preserved(both):
             call = inputs.call(given)
             try:
-                expected = mine(*call.args, **call.kwargs)
+                expected = mine.forward(*call.args, **call.kwargs)  # the model's own hooks run around the pipeline
             except Exception as error:
                 error.add_note(f"fxsplit called the unsplit model with one microbatch of {rows} rows")
                 raise
             state = [b.clone() for b in mine.buffers()]
-        fetched = {
-            str(n.target): operator.attrgetter(str(n.target))(traced) for n in traced.graph.nodes if n.op == "get_attr"
-        }
-        before = {path: t._version for path, t in fetched.items() if isinstance(t, Tensor)}
-        with preserved(mine):
+        _check_weights(model, weights)
+        before = {name: b.clone() for name, b in both.named_buffers()}
+        with preserved(both):
             got = rebuild(_ShapeRecorder(traced, gm).run(*copies), lambda leaf: leaf)
             for (name, buffer), value in zip(mine.named_buffers(), state, strict=True):
                 _compare(model, f"buffer {name!r}", value, buffer)
-            rewritten = tuple(path for path, version in before.items() if fetched[path]._version != version)
+            changed = [t for name, t in both.named_buffers() if not torch.equal(t, before[name])]
+            rewritten = _rewritten(model, mine, traced, changed)
     plain = rebuild(expected, lambda leaf: leaf)
     (wanted, structure), (found, found_structure) = pytree.tree_flatten(plain), pytree.tree_flatten(got)
     if structure != found_structure:
@@ -129,8 +157,50 @@ def _check(model: nn.Module, gm: fx.GraphModule, inputs: Inputs, tensors: Sequen
         _compare(model, f"argument {spec.name!r}, which it writes to,", a, b)
     _unpack_output(gm, got)
     own = pytree.tree_structure(expected)
+    unknown = next((v for v in pytree.tree_leaves(expected) if isinstance(v, (dict, list, tuple))), None)
+    if unknown is not None:
+        raise TraceError(
+            f"{type(model).__name__} returns a {type(unknown).__name__}, which torch's pytrees do not know: return "
+            "tensors, tuples, lists or dicts of them, or register the type with torch.utils._pytree"
+        )
     written = [t._version for t in copies] != versions
     return {"written": written, "rewritten": rewritten, "returns": None if own == structure else own}
+
+
+def _check_weights(model: nn.Module, weights: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    """Raise TraceError, naming a parameter, if forward() has written to it; all are as they were afterwards."""
+    written = [path for path, (p, kept) in weights.items() if not torch.equal(p, kept)]
+    for path in written:
+        parameter, kept = weights[path]
+        parameter.detach().copy_(kept)
+    if written:
+        raise TraceError(
+            f"forward() of {type(model).__name__} writes to parameter {written[0]!r}, which a training step must not: "
+            "write to it outside of forward(), for example after optimizer.step() (Embedding: leave max_norm= out)"
+        )
+
+
+def _rewritten(model: nn.Module, mine: nn.Module, traced: fx.GraphModule, changed: Sequence[Tensor]) -> tuple[str, ...]:
+    """Return the paths of buffers that each call writes and that something may save for backward.
+
+    Those are what the graph fetches, and what normalisation from outside torch holds; torch's own saves no state of
+    its own. Raises TraceError for a write to a tensor that is no buffer: a graph would keep it from call to call.
+    """
+    memory = {storage_id(t) for t in changed}
+    held = {storage_id(b) for b in mine.buffers()}
+    found = {path: t for path, t in fetched(traced).items() if isinstance(t, Tensor) and storage_id(t) in memory}
+    for path, tensor in found.items():
+        if storage_id(tensor) not in held:
+            raise TraceError(
+                f"forward() of {type(model).__name__} writes in place to {path!r}, a constant of the graph that would "
+                "keep what was written from call to call: make it from an input (x.new_zeros(...)), or register it "
+                "as a buffer if it is meant to last"
+            )
+    for path, module in mine.named_modules():
+        if isinstance(module, _NormBase) and not type(module).__module__.startswith("torch."):
+            own = ((f"{path}.{name}".removeprefix("."), b) for name, b in module.named_buffers())
+            found |= {name: b for name, b in own if storage_id(b) in memory}
+    return tuple(found)
 
 
 def _unpack_output(gm: fx.GraphModule, value: Any) -> None:
@@ -147,8 +217,10 @@ def _unpack_output(gm: fx.GraphModule, value: Any) -> None:
         if isinstance(value, (tuple, list)):
             items = [unpack(m, v) for m, v in zip(made, value, strict=True)]
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        if not isinstance(value, Tensor):
+            return value  # a constant, such as a field of a named tuple that is None
         if isinstance(made, fx.Node):
-            made.meta.setdefault("fxsplit_shape", tensor_text(value) if isinstance(value, Tensor) else "")
+            made.meta.setdefault("fxsplit_shape", tensor_text(value))
         return made
 
     with gm.graph.inserting_before(output):

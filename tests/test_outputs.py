@@ -1,0 +1,96 @@
+"""What a model returns: the same containers, batches joined on their rows, and nothing that cannot be joined."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxsplit
+from fxsplit.errors import InputError, TraceError
+from tests.models import FAST, Mlp
+
+mse = F.mse_loss
+
+
+def vectors(rows: int = 8) -> Tensor:
+    return torch.randn(rows, 8)
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        h = torch.tanh(self.a(x))
+        return OrderedDict(out=self.b(h), aux=(h,))
+
+
+def test_an_ordered_dict_is_returned_as_one() -> None:
+    model = Named()
+    x = vectors()
+    with fxsplit.compile(model, 2, example_inputs=x, loss_fn=lambda o, t: mse(o["out"], t), passes=FAST) as pipe:
+        found, wanted = pipe(x), model(x)
+        assert type(found) is OrderedDict and list(found) == ["out", "aux"]
+        torch.testing.assert_close(found["aux"][0], wanted["aux"][0])
+        _, outputs = pipe.step(x, target=torch.zeros(8, 3), return_outputs=True)
+        assert type(outputs) is OrderedDict
+
+
+class DropsRows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.b(torch.tanh(self.a(x))).mean(dim=0, keepdim=True)
+        return result
+
+
+def test_one_row_does_not_hide_an_output_that_is_no_batch() -> None:
+    for rows, count in ((4, 4), (2, 2)):
+        with pytest.raises(InputError, match=r"has shape \(1, 3\) for 2 rows"):
+            fxsplit.compile(DropsRows(), 2, example_inputs=vectors(rows), n_microbatches=count, passes=FAST)
+    with (
+        fxsplit.compile(DropsRows(), 2, example_inputs=vectors(1), passes=FAST) as pipe,
+        pytest.raises(InputError, match=r"has shape \(1, 3\) for microbatch 0 of 4 rows"),
+    ):
+        pipe(vectors(8))
+
+
+class Known(dict[str, Any]):
+    pass
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_container_of_the_users_own_is_refused(count: int) -> None:
+    class Returns(Mlp):
+        def forward(self, x: Tensor) -> Any:
+            out = super().forward(x)
+            return Known((str(i), out) for i in range(count))
+
+    with pytest.raises(TraceError, match="returns a Known, which torch's pytrees do not know"):
+        fxsplit.compile(Returns(), 2, example_inputs=vectors())
+
+
+class Fields(NamedTuple):
+    logits: Any
+    loss: Any = None
+
+
+def test_a_field_that_is_none() -> None:
+    class Returns(Mlp):
+        def forward(self, x: Tensor) -> Any:
+            return Fields(super().forward(x))
+
+    model = Returns()
+    x = vectors()
+    with fxsplit.compile(model, 2, example_inputs=x, passes=FAST) as pipe:
+        found = pipe(x)
+        assert type(found) is Fields and found.loss is None
+        torch.testing.assert_close(found.logits, model(x).logits)
