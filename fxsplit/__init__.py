@@ -17,8 +17,8 @@ if TYPE_CHECKING:  # each is imported when it is first used: planning from a pro
     from fxsplit.ir import Pass as Pass
     from fxsplit.machine import Device as Device
     from fxsplit.machine import Machine as Machine
-    from fxsplit.plan import Plan as Plan
     from fxsplit.planning import plan as plan
+    from fxsplit.plans import Plan as Plan
     from fxsplit.runtime import Pipeline as Pipeline
     from fxsplit.spec import Chain as Chain
     from fxsplit.stages import Stages as Stages
@@ -39,7 +39,7 @@ _HOME = {
     "Pass": "ir",
     "Pins": "workload",
     "Costs": "costs",
-    "Plan": "plan",
+    "Plan": "plans",
     "Stages": "stages",
     "FxsplitError": "errors",
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -35,6 +35,11 @@ class Blocks:
         arrows = {(position[i], position[n.name]) for n in costs.nodes for i in n.inputs if i in position}
         arrows |= {(position[a], position[b]) for a, b in costs.ordered}
         components = _components(arrows, [[position[n] for n in names] for names in costs.together], len(position))
+        return cls._of(components, arrows, costs)
+
+    @classmethod
+    def _of(cls, components: Sequence[Sequence[int]], arrows: set[tuple[int, int]], costs: Costs) -> Blocks:
+        """Return the blocks that are convex sets of nodes (by position), joined by the arrows between them."""
         home = {node: b for b, component in enumerate(components) for node in component}
         edges = {(home[a], home[b]) for a, b in arrows if home[a] != home[b]}
         order = _chain_order(len(components), edges)
@@ -50,6 +55,14 @@ class Blocks:
             tuple(tuple(sorted(s)) for s in before),
             tuple(tuple(sorted(s)) for s in after),
         )
+
+    def joined(self, groups: Iterable[Sequence[int]], costs: Costs) -> Blocks:
+        """Return the blocks after joining some into one; each group must be convex."""
+        position = {n.name: i for i, n in enumerate(costs.nodes)}
+        sets = [sorted(position[name] for b in group for name in self.members[b]) for group in groups]
+        first = [position[names[0]] for names in self.members]
+        arrows = {(first[a], first[b]) for a, after in enumerate(self.after) for b in after}
+        return self._of(sorted(sets), arrows, costs)
 
     def __len__(self) -> int:
         return len(self.members)

@@ -8,26 +8,32 @@ from collections.abc import Sequence
 from importlib import metadata
 
 BAD_INPUT = 2
+NO_FIT = 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; return its exit code: 0 done, 1 the goal is missed, 2 bad input."""
+    """Run a subcommand; return its exit code: 0 done, 1 the goal is missed, 2 bad input, 3 no plan fits."""
     parser = argparse.ArgumentParser(prog="fxsplit", description="Cut a PyTorch model into stages and pipeline it.")
     parser.add_argument("--version", action="version", version=f"fxsplit {metadata.version('fxsplit')}")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("demo", help="train ResNet-18 as a pipeline on real images, on two CPU devices")
     commands.add_parser("passes", help="list the passes, their options and the default chain")
-    arguments = parser.parse_args(argv)
-    from fxsplit.errors import FxsplitError  # torch takes seconds to load, and --help needs none of it
+    # What a command needs is loaded when it runs: torch takes seconds, and --help or a plan needs none of it.
+    from fxsplit.commands import explain, plan
+    from fxsplit.errors import FxsplitError, NoFit
 
+    plan.add_plan_arguments(commands.add_parser("plan", help="the best plan of a profile for a machine"))
+    plan.add_arguments(commands.add_parser("explain", help="why the best plan is as it is"))
+    arguments = parser.parse_args(argv)
+    run = {"demo": _demo, "passes": _passes, "plan": plan.main, "explain": explain.main}[arguments.command]
     try:
-        return _demo() if arguments.command == "demo" else _passes()
+        return run(arguments)
     except FxsplitError as error:
         print(f"fxsplit {arguments.command}: {error}", file=sys.stderr)
-        return BAD_INPUT
+        return NO_FIT if isinstance(error, NoFit) else BAD_INPUT
 
 
-def _demo() -> int:
+def _demo(arguments: argparse.Namespace) -> int:
     """Run the demo."""
     from rich.console import Console
 
@@ -36,7 +42,7 @@ def _demo() -> int:
     return demo.main(Console())
 
 
-def _passes() -> int:
+def _passes(arguments: argparse.Namespace) -> int:
     """Print every pass with its options and defaults."""
     import dataclasses
 

@@ -21,7 +21,7 @@ from fxsplit.machine import Device, DeviceLike, Machine
 from fxsplit.manager import run
 from fxsplit.observe import observe, storage_id
 from fxsplit.observers import from_environment, progress_bar
-from fxsplit.plan import Plan
+from fxsplit.plans import Plan
 from fxsplit.runtime import Pipeline, Program
 from fxsplit.runtime.loss import LossFn
 from fxsplit.runtime.microbatches import default_microbatches, sizes

@@ -38,7 +38,11 @@ class ProfileError(FxsplitError, ValueError):
 
 
 class PlanError(FxsplitError):
-    """No plan exists under the constraints: too few nodes, too little memory, contradictory pins."""
+    """No plan exists under the constraints, such as contradictory pins."""
+
+
+class NoFit(PlanError):
+    """The graph fits no plan for these devices: too little memory, or more devices than stages can be made for."""
 
 
 class ScheduleError(FxsplitError, ValueError):

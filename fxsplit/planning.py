@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import inf
 from typing import TYPE_CHECKING
 
 from fxsplit.antichains import Antichains
+from fxsplit.blocks import Blocks
 from fxsplit.costs import Costs
-from fxsplit.errors import InputError
+from fxsplit.errors import InputError, PlanError
 from fxsplit.formats import Profile, read
 from fxsplit.machine import Device, Machine
-from fxsplit.plan import Plan
-from fxsplit.planner import Options, antichains, partition, sequence
+from fxsplit.planner import Options, antichains, merged, partition, sequence
+from fxsplit.plans import Plan
 from fxsplit.schedule import find_schedule
 from fxsplit.states import States
 from fxsplit.workload import Pins, Workload
@@ -26,25 +29,76 @@ MAX_STATES = 1_000_000
 
 
 @dataclass(frozen=True, eq=False)
-class Lattice:
-    """What planning for any machine starts from, made once for each profile; `seconds` is how long that took."""
+class Planner:
+    """Plans one profile for any number of machines; lattices are made once for each demand on them.
+
+    `keep` are sets of submodules or nodes that stay together, besides what the profile demands; `pins` maps submodules
+    or nodes to the number of their stage; `never` are sets of nodes that no boundary may lie right behind. `seconds`
+    adds up how long enumerating states and solving took.
+    """
 
     costs: Costs
-    chains: Antichains
-    states: States
-    seconds: float
+    pins: Mapping[str, int] = field(default_factory=dict)
+    keep: Sequence[Sequence[str]] = ()
+    max_states: int = MAX_STATES
+    never: tuple[frozenset[str], ...] = ()
+    seconds: dict[str, float] = field(default_factory=lambda: {"states": 0.0, "solve": 0.0})
+    _made: dict[tuple[float, bool], tuple[Antichains, States]] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, costs: Costs, max_states: int = MAX_STATES) -> Lattice:
-        """Return the lattice of a profile, of which at most `max_states` ideals are enumerated."""
+    @cached_property
+    def _constrained(self) -> Costs:
+        """The costs with what the user keeps together."""
+        self.costs.check()
+        sets = [tuple(Pins(dict.fromkeys(names, 0)).nodes(self.costs)) for names in self.keep]
+        return replace(self.costs, together=(*self.costs.together, *(s for s in sets if len(s) > 1)))
+
+    def lattice(self, memory_bytes: float, whole: bool = False) -> tuple[Antichains, States]:
+        """Return the states for devices of at least `memory_bytes`; `whole` joins no costless nodes to neighbours."""
+        if (memory_bytes, whole) not in self._made:
+            begin = time.perf_counter()
+            costs = self._constrained
+            blocks = Blocks.of(costs)
+            smaller = blocks if whole else merged(costs, blocks, Pins(self.pins).nodes(costs), memory_bytes)
+            known = self._made.get((memory_bytes, not whole))
+            if known is not None and len(smaller) == len(known[0].blocks):
+                self._made[memory_bytes, whole] = known  # nothing there to join
+            else:
+                chains = antichains(costs, self.max_states, smaller)
+                self._made[memory_bytes, whole] = chains, sequence(costs, chains)
+            self.seconds["states"] += time.perf_counter() - begin
+        return self._made[memory_bytes, whole]
+
+    def plan(self, machine: Machine, workload: Workload, options: Options) -> Plan:
+        """Return the plan whose slowest stage is fastest.
+
+        Costless nodes that are joined to neighbours cannot have a stage of their own. Where every device is to have a
+        stage, that loses nothing if plans that leave some idle are no faster; otherwise all nodes are looked at.
+        """
+        memory = min(d.memory_bytes for d in machine.devices)
+        small = self._solve(machine, workload, options, *self.lattice(memory))
+        if isinstance(small, Plan) and not options.use_all:
+            return small
+        blocks = Blocks.of(self._constrained)
+        if len(self.lattice(memory)[0].blocks) < len(blocks):
+            idle = self._solve(machine, workload, replace(options, use_all=False), *self.lattice(memory))
+            if not (isinstance(small, Plan) and isinstance(idle, Plan) and small.bottleneck_ms <= idle.bottleneck_ms):
+                small = self._solve(machine, workload, options, *self.lattice(memory, whole=True))
+        if isinstance(small, PlanError):
+            raise small
+        return small
+
+    def _solve(
+        self, machine: Machine, workload: Workload, options: Options, chains: Antichains, states: States
+    ) -> Plan | PlanError:
+        """Return the best plan among some states, or why there is none."""
         begin = time.perf_counter()
-        chains = antichains(costs, max_states)
-        return cls(costs, chains, sequence(costs, chains), time.perf_counter() - begin)
-
-    def plan(self, machine: Machine, workload: Workload, options: Options, pins: Mapping[str, int]) -> Plan:
-        """Return the best plan for a machine."""
-        pinned = Pins(pins).nodes(self.costs)
-        return partition(self.costs, self.chains, self.states, machine, workload, pinned, options)
+        try:
+            pinned = Pins(self.pins).nodes(self.costs)
+            return partition(self._constrained, chains, states, machine, workload, pinned, options, self.never)
+        except PlanError as error:
+            return error
+        finally:
+            self.seconds["solve"] += time.perf_counter() - begin
 
 
 def plan(
@@ -55,6 +109,7 @@ def plan(
     n_microbatches: int | None = None,
     options: Options | None = None,
     pins: Mapping[str, int] | None = None,
+    keep: Sequence[Sequence[str]] = (),
 ) -> Plan:
     """Return the plan whose slowest stage is fastest on `machine`, with its lower bound and gap.
 
@@ -62,21 +117,21 @@ def plan(
         dnn-partitioning JSON).
     machine: a number of equal devices with free links, or a Machine, which need not exist here.
     schedule, n_microbatches: what decides how many microbatches a stage holds (default: two a device).
-    options: the cost model, and what the planner may do. pins: submodule or node -> number of its stage.
+    options: the cost model, and what the planner may do. pins: submodule or node -> number of its stage. keep: sets of
+        submodules or nodes that no cut may part.
 
-    Raises PlanError where no plan fits, ProfileError or InputError for bad input.
+    Raises PlanError where no plan exists (NoFit where memory is too small), ProfileError or InputError for bad input.
     """
     if isinstance(profile, (str, os.PathLike)):
         profile = read(profile).costs
     costs = profile if isinstance(profile, Costs) else getattr(profile, "costs", None)
     if not isinstance(costs, Costs):
         raise InputError(f"profile={profile!r}: give costs, a compiled pipeline, or the path of a profile")
-    costs.check()
     where = machine if isinstance(machine, Machine) else Machine.planned(machine)
-    return Lattice.of(costs).plan(where, demands(where, schedule, n_microbatches), options or Options(), pins or {})
+    return Planner(costs, pins or {}, keep).plan(where, demands(where, schedule, n_microbatches), options or Options())
 
 
-def demands(machine: Machine, schedule: str, n_microbatches: int | None) -> Workload:
+def demands(machine: Machine, schedule: str = "1F1B", n_microbatches: int | None = None) -> Workload:
     """Return what a schedule asks of each stage's memory, for every number of stages up to the machine's devices."""
     count = n_microbatches or 2 * len(machine)
     generate = find_schedule(schedule)
@@ -84,17 +139,12 @@ def demands(machine: Machine, schedule: str, n_microbatches: int | None) -> Work
     return Workload(schedule, count, peaks)
 
 
-def machine_of(profile: Profile, devices: int | None, bandwidth: float | None) -> tuple[Machine, Options]:
-    """Return the machine that a file states, or `devices` equal ones, and the options that its own tool plans with.
-
-    A dnn-partitioning file's accelerators and hosts may be taken in any order, and stay idle.
-    """
-    accelerators = devices or profile.accelerators or 2
+def machine_of(profile: Profile, devices: int | None, bandwidth: float | None) -> Machine:
+    """Return the machine that a file states, or `devices` equal accelerators in their place."""
+    count = profile.accelerators or 2 if devices is None else devices
+    if count < 1 and not profile.hosts:
+        raise InputError(f"devices={count}: give at least 1 device to plan for")
     bytes_per_s = bandwidth or profile.bytes_per_s
-    made = [
-        Device(f"device{i}", memory_bytes=profile.memory_bytes, bytes_per_s=bytes_per_s) for i in range(accelerators)
-    ]
+    made = [Device(f"device{i}", memory_bytes=profile.memory_bytes, bytes_per_s=bytes_per_s) for i in range(count)]
     made += [Device(f"host{i}", host=True) for i in range(profile.hosts)]
-    machine = Machine(tuple(made), (float("inf"),) * (len(made) - 1))
-    foreign = profile.format == "dnn-partitioning"
-    return machine, replace(Options(), model=profile.cost_model, free=foreign, use_all=False)
+    return Machine(tuple(made), (inf,) * (len(made) - 1))

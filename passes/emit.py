@@ -13,7 +13,7 @@ from fxsplit.draws import Draw
 from fxsplit.errors import PlanError
 from fxsplit.ir import IR
 from fxsplit.machine import Machine
-from fxsplit.plan import Plan
+from fxsplit.plans import Plan
 from fxsplit.stages import Ref, Stage, Stages
 from fxsplit.structures import rebuild
 

@@ -13,8 +13,8 @@ from torch import fx
 from fxsplit.costs import Costs, Exchange, InputCost, NodeCost
 from fxsplit.ir import IR
 from fxsplit.machine import Device, Machine
-from fxsplit.plan import price
 from fxsplit.planner import Options
+from fxsplit.plans import price
 from fxsplit.workload import Workload
 
 

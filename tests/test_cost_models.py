@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from fxsplit.costs import Costs
 from fxsplit.errors import ChainError, PlanError
 from fxsplit.machine import Device, Machine
-from fxsplit.plan import COST_MODELS, Plan, price
 from fxsplit.planner import Options, search
-from fxsplit.planning import Lattice
+from fxsplit.planning import Planner
+from fxsplit.plans import COST_MODELS, Plan, price
 from tests.graphs import best_bottleneck, profiles, workload
 
 many = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
@@ -47,7 +47,7 @@ def clusters(draw: st.DrawFn, free: bool) -> Machine:
 
 def solve(costs: Costs, machine: Machine, options: Options) -> Plan | None:
     try:
-        return Lattice.of(costs).plan(machine, workload(machine), options, {})
+        return Planner(costs).plan(machine, workload(machine), options)
     except PlanError:
         return None
 

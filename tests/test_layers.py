@@ -17,7 +17,7 @@ ROWS: list[set[str]] = [
     {"ir", "kernels"},
     {
         *("machine", "inputs", "draws", "leaves", "observe", "dependences", "costs", "context", "measure"),
-        *("blocks", "antichains", "states", "workload", "plan", "stages"),
+        *("blocks", "antichains", "states", "workload", "plans", "stages"),
     },
     {"planner", "formats"},
     {"trace", "text", "spec", "manager", "observers", "schedule", "runtime"},
@@ -25,6 +25,7 @@ ROWS: list[set[str]] = [
     {"driver"},
     {"verify", "zoo"},
     {"demo"},
+    {"commands"},
     {"cli", ""},
     {"__main__"},
 ]

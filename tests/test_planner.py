@@ -24,11 +24,11 @@ from fxsplit.kernels import compiled, lattice
 from fxsplit.machine import Device, Machine
 from fxsplit.manager import run
 from fxsplit.passes import Augment, Order, Partition
-from fxsplit.plan import CostModel, Plan, price
 from fxsplit.planner import search
 from fxsplit.planner.moves import moves_of
 from fxsplit.planner.problem import pose
 from fxsplit.planner.search import SLACK
+from fxsplit.plans import CostModel, Plan, price
 from fxsplit.states import States
 from fxsplit.workload import Pins
 from tests.graphs import best_bottleneck, downsets, ir_of, machines, node, profiles, workload
@@ -301,7 +301,7 @@ PROGRAM = """
 from tests.graphs import *
 from fxsplit.manager import run
 from fxsplit.passes import Augment, Order, Partition
-from fxsplit.plan import Plan
+from fxsplit.plans import Plan
 nodes = [node("a"), node("b", ["a"]), node("c", ["a"]), node("d", ["a"]), node("e", ["b", "c", "d"])]
 costs = Costs(tuple(nodes), (), ("e",), rows=1)
 machine = Machine.of(["cpu"] * 3)

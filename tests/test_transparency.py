@@ -131,7 +131,7 @@ def test_cuts_fall_inside_blocks(name: str) -> None:
 def worst_cut(costs: fxsplit.Costs) -> Callable[[fxsplit.IR], fxsplit.IR]:
     """A partitioner in twenty lines: two stages, cut where the most values cross."""
     from fxsplit.antichains import Antichains
-    from fxsplit.plan import CostModel, price
+    from fxsplit.plans import CostModel, price
     from fxsplit.workload import Workload
     from tests.graphs import one_each
 

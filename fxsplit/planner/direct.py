@@ -13,9 +13,9 @@ from fxsplit.antichains import Antichains
 from fxsplit.blocks import csr
 from fxsplit.costs import Costs
 from fxsplit.machine import Machine
-from fxsplit.plan import CostModel
 from fxsplit.planner.dense import membership
 from fxsplit.planner.problem import Bools, Floats, PairCosts, Path, Problem
+from fxsplit.plans import CostModel
 
 Ints = NDArray[np.int32]
 

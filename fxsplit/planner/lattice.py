@@ -11,9 +11,12 @@ from fxsplit.blocks import Blocks, Ints, csr
 from fxsplit.costs import Costs
 
 
-def antichains(costs: Costs, max_states: int) -> Antichains:
-    """Return every ideal of the contracted graph, or one topological order's where there are more than `max_states`."""
-    blocks = Blocks.of(costs)
+def antichains(costs: Costs, max_states: int, blocks: Blocks | None = None) -> Antichains:
+    """Return every ideal of the blocks, or one topological order's where there are more than `max_states`.
+
+    The blocks are those that `costs` demand, unless some are given that have been contracted further.
+    """
+    blocks = blocks or Blocks.of(costs)
     indegree = np.array([len(b) for b in blocks.before], np.int32)
     parent, last, complete = kernels.enumerate_ideals(indegree, *csr(blocks.after), max_states)
     if not complete:

@@ -14,8 +14,8 @@ from fxsplit import kernels
 from fxsplit.antichains import Antichains
 from fxsplit.errors import PlanError
 from fxsplit.machine import Machine
-from fxsplit.plan import WEIGHT_COPIES, CostModel
 from fxsplit.planner.moves import Move, Moves, powers
+from fxsplit.plans import WEIGHT_COPIES, CostModel
 from fxsplit.states import States
 from fxsplit.workload import Workload
 

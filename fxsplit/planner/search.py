@@ -9,12 +9,12 @@ from math import inf
 import numpy as np
 
 from fxsplit.antichains import Antichains
-from fxsplit.errors import PlanError
+from fxsplit.errors import NoFit, PlanError
 from fxsplit.kernels import SMALL
 from fxsplit.machine import Machine
-from fxsplit.plan import size
 from fxsplit.planner.dense import best_line, best_path
 from fxsplit.planner.problem import Path, Problem
+from fxsplit.plans import size
 
 SLACK = 1e-9
 """Relative distance below which two loads count as equal: thresholds are compared in floating point."""
@@ -84,7 +84,7 @@ def misfit(problem: Problem, chains: Antichains, machine: Machine) -> PlanError:
     worst = int(np.argmax(loads))
     device = machine.devices[found.path[worst][1].devices[0]]
     need = device.memory_bytes + loads[worst]
-    return PlanError(
+    return NoFit(
         f"no plan fits in memory: even the best leaves stage {worst} of {len(loads)} on {device.name} short by "
         f"{size(loads[worst])} ({loads[worst]:.0f} bytes): it needs {size(need)} of {size(device.memory_bytes)}; use "
         "more devices, more and smaller microbatches, schedule='1F1B', or partition{optimizer_factor=} if your "

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 
 from fxsplit.antichains import Antichains
 from fxsplit.costs import Costs
-from fxsplit.errors import ChainError, PlanError
+from fxsplit.errors import ChainError, NoFit
 from fxsplit.machine import Machine
-from fxsplit.plan import COST_MODELS, CostModel, Plan, price
 from fxsplit.planner.direct import direct
 from fxsplit.planner.moves import moves_of
 from fxsplit.planner.problem import Problem, pose
 from fxsplit.planner.search import Found, minimise, misfit
+from fxsplit.plans import COST_MODELS, CostModel, Plan, price
 from fxsplit.states import States
 from fxsplit.workload import Workload
 
@@ -63,8 +63,12 @@ def partition(
     workload: Workload,
     pinned: Mapping[str, int],
     options: Options,
+    never: Sequence[frozenset[str]] = (),
 ) -> Plan:
-    """Return the plan whose slowest stage is fastest; raises PlanError when none fits, saying by how much and where."""
+    """Return the plan whose slowest stage is fastest; raises PlanError when none fits, saying by how much and where.
+
+    No boundary lies right behind a set of nodes in `never`.
+    """
     _check_size(costs, chains, machine, workload, options)
     deadline = time.monotonic() + options.time_limit
     best: tuple[Found, Problem] | None = None
@@ -74,6 +78,8 @@ def partition(
         if not moves.final:
             continue
         problem = pose(states, chains, machine, workload, options.costs, moves, pinned)
+        for names in never:
+            problem.allowed[:, _number(chains, names)] = False
         if options.model == "direct":
             problem = direct(problem, costs, chains, machine, options.costs)
         found = minimise(problem, chains, deadline)
@@ -116,13 +122,26 @@ def _stage_counts(costs: Costs, machine: Machine, options: Options) -> list[int 
     return [len(machine)] if exactly else list(range(1, len(machine) + 1))
 
 
+def _number(chains: Antichains, names: frozenset[str]) -> list[int]:
+    """Return the number of the ideal with exactly these nodes, or nothing where there is none."""
+    inside = sorted({chains.blocks.home[name] for name in names})
+    at = 0
+    for block in inside:
+        edges = slice(int(chains.pointer[at]), int(chains.pointer[at + 1]))
+        found = [int(c) for v, c in zip(chains.node[edges], chains.child[edges], strict=True) if v == block]
+        if not found:
+            return []
+        at = found[0]
+    return [at]
+
+
 def _check_size(costs: Costs, chains: Antichains, machine: Machine, workload: Workload, options: Options) -> None:
     """Raise PlanError where every device is to have a stage and there are not enough blocks."""
     blocks = len(chains.blocks)
     if len(machine) <= blocks or workload.may_idle or not options.use_all or options.model == "replicated":
         return
     largest = max(chains.blocks.members, key=len)
-    raise PlanError(
+    raise NoFit(
         f"{len(machine)} devices, and the graph has only {blocks} nodes that can be parted "
         f"({len(costs.nodes)} before those that must stay together were joined; the largest group has "
         f"{len(largest)}, {largest[0]!r} .. {largest[-1]!r}, which share a parameter or memory, or lie between "

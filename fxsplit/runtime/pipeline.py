@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fxsplit.costs import Costs
 from fxsplit.errors import ClosedError, FxsplitError, InputError
 from fxsplit.ir import IR
-from fxsplit.plan import Plan
+from fxsplit.plans import Plan
 from fxsplit.runtime.engine import Engine
 from fxsplit.runtime.loss import BatchLoss, LossFn
 from fxsplit.runtime.microbatches import default_microbatches, sizes, split_tree

@@ -19,7 +19,7 @@ from fxsplit.inputs import Example, Inputs
 from fxsplit.ir import IR
 from fxsplit.machine import Machine
 from fxsplit.observe import storage_id
-from fxsplit.plan import Plan
+from fxsplit.plans import Plan
 from fxsplit.schedule.action import Schedule
 from fxsplit.schedule.generate import Generator
 from fxsplit.stages import Stages, weights

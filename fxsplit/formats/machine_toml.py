@@ -1,0 +1,72 @@
+"""A machine in TOML: devices with memory and speed, and the links that join them.
+
+bytes_per_s = 1.25e9            # between one entry's devices and the next one's; unlimited where it is left out
+
+[[devices]]
+name = "node0"
+count = 4                       # called node0.0 .. node0.3
+memory_bytes = 80e9
+speed = 1.0                     # relative to the hardware that was profiled
+link_bytes_per_s = 300e9        # between neighbours of this entry
+bytes_per_s = 25e9              # each device's own link, where that is slower
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from fxsplit.errors import InputError
+from fxsplit.machine import Device, Machine
+
+KEYS = {"name", "count", "memory_bytes", "speed", "link_bytes_per_s", "bytes_per_s", "host"}
+
+
+def read_machine(path: str | os.PathLike[str]) -> Machine:
+    """Return the machine in a file; raises InputError, naming file, place and value, for anything else."""
+    name = str(path)
+    try:
+        data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InputError(f"cannot read a machine from {name!r}: {error}") from error
+    entries = data.get("devices")
+    odd = sorted(data.keys() - {"devices", "bytes_per_s"})
+    if odd or not isinstance(entries, list) or not entries:
+        what = f"has {odd[0]!r}" if odd else "has no [[devices]]"
+        raise InputError(f"{name!r} {what}: give bytes_per_s and at least one [[devices]] table")
+    between = _number(data, "bytes_per_s", inf, name)
+    devices: list[Device] = []
+    links: list[float] = []
+    for i, entry in enumerate(entries):
+        where = f"{name!r}, devices {i}"
+        odd = sorted(entry.keys() - KEYS) if isinstance(entry, dict) else ["?"]
+        if odd:
+            raise InputError(f"{where} has {odd[0]!r}: known are {', '.join(sorted(KEYS))}")
+        count = entry.get("count", 1)
+        if type(count) is not int or count < 1:
+            raise InputError(f"{where} has count={count!r}: give a whole number of devices, at least 1")
+        label = str(entry.get("name", f"device{i}"))
+        for k in range(count):
+            if devices:
+                links.append(_number(entry, "link_bytes_per_s", inf, where) if k else between)
+            devices.append(
+                Device(
+                    name=f"{label}.{k}" if count > 1 else label,
+                    memory_bytes=_number(entry, "memory_bytes", inf, where),
+                    speed=_number(entry, "speed", 1.0, where),
+                    bytes_per_s=_number(entry, "bytes_per_s", inf, where),
+                    host=entry.get("host", False) is True,
+                )
+            )
+    return Machine(tuple(devices), tuple(links))
+
+
+def _number(table: Any, key: str, default: float, where: str) -> float:
+    """Return a positive number, or the default where it is left out."""
+    value = table.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise InputError(f"{where} has {key}={value!r}: give a positive number")
+    return float(value)

@@ -1,0 +1,101 @@
+"""Baselines: how people split by hand, priced like the planner's plans, to stand beside them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fxsplit.antichains import Antichains
+from fxsplit.costs import Costs
+from fxsplit.machine import Machine
+from fxsplit.planner.dense import first_order
+from fxsplit.plans import CostModel, Plan, price
+from fxsplit.states import States
+from fxsplit.workload import Workload
+
+Floats = NDArray[np.float64]
+
+
+def _nearest(weight: Floats, n_stages: int) -> list[int]:
+    """Return where an ascending sequence comes closest to each of `n_stages` equal shares, every stage non-empty."""
+    last = weight.size - 1
+    cuts = [0]
+    for stage in range(1, n_stages):
+        share = weight[-1] * stage / n_stages
+        cut = int(np.abs(weight - share).argmin())
+        cuts.append(min(max(cut, cuts[-1] + 1), last - (n_stages - stage)))
+    return [*cuts, last]
+
+
+def _blocks(weight: Floats, n_stages: int) -> list[int]:
+    """Return the cuts of an ascending sequence whose largest part is smallest: linear partitioning, exact."""
+    n = weight.size
+    part = weight[None, :] - weight[:, None]
+    part[np.tril_indices(n)] = np.inf
+    best = np.full(n, np.inf)
+    best[0] = -np.inf
+    origins = []
+    for _ in range(n_stages):
+        worst = np.maximum(best[:, None], part)
+        origins.append(worst.argmin(axis=0))
+        best = worst.min(axis=0)
+    cuts = [n - 1]
+    for origin in reversed(origins):
+        cuts.append(int(origin[cuts[-1]]))
+    return cuts[::-1]
+
+
+BASELINES: dict[str, tuple[str, Callable[[Floats, int], list[int]]]] = {
+    "even": ("nodes", _nearest),
+    "parameters": ("parameter_bytes", _nearest),
+    "time": ("time", _nearest),
+    "block": ("time", _blocks),
+}
+"""What each baseline shares out among the stages of one topological order, and how.
+
+even, parameters and time cut where the shares come closest to equal; block is the best split of the order if traffic
+were free.
+"""
+
+
+def baseline(
+    name: str,
+    costs: Costs,
+    chains: Antichains,
+    states: States,
+    machine: Machine,
+    workload: Workload,
+    model: CostModel,
+) -> Plan | None:
+    """Return a baseline's plan for the devices in the machine's order, or None where there are too few blocks.
+
+    Its lower bound is that of no plan at all: zero. It may need more memory than there is.
+    """
+    what, cut = BASELINES[name]
+    line = first_order(chains)
+    count = len(machine)
+    if len(line) <= count:
+        return None
+    weight = {
+        "nodes": np.arange(len(line), dtype=np.float64),
+        "parameter_bytes": states.column("parameter_bytes")[line],
+        "time": (states.column("forward_ms") + states.column("backward_ms"))[line],
+    }[what]
+    cuts = cut(weight, count)
+    sets = [set(chains.names(line[at])) for at in cuts]
+    stages = [[n.name for n in costs.nodes if n.name in b - a] for a, b in itertools.pairwise(sets)]
+    priced = price(costs, machine, workload, [(names, (i,)) for i, names in enumerate(stages)], model)
+    return Plan(
+        stages=priced,
+        device_names=tuple(d.name for d in machine.devices),
+        lower_bound_ms=0.0,
+        single_ms=costs.total_ms,
+        schedule=workload.schedule,
+        n_microbatches=workload.n_microbatches,
+        rows=costs.rows,
+        n_states=len(line),
+        model=model,
+    )

@@ -1,0 +1,140 @@
+"""Contraction: blocks without cost join a neighbour where no plan becomes worse, so that the lattice shrinks.
+
+Masks, positions and inputs float between what makes and what reads them, and each multiplies the number of ideals.
+Moving such a block v into the stage of the neighbour next to it, u, takes no time and no memory there. What stages pay
+for tensors does not grow if every tensor at v is at u as well: v's old stage stops paying for it, and u's paid already.
+A block between two others may also have tensors of its own, if they are no larger than those it shares with u alone.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection
+
+from fxsplit.blocks import Blocks
+from fxsplit.costs import Costs, NodeCost
+
+MOST_COPIES, MOST_IN_FLIGHT = 16.0, 1e3
+"""More of a parameter's and an activation's bytes than any optimizer and schedule makes a device hold."""
+
+CALLER = -1
+"""Makes what the model is given, and reads what it returns."""
+
+
+def merged(costs: Costs, blocks: Blocks, apart: Collection[str], memory_bytes: float) -> Blocks:
+    """Return the blocks after joining costless ones to neighbours; nodes in `apart` (pinned ones) stay as they are.
+
+    `memory_bytes` is the smallest device's: memory is no cost where the whole graph fits there.
+    """
+    fits = sum(n.parameter_bytes * MOST_COPIES + n.buffer_bytes + n.kept_bytes * MOST_IN_FLIGHT for n in costs.nodes)
+    bounded = fits > memory_bytes
+    free = [not set(names) & set(apart) for names in blocks.members]
+    light = [
+        free[b] and not any(_weighs(costs.by_name[n], bounded) for n in names) for b, names in enumerate(blocks.members)
+    ]
+    if not any(light):
+        return blocks
+    graph = _Graph(costs, blocks)
+    waiting = [b for b, is_light in enumerate(light) if is_light]
+    changed = True
+    while changed:
+        changed = False
+        for b in list(waiting):
+            target = graph.target(b)
+            if target is not None and free[target]:
+                graph.join(b, target)
+                waiting.remove(b)
+                changed = True
+    return blocks.joined(graph.groups(), costs) if len(graph.groups()) < len(blocks) else blocks
+
+
+def _weighs(node: NodeCost, bounded: bool) -> bool:
+    """Return whether a node takes any time, or memory where that is bounded, or sums gradients among replicas."""
+    if node.forward_ms or node.backward_ms or node.host_ms or node.parameter_bytes:
+        return True
+    return bounded and bool(node.buffer_bytes or node.kept_bytes)
+
+
+class _Graph:
+    """The blocks while they are joined: who is next to whom, and which tensors are where."""
+
+    def __init__(self, costs: Costs, blocks: Blocks) -> None:
+        self._before = [set(b) for b in blocks.before]
+        self._after = [set(a) for a in blocks.after]
+        self._group = [[b] for b in range(len(blocks))]
+        self._ancestors: list[int] = []  # as bit masks; joining costless blocks adds no path between others
+        for b, before in enumerate(blocks.before):
+            mask = 1 << b
+            for a in before:
+                mask |= self._ancestors[a]
+            self._ancestors.append(mask)
+        self._pins: list[set[int]] = []
+        self._size: list[float] = []
+        self._at: dict[int, set[int]] = defaultdict(set)
+        for name, forward, backward, readers, is_output in costs.values():
+            outside = [CALLER] if is_output or name not in blocks.home else []
+            made = [name] if name in blocks.home else []
+            self._add({*outside, *(blocks.home[n] for n in (*made, *readers))}, forward + backward)
+        for exchange in costs.exchanges:
+            self._add({blocks.home[n] for n in exchange.nodes}, exchange.output_bytes)
+
+    def _add(self, pins: set[int], size: float) -> None:
+        """Add a tensor, unless nobody or nothing pays for it."""
+        if len(pins) < 2 or size <= 0:
+            return
+        for pin in pins:
+            self._at[pin].add(len(self._pins))
+        self._pins.append(pins)
+        self._size.append(size)
+
+    def target(self, b: int) -> int | None:
+        """Return the neighbour that a costless block may join, or None."""
+        before, after = self._before[b], self._after[b]
+        if not before and not after and not self._at[b]:
+            return next((c for c, group in enumerate(self._group) if c != b and group), None)
+        if before:
+            latest = max(before)
+            if all(self._ancestors[latest] >> a & 1 for a in before) and self._at[b] <= self._at[latest]:
+                return latest
+        if after:
+            earliest = min(after)
+            if all(self._ancestors[a] >> earliest & 1 for a in after) and self._at[b] <= self._at[earliest]:
+                return earliest
+        for neighbours, back in ((before, self._after), (after, self._before)):
+            if len(neighbours) == 1:
+                (only,) = neighbours
+                if back[only] == {b} and self._own(b, only) <= self._between(b, only):
+                    return only
+        return None
+
+    def _own(self, b: int, other: int) -> float:
+        """Return the bytes of tensors at `b` that are not at `other`."""
+        return sum(self._size[t] for t in self._at[b] - self._at[other])
+
+    def _between(self, b: int, other: int) -> float:
+        """Return the bytes of tensors that are at `b` and `other` alone."""
+        return sum(self._size[t] for t in self._at[b] & self._at[other] if self._pins[t] == {b, other})
+
+    def join(self, b: int, target: int) -> None:
+        """Make `b` a part of `target`."""
+        self._group[target] += self._group[b]
+        self._group[b] = []
+        for a in self._before[b]:
+            self._after[a].discard(b)
+        for a in self._after[b]:
+            self._before[a].discard(b)
+        for a in self._before[b] - {target}:
+            self._after[a].add(target)
+            self._before[target].add(a)
+        for a in self._after[b] - {target}:
+            self._before[a].add(target)
+            self._after[target].add(a)
+        for t in self._at.pop(b, set()):
+            self._pins[t] = self._pins[t] - {b} | {target}
+            self._at[target].add(t)
+            if len(self._pins[t]) == 1:
+                self._at[target].discard(t)
+
+    def groups(self) -> list[list[int]]:
+        """Return the blocks of each group."""
+        return [group for group in self._group if group]
