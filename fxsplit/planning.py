@@ -16,7 +16,7 @@ from fxsplit.costs import Costs
 from fxsplit.errors import InputError, PlanError
 from fxsplit.formats import Profile, read
 from fxsplit.machine import Device, Machine
-from fxsplit.planner import Options, antichains, merged, partition, sequence
+from fxsplit.planner import Options, antichains, beats, merged, partition, problems, sequence
 from fxsplit.plans import Plan
 from fxsplit.schedule import find_schedule
 from fxsplit.states import States
@@ -79,13 +79,31 @@ class Planner:
         if isinstance(small, Plan) and not options.use_all:
             return small
         blocks = Blocks.of(self._constrained)
-        if len(self.lattice(memory)[0].blocks) < len(blocks):
-            idle = self._solve(machine, workload, replace(options, use_all=False), *self.lattice(memory))
-            if not (isinstance(small, Plan) and isinstance(idle, Plan) and small.bottleneck_ms <= idle.bottleneck_ms):
-                small = self._solve(machine, workload, options, *self.lattice(memory, whole=True))
+        if len(self.lattice(memory)[0].blocks) < len(blocks) and (
+            not isinstance(small, Plan) or self._beaten(small, machine, workload, options, *self.lattice(memory))
+        ):
+            small = self._solve(machine, workload, options, *self.lattice(memory, whole=True))
         if isinstance(small, PlanError):
             raise small
         return small
+
+    def _beaten(
+        self,
+        plan: Plan,
+        machine: Machine,
+        workload: Workload,
+        options: Options,
+        chains: Antichains,
+        states: States,
+    ) -> bool:
+        """Return whether a plan that leaves devices idle is faster than one that may not."""
+        idle = replace(options, use_all=False)
+        begin = time.perf_counter()
+        pinned = Pins(self.pins).nodes(self.costs)
+        posed = problems(self._constrained, chains, states, machine, workload, pinned, idle, self.never)
+        answer = any(beats(problem, chains, plan.bottleneck_ms) for problem in posed)
+        self.seconds["solve"] += time.perf_counter() - begin
+        return answer
 
     def _solve(
         self, machine: Machine, workload: Workload, options: Options, chains: Antichains, states: States

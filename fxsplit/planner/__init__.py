@@ -2,7 +2,8 @@
 
 from fxsplit.planner.contraction import merged
 from fxsplit.planner.lattice import antichains
+from fxsplit.planner.search import beats
 from fxsplit.planner.sequence import sequence
-from fxsplit.planner.solve import Options, partition
+from fxsplit.planner.solve import Options, partition, problems
 
-__all__ = ["Options", "antichains", "merged", "partition", "sequence"]
+__all__ = ["Options", "antichains", "beats", "merged", "partition", "problems", "sequence"]

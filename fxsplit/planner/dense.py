@@ -33,30 +33,42 @@ def membership(chains: Antichains, states: NDArray[np.int64]) -> NDArray[np.floa
 
 def contained(chains: Antichains) -> Bools:
     """Return which states lie strictly inside which: bool [smaller, larger]."""
-    inside = membership(chains, np.arange(len(chains)))
-    missing = inside @ (1.0 - inside).T  # how many of J's blocks I lacks
-    strictly: Bools = missing == 0
+    inside = membership(chains, np.arange(len(chains))) > 0
+    packed = np.packbits(inside, axis=1)
+    words = np.zeros((len(chains), -(-packed.shape[1] // 8) * 8), np.uint8)
+    words[:, : packed.shape[1]] = packed
+    sets = words.view(np.uint64)
+    strictly: Bools = np.ones((len(chains), len(chains)), np.bool_)
+    for word in sets.T:
+        strictly &= (word[:, None] & ~word[None, :]) == 0  # nothing in J that I lacks
     np.fill_diagonal(strictly, False)
     return strictly
 
 
-def best_path(problem: Problem, chains: Antichains) -> Path | None:
-    """Return the chain whose slowest stage is fastest, or None where none fits.
+def best_path(problem: Problem, chains: Antichains, upper: float = inf) -> Path | None:
+    """Return the chain whose slowest stage is fastest, or None where none fits with all loads below `upper`.
 
     The chains of one topological order come first: no state can be on a better chain than theirs whose work is too much
     for the devices before it, or too little for those after it.
     """
-    rough = best_line(problem, chains)
+    rough = _on_line(problem, first_order(chains), upper)
     if len(chains) == len(chains.blocks) + 1:
         return rough
-    upper = inf if rough is None else max(problem.loads(rough))
+    upper = upper if rough is None else max(problem.loads(rough))
     return _solve(problem, contained(chains), np.arange(len(problem)), upper) or rough
 
 
 def best_line(problem: Problem, chains: Antichains) -> Path | None:
-    """Return the best chain of one topological order's states, or None where none fits or they are many."""
-    line = np.array(first_order(chains), np.int64)
-    return _solve(problem, np.tri(line.size, k=-1, dtype=np.bool_).T, line, inf) if line.size <= SMALL else None
+    """Return the best chain among the states of two topological orders, or None where none fits or they are many."""
+    if len(chains.blocks) >= SMALL:
+        return None
+    found = [_on_line(problem, line, inf) for line in (first_order(chains), _narrow_order(problem, chains))]
+    return min((path for path in found if path), key=lambda path: max(problem.loads(path)), default=None)
+
+
+def _on_line(problem: Problem, line: list[int], upper: float) -> Path | None:
+    """Return the best chain among states that each contain the one before."""
+    return _solve(problem, np.tri(len(line), k=-1, dtype=np.bool_).T, np.array(line, np.int64), upper)
 
 
 def first_order(chains: Antichains) -> list[int]:
@@ -66,6 +78,17 @@ def first_order(chains: Antichains) -> list[int]:
         states.append(at)
         at = int(chains.parent[at])
     return states[::-1]
+
+
+def _narrow_order(problem: Problem, chains: Antichains) -> list[int]:
+    """Return the states of an order that goes where the least is live, step by step."""
+    live = problem.live
+    states, at = [0], 0
+    while at < len(chains) - 1:
+        above = chains.child[chains.pointer[at] : chains.pointer[at + 1]]
+        at = int(above[live[above].argmin()])
+        states.append(at)
+    return states
 
 
 def _solve(problem: Problem, below: Bools, states: NDArray[np.int64], upper: float) -> Path | None:

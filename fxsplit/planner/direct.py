@@ -65,7 +65,7 @@ class DirectProblem(Problem):
         origin, via = kernels.reach_direct(
             lattice=(chains.parent, chains.last, chains.pointer, chains.node, chains.child),
             below=(self.states.in_pointer, self.states.in_from),
-            costs=(self.work, self.end, self._live, self._least, self.rate),
+            costs=(self.work, self.end, self.live, self._least, self.rate),
             memory=(self.space_low, self.capacity),
             tensors=(self.pins_ptr, self.pins, self.total, self.size),
             moves=(self.allowed, self.table, self.left, self._better),
@@ -90,9 +90,14 @@ class DirectProblem(Problem):
         A tensor is shared if some of its pins are in I - J, and not all: so unless I and J have equally many of its
         pins, or J none and I all.
         """
+        if not self.total.size:
+            return np.zeros((states.size, states.size))
+        inside = membership(self.chains, states)
+        if np.all(inside[1:] >= inside[:-1]):
+            return self._shared_in_line(inside)
         makes = np.zeros((len(self.chains.blocks), self.total.size), np.float32)
         makes[np.repeat(np.arange(len(self.chains.blocks)), np.diff(self.pins_ptr)), self.pins] = 1.0
-        count = membership(self.chains, states) @ makes
+        count = inside @ makes
         shared = np.full((states.size, states.size), float(self.size.sum()))
         for number in range(int(self.total.max(initial=0)) + 1):
             some = self.total >= number
@@ -102,8 +107,32 @@ class DirectProblem(Problem):
         paid: Floats = np.maximum(shared, 0.0)
         return paid
 
+    def _shared_in_line(self, inside: NDArray[np.float32]) -> Floats:
+        """Return the same where each state contains the one before it; `inside` are its blocks.
+
+        What is not paid, of each tensor, is then a few rectangles of pairs: J and I between two pins that follow each
+        other, or J before the first pin and I after the last. They are added up by their corners.
+        """
+        n = inside.shape[0]
+        enters = inside.argmax(axis=0)[np.repeat(np.arange(inside.shape[1]), np.diff(self.pins_ptr))]
+        order = np.lexsort((enters, self.pins))
+        tensor, at = self.pins[order], enters[order]
+        size = self.size[tensor]
+        first, last = np.r_[True, tensor[1:] != tensor[:-1]], np.r_[tensor[1:] != tensor[:-1], True]
+        after = np.where(last, n, np.r_[at[1:], n])  # the next pin's state
+        corners = np.zeros((n + 1, n + 1))
+        np.add.at(corners, (at, np.zeros_like(at)), size)
+        np.add.at(corners, (at, after), -size)
+        np.add.at(corners, (np.zeros_like(at[first]), at[first]), -size[first])
+        corners[0, 0] += size[first].sum()
+        np.add.at(corners, (np.zeros_like(at[first]), at[last]), size[first])
+        np.add.at(corners, (at[first], at[last]), -size[first])
+        unpaid = corners.cumsum(axis=0).cumsum(axis=1)[:n, :n]
+        paid: Floats = np.maximum(float(self.size.sum()) - unpaid, 0.0)
+        return paid
+
     @cached_property
-    def _live(self) -> Floats:
+    def live(self) -> Floats:
         """The bytes of tensors with pins on both sides of each state."""
         none = np.zeros(self.total.size, np.int32)
         lists = (self.pins_ptr, self.pins, none, self.total, self.size[:, None])
@@ -112,9 +141,7 @@ class DirectProblem(Problem):
     @cached_property
     def _least(self) -> Floats:
         """What ending a stage at the state, or at any larger one, costs at least: by kind and state."""
-        return kernels.cheapest_above(
-            self.chains.pointer, self.chains.child, self.end + self.rate[:, None] * self._live
-        )
+        return kernels.cheapest_above(self.chains.pointer, self.chains.child, self.end + self.rate[:, None] * self.live)
 
     @cached_property
     def _better(self) -> Bools:

@@ -123,6 +123,11 @@ class Problem:
         """The moves as int32 [moves, 3]: from, to, kind."""
         return np.array([(m.source, m.target, k) for m, k in zip(self.moves.moves, self.kind, strict=True)], np.int32)
 
+    @cached_property
+    def live(self) -> Floats:
+        """The bytes that cross each state."""
+        return self.states.column("live_bytes") + self.states.column("live_gradient_bytes")
+
     def lower_bound(self) -> float:
         """Return a load that no chain's slowest stage can beat: all work shared evenly, or one edge's work alone."""
         if not self.work[-1] > 0:
@@ -231,7 +236,7 @@ def _work_with_hosts(states: States, chains: Antichains) -> tuple[Floats, float]
     With c the hosts' speed overall, a node's work is the smaller of its own time and c times its time on a host.
     """
     own, host = states.column("forward_ms") + states.column("backward_ms"), states.column("host_ms")
-    speed = float(own[-1] / host[-1]) if own[-1] > 0 and host[-1] > 0 else 1.0
+    speed = float(own[-1] / max(host[-1], 1e-9 * own[-1])) if own[-1] > 0 else 1.0  # any c is right; this one is tight
     alone = np.zeros((len(chains.blocks), 1))
     before = chains.parent[1:]
     alone[chains.last[1:], 0] = np.minimum(own[1:] - own[before], speed * (host[1:] - host[before]))

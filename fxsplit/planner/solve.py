@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 
@@ -73,15 +73,7 @@ def partition(
     deadline = time.monotonic() + options.time_limit
     best: tuple[Found, Problem] | None = None
     lower, problem = inf, None
-    for n_stages in _stage_counts(costs, machine, options):
-        moves = moves_of(machine, options.model == "replicated", options.use_all, options.free, n_stages)
-        if not moves.final:
-            continue
-        problem = pose(states, chains, machine, workload, options.costs, moves, pinned)
-        for names in never:
-            problem.allowed[:, _number(chains, names)] = False
-        if options.model == "direct":
-            problem = direct(problem, costs, chains, machine, options.costs)
+    for problem in problems(costs, chains, states, machine, workload, pinned, options, never):
         found = minimise(problem, chains, deadline)
         if found is None:
             continue
@@ -111,6 +103,27 @@ def partition(
         n_states=len(chains),
         model=options.costs,
     )
+
+
+def problems(
+    costs: Costs,
+    chains: Antichains,
+    states: States,
+    machine: Machine,
+    workload: Workload,
+    pinned: Mapping[str, int],
+    options: Options,
+    never: Sequence[frozenset[str]] = (),
+) -> Iterator[Problem]:
+    """Yield the search problems of which the best answer is the plan: one for each number of stages, or one for all."""
+    for n_stages in _stage_counts(costs, machine, options):
+        moves = moves_of(machine, options.model == "replicated", options.use_all, options.free, n_stages)
+        if not moves.final:
+            continue
+        problem = pose(states, chains, machine, workload, options.costs, moves, pinned)
+        for names in never:
+            problem.allowed[:, _number(chains, names)] = False
+        yield direct(problem, costs, chains, machine, options.costs) if options.model == "direct" else problem
 
 
 def _stage_counts(costs: Costs, machine: Machine, options: Options) -> list[int | None]:
