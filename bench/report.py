@@ -25,9 +25,32 @@ PAPER = {
 
 
 def main(path: str) -> None:
+    """Print the tables of what was run."""
+    rows = json.loads(Path(path).read_text(encoding="utf-8"))["benchmarks"]
+    planned = [row for row in rows if "work" in row["extra_info"]]
+    compiled = [row for row in rows if "phase" in row["extra_info"]]
+    if planned:
+        _planner(planned)
+    if compiled:
+        _compiler(compiled)
+
+
+def _planner(rows: list[Any]) -> None:
+    """Print one row a piece of work: ideals, objective, gap, time, and the ratio to the peer."""
+    print("| work | ideals | objective, ms | gap | time, s | all pairs, s | ratio |\n|---|---|---|---|---|---|---|")
+    for row in rows:
+        info, seconds = row["extra_info"], row["stats"]["median"]
+        peer = info.get("peer_s")
+        beside = f"{peer:.3f} | {peer / seconds:.0f}" if peer else "|"
+        figures = f"{info['ideals']:,} | {info['objective']:.6g} | {100 * info['gap']:.2g} % | {seconds:.4f}"
+        print(f"| {info['work']} | {figures} | {beside} |")
+    print()
+
+
+def _compiler(rows: list[Any]) -> None:
     """Print one row a network: what planning takes on 4 and 8 devices beside the paper, then every phase."""
     found: dict[tuple[str, str, int], Any] = {}
-    for row in json.loads(Path(path).read_text(encoding="utf-8"))["benchmarks"]:
+    for row in rows:
         info = row["extra_info"]
         found[info["network"], info["phase"], info["devices"]] = (row["stats"]["median"], info)
     print(

@@ -67,8 +67,30 @@ def best_line(problem: Problem, chains: Antichains) -> Path | None:
 
 
 def _on_line(problem: Problem, line: list[int], upper: float) -> Path | None:
-    """Return the best chain among states that each contain the one before."""
-    return _solve(problem, np.tri(len(line), k=-1, dtype=np.bool_).T, np.array(line, np.int64), upper)
+    """Return the best chain among states that each contain the one before; an even split tells how slow it may be."""
+    states, below = np.array(line, np.int64), np.tri(len(line), k=-1, dtype=np.bool_).T
+    return _solve(problem, below, states, min(upper, float(np.nextafter(_even(problem, states) * WIDER, inf))))
+
+
+def _even(problem: Problem, line: NDArray[np.int64]) -> float:
+    """Return the slowest load of an even split of a line over all devices, infinite where that may not be allowed."""
+    path: Path = []
+    moves = {m.source: m for m in reversed(problem.moves.moves)}  # the first that leaves each configuration
+    steps = [0]
+    while steps[-1] in moves:
+        steps.append(moves[steps[-1]].target)
+    count = len(steps) - 1
+    if steps[-1] not in problem.moves.final or count >= line.size or np.isfinite(problem.capacity).any():
+        return inf
+    work = problem.work[line]
+    cut = 0
+    for stage, config in enumerate(steps[:-1], 1):
+        nearest = int(np.abs(work - work[-1] * stage / count).argmin())
+        cut = line.size - 1 if stage == count else min(max(nearest, cut + 1), line.size - 1 - count + stage)
+        if not problem.allowed[moves[config].target, line[cut]]:
+            return inf
+        path.append((int(line[cut]), moves[config]))
+    return max(problem.loads(path))
 
 
 def first_order(chains: Antichains) -> list[int]:

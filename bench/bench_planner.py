@@ -1,0 +1,136 @@
+"""How long planning takes, beside the paper's own dynamic programme where that stands.
+
+Run `make bench`. One thread, kernels warm. Profiles of other tools are read from the folder FXSPLIT_PROFILES, which
+holds `dnn_partitioning/*.json` (github.com/msr-fiddle/dnn-partitioning) and `pipedream/*.txt`
+(github.com/msr-fiddle/pipedream, each model's graph.txt by its name); without it they are skipped.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from bench.bench_compile import stages_of_the_ir
+from bench.peer import optimum_ms
+from bench.profiles import transformer
+from fxsplit import zoo
+from fxsplit.antichains import Antichains
+from fxsplit.costs import Costs
+from fxsplit.formats import read
+from fxsplit.machine import Machine
+from fxsplit.planner import Options, partition, sequence
+from fxsplit.planning import Planner, demands, machine_of
+from fxsplit.plans import Plan
+from fxsplit.states import States
+
+FOLDER = Path(os.environ.get("FXSPLIT_PROFILES", "no such folder"))
+WORKLOADS = sorted(FOLDER.glob("dnn_partitioning/*.json"))
+PROFILES = sorted(path for path in FOLDER.glob("pipedream/*.txt") if "LICENSE" not in path.name)
+PIPEDREAM = Options(model="replicated", traffic=False)
+
+
+def note(benchmark: BenchmarkFixture, work: str, plan: Plan, **more: Any) -> None:
+    benchmark.group = "planner"
+    figures = {"objective": plan.bottleneck_ms, "gap": plan.gap, "ideals": plan.n_states}
+    benchmark.extra_info.update(work=work, **figures, **more)
+
+
+@pytest.mark.skipif(not WORKLOADS, reason="FXSPLIT_PROFILES names no folder with dnn_partitioning/*.json")
+@pytest.mark.parametrize("path", WORKLOADS, ids=lambda path: str(path.stem))
+def test_dnn_partitioning(benchmark: BenchmarkFixture, path: Path) -> None:
+    """Model A on the file's own devices: states and solution, after reading."""
+    profile = read(path)
+    machine = machine_of(profile, None, None)
+    options = Options(model="direct", free=True, use_all=False)
+
+    def plan() -> Plan:
+        return Planner(profile.costs).plan(machine, demands(machine), options)
+
+    note(benchmark, path.stem, benchmark.pedantic(plan, rounds=5, warmup_rounds=1))
+
+
+@pytest.mark.skipif(not PROFILES, reason="FXSPLIT_PROFILES names no folder with pipedream/*.txt")
+@pytest.mark.parametrize("devices", [4, 8])
+@pytest.mark.parametrize("path", PROFILES, ids=lambda path: str(path.stem))
+def test_pipedream(benchmark: BenchmarkFixture, path: Path, devices: int) -> None:
+    """Model C under PipeDream's own defaults: every device used, traffic between stages free, 1e9 bytes/s."""
+    costs = read(path).costs
+    machine = Machine.planned(devices, 1e9)
+
+    def plan() -> Plan:
+        return Planner(costs).plan(machine, demands(machine), PIPEDREAM)
+
+    note(benchmark, f"{path.stem}, {devices} devices", benchmark.pedantic(plan, rounds=5, warmup_rounds=1))
+
+
+@lru_cache(maxsize=1)
+def lattice(name: str) -> tuple[Costs, Antichains, States]:
+    ir = stages_of_the_ir(name)["partition"]
+    return ir[Costs], ir[Antichains], ir[States]
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8, 16])
+@pytest.mark.parametrize("name", list(zoo.TABLE_1))
+def test_order_and_partition(benchmark: BenchmarkFixture, name: str, devices: int) -> None:
+    """Model B on a traced network, at 10 GB/s; fewer devices where there are fewer blocks."""
+    costs, chains, _ = lattice(name)
+    machine = Machine.planned(devices, 1e10)
+    options = Options(use_all=devices <= len(chains.blocks))
+
+    def plan() -> Plan:
+        return partition(costs, chains, sequence(costs, chains), machine, demands(machine), {}, options)
+
+    note(benchmark, f"{name}, {devices} devices", benchmark.pedantic(plan, rounds=5, warmup_rounds=1))
+
+
+@pytest.mark.parametrize("devices", [4, 8])
+@pytest.mark.parametrize("name", ["resnet50", "resnet101", "densenet121"])
+def test_beside_the_paper(benchmark: BenchmarkFixture, name: str, devices: int) -> None:
+    """The same states, the same cost model, the same optimum, in one run."""
+    costs, chains, states = lattice(name)
+    machine = Machine.planned(devices, 1e9)
+    begin = time.perf_counter()
+    peer = optimum_ms(chains, states, devices, 1e6)
+    peer_s = time.perf_counter() - begin
+
+    def plan() -> Plan:
+        return partition(costs, chains, states, machine, demands(machine), {}, PIPEDREAM)
+
+    found = benchmark.pedantic(plan, rounds=5, warmup_rounds=1)
+    assert found.bottleneck_ms == pytest.approx(peer, rel=1e-9)
+    note(benchmark, f"{name}, {devices} devices, beside all pairs", found, peer_s=peer_s)
+
+
+def test_transformer(benchmark: BenchmarkFixture) -> None:
+    """96 layers traced operator by operator, 16 devices at 25 GB/s: blocks, states and solution."""
+    costs = transformer()
+    machine = Machine.planned(16, 25e9)
+
+    def plan() -> Plan:
+        return Planner(costs).plan(machine, demands(machine), Options())
+
+    work = f"transformer, {len(costs.nodes):,} nodes, 16 devices"
+    note(benchmark, work, benchmark.pedantic(plan, rounds=3, warmup_rounds=1))
+
+
+def test_whole_process(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
+    """`fxsplit plan profile.json --devices 8`, from start to exit; numba is not touched."""
+    costs, _, _ = lattice("resnet50")
+    costs.save(tmp_path / "profile.json")
+    command = [sys.executable, "-m", "fxsplit", "plan", str(tmp_path / "profile.json"), "--devices", "8"]
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+
+    def plan() -> None:
+        subprocess.run(command, env=environment, check=True, capture_output=True)
+
+    benchmark.pedantic(plan, rounds=5, warmup_rounds=1)
+    machine = Machine.planned(8)
+    note(benchmark, "resnet50, 8 devices, whole process", Planner(costs).plan(machine, demands(machine), Options()))

@@ -1,0 +1,35 @@
+"""The paper's planner, written down again to be measured beside ours: all pairs of states, in plain Python.
+
+A(j, m) = min over s < j and m' < m of max(A(s, m - m'), T(s+1..j, m')), with T = (time + all-reduce) / m', as PipeDream
+computes it (Narayanan et al. 2019). Stage-to-stage traffic is not priced, exactly m devices are used, and stages of
+incomparable states are left out, which is where the original goes wrong.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from fxsplit.antichains import Antichains
+from fxsplit.states import States
+
+
+def optimum_ms(chains: Antichains, states: States, devices: int, bytes_per_ms: float) -> float:
+    """Return the smallest bottleneck over all chains of states and replications."""
+    count = len(chains)
+    sets = [frozenset(chains.ideal(i)) for i in range(count)]
+    time = (states.column("forward_ms") + states.column("backward_ms")).tolist()
+    weights = states.column("parameter_bytes").tolist()
+    below = [[s for s in range(j) if sets[s] < sets[j]] for j in range(count)]
+    best = [[inf] * (devices + 1) for _ in range(count)]
+    best[0][0] = 0.0
+    for j in range(1, count):
+        for m in range(1, devices + 1):
+            least = inf
+            for s in below[j]:
+                for replicas in range(1, m + 1):
+                    before = best[s][m - replicas]
+                    reduce = 4.0 * (replicas - 1) * (weights[j] - weights[s]) / (bytes_per_ms * replicas * replicas)
+                    stage = (time[j] - time[s]) / replicas + reduce
+                    least = min(least, max(before, stage))
+            best[j][m] = least
+    return best[-1][devices]
