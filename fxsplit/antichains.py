@@ -27,7 +27,8 @@ class Antichains:
     is full. `pointer`, `node`, `child` (CSR) are the edges I -> I + v. `live_bytes` and `live_gradient_bytes`
     (float64 [ideals]) sum the values made inside (or given to the model) and read outside, each once, and the
     gradients that return for them. `complete` is False where the lattice was too large and the ideals are only the
-    prefixes of one topological order.
+    prefixes of one topological order. `slack_ms` is by how much joining light nodes, to have fewer ideals, may have
+    slowed the best plan.
     """
 
     blocks: Blocks
@@ -39,6 +40,7 @@ class Antichains:
     live_bytes: Floats
     live_gradient_bytes: Floats
     complete: bool
+    slack_ms: float = 0.0
 
     made_by: ClassVar[str] = "augment"
     given: ClassVar[bool] = False
@@ -88,6 +90,7 @@ class Antichains:
         """The number of states, then the antichain and live bytes of the first and last of them."""
         kind = "every ideal" if self.complete else "prefixes of one topological order only (too many ideals)"
         lines = [f"{len(self)} states of {len(self.blocks)} blocks: {kind}"]
+        lines += [f"light nodes joined, at {self.slack_ms:.6g} ms at most"] if self.slack_ms else []
         for i in range(len(self)):
             if i == SHOWN and len(self) > 2 * SHOWN:
                 lines.append(f"... {len(self) - 2 * SHOWN} more")

@@ -16,7 +16,7 @@ from fxsplit.costs import Costs
 from fxsplit.errors import InputError, PlanError
 from fxsplit.formats import Profile, read
 from fxsplit.machine import Device, Machine
-from fxsplit.planner import Options, antichains, beats, merged, partition, problems, sequence
+from fxsplit.planner import Options, antichains_within, beats, merged, partition, problems, sequence
 from fxsplit.plans import Plan
 from fxsplit.schedule import find_schedule
 from fxsplit.states import States
@@ -63,7 +63,8 @@ class Planner:
             if known is not None and len(smaller) == len(known[0].blocks):
                 self._made[memory_bytes, whole] = known  # nothing there to join
             else:
-                chains = antichains(costs, self.max_states, smaller)
+                pinned = Pins(self.pins).nodes(costs)
+                chains = antichains_within(costs, smaller, self.max_states, memory_bytes, pinned)
                 self._made[memory_bytes, whole] = chains, sequence(costs, chains)
             self.seconds["states"] += time.perf_counter() - begin
         return self._made[memory_bytes, whole]

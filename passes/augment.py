@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import ClassVar
 
+from fxsplit.blocks import Blocks
 from fxsplit.costs import Costs
 from fxsplit.errors import ChainError
 from fxsplit.ir import IR
-from fxsplit.planner.lattice import antichains
+from fxsplit.machine import Machine
+from fxsplit.planner.lattice import antichains_within
+from fxsplit.workload import Pins
 
 
 @dataclass(frozen=True)
 class Augment:
     """Enumerate every ideal, up to `max_states` of them.
 
-    A graph with more is planned on the prefixes of one topological order, and its plan carries a gap instead of a
-    proof.
+    In a graph with more, light nodes join what they follow, or it is planned on the prefixes of one topological order:
+    its plan carries a gap instead of a proof.
     """
 
     max_states: int = 1_000_000
@@ -29,4 +33,7 @@ class Augment:
 
     def __call__(self, ir: IR) -> IR:
         """Learn Antichains from Costs."""
-        return ir.learn(antichains(ir[Costs], self.max_states))
+        costs, machine, pins = ir[Costs], ir.get(Machine), ir.get(Pins)
+        memory = min(d.memory_bytes for d in machine.devices) if machine else inf
+        apart = pins.nodes(costs) if pins else {}
+        return ir.learn(antichains_within(costs, Blocks.of(costs), self.max_states, memory, apart))

@@ -26,8 +26,7 @@ def merged(costs: Costs, blocks: Blocks, apart: Collection[str], memory_bytes: f
 
     `memory_bytes` is the smallest device's: memory is no cost where the whole graph fits there.
     """
-    fits = sum(n.parameter_bytes * MOST_COPIES + n.buffer_bytes + n.kept_bytes * MOST_IN_FLIGHT for n in costs.nodes)
-    bounded = fits > memory_bytes
+    bounded = memory_may_bind(costs, memory_bytes)
     free = [not set(names) & set(apart) for names in blocks.members]
     light = [
         free[b] and not any(_weighs(costs.by_name[n], bounded) for n in names) for b, names in enumerate(blocks.members)
@@ -46,6 +45,43 @@ def merged(costs: Costs, blocks: Blocks, apart: Collection[str], memory_bytes: f
                 waiting.remove(b)
                 changed = True
     return blocks.joined(graph.groups(), costs) if len(graph.groups()) < len(blocks) else blocks
+
+
+def memory_may_bind(costs: Costs, memory_bytes: float) -> bool:
+    """Return whether the whole graph might not fit on a device with so much memory."""
+    most = sum(n.parameter_bytes * MOST_COPIES + n.buffer_bytes + n.kept_bytes * MOST_IN_FLIGHT for n in costs.nodes)
+    return most > memory_bytes
+
+
+def lightened(costs: Costs, blocks: Blocks, apart: Collection[str], light_ms: float) -> tuple[Blocks, float]:
+    """Return the blocks after light ones join what they follow, and by how much that may slow the best plan, in ms.
+
+    A block joins its only predecessor u if u has no other successor, what it sends on is no larger than what it gets
+    from u, and all that has joined u so takes at most `light_ms`. Any plan can be changed to keep such groups whole: a
+    stage then also does the tails of the groups that were cut at its end. No two of those lie on one path, so of the
+    groups along a path at most one tail counts, and the sum of the largest over paths that cover all groups is a bound.
+    """
+    work = {n.name: max(n.forward_ms + n.backward_ms, n.host_ms) for n in costs.nodes}
+    weight = [sum(work[name] for name in names) for names in blocks.members]
+    free = [not set(names) & set(apart) for names in blocks.members]
+    graph = _Graph(costs, blocks)
+    tail = [0.0] * len(blocks)
+    head = list(range(len(blocks)))
+    for b in range(len(blocks)):
+        follows = graph.only_before(b)
+        if follows is None or not (free[b] and free[follows]) or tail[follows] + weight[b] > light_ms:
+            continue
+        graph.join(b, follows)
+        head[b] = follows
+        tail[follows] += weight[b]
+    paths: dict[int, float] = {}
+    end_of: dict[int, int] = {}  # the last group of each path -> the path
+    for b in range(len(blocks)):
+        if head[b] == b:
+            path = next((end_of.pop(a) for a in sorted(graph.before(b)) if a in end_of), b)
+            end_of[b] = path
+            paths[path] = max(paths.get(path, 0.0), tail[b])
+    return blocks.joined(graph.groups(), costs), sum(paths.values())
 
 
 def _weighs(node: NodeCost, bounded: bool) -> bool:
@@ -106,6 +142,18 @@ class _Graph:
                 if back[only] == {b} and self._own(b, only) <= self._between(b, only):
                     return only
         return None
+
+    def before(self, b: int) -> set[int]:
+        """Return the groups just before one."""
+        return self._before[b]
+
+    def only_before(self, b: int) -> int | None:
+        """Return the only group before `b`, if `b` is its only successor and sends on no more than it gets from it."""
+        if len(self._before[b]) != 1:
+            return None
+        (only,) = self._before[b]
+        fits = self._after[only] == {b} and self._own(b, only) <= self._between(b, only)
+        return only if fits else None
 
     def _own(self, b: int, other: int) -> float:
         """Return the bytes of tensors at `b` that are not at `other`."""

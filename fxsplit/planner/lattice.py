@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -9,6 +12,7 @@ from fxsplit import kernels
 from fxsplit.antichains import Antichains
 from fxsplit.blocks import Blocks, Ints, csr
 from fxsplit.costs import Costs
+from fxsplit.planner.contraction import lightened, memory_may_bind
 
 
 def antichains(costs: Costs, max_states: int, blocks: Blocks | None = None) -> Antichains:
@@ -25,6 +29,29 @@ def antichains(costs: Costs, max_states: int, blocks: Blocks | None = None) -> A
     pointer, node, child = kernels.lattice_edges(parent, last)
     live = _live(costs, blocks, parent, last)
     return Antichains(blocks, parent, last, pointer, node, child, live[:, 0], live[:, 1], complete)
+
+
+LIGHT = (1e-5, 1e-4, 1e-3, 1e-2)
+"""Shares of all work that nodes may take to count as light, tried in turn until the ideals are few enough."""
+
+
+def antichains_within(
+    costs: Costs, blocks: Blocks, max_states: int, memory_bytes: float, apart: Collection[str] = ()
+) -> Antichains:
+    """Return every ideal, of as many blocks as can be kept apart with at most `max_states` ideals.
+
+    Where light nodes had to join others, `slack_ms` says how much faster a plan that parts them could be. Where that is
+    not enough, or memory may bind, so that joining could make a plan impossible, one topological order's are returned.
+    """
+    found = antichains(costs, max_states, blocks)
+    if found.complete or memory_may_bind(costs, memory_bytes):
+        return found
+    for share in LIGHT:
+        smaller, slack = lightened(costs, blocks, apart, share * costs.total_ms)
+        fewer = antichains(costs, max_states, smaller)
+        if fewer.complete:
+            return replace(fewer, slack_ms=slack)
+    return found
 
 
 def _live(costs: Costs, blocks: Blocks, parent: Ints, last: Ints) -> NDArray[np.float64]:

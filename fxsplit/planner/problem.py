@@ -128,14 +128,20 @@ class Problem:
         """The bytes that cross each state."""
         return self.states.column("live_bytes") + self.states.column("live_gradient_bytes")
 
-    def lower_bound(self) -> float:
-        """Return a load that no chain's slowest stage can beat: all work shared evenly, or one edge's work alone."""
+    def lower_bound(self, joined: bool = False) -> float:
+        """Return a load that no chain's slowest stage can beat: all work shared evenly, or one edge's work alone.
+
+        Where light blocks are `joined`, an edge's work might be parted, and only the first counts.
+        """
         if not self.work[-1] > 0:
             return 0.0
+        even = float(self.work[-1] / self.done.max())
+        if joined:
+            return even
         ends = np.repeat(np.arange(len(self)), np.diff(self.states.in_pointer))
         largest = float((self.work[ends] - self.work[self.states.in_from]).max(initial=0.0))
         quickest = max(self.done[m.target] - self.done[m.source] for m in self.moves.moves)
-        return max(float(self.work[-1] / self.done.max()), largest / float(quickest))
+        return max(even, largest / float(quickest))
 
     def without_memory(self) -> Problem:
         """Return the same problem for devices of unlimited memory."""

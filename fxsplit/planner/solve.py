@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, isfinite
 
 from fxsplit.antichains import Antichains
@@ -91,6 +91,12 @@ def partition(
         begin = end
     priced = price(costs, machine, workload, split, options.costs)
     reached = max(s.load_ms for s in priced)
+    if chains.slack_ms:
+        # Keeping light nodes together may empty a stage, so plans that leave devices idle bound those that do not.
+        idle = list(problems(costs, chains, states, machine, workload, pinned, replace(options, use_all=False), never))
+        bounds = [found.lower for p in idle if (found := minimise(p, chains, deadline)) is not None]
+        slack = chains.slack_ms / min(d.speed for d in machine.devices)
+        lower = max(min([lower, *bounds]) - slack, min(p.lower_bound(joined=True) for p in idle))
     proven = chains.complete and max(best[1].loads(best[0].path)) - lower <= 1e-9 * reached
     return Plan(
         stages=priced,
