@@ -52,9 +52,11 @@ class Planner:
         sets = [tuple(Pins(dict.fromkeys(names, 0)).nodes(self.costs)) for names in self.keep]
         return replace(self.costs, together=(*self.costs.together, *(s for s in sets if len(s) > 1)))
 
-    def lattice(self, memory_bytes: float, whole: bool = False) -> tuple[Antichains, States]:
-        """Return the states for devices of at least `memory_bytes`; `whole` joins no costless nodes to neighbours."""
-        if (memory_bytes, whole) not in self._made:
+    def lattice(self, machine: Machine, whole: bool = False) -> tuple[Antichains, States]:
+        """Return the states to plan for a machine; `whole` joins no costless nodes to neighbours."""
+        memory_bytes = min(d.memory_bytes for d in machine.devices)
+        made = self._made.get((memory_bytes, whole))
+        if made is None or (made[0].slack_ms and len(made[0].blocks) < len(machine)):
             begin = time.perf_counter()
             costs = self._constrained
             blocks = Blocks.of(costs)
@@ -64,7 +66,7 @@ class Planner:
                 self._made[memory_bytes, whole] = known  # nothing there to join
             else:
                 pinned = Pins(self.pins).nodes(costs)
-                chains = antichains_within(costs, smaller, self.max_states, memory_bytes, pinned)
+                chains = antichains_within(costs, smaller, self.max_states, memory_bytes, pinned, len(machine))
                 self._made[memory_bytes, whole] = chains, sequence(costs, chains)
             self.seconds["states"] += time.perf_counter() - begin
         return self._made[memory_bytes, whole]
@@ -75,15 +77,14 @@ class Planner:
         Costless nodes that are joined to neighbours cannot have a stage of their own. Where every device is to have a
         stage, that loses nothing if plans that leave some idle are no faster; otherwise all nodes are looked at.
         """
-        memory = min(d.memory_bytes for d in machine.devices)
-        small = self._solve(machine, workload, options, *self.lattice(memory))
+        small = self._solve(machine, workload, options, *self.lattice(machine))
         if isinstance(small, Plan) and not options.use_all:
             return small
         blocks = Blocks.of(self._constrained)
-        if len(self.lattice(memory)[0].blocks) < len(blocks) and (
-            not isinstance(small, Plan) or self._beaten(small, machine, workload, options, *self.lattice(memory))
+        if len(self.lattice(machine)[0].blocks) < len(blocks) and (
+            not isinstance(small, Plan) or self._beaten(small, machine, workload, options, *self.lattice(machine))
         ):
-            small = self._solve(machine, workload, options, *self.lattice(memory, whole=True))
+            small = self._solve(machine, workload, options, *self.lattice(machine, whole=True))
         if isinstance(small, PlanError):
             raise small
         return small

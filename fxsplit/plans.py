@@ -48,7 +48,8 @@ class StagePlan:
     `devices` are numbers of the machine's devices; several share the microbatches. Times are on these devices, already
     divided among them; `send_ms` and `receive_ms` are the transfers over the stage's two boundaries, values forward
     and gradients back together, and `reduce_ms` the all-reduce of a replicated stage's gradients. `load_ms` is how long
-    the stage is busy with one microbatch. `memory_bytes` is what each device holds.
+    the stage is busy with one microbatch. `memory_bytes` is what each device holds. A stage that is to `recompute` runs
+    forward again before backward, which `backward_ms` includes, and keeps no activations in between.
     """
 
     nodes: tuple[str, ...]
@@ -62,6 +63,7 @@ class StagePlan:
     in_bytes: float
     out_bytes: float
     memory_bytes: float
+    recompute: bool = False
 
 
 FIGURES = ("forward_ms", "backward_ms", "receive_ms", "send_ms", "reduce_ms", "load_ms", "memory_bytes")
@@ -123,7 +125,7 @@ class Plan:
             if stage_of[a] > stage_of[b]:
                 raise BrokenFact(f"node {a!r} must run before {b!r}, and its stage is later")
         machine = ir[Machine]
-        split = [(s.nodes, s.devices) for s in self.stages]
+        split = [(s.nodes, s.devices, s.recompute) for s in self.stages]
         for number, (mine, other) in enumerate(
             zip(self.stages, price(costs, machine, ir[Workload], split, self.model), strict=True)
         ):
@@ -164,8 +166,8 @@ class Plan:
         return "\n".join(rows)
 
 
-Split = Sequence[tuple[Sequence[str], Sequence[int]]]
-"""For each stage its nodes and the numbers of its devices."""
+Split = Sequence[tuple[Sequence[str], Sequence[int], bool]]
+"""For each stage its nodes, the numbers of its devices, and whether it recomputes."""
 
 
 def price(costs: Costs, machine: Machine, workload: Workload, split: Split, model: CostModel) -> tuple[StagePlan, ...]:
@@ -175,21 +177,21 @@ def price(costs: Costs, machine: Machine, workload: Workload, split: Split, mode
     an output made before the last stage. Direct, a stage pays for every value that it shares with another stage.
     r replicas take 1/r of the time each and 4 (r - 1) W / (r^2 bandwidth) to sum W bytes of gradients
     (Narayanan et al. 2019). Memory = parameters x (WEIGHT_COPIES + optimizer_factor) + buffers + microbatches in flight
-    x (kept activations + boundary values, unless direct).
+    x (kept activations + boundary values, unless direct); a stage that recomputes keeps activations once.
     """
     last = len(split) - 1
-    crossing, returning = _forwarded(costs, [names for names, _ in split])
-    given, taken = _shared(costs, [names for names, _ in split])
+    crossing, returning = _forwarded(costs, [names for names, *_ in split])
+    given, taken = _shared(costs, [names for names, *_ in split])
     direct = model.name == "direct"
     in_flight = workload.in_flight[len(split)]
     plans = []
-    for i, (names, devices) in enumerate(split):
+    for i, (names, devices, recompute) in enumerate(split):
         nodes = [costs.by_name[n] for n in names]
         before, after = (split[i - 1][1][-1] if i > 0 else None), (split[i + 1][1][0] if i < last else None)
         speed = len(devices) * min(machine.devices[d].speed for d in devices)
         host = machine.devices[devices[0]].host
         forward = sum(n.host_ms if host else n.forward_ms for n in nodes) / speed
-        backward = 0.0 if host else sum(n.backward_ms for n in nodes) / speed
+        backward = 0.0 if host else sum(n.backward_ms + recompute * n.forward_ms for n in nodes) / speed
         receive = send = 0.0
         if model.traffic and direct:
             rate = machine.bytes_per_ms(devices[0], devices[0])
@@ -203,7 +205,8 @@ def price(costs: Costs, machine: Machine, workload: Workload, split: Split, mode
             )
         reduce = sum(n.parameter_bytes for n in nodes) * machine.reduce_ms_per_byte(devices)
         busy = forward + backward + reduce
-        kept = sum(n.kept_bytes for n in nodes) + (0.0 if direct else crossing[i] + crossing[i + 1])
+        activations = (min(in_flight[i], 1) if recompute else in_flight[i]) * sum(n.kept_bytes for n in nodes)
+        boundary = 0.0 if direct else in_flight[i] * (crossing[i] + crossing[i + 1])
         held = sum(n.parameter_bytes * (WEIGHT_COPIES + model.optimizer_factor) + n.buffer_bytes for n in nodes)
         plans.append(
             StagePlan(
@@ -217,7 +220,8 @@ def price(costs: Costs, machine: Machine, workload: Workload, split: Split, mode
                 load_ms=max(busy, receive, send) if model.name == "overlapped" else busy + receive + send,
                 in_bytes=taken[i] if direct else crossing[i],
                 out_bytes=given[i] if direct else crossing[i + 1],
-                memory_bytes=held + in_flight[i] * kept,
+                memory_bytes=held + activations + boundary,
+                recompute=recompute,
             )
         )
     return tuple(plans)

@@ -99,9 +99,9 @@ def workload(machine: Machine, n_microbatches: int = 3) -> Workload:
     return Workload("1F1B", n_microbatches, peaks)
 
 
-def one_each(stages: Sequence[Sequence[str]]) -> list[tuple[Sequence[str], tuple[int]]]:
+def one_each(stages: Sequence[Sequence[str]]) -> list[tuple[Sequence[str], tuple[int], bool]]:
     """The split that puts stage i on device i."""
-    return [(names, (i,)) for i, names in enumerate(stages)]
+    return [(names, (i,), False) for i, names in enumerate(stages)]
 
 
 def downsets(costs: Costs) -> list[frozenset[str]]:
@@ -159,8 +159,9 @@ def best_bottleneck(costs: Costs, machine: Machine, load: Workload, options: Opt
         ways = list(assignments(machine, options, n_stages))
         for chain in chains(sets, n_stages) if ways else ():
             stages = [[n.name for n in costs.nodes if n.name in b - a] for a, b in itertools.pairwise(chain)]
-            for way in ways:
-                priced = price(costs, machine, load, list(zip(stages, way, strict=True)), options.costs)
+            again = {"never": (False,), "always": (True,), "auto": (False, True)}[options.recompute]
+            for way, recompute in itertools.product(ways, itertools.product(again, repeat=n_stages)):
+                priced = price(costs, machine, load, list(zip(stages, way, recompute, strict=True)), options.costs)
                 if any(s.memory_bytes > machine.devices[d].memory_bytes for s in priced for d in s.devices):
                     continue
                 slowest = max(s.load_ms for s in priced)

@@ -15,7 +15,7 @@ from fxsplit.machine import Device, Machine
 from fxsplit.planner import Options, search
 from fxsplit.planning import Planner
 from fxsplit.plans import COST_MODELS, Plan, price
-from tests.graphs import best_bottleneck, profiles, workload
+from tests.graphs import best_bottleneck, node, profiles, workload
 
 many = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
@@ -72,10 +72,39 @@ def test_equals_brute_force(solver: str, model: str, free: bool, use_all: bool) 
             return
         assert isclose(plan.bottleneck_ms, best, rel_tol=1e-8, abs_tol=1e-12)
         assert plan.optimal and plan.lower_bound_ms <= best * (1 + 1e-9)
-        split = [(s.nodes, s.devices) for s in plan.stages]
+        split = [(s.nodes, s.devices, s.recompute) for s in plan.stages]
         assert price(costs, machine, workload(machine), split, options.costs) == plan.stages
 
     check()
+
+
+@pytest.mark.parametrize("recompute", ["auto", "always"])
+@pytest.mark.parametrize("model", COST_MODELS)
+def test_recomputation_equals_brute_force(solver: str, model: str, recompute: str) -> None:
+    @many
+    @given(profiles(5), clusters(False))
+    def check(costs: Costs, machine: Machine) -> None:
+        options = Options(model=model, recompute=recompute, use_all=False)
+        best = best_bottleneck(costs, machine, workload(machine), options)
+        plan = solve(costs, machine, options)
+        assert (plan is None) == (best is None)
+        if plan is not None and best is not None:
+            assert isclose(plan.bottleneck_ms, best, rel_tol=1e-8, abs_tol=1e-12)
+
+    check()
+
+
+def test_only_what_would_not_fit_recomputes() -> None:
+    """Stage 0 of two holds two microbatches' activations under 1F1B, and stage 1 one."""
+    costs = Costs(
+        tuple(node(f"n{i}", [f"n{i - 1}"] if i else [], 1.0, kept_bytes=100) for i in range(4)), (), ("n3",), rows=1
+    )
+    machine = Machine.planned(2, memory_bytes=200)
+    with pytest.raises(PlanError, match="no plan fits in memory"):
+        Planner(costs).plan(machine, workload(machine), Options())
+    plan = Planner(costs).plan(machine, workload(machine), Options(recompute="auto"))
+    assert [(len(s.nodes), s.recompute) for s in plan.stages] == [(2, True), (2, False)]
+    assert [s.memory_bytes for s in plan.stages] == [200, 200] and plan.stages[0].backward_ms == 2 * (2 + 1)
 
 
 @many
@@ -97,10 +126,10 @@ def test_direct_plans_do_not_care_for_direction(costs: Costs) -> None:
     machine = Machine.planned(3, 1e5)
     names = [n.name for n in reversed(costs.nodes)]
     readers: dict[str, list[str]] = {name: [] for name in names}
-    for node in costs.nodes:
-        for maker in node.inputs:
+    for reader in costs.nodes:
+        for maker in reader.inputs:
             if maker in readers:
-                readers[maker].append(node.name)
+                readers[maker].append(reader.name)
     # What the reversed graph exchanges is what the graph does: values become tensors without an order of their own.
     from fxsplit.costs import Exchange
 

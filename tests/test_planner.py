@@ -289,7 +289,10 @@ def test_a_wrong_plan_is_caught() -> None:
     plan = run(ir, PLANNER)[Plan]
     flattering = replace(plan, stages=(replace(plan.stages[0], forward_ms=0.5), plan.stages[1]))
     backwards = replace(
-        plan, stages=price(costs, machine, workload(machine), [(("n2", "n3"), (0,)), (("n0", "n1"), (1,))], CostModel())
+        plan,
+        stages=price(
+            costs, machine, workload(machine), [(("n2", "n3"), (0,), False), (("n0", "n1"), (1,), False)], CostModel()
+        ),
     )
     forgetful = replace(plan, stages=(plan.stages[0], replace(plan.stages[1], nodes=("n2",))))
     for wrong in (flattering, backwards, forgetful, replace(plan, lower_bound_ms=99.0)):

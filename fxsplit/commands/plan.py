@@ -16,6 +16,7 @@ from fxsplit.formats.machine_toml import read_machine
 from fxsplit.machine import Machine
 from fxsplit.planner import Options
 from fxsplit.planner.baselines import BASELINES, baseline
+from fxsplit.planner.solve import RECOMPUTE
 from fxsplit.planning import MAX_STATES, Planner, demands, machine_of
 from fxsplit.plans import COST_MODELS, Plan
 
@@ -30,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--use-all-devices", action="store_true", help="leave no device idle")
     parser.add_argument("--no-traffic", action="store_true", help="leave traffic from stage to stage unpriced")
     parser.add_argument("--free-order", action="store_true", help="take devices in any order")
+    parser.add_argument("--recompute", default="never", choices=RECOMPUTE, help="trade activations for time")
     parser.add_argument("--schedule", default="1F1B", help="what decides the activations held (default: 1F1B)")
     parser.add_argument("--microbatches", type=int, metavar="N", help="default: two a device")
     parser.add_argument("--optimizer-factor", type=float, default=2.0, metavar="X", help="bytes per parameter byte")
@@ -72,6 +74,7 @@ class Question:
             traffic=not arguments.no_traffic,
             free=arguments.free_order or (foreign and arguments.cost_model != "replicated"),
             optimizer_factor=arguments.optimizer_factor,
+            recompute=arguments.recompute,
             time_limit=arguments.time_limit,
         )
 
@@ -120,6 +123,7 @@ class Question:
                     "devices": [plan.device_names[d] for d in s.devices],
                     "load": s.load_ms,
                     "memory_bytes": s.memory_bytes,
+                    "recompute": s.recompute,
                 }
                 for n, s in enumerate(plan.stages)
             ],
@@ -157,7 +161,7 @@ def _beside(question: Question, count: int | None, plan: Plan) -> str:
     """Return the splits by hand, each with how much slower than the plan it is."""
     machine = question.machine(count)
     workload = demands(machine, question.arguments.schedule, question.arguments.microbatches)
-    chains, states = question.planner.lattice(min(d.memory_bytes for d in machine.devices), whole=True)
+    chains, states = question.planner.lattice(machine, whole=True)
     rows = [f"\n{'split':<12}{'bottleneck ms':>15}{'x plan':>8}", f"{'plan':<12}{plan.bottleneck_ms:>15.4f}{1:>8.2f}"]
     for name in BASELINES:
         other = baseline(name, question.profile.costs, chains, states, machine, workload, question.options.costs)

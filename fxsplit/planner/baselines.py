@@ -87,7 +87,7 @@ def baseline(
     cuts = cut(weight, count)
     sets = [set(chains.names(line[at])) for at in cuts]
     stages = [[n.name for n in costs.nodes if n.name in b - a] for a, b in itertools.pairwise(sets)]
-    priced = price(costs, machine, workload, [(names, (i,)) for i, names in enumerate(stages)], model)
+    priced = price(costs, machine, workload, [(names, (i,), False) for i, names in enumerate(stages)], model)
     return Plan(
         stages=priced,
         device_names=tuple(d.name for d in machine.devices),

@@ -36,9 +36,9 @@ LIGHT = (1e-5, 1e-4, 1e-3, 1e-2)
 
 
 def antichains_within(
-    costs: Costs, blocks: Blocks, max_states: int, memory_bytes: float, apart: Collection[str] = ()
+    costs: Costs, blocks: Blocks, max_states: int, memory_bytes: float, apart: Collection[str], at_least: int
 ) -> Antichains:
-    """Return every ideal, of as many blocks as can be kept apart with at most `max_states` ideals.
+    """Return every ideal, of as many blocks (`at_least` so many) as can be kept apart with at most `max_states` ideals.
 
     Where light nodes had to join others, `slack_ms` says how much faster a plan that parts them could be. Where that is
     not enough, or memory may bind, so that joining could make a plan impossible, one topological order's are returned.
@@ -48,6 +48,8 @@ def antichains_within(
         return found
     for share in LIGHT:
         smaller, slack = lightened(costs, blocks, apart, share * costs.total_ms)
+        if len(smaller) < at_least:
+            return found
         fewer = antichains(costs, max_states, smaller)
         if fewer.complete:
             return replace(fewer, slack_ms=slack)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fxsplit.errors import PlanError
 from fxsplit.machine import Machine
@@ -16,7 +16,8 @@ MAX_CONFIGURATIONS = 4096
 class Move:
     """One stage's choice of devices: from a configuration to another; `first` and `last` say that no stage is beyond.
 
-    `rank` is the stage's number where that is known beforehand, else -1.
+    `rank` is the stage's number where that is known beforehand, else -1. With `recompute` the stage keeps no
+    activations between forward and backward, and runs forward again.
     """
 
     source: int
@@ -25,6 +26,7 @@ class Move:
     first: bool
     last: bool
     rank: int = -1
+    recompute: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,14 +43,19 @@ class Moves:
     n_stages: int = 0
 
 
-def moves_of(machine: Machine, replicated: bool, use_all: bool, free: bool, n_stages: int | None) -> Moves:
+def moves_of(
+    machine: Machine, replicated: bool, use_all: bool, free: bool, n_stages: int | None, recompute: str = "never"
+) -> Moves:
     """Return the moves over a machine's devices.
 
     In the order of the machine, stage after stage takes the next device (or several, where stages may be `replicated`);
     in `free` order any one left of each type. With `n_stages` a configuration also counts stages, since what a stage
-    must hold depends on its number, and only plans of so many stages end.
+    must hold depends on its number, and only plans of so many stages end. Stages recompute never, always, or (auto) as
+    each sees fit.
     """
     found = _free(machine, use_all) if free else _in_order(len(machine), replicated, use_all)
+    ways = {"never": (False,), "always": (True,), "auto": (False, True)}[recompute]
+    found = replace(found, moves=tuple(replace(m, recompute=way) for m in found.moves for way in ways))
     return found if n_stages is None else _counted(found, n_stages)
 
 
@@ -106,7 +113,7 @@ def _counted(found: Moves, n_stages: int) -> Moves:
             if target == len(used):
                 used.append(found.used[move.target])
             last = rank == n_stages - 1
-            moves.append(Move(ids[move.source, rank], target, move.devices, rank == 0, last, rank))
+            moves.append(Move(ids[move.source, rank], target, move.devices, rank == 0, last, rank, move.recompute))
     final = frozenset(i for (q, stages), i in ids.items() if stages == n_stages and q in found.final)
     return Moves(tuple(moves), tuple(used), final, n_stages)
 

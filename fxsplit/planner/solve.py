@@ -19,6 +19,8 @@ from fxsplit.plans import COST_MODELS, CostModel, Plan, price
 from fxsplit.states import States
 from fxsplit.workload import Workload
 
+RECOMPUTE = ("never", "always", "auto")
+
 
 @dataclass(frozen=True)
 class Options:
@@ -27,7 +29,8 @@ class Options:
     `model` is what stages pay for (see CostModel); `use_all` asks for a stage on every device, without it some may stay
     idle where more would not be faster. `free` takes the devices in any order, not the machine's.
     `optimizer_factor` is the bytes of optimizer state per byte of parameters (2 for Adam, 1 for momentum, 0 for plain
-    SGD). After `time_limit` seconds the best plan so far comes with its gap.
+    SGD). `recompute` (never, always, auto) lets stages keep no activations and run forward again, where that is what
+    fits. After `time_limit` seconds the best plan so far comes with its gap.
     """
 
     use_all: bool = True
@@ -36,6 +39,7 @@ class Options:
     traffic: bool = True
     free: bool = False
     time_limit: float = inf
+    recompute: str = "never"
 
     def __post_init__(self) -> None:
         if not 0 <= self.optimizer_factor < inf:
@@ -44,6 +48,8 @@ class Options:
             raise ChainError(f"partition{{model={self.model}}}: give one of {', '.join(COST_MODELS)}")
         if not self.time_limit > 0:
             raise ChainError(f"partition{{time_limit={self.time_limit}}}: give seconds, more than zero")
+        if self.recompute not in RECOMPUTE:
+            raise ChainError(f"partition{{recompute={self.recompute}}}: give one of {', '.join(RECOMPUTE)}")
         if self.free and self.model == "replicated":
             raise ChainError(
                 "partition{free=true,model=replicated}: replicated stages take neighbours; drop one of them"
@@ -87,7 +93,7 @@ def partition(
     begin = 0
     for end, move in best[0].path:
         own = set(chains.names(end)) - set(chains.names(begin))
-        split.append(([n.name for n in costs.nodes if n.name in own], move.devices))
+        split.append(([n.name for n in costs.nodes if n.name in own], move.devices, move.recompute))
         begin = end
     priced = price(costs, machine, workload, split, options.costs)
     reached = max(s.load_ms for s in priced)
@@ -123,7 +129,8 @@ def problems(
 ) -> Iterator[Problem]:
     """Yield the search problems of which the best answer is the plan: one for each number of stages, or one for all."""
     for n_stages in _stage_counts(costs, machine, options):
-        moves = moves_of(machine, options.model == "replicated", options.use_all, options.free, n_stages)
+        replicated = options.model == "replicated"
+        moves = moves_of(machine, replicated, options.use_all, options.free, n_stages, options.recompute)
         if not moves.final:
             continue
         problem = pose(states, chains, machine, workload, options.costs, moves, pinned)
