@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -316,9 +318,6 @@ print("untouched", same, "then doubled", twice)
 
 def test_a_backward_given_up_on_changes_no_gradient() -> None:
     """Ctrl-C in a backward longer than the grace: the worker ends it later, into a sum that nobody reads."""
-    import subprocess
-    import sys
-
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
     done = subprocess.run(
         [sys.executable, "-c", GIVEN_UP], capture_output=True, text=True, env=environment, timeout=120, check=False
