@@ -36,11 +36,11 @@ class NodeCost:
     inputs: tuple[str, ...]
     forward_ms: float
     backward_ms: float
-    output_bytes: int
-    gradient_bytes: int
-    kept_bytes: int
-    parameter_bytes: int
-    buffer_bytes: int
+    output_bytes: float
+    gradient_bytes: float
+    kept_bytes: float
+    parameter_bytes: float
+    buffer_bytes: float
     draws: bool = False
     host_ms: float = 0.0
 
@@ -58,8 +58,8 @@ class InputCost:
     """One tensor that the model is called with: its name and bytes per microbatch."""
 
     name: str
-    output_bytes: int
-    gradient_bytes: int
+    output_bytes: float
+    gradient_bytes: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +94,7 @@ class Costs:
         """The time of one microbatch, forward and backward, on one device."""
         return sum(n.forward_ms + n.backward_ms for n in self.nodes)
 
-    def values(self) -> Iterator[tuple[str, int, int, tuple[str, ...], bool]]:
+    def values(self) -> Iterator[tuple[str, float, float, tuple[str, ...], bool]]:
         """Yield every value: its name, forward and gradient bytes, the nodes that read it, and if it is an output."""
         sources: list[InputCost | NodeCost] = [*self.inputs, *self.nodes]
         readers: dict[str, list[str]] = {source.name: [] for source in sources}

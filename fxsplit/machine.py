@@ -18,6 +18,8 @@ if TYPE_CHECKING:  # torch takes a second to load, and a planned machine has no 
 DeviceLike: TypeAlias = "str | torch.device"
 GPU_LINK_BYTES_PER_S = 16e9
 """Assumed between two GPUs where nothing else is stated: a 16-lane PCIe 3 link, the slowest in common use."""
+LEAST_BYTES_PER_S = 1e-3
+"""A link slower than this is a mistake, and its times would overflow."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Device:
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise InputError(f"device {self.name!r} has {value!r} for memory_bytes or speed: give a number")
         for what in ("memory_bytes", "bytes_per_s"):
-            if not getattr(self, what) > 0:
+            if not getattr(self, what) > 0 or (what == "bytes_per_s" and getattr(self, what) < LEAST_BYTES_PER_S):
                 raise InputError(f"device {self.name!r} has {what}={getattr(self, what)}: give a positive number")
         if not (self.speed > 0 and isfinite(self.speed)):
             raise InputError(f"device {self.name!r} has speed={self.speed}: give a positive number (1.0 = as profiled)")
@@ -76,7 +78,7 @@ class Machine:
                 f"not {len(self.links)}: give one bandwidth for each pair of neighbours"
             )
         for link in self.links:
-            if not link > 0:
+            if not link >= LEAST_BYTES_PER_S:
                 raise InputError(f"a link of {link} bytes per second: give a positive number, or inf for no copy")
 
     @classmethod
@@ -130,6 +132,12 @@ class Machine:
 
     def __len__(self) -> int:
         return len(self.devices)
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all devices are alike and all links too, so that it does not matter which ones stay idle."""
+        kinds = {(d.memory_bytes, d.speed, d.bytes_per_s, d.host) for d in self.devices}
+        return len(kinds) == 1 and len(set(self.links)) <= 1
 
     def bytes_per_ms(self, own: int, other: int) -> float:
         """Return the bandwidth with which device `own` exchanges values with `other`, in bytes per millisecond.

@@ -18,7 +18,7 @@ from fxsplit.formats import Profile, read
 from fxsplit.machine import Device, Machine
 from fxsplit.planner import Options, antichains_within, beats, merged, partition, problems, sequence
 from fxsplit.plans import Plan
-from fxsplit.schedule import find_schedule
+from fxsplit.schedule import PEAKS, find_schedule
 from fxsplit.states import States
 from fxsplit.workload import Pins, Workload
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # a model comes with torch; a profile does not need it
     from fxsplit.runtime import Pipeline
 
 MAX_STATES = 1_000_000
+MAX_DEVICES = 512
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +54,10 @@ class Planner:
         return replace(self.costs, together=(*self.costs.together, *(s for s in sets if len(s) > 1)))
 
     def lattice(self, machine: Machine, whole: bool = False) -> tuple[Antichains, States]:
-        """Return the states to plan for a machine; `whole` joins no costless nodes to neighbours."""
+        """Return the states to plan for a machine; `whole` joins no nodes to neighbours.
+
+        Joining may empty a stage, so that all later ones move up a device: it takes devices that are all alike.
+        """
         memory_bytes = min(d.memory_bytes for d in machine.devices)
         made = self._made.get((memory_bytes, whole))
         if made is None or (made[0].slack_ms and len(made[0].blocks) < len(machine)):
@@ -66,7 +70,9 @@ class Planner:
                 self._made[memory_bytes, whole] = known  # nothing there to join
             else:
                 pinned = Pins(self.pins).nodes(costs)
-                chains = antichains_within(costs, smaller, self.max_states, memory_bytes, pinned, len(machine))
+                # Light nodes join none where `whole` asks for that: there are at least as many blocks as there are.
+                at_least = len(smaller) if whole else len(machine)
+                chains = antichains_within(costs, smaller, self.max_states, memory_bytes, pinned, at_least)
                 self._made[memory_bytes, whole] = chains, sequence(costs, chains)
             self.seconds["states"] += time.perf_counter() - begin
         return self._made[memory_bytes, whole]
@@ -77,12 +83,15 @@ class Planner:
         Costless nodes that are joined to neighbours cannot have a stage of their own. Where every device is to have a
         stage, that loses nothing if plans that leave some idle are no faster; otherwise all nodes are looked at.
         """
-        small = self._solve(machine, workload, options, *self.lattice(machine))
-        if isinstance(small, Plan) and not options.use_all:
+        alike = options.free or machine.uniform
+        small = self._solve(machine, workload, options, *self.lattice(machine, whole=not alike))
+        if isinstance(small, Plan) and (not alike or not options.use_all):
             return small
         blocks = Blocks.of(self._constrained)
-        if len(self.lattice(machine)[0].blocks) < len(blocks) and (
-            not isinstance(small, Plan) or self._beaten(small, machine, workload, options, *self.lattice(machine))
+        if (
+            alike
+            and len(self.lattice(machine)[0].blocks) < len(blocks)
+            and (not isinstance(small, Plan) or self._beaten(small, machine, workload, options, *self.lattice(machine)))
         ):
             small = self._solve(machine, workload, options, *self.lattice(machine, whole=True))
         if isinstance(small, PlanError):
@@ -153,15 +162,17 @@ def plan(
 
 def demands(machine: Machine, schedule: str = "1F1B", n_microbatches: int | None = None) -> Workload:
     """Return what a schedule asks of each stage's memory, for every number of stages up to the machine's devices."""
+    if len(machine) > MAX_DEVICES:
+        raise InputError(f"{len(machine)} devices: plan for at most {MAX_DEVICES}")
     count = n_microbatches or 2 * len(machine)
-    generate = find_schedule(schedule)
-    peaks = {k: generate(k, count).peak_in_flight() for k in range(1, len(machine) + 1)}
-    return Workload(schedule, count, peaks)
+    find_schedule(schedule)
+    return Workload(schedule, count, {k: PEAKS[schedule](k, count) for k in range(1, len(machine) + 1)})
 
 
 def machine_of(profile: Profile, devices: int | None, bandwidth: float | None) -> Machine:
     """Return the machine that a file states, or `devices` equal accelerators in their place."""
-    count = profile.accelerators or 2 if devices is None else devices
+    stated = 2 if profile.accelerators is None else profile.accelerators
+    count = stated if devices is None else devices
     if count < 1 and not profile.hosts:
         raise InputError(f"devices={count}: give at least 1 device to plan for")
     bytes_per_s = bandwidth or profile.bytes_per_s

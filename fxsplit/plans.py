@@ -94,8 +94,10 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """How far the bottleneck may be above the best possible, as a share of it."""
-        return self.bottleneck_ms / self.lower_bound_ms - 1.0 if self.lower_bound_ms > 0 else 0.0
+        """How far the bottleneck may be above the best possible, as a share of it; infinite where nothing bounds it."""
+        if self.lower_bound_ms > 0:
+            return self.bottleneck_ms / self.lower_bound_ms - 1.0
+        return inf if self.bottleneck_ms > 0 else 0.0
 
     @property
     def optimal(self) -> bool:
@@ -137,7 +139,7 @@ class Plan:
                 raise BrokenFact(f"stage {number} needs {other.memory_bytes:.0f} bytes, more than its device has")
         pins = ir.get(Pins)
         for name, stage in (pins.nodes(costs) if pins else {}).items():
-            if stage_of[name] != stage:
+            if stage not in self.stages[stage_of[name]].devices:
                 where = f"pinned to stage {stage} and planned on {stage_of[name]}"
                 raise BrokenFact(f"node {name!r} is {where}: pin before 'partition'")
         if self.lower_bound_ms > self.bottleneck_ms * (1 + 1e-9):

@@ -36,5 +36,6 @@ class Augment:
         costs, machine, pins = ir[Costs], ir.get(Machine), ir.get(Pins)
         memory = min(d.memory_bytes for d in machine.devices) if machine else inf
         apart = pins.nodes(costs) if pins else {}
-        at_least = len(machine) if machine else 1
-        return ir.learn(antichains_within(costs, Blocks.of(costs), self.max_states, memory, apart, at_least))
+        blocks = Blocks.of(costs)
+        at_least = len(machine) if machine and machine.uniform else len(blocks)
+        return ir.learn(antichains_within(costs, blocks, self.max_states, memory, apart, at_least))

@@ -70,7 +70,7 @@ def test_dnn_partitioning(tmp_path: Path) -> None:
     pins = sorted(e.nodes for e in costs.exchanges)
     assert pins == [("a", "b"), ("b", "a"), ("b", "c"), ("c", "b"), ("loss'", "c")]
     assert {e.output_bytes for e in costs.exchanges} == {0.5 * profile.bytes_per_s / 1000}
-    by_bytes = read(written(tmp_path, dnn()), bandwidth=1e9).costs
+    by_bytes = read(written(tmp_path, dnn()), by_bytes=True).costs
     assert {e.output_bytes for e in by_bytes.exchanges} == {10.0}
 
 
@@ -105,6 +105,11 @@ def changed(kind: str, index: int, **fields: Any) -> dict[str, Any]:
         (changed("nodes", 1, fpgaLatency=float("nan")), "holds NaN: every time and size must be a finite number"),
         (changed("edges", 1, destId=99), "edge 1: destId is 99, which is no node of the file"),
         (dnn(edges=[*dnn()["edges"], {"sourceId": 2, "destId": 0, "cost": 0.0}]), r"has a cycle \(. -> . -> . -> .\)"),
+        (changed("nodes", 1, colorClass=[1]), r"node 1 has colorClass=\[1\]"),
+        (changed("nodes", 1, fpgaLatency=10**400), "node 1 has fpgaLatency=1000.*: give a finite number"),
+        (changed("nodes", 1, size=1e308), r"node 1 has size=1e\+308: give a finite number"),
+        (changed("edges", 1, sourceId=[0]), r"edge 1: sourceId is \[0\]"),
+        (dnn(edges=None), "has edges=None: give a list"),
         (dnn(maxFPGAs=1.5), "maxFPGAs=1.5: give a whole number of devices"),
     ],
 )
@@ -115,7 +120,7 @@ def test_bad_profiles(tmp_path: Path, content: Any, message: str) -> None:
 
 def test_a_file_that_is_not_there_or_no_text(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\x80\x02}q\x00.")
-    for name in ("nothing", "binary", ""):
+    for name in ("nothing", "binary", "", "nul\0"):
         with pytest.raises(ProfileError, match="cannot read"):
             read(tmp_path / name)
 

@@ -17,7 +17,7 @@ from fxsplit.costs import Costs
 from fxsplit.errors import NoFit
 from fxsplit.planner import Options
 from tests.graphs import node
-from tests.test_formats import MACHINE, PIPEDREAM, dnn, written
+from tests.test_formats import MACHINE, PIPEDREAM, dnn, line, written
 
 
 def chain(sizes: list[int], ms: float = 1.0, **figures: float) -> Costs:
@@ -108,11 +108,13 @@ def test_baselines_and_explanation(capsys: pytest.CaptureFixture[str], profile: 
         (["--schedule", "GPipes"], "unknown schedule 'GPipes'"),
         (["--time-limit", "0"], "time_limit=0.0"),
         (["--pin", "n9=0"], "cannot pin 'n9'"),
-        (["--pin", "n1"], "--pin n1: give a submodule or node and a stage"),
+        (["--pin", "n1"], "--pin n1: give a submodule or node and the number of a device"),
         (["--pin", "n0=1", "--pin", "n3=0"], "satisfies the pins"),
         (["--together", "n0,n7"], "'n7': no such submodule or node"),
         (["--machine", "nothing.toml"], "cannot read a machine from 'nothing.toml'"),
         (["--max-states", "0"], "--max-states 0"),
+        (["--devices", "100000"], "plan for at most 512"),
+        (["--bandwidth", "5e-324"], "--bandwidth 5e-324: give bytes per second"),
     ],
 )
 def test_bad_input_is_named_and_exits_with_2(
@@ -129,6 +131,62 @@ def test_no_plan_exits_with_3(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert "no plan fits in memory" in capsys.readouterr().err
     assert cli.main(["plan", str(tmp_path / "heavy.json"), "--devices", "5", "--use-all-devices"]) == 3
     assert "has only 4 nodes that can be parted" in capsys.readouterr().err
+
+
+SLOW_AND_FAST = "[[devices]]\nname = 'slow'\nspeed = 0.5\n[[devices]]\nname = 'fast'"
+
+
+def test_a_costless_node_keeps_a_slow_device_busy(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Devices are taken in order: what costs nothing may be all that the slow one should do."""
+    text = line("a", "ReLU", "0", "0", "0", "0") + line("b", "Linear", "4", "0", "0", "0") + "\ta -- b\n"
+    profile, machine = written(tmp_path, text, "graph.txt"), written(tmp_path, SLOW_AND_FAST, "machine.toml")
+    for option in ("--no-traffic", "--use-all-devices"):
+        found = answer(capsys, "plan", str(profile), "--machine", str(machine), option)
+        assert found["objective"] == 4.0 and len(found["stages"]) == 2
+
+
+def test_hosts_are_no_replicas_and_none_may_be_missing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    found = answer(capsys, "plan", str(written(tmp_path, dnn(), "a")), "--cost-model", "replicated")
+    assert all(len(s["devices"]) == 1 or "host0" not in s["devices"] for s in found["stages"])
+    data = dnn(maxCPUs=0)
+    data["nodes"][0]["supportedOnFpga"] = 0
+    assert cli.main(["plan", str(written(tmp_path, data, "b"))]) == 3
+    assert "runs on hosts alone" in capsys.readouterr().err
+    alone = answer(capsys, "plan", str(written(tmp_path, dnn(maxFPGAs=0), "c")))
+    assert alone["objective"] == 70.0 and alone["stages"][0]["devices"] == ["host0"]
+    nothing = dnn(maxSizePerFPGA=0, maxCPUs=0)
+    assert cli.main(["plan", str(written(tmp_path, nothing, "d"))]) == 3
+    tight = dnn(maxSizePerFPGA=0.75, maxFPGAs=1, maxCPUs=0)
+    for each in tight["nodes"]:
+        each["size"] = 0.1
+    assert answer(capsys, "plan", str(written(tmp_path, tight, "e")))["optimal"]
+
+
+def test_what_is_not_proven_is_not_called_optimal(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Thirteen pairs without cost, each joined by a tensor: no work bounds the objective, and one order is not all."""
+    nodes = [{"id": i, "fpgaLatency": 0.0, "cpuLatency": 0.0, "size": 2.0 if i in (1, 25) else 1.0} for i in range(26)]
+    edges = [{"sourceId": 2 * i, "destId": 2 * i + 1, "cost": 1.0} for i in range(13)]
+    data = {"maxFPGAs": 2, "maxCPUs": 0, "maxSizePerFPGA": 14.0, "nodes": nodes, "edges": edges}
+    found = answer(capsys, "plan", str(written(tmp_path, data)))
+    assert found["objective"] == 1.0 and found["lower_bound"] == 0.0
+    assert found["gap"] is None and not found["optimal"]
+
+
+def test_one_order_is_not_called_all_plans(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    sizes = [6.0, 6.0, 6.0, 4.0, 4.0, 4.0] * 4
+    nodes = [{"id": i, "fpgaLatency": 1.0, "cpuLatency": 1.0, "size": s} for i, s in enumerate(sizes)]
+    data = {"maxFPGAs": 12, "maxCPUs": 0, "maxSizePerFPGA": 10.0, "nodes": nodes, "edges": []}
+    assert cli.main(["plan", str(written(tmp_path, data))]) == 3
+    assert "among the states of one topological order; allow more states" in capsys.readouterr().err
+
+
+def test_memory_is_named_where_there_are_more_devices_than_nodes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    chain([1, 1], kept_bytes=60).save(tmp_path / "heavy.json")
+    machine = written(tmp_path, "[[devices]]\ncount = 6\nmemory_bytes = 50", "machine.toml")
+    assert cli.main(["plan", str(tmp_path / "heavy.json"), "--machine", str(machine)]) == 3
+    assert "no plan fits in memory" in capsys.readouterr().err
 
 
 def test_plan_from_python(tmp_path: Path) -> None:

@@ -82,13 +82,13 @@ def test_live_values_and_sums_against_the_definition(costs: Costs) -> None:
     chains, states = states_of(costs)
     for i in range(len(chains)):
         inside = set(chains.names(i))
-        live = live_gradient = 0
+        live = live_gradient = 0.0
         for name, size, gradient, readers, is_output in costs.values():
             if (name in inside or name == "x") and (is_output or not set(readers) <= inside):
                 live += size
                 live_gradient += gradient
         for exchange in costs.exchanges:
-            live_gradient += int(exchange.output_bytes) * (0 < len(inside & set(exchange.nodes)) < len(exchange.nodes))
+            live_gradient += exchange.output_bytes * (0 < len(inside & set(exchange.nodes)) < len(exchange.nodes))
         assert states.column("live_bytes")[i] == live
         assert states.column("live_gradient_bytes")[i] == live_gradient
         for figure in ("forward_ms", "backward_ms", "parameter_bytes", "kept_bytes"):
@@ -256,7 +256,7 @@ def test_pins_bind_and_contradictions_are_named() -> None:
     start = ir_of(costs, machine, workload(machine))
     plan = run(start.learn(Pins({"n2": 0})), PLANNER)[Plan]
     assert [len(s.nodes) for s in plan.stages] == [3, 1]
-    with pytest.raises(PlanError, match="no plan of 2 stages satisfies the pins"):
+    with pytest.raises(PlanError, match="no plan for 2 devices satisfies the pins"):
         run(start.learn(Pins({"n0": 1, "n2": 0})), PLANNER)
     with pytest.raises(PlanError, match="pinned to stage 5"):
         run(start.learn(Pins({"n0": 5})), PLANNER)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxsplit.errors import ScheduleError
-from fxsplit.schedule import SCHEDULES, Action, Schedule, find_schedule, simulate
+from fxsplit.schedule import PEAKS, SCHEDULES, Action, Schedule, find_schedule, simulate
 
 PICTURES = {
     ("GPipe", 2, 3): """
@@ -97,3 +97,9 @@ def test_illegal_schedules_are_refused_at_their_place() -> None:
 def test_unknown_schedule() -> None:
     with pytest.raises(ScheduleError, match="unknown schedule '1f1b': known are GPipe, 1F1B; did you mean '1F1B'"):
         find_schedule("1f1b")
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_peaks_are_those_of_the_schedule(name: str) -> None:
+    for stages, microbatches in ((1, 1), (2, 5), (4, 3), (5, 8)):
+        assert PEAKS[name](stages, microbatches) == tuple(SCHEDULES[name](stages, microbatches).peak_in_flight())

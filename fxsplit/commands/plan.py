@@ -10,10 +10,10 @@ from dataclasses import replace
 from math import inf, isfinite
 from typing import Any
 
-from fxsplit.errors import InputError
+from fxsplit.errors import InputError, NoFit
 from fxsplit.formats import Profile, read
 from fxsplit.formats.machine_toml import read_machine
-from fxsplit.machine import Machine
+from fxsplit.machine import LEAST_BYTES_PER_S, Machine
 from fxsplit.planner import Options
 from fxsplit.planner.baselines import BASELINES, baseline
 from fxsplit.planner.solve import RECOMPUTE
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--microbatches", type=int, metavar="N", help="default: two a device")
     parser.add_argument("--optimizer-factor", type=float, default=2.0, metavar="X", help="bytes per parameter byte")
     parser.add_argument(
-        "--pin", action="append", default=[], metavar="NAME=STAGE", help="put a submodule or node there"
+        "--pin", action="append", default=[], metavar="NAME=DEVICE", help="put a submodule or node there"
     )
     parser.add_argument("--together", action="append", default=[], metavar="A,B", help="never cut between these")
     parser.add_argument("--max-states", type=int, default=MAX_STATES, metavar="N", help="ideals to enumerate at most")
@@ -55,14 +55,15 @@ class Question:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         begin = time.perf_counter()
-        if arguments.bandwidth is not None and not arguments.bandwidth > 0:
+        if arguments.bandwidth is not None and not arguments.bandwidth >= LEAST_BYTES_PER_S:
             raise InputError(f"--bandwidth {arguments.bandwidth}: give bytes per second, more than zero")
         if arguments.microbatches is not None and arguments.microbatches < 1:
             raise InputError(f"--microbatches {arguments.microbatches}: give at least 1")
         if arguments.max_states < 1:
             raise InputError(f"--max-states {arguments.max_states}: give at least 1")
         self.arguments = arguments
-        self.profile: Profile = read(arguments.file, arguments.bandwidth)
+        by_bytes = arguments.bandwidth is not None or arguments.machine is not None
+        self.profile: Profile = read(arguments.file, by_bytes)
         pins = dict(_pin(text) for text in arguments.pin)
         keep = [text.split(",") for text in arguments.together]
         self.planner = Planner(self.profile.costs, pins, keep, arguments.max_states)
@@ -72,7 +73,7 @@ class Question:
             model=arguments.cost_model or self.profile.cost_model,
             use_all=arguments.use_all_devices,
             traffic=not arguments.no_traffic,
-            free=arguments.free_order or (foreign and arguments.cost_model != "replicated"),
+            free=arguments.free_order or (foreign and not arguments.machine and arguments.cost_model != "replicated"),
             optimizer_factor=arguments.optimizer_factor,
             recompute=arguments.recompute,
             time_limit=arguments.time_limit,
@@ -104,14 +105,17 @@ class Question:
         """Return the best plan for so many devices, by the question's own planner or another."""
         machine = self.machine(count)
         workload = demands(machine, self.arguments.schedule, self.arguments.microbatches)
-        return (planner or self.planner).plan(machine, workload, self.options)
+        plan = (planner or self.planner).plan(machine, workload, self.options)
+        if plan.bottleneck_ms >= self.profile.never_ms:
+            raise NoFit("no plan fits: some node runs on hosts alone, and there is no host for it")
+        return plan
 
     def answer(self, plan: Plan) -> dict[str, Any]:
         """Return a plan as the object that other programs read; times are in the file's own unit."""
         return {
             "objective": plan.bottleneck_ms,
             "lower_bound": plan.lower_bound_ms,
-            "gap": plan.gap,
+            "gap": plan.gap if isfinite(plan.gap) else None,
             "optimal": plan.optimal,
             "unit": self.profile.unit,
             "cost_model": plan.model.name,
@@ -179,5 +183,5 @@ def _pin(text: str) -> tuple[str, int]:
     """Return a pin from `name=stage`."""
     name, _, stage = text.rpartition("=")
     if not name or not stage.isdecimal():
-        raise InputError(f"--pin {text}: give a submodule or node and a stage, such as layer1=0")
+        raise InputError(f"--pin {text}: give a submodule or node and the number of a device, such as layer1=0")
     return name, int(stage)

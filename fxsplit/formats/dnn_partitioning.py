@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from typing import Any
 
 from fxsplit.costs import Costs, Exchange, NodeCost
 from fxsplit.errors import ProfileError
 from fxsplit.formats.acyclic import topological
-from fxsplit.formats.profile import Profile
+from fxsplit.formats.profile import TOO_LARGE, Profile
 
 BYTES_PER_MS = 2.0**31
 """Where edges state times, a time is written as this many bytes a millisecond over a link that moves as many."""
+
+LEAST = 1e-300
+"""Bytes of a memory that holds nothing."""
 
 NEVER = 1e6
 """A node that an accelerator does not support takes this many times everything else there."""
@@ -62,9 +64,10 @@ def parse(data: Any, name: str, by_bytes: bool) -> Profile:
         format="dnn-partitioning",
         accelerators=_count(data, "maxFPGAs", name),
         hosts=_count(data, "maxCPUs", name),
-        memory_bytes=_number(data, "maxSizePerFPGA", f"{name!r}") or math.inf,
+        memory_bytes=_number(data, "maxSizePerFPGA", f"{name!r}") or LEAST,
         bytes_per_s=BYTES_PER_MS * 1000.0,
         cost_model="direct",
+        never_ms=NEVER * total,
     )
 
 
@@ -79,6 +82,8 @@ def _nodes(data: Any, name: str) -> dict[Any, dict[str, Any]]:
             raise ProfileError(f"{where} has no id: is this a dnn-partitioning file?")
         if node["id"] in nodes:
             raise ProfileError(f"{where} has the id {node['id']!r} of an earlier one: ids must be unique")
+        if not isinstance(node.get("colorClass"), (int, str, type(None))):
+            raise ProfileError(f"{where} has colorClass={node['colorClass']!r}: give a number")
         nodes[node["id"]] = {
             "name": str(node.get("name", node["id"])),
             "ms": _number(node, "fpgaLatency", where),
@@ -91,17 +96,20 @@ def _nodes(data: Any, name: str) -> dict[Any, dict[str, Any]]:
     names = [n["name"] for n in nodes.values()]
     if len(set(names)) < len(names):
         for i, node in nodes.items():
-            node["name"] = f"{node['name']}#{i}"
+            node["name"] = f"{node['name']}#{i!r}"
     return nodes
 
 
 def _edges(data: Any, nodes: dict[Any, Any], name: str) -> list[tuple[Any, Any, float, float]]:
     """Return the edges as (source, target, milliseconds, bytes)."""
+    if not isinstance(data["edges"], list):
+        raise ProfileError(f"{name!r} has edges={data['edges']!r}: give a list")
     found = []
     for i, edge in enumerate(data["edges"]):
         where = f"{name!r}, edge {i}"
         for end in ("sourceId", "destId"):
-            if not isinstance(edge, dict) or edge.get(end) not in nodes:
+            known = isinstance(edge, dict) and isinstance(edge.get(end), (int, str)) and edge[end] in nodes
+            if not known:
                 missing = edge.get(end) if isinstance(edge, dict) else edge
                 raise ProfileError(f"{where}: {end} is {missing!r}, which is no node of the file")
         ms, size = _number(edge, "cost", where), _number(edge, "size", where) if "size" in edge else 0.0
@@ -170,7 +178,7 @@ def _cost(name: str, members: list[dict[str, Any]], inputs: tuple[str, ...], tot
         gradient_bytes=0,
         kept_bytes=0,
         parameter_bytes=0,
-        buffer_bytes=math.ceil(sum(n["bytes"] for n in members)),
+        buffer_bytes=sum(n["bytes"] for n in members),
         host_ms=sum(n["host_ms"] for n in members),
     )
 
@@ -189,8 +197,8 @@ def _exchanges(
 def _number(record: Any, key: str, where: str) -> float:
     """Return a finite number, zero or more."""
     value = record.get(key)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise ProfileError(f"{where} has {key}={value!r}: give a finite number, zero or more")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < TOO_LARGE:
+        raise ProfileError(f"{where} has {key}={str(value)[:40]}: give a finite number, zero or more")
     return float(value)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fxsplit.costs import Costs, InputCost, NodeCost
 from fxsplit.errors import ProfileError
 from fxsplit.formats.acyclic import topological
-from fxsplit.formats.profile import Profile
+from fxsplit.formats.profile import TOO_LARGE, Profile
 
 FIGURES = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 _FIGURE = re.compile(r"(\w+)=(\[[^\]]*\]|[^,\s]+)")
@@ -40,7 +40,7 @@ def parse(text: str, name: str) -> Profile:
     idle = [n for n in own if not readers[n] and len(makers[n]) == 1 and not _weighs(nodes[n])]
     costs = Costs(
         nodes=tuple(_cost(n, nodes[n], tuple(makers[n])) for n in own),
-        inputs=tuple(InputCost(n, int(nodes[n].figures["activation_size"]), 0) for n in given),
+        inputs=tuple(InputCost(n, nodes[n].figures["activation_size"], 0) for n in given),
         outputs=(),
         together=tuple((makers[n][0], n) for n in idle if makers[n][0] not in set(given)),
         rows=1,
@@ -91,7 +91,7 @@ def _figures(text: str, where: str) -> dict[str, float]:
             value = sum(float(word) for word in words)
         except ValueError as error:
             raise ProfileError(f"{where}: {figure}={found[figure]} is no number") from error
-        if not 0 <= value < float("inf"):
+        if not 0 <= value < TOO_LARGE:
             raise ProfileError(f"{where}: {figure}={found[figure]}: give a finite number, zero or more")
         figures[figure] = value
     return figures
@@ -105,7 +105,7 @@ def _weighs(node: _Node) -> bool:
 def _cost(name: str, node: _Node, inputs: tuple[str, ...]) -> NodeCost:
     """Return a node's costs; the gradient of an activation is as large as the activation."""
     forward, backward, activation, parameters = (node.figures[f] for f in FIGURES)
-    size = int(activation)
+    size = activation
     return NodeCost(
         name=name,
         op=node.description,
@@ -117,6 +117,6 @@ def _cost(name: str, node: _Node, inputs: tuple[str, ...]) -> NodeCost:
         output_bytes=size,
         gradient_bytes=size,
         kept_bytes=size,
-        parameter_bytes=int(parameters),
+        parameter_bytes=parameters,
         buffer_bytes=0,
     )

@@ -7,21 +7,25 @@ from math import inf
 
 from fxsplit.costs import Costs
 
+TOO_LARGE = 1e60
+"""No time or size is so large, and sums of smaller ones do not overflow."""
+
 
 @dataclass(frozen=True, eq=False)
 class Profile:
     """Costs read from a file of some `format`.
 
     `unit` is the file's unit of time, in which objectives are printed. `accelerators`, `hosts`, `memory_bytes` and
-    `bytes_per_s` describe the machine that the file states; no accelerators means that it states none. `cost_model` is
-    the one its own tool solves.
+    `bytes_per_s` describe the machine that the file states; None means that it states no devices. `cost_model` is the
+    one its own tool solves. A stage that takes `never_ms` has nodes that cannot run where they are.
     """
 
     costs: Costs
     format: str
     unit: str = "ms"
-    accelerators: int = 0
+    accelerators: int | None = None
     hosts: int = 0
     memory_bytes: float = inf
     bytes_per_s: float = inf
     cost_model: str = "forwarded"
+    never_ms: float = inf

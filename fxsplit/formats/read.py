@@ -12,16 +12,16 @@ from fxsplit.formats import dnn_partitioning, pipedream
 from fxsplit.formats.profile import Profile
 
 
-def read(path: str | os.PathLike[str], bandwidth: float | None = None) -> Profile:
+def read(path: str | os.PathLike[str], by_bytes: bool = False) -> Profile:
     """Return the profile in a file: fxsplit's JSON, a PipeDream graph.txt, or a dnn-partitioning JSON.
 
-    `bandwidth` (bytes per second) says that transfers will be priced by their bytes, even where the file states times.
+    With `by_bytes` transfers will be priced by their bytes, even where the file states times.
     Raises ProfileError, naming file, place and value, for anything else.
     """
     name = str(path)
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ProfileError(f"cannot read {name!r}: {error}; give a profile written by costs.save(path)") from error
     if not text.lstrip().startswith("{"):
         return pipedream.parse(text, name)
@@ -34,7 +34,7 @@ def read(path: str | os.PathLike[str], bandwidth: float | None = None) -> Profil
     except RecursionError as error:
         raise ProfileError(f"{name!r} is nested too deeply for a profile") from error
     if "nodes" in data and "edges" in data:
-        return dnn_partitioning.parse(data, name, bandwidth is not None)
+        return dnn_partitioning.parse(data, name, by_bytes)
     return Profile(Costs.parse(data, name), "fxsplit")
 
 

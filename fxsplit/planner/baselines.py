@@ -31,21 +31,28 @@ def _nearest(weight: Floats, n_stages: int) -> list[int]:
 
 
 def _blocks(weight: Floats, n_stages: int) -> list[int]:
-    """Return the cuts of an ascending sequence whose largest part is smallest: linear partitioning, exact."""
-    n = weight.size
-    part = weight[None, :] - weight[:, None]
-    part[np.tril_indices(n)] = np.inf
-    best = np.full(n, np.inf)
-    best[0] = -np.inf
-    origins = []
-    for _ in range(n_stages):
-        worst = np.maximum(best[:, None], part)
-        origins.append(worst.argmin(axis=0))
-        best = worst.min(axis=0)
-    cuts = [n - 1]
-    for origin in reversed(origins):
-        cuts.append(int(origin[cuts[-1]]))
-    return cuts[::-1]
+    """Return the cuts of an ascending sequence whose largest part is smallest: linear partitioning, by bisection."""
+    last = weight.size - 1
+
+    def filled(limit: float) -> list[int]:
+        """Return the cuts of parts that are filled up to a limit one after another; the last takes the rest."""
+        cuts = [0]
+        for stage in range(1, n_stages):
+            full = int(np.searchsorted(weight, weight[cuts[-1]] + limit, side="right")) - 1
+            cuts.append(min(max(full, cuts[-1] + 1), last - (n_stages - stage)))
+        return [*cuts, last]
+
+    low, high = 0.0, float(weight[-1])
+    best = filled(high)
+    while high - low > 1e-12 * weight[-1]:
+        middle = (low + high) / 2
+        cuts = filled(middle)
+        largest = float(np.diff(weight[cuts]).max())
+        if largest <= middle:
+            best, high = cuts, min(middle, largest)
+        else:
+            low = middle
+    return min((best, filled(high)), key=lambda cuts: float(np.diff(weight[cuts]).max()))
 
 
 BASELINES: dict[str, tuple[str, Callable[[Floats, int], list[int]]]] = {

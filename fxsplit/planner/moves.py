@@ -53,18 +53,20 @@ def moves_of(
     must hold depends on its number, and only plans of so many stages end. Stages recompute never, always, or (auto) as
     each sees fit.
     """
-    found = _free(machine, use_all) if free else _in_order(len(machine), replicated, use_all)
+    found = _free(machine, use_all) if free else _in_order(machine, replicated, use_all)
     ways = {"never": (False,), "always": (True,), "auto": (False, True)}[recompute]
     found = replace(found, moves=tuple(replace(m, recompute=way) for m in found.moves for way in ways))
     return found if n_stages is None else _counted(found, n_stages)
 
 
-def _in_order(count: int, replicated: bool, use_all: bool) -> Moves:
-    """Return moves that take the devices as they stand; configuration q has used the first q."""
+def _in_order(machine: Machine, replicated: bool, use_all: bool) -> Moves:
+    """Return moves that take the devices as they stand; configuration q has used the first q. Hosts are no replicas."""
+    count = len(machine)
     moves = [
         Move(a, b, tuple(range(a, b)), a == 0, b == count)
         for a in range(count)
         for b in range(a + 1, count + 1 if replicated else a + 2)
+        if b == a + 1 or not any(d.host for d in machine.devices[a:b])
     ]
     used = tuple(tuple(range(q)) for q in range(count + 1))
     return Moves(tuple(moves), used, frozenset([count] if use_all else range(1, count + 1)))

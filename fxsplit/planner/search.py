@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -79,24 +80,32 @@ def _climb(problem: Problem, lower: float) -> Path | None:
         step *= 4
 
 
-def misfit(problem: Problem, chains: Antichains, machine: Machine) -> PlanError:
-    """Return the error that says why no chain exists: contradictory pins, or how much memory is missing and where."""
-    stages = f"{len(machine)} stages"
-    unlimited = problem.without_memory()
-    if minimise(unlimited, chains) is None:
-        return PlanError(
-            f"no plan of {stages} satisfies the pins: some pinned node depends on one that is pinned to a "
-            "later stage, or a stage would stay empty; pin fewer submodules or use fewer devices"
+def misfit(problems: Sequence[Problem], chains: Antichains, machine: Machine) -> PlanError:
+    """Return the error that says why no chain exists: contradictory pins, or how much memory is missing and where.
+
+    `problems` are those of all numbers of stages that were tried.
+    """
+    some = "" if chains.complete else " among the states of one topological order; allow more states"
+    possible = [p for p in problems if minimise(p.without_memory(), chains) is not None]
+    if not possible:
+        kind = PlanError if chains.complete else NoFit
+        return kind(
+            f"no plan for {len(machine)} devices satisfies the pins{some}: some pinned node depends on one that is "
+            "pinned to a later stage, or a stage would stay empty; pin fewer submodules or use fewer devices"
         )
-    relaxed = problem.for_excess()
-    found = minimise(relaxed, chains)
-    assert found is not None
+    tries = []
+    for problem in possible:
+        relaxed = problem.for_excess()
+        found = minimise(relaxed, chains)
+        assert found is not None
+        tries.append((max(relaxed.loads(found.path)), relaxed, found))
+    _, relaxed, found = min(tries, key=lambda attempt: attempt[0])
     loads = relaxed.loads(found.path)
     worst = int(np.argmax(loads))
     device = machine.devices[found.path[worst][1].devices[0]]
     need = device.memory_bytes + loads[worst]
     return NoFit(
-        f"no plan fits in memory: even the best leaves stage {worst} of {len(loads)} on {device.name} short by "
+        f"no plan fits in memory{some}: even the best leaves stage {worst} of {len(loads)} on {device.name} short by "
         f"{size(loads[worst])} ({loads[worst]:.0f} bytes): it needs {size(need)} of {size(device.memory_bytes)}; use "
         "more devices, more and smaller microbatches, schedule='1F1B', or partition{optimizer_factor=} if your "
         "optimizer keeps less than Adam"

@@ -78,8 +78,9 @@ def partition(
     _check_size(costs, chains, machine, workload, options)
     deadline = time.monotonic() + options.time_limit
     best: tuple[Found, Problem] | None = None
-    lower, problem = inf, None
-    for problem in problems(costs, chains, states, machine, workload, pinned, options, never):
+    lower = inf
+    posed = list(problems(costs, chains, states, machine, workload, pinned, options, never))
+    for problem in posed:
         found = minimise(problem, chains, deadline)
         if found is None:
             continue
@@ -87,8 +88,7 @@ def partition(
         if best is None or max(problem.loads(found.path)) < max(best[1].loads(best[0].path)):
             best = found, problem
     if best is None:
-        assert problem is not None, "a machine has at least one device"
-        raise misfit(problem, chains, machine)
+        raise misfit(posed, chains, machine)
     split = []
     begin = 0
     for end, move in best[0].path:
@@ -142,7 +142,10 @@ def problems(
 def _stage_counts(costs: Costs, machine: Machine, options: Options) -> list[int | None]:
     """Return the numbers of stages to plan for; None is all at once, where memory does not depend on the number."""
     unlimited = all(not isfinite(d.memory_bytes) for d in machine.devices)
-    if unlimited or (options.model == "direct" and not any(n.kept_bytes for n in costs.nodes)):
+    held = any(n.kept_bytes for n in costs.nodes)
+    if options.model != "direct":
+        held = held or any(n.output_bytes for n in costs.nodes) or any(i.output_bytes for i in costs.inputs)
+    if unlimited or not held:
         return [None]
     exactly = options.use_all and options.model != "replicated"
     return [len(machine)] if exactly else list(range(1, len(machine) + 1))

@@ -38,6 +38,13 @@ SCHEDULES: dict[str, Generator] = {"GPipe": gpipe, "1F1B": one_f_one_b}
 """Every schedule by torch's name for it."""
 
 
+PEAKS: dict[str, Callable[[int, int], tuple[int, ...]]] = {
+    "GPipe": lambda k, m: (m,) * k,
+    "1F1B": lambda k, m: tuple(min(m, k - stage) for stage in range(k)),
+}
+"""How many microbatches each of k stages holds at its worst, of m: what `peak_in_flight` counts in the schedule."""
+
+
 def find_schedule(name: str) -> Generator:
     """Return the generator of the schedule called `name`; raises ScheduleError naming those there are."""
     if name in SCHEDULES:
