@@ -83,7 +83,7 @@ class Planner:
         Costless nodes that are joined to neighbours cannot have a stage of their own. Where every device is to have a
         stage, that loses nothing if plans that leave some idle are no faster; otherwise all nodes are looked at.
         """
-        alike = options.free or machine.uniform
+        alike = options.free or (machine.uniform and not self.pins)  # pins name devices, and must not move
         small = self._solve(machine, workload, options, *self.lattice(machine, whole=not alike))
         if isinstance(small, Plan) and (not alike or not options.use_all):
             return small
