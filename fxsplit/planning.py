@@ -34,7 +34,7 @@ class Planner:
     """Plans one profile for any number of machines; lattices are made once for each demand on them.
 
     `keep` are sets of submodules or nodes that stay together, besides what the profile demands; `pins` maps submodules
-    or nodes to the number of their stage; `never` are sets of nodes that no boundary may lie right behind. `seconds`
+    or nodes to the number of their device; `never` are sets of nodes that no boundary may lie right behind. `seconds`
     adds up how long enumerating states and solving took.
     """
 
@@ -146,7 +146,7 @@ def plan(
         dnn-partitioning JSON).
     machine: a number of equal devices with free links, or a Machine, which need not exist here.
     schedule, n_microbatches: what decides how many microbatches a stage holds (default: two a device).
-    options: the cost model, and what the planner may do. pins: submodule or node -> number of its stage. keep: sets of
+    options: the cost model, and what the planner may do. pins: submodule or node -> number of its device. keep: sets of
         submodules or nodes that no cut may part.
 
     Raises PlanError where no plan exists (NoFit where memory is too small), ProfileError or InputError for bad input.
