@@ -131,10 +131,8 @@ def _solve(problem: Problem, below: Bools, states: NDArray[np.int64], upper: flo
         ends = np.flatnonzero(problem.allowed[move.target][states])
         if upper < inf:
             starts = starts[work[-1] - work[starts] <= upper * problem.left[move.source] * WIDER]
-            least, most = (
-                work[-1] - upper * problem.left[move.target] * WIDER,
-                upper * problem.done[move.target] * WIDER,
-            )
+            least = work[-1] - upper * problem.left[move.target] * WIDER
+            most = upper * problem.done[move.target] * WIDER
             ends = ends[(work[ends] >= least) & (work[ends] <= most)]
         if not starts.size or not ends.size:
             continue
