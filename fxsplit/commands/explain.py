@@ -33,9 +33,10 @@ def main(arguments: argparse.Namespace) -> int:
         for name, share in stage["largest"].items():
             print(f"  {name:<40}{100 * share:>6.1f} % of its computing")
     for n, cut in enumerate(cuts, 1):
-        print(f"\ncut {n}, between stage {n - 1} and {n}: {size(cut['bytes'])} forward and back")
+        nominal = question.profile.nominal_bytes_per_ms
+        print(f"\ncut {n}, between stage {n - 1} and {n}: {_amount(cut['bytes'], nominal)} forward and back")
         for name, bytes_ in cut["largest"].items():
-            print(f"  {name:<40}{size(bytes_):>12}")
+            print(f"  {name:<40}{_amount(bytes_, nominal):>12}")
         print(f"  next best without this cut: {_next(cut, plan)}")
     return 0
 
@@ -58,14 +59,25 @@ def _cut(question: Question, count: int | None, plan: Plan, number: int) -> dict
     """Return what crosses a cut, and the objective of the best plan that does not cut there."""
     costs = question.profile.costs
     before = {name for stage in plan.stages[:number] for name in stage.nodes}
-    crossing = {name: b for b, (name, *readers) in costs.tensors() if _crosses({name, *readers}, before)}
+    crossing: dict[str, float] = {}
+    for name, forward, back, readers, is_output in costs.values():
+        made = name in before or (name not in costs.by_name and plan.model.name != "direct")
+        if made and ((is_output and plan.model.name != "direct") or not before.issuperset(readers)):
+            crossing[name] = crossing.get(name, 0.0) + forward + back
+    for exchange in costs.exchanges:
+        if _crosses(set(exchange.nodes), before):
+            crossing[exchange.nodes[0]] = crossing.get(exchange.nodes[0], 0.0) + exchange.output_bytes
     largest = sorted(crossing, key=lambda n: (-crossing[n], n))[:SHOWN]
-    total = sum(b for b, names in costs.tensors() if _crosses(set(names), before))
     return {
-        "bytes": total,
+        "bytes": sum(crossing.values()),
         "largest": {n: crossing[n] for n in largest},
         "next_best": _without(question, count, before),
     }
+
+
+def _amount(bytes_: float, nominal: float) -> str:
+    """Return bytes for people, or the time that they stand for."""
+    return f"{bytes_ / nominal:.4g} ms" if nominal else size(bytes_)
 
 
 def _crosses(names: set[str], before: set[str]) -> bool:

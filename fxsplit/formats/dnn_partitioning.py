@@ -68,6 +68,7 @@ def parse(data: Any, name: str, by_bytes: bool) -> Profile:
         bytes_per_s=BYTES_PER_MS * 1000.0,
         cost_model="direct",
         never_ms=NEVER * total,
+        nominal_bytes_per_ms=0.0 if by_bytes else BYTES_PER_MS,
     )
 
 

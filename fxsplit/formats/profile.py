@@ -17,7 +17,8 @@ class Profile:
 
     `unit` is the file's unit of time, in which objectives are printed. `accelerators`, `hosts`, `memory_bytes` and
     `bytes_per_s` describe the machine that the file states; None means that it states no devices. `cost_model` is the
-    one its own tool solves. A stage that takes `never_ms` has nodes that cannot run where they are.
+    one its own tool solves. A stage that takes `never_ms` has nodes that cannot run where they are. Where the file
+    states transfers in time, bytes stand for that, at `nominal_bytes_per_ms`.
     """
 
     costs: Costs
@@ -29,3 +30,4 @@ class Profile:
     bytes_per_s: float = inf
     cost_model: str = "forwarded"
     never_ms: float = inf
+    nominal_bytes_per_ms: float = 0.0
