@@ -87,7 +87,7 @@ def test_by_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spec, "entry_points", lambda group: [point] if group == "fxsplit.passes" else [])
     text = "profile{repeats=1},augment,order,keep{module=head,device=0},partition,emit"
     with (
-        pytest.raises(FxsplitError, match="no plan of 2 stages satisfies the pins"),
+        pytest.raises(FxsplitError, match="no plan for 2 devices satisfies the pins"),
         fxsplit.compile(Residual(), 2, example_inputs=x(), passes=text),
     ):
         pass
