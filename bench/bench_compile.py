@@ -127,7 +127,10 @@ print(time.perf_counter() - begin)
 
 @pytest.mark.parametrize("cache", ["cold", "warm"])
 def test_planning_in_a_fresh_process(benchmark: BenchmarkFixture, cache: str, tmp_path: Path) -> None:
-    """Cold: kernels are compiled. Warm: they are loaded from numba's cache. A chain of 1,000 nodes on 4 devices, which is too long for plain Python."""
+    """Cold: kernels are compiled. Warm: they are loaded from numba's cache.
+
+    A chain of 1,000 nodes on 4 devices, which is too long for plain Python.
+    """
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.getcwd()}
 
     def plan() -> float:
