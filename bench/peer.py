@@ -7,19 +7,24 @@ incomparable states are left out, which is where the original goes wrong.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 
 from fxsplit.antichains import Antichains
 from fxsplit.states import States
 
 
-def optimum_ms(chains: Antichains, states: States, devices: int, bytes_per_ms: float) -> float:
+def subsets(chains: Antichains) -> list[list[int]]:
+    """Return, for each state, those that it contains: what can be told before any machine is known."""
+    sets = [frozenset(chains.ideal(i)) for i in range(len(chains))]
+    return [[s for s in range(j) if sets[s] < sets[j]] for j in range(len(chains))]
+
+
+def optimum_ms(below: Sequence[Sequence[int]], states: States, devices: int, bytes_per_ms: float) -> float:
     """Return the smallest bottleneck over all chains of states and replications."""
-    count = len(chains)
-    sets = [frozenset(chains.ideal(i)) for i in range(count)]
+    count = len(below)
     time = (states.column("forward_ms") + states.column("backward_ms")).tolist()
     weights = states.column("parameter_bytes").tolist()
-    below = [[s for s in range(j) if sets[s] < sets[j]] for j in range(count)]
     best = [[inf] * (devices + 1) for _ in range(count)]
     best[0][0] = 0.0
     for j in range(1, count):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -94,24 +93,28 @@ class Costs:
         """The time of one microbatch, forward and backward, on one device."""
         return sum(n.forward_ms + n.backward_ms for n in self.nodes)
 
-    def values(self) -> Iterator[tuple[str, float, float, tuple[str, ...], bool]]:
-        """Yield every value: its name, forward and gradient bytes, the nodes that read it, and if it is an output."""
+    @cached_property
+    def values(self) -> tuple[tuple[str, float, float, tuple[str, ...], bool], ...]:
+        """Every value: its name, forward and gradient bytes, the nodes that read it, and if it is an output."""
         sources: list[InputCost | NodeCost] = [*self.inputs, *self.nodes]
         readers: dict[str, list[str]] = {source.name: [] for source in sources}
         for node in self.nodes:
             for name in dict.fromkeys(node.inputs):
                 readers[name].append(node.name)
-        for source in sources:
-            is_output = source.name in self.outputs
-            yield source.name, source.output_bytes, source.gradient_bytes, tuple(readers[source.name]), is_output
+        returned = set(self.outputs)
+        return tuple(
+            (s.name, s.output_bytes, s.gradient_bytes, tuple(readers[s.name]), s.name in returned) for s in sources
+        )
 
-    def tensors(self) -> Iterator[tuple[float, tuple[str, ...]]]:
-        """Yield what nodes exchange with each other: bytes forward and back, and the nodes that make or read it."""
-        for name, output_bytes, gradient_bytes, readers, _ in self.values():
-            if name in self.by_name and readers:
-                yield output_bytes + gradient_bytes, (name, *readers)
-        for exchange in self.exchanges:
-            yield exchange.output_bytes, exchange.nodes
+    @cached_property
+    def tensors(self) -> tuple[tuple[float, tuple[str, ...]], ...]:
+        """What nodes exchange with each other: bytes forward and back, and the nodes that make or read it."""
+        made = [
+            (output_bytes + gradient_bytes, (name, *readers))
+            for name, output_bytes, gradient_bytes, readers, _ in self.values
+            if name in self.by_name and readers
+        ]
+        return (*made, *((exchange.output_bytes, exchange.nodes) for exchange in self.exchanges))
 
     def check(self) -> None:
         """Raise ProfileError, naming the node, unless names are unique, inputs come earlier and figures are sane."""

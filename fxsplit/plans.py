@@ -182,9 +182,10 @@ def price(costs: Costs, machine: Machine, workload: Workload, split: Split, mode
     x (kept activations + boundary values, unless direct); a stage that recomputes keeps activations once.
     """
     last = len(split) - 1
-    crossing, returning = _forwarded(costs, [names for names, *_ in split])
-    given, taken = _shared(costs, [names for names, *_ in split])
     direct = model.name == "direct"
+    stages = [names for names, *_ in split]
+    given, taken = _shared(costs, stages) if direct else ([], [])
+    crossing, returning = ([], []) if direct else _forwarded(costs, stages)
     in_flight = workload.in_flight[len(split)]
     plans = []
     for i, (names, devices, recompute) in enumerate(split):
@@ -235,7 +236,7 @@ def _forwarded(costs: Costs, stages: Sequence[Sequence[str]]) -> tuple[list[floa
     last = len(stages) - 1
     crossing = [0.0] * (len(stages) + 1)
     returning = [0.0] * (len(stages) + 1)
-    for name, output_bytes, gradient_bytes, readers, is_output in costs.values():
+    for name, output_bytes, gradient_bytes, readers, is_output in costs.values:
         born = stage_of.get(name, -1)
         dies = max([stage_of[r] for r in readers] + ([last + 1] if is_output else []), default=born)
         for boundary in range(born + 1, dies + 1):
@@ -255,7 +256,7 @@ def _shared(costs: Costs, stages: Sequence[Sequence[str]]) -> tuple[list[float],
     """
     stage_of = {name: i for i, names in enumerate(stages) for name in names}
     given, taken = [0.0] * len(stages), [0.0] * len(stages)
-    for bytes_, (maker, *readers) in costs.tensors():
+    for bytes_, (maker, *readers) in costs.tensors:
         home = stage_of[maker]
         away = {stage_of[name] for name in readers} - {home}
         given[home] += bytes_ if away else 0.0

@@ -133,7 +133,7 @@ def test_direct_plans_do_not_care_for_direction(costs: Costs) -> None:
     # What the reversed graph exchanges is what the graph does: values become tensors without an order of their own.
     from fxsplit.costs import Exchange
 
-    tensors = tuple(Exchange(size, tuple(dict.fromkeys(pins))) for size, pins in costs.tensors())
+    tensors = tuple(Exchange(size, tuple(dict.fromkeys(pins))) for size, pins in costs.tensors)
     silent = {n.name: replace(n, output_bytes=0, gradient_bytes=0) for n in costs.nodes}
     forward = replace(costs, nodes=tuple(silent[n.name] for n in costs.nodes), exchanges=tensors, inputs=costs.inputs)
     backward = replace(

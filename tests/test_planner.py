@@ -83,7 +83,7 @@ def test_live_values_and_sums_against_the_definition(costs: Costs) -> None:
     for i in range(len(chains)):
         inside = set(chains.names(i))
         live = live_gradient = 0.0
-        for name, size, gradient, readers, is_output in costs.values():
+        for name, size, gradient, readers, is_output in costs.values:
             if (name in inside or name == "x") and (is_output or not set(readers) <= inside):
                 live += size
                 live_gradient += gradient

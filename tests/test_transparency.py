@@ -105,7 +105,7 @@ def _inside_a_block(plan: fxsplit.Plan, costs: fxsplit.Costs) -> bool:
     for boundary in range(1, len(plan.stages)):
         crossing = [
             name
-            for name, _, _, readers, _ in costs.values()
+            for name, _, _, readers, _ in costs.values
             if stage_of.get(name, -1) < boundary <= max((stage_of[r] for r in readers), default=-1)
         ]
         if len(crossing) > 1:

@@ -60,7 +60,7 @@ def _cut(question: Question, count: int | None, plan: Plan, number: int) -> dict
     costs = question.profile.costs
     before = {name for stage in plan.stages[:number] for name in stage.nodes}
     crossing: dict[str, float] = {}
-    for name, forward, back, readers, is_output in costs.values():
+    for name, forward, back, readers, is_output in costs.values:
         made = name in before or (name not in costs.by_name and plan.model.name != "direct")
         if made and ((is_output and plan.model.name != "direct") or not before.issuperset(readers)):
             crossing[name] = crossing.get(name, 0.0) + forward + back

@@ -14,13 +14,27 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fxsplit.kernels import direct, lattice, separable
+from fxsplit.kernels import dense, direct, lattice, separable
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 SMALL = 600
 """Ideals below which plain Python is quicker than loading numba."""
+
+
+_preferred = False
+
+
+def prefer_compiled(preferred: bool = True) -> None:
+    """Compile for small graphs too, from now on: for a process that plans again and again. Plans stay the same."""
+    global _preferred
+    _preferred = preferred
+
+
+def worth_compiling(ideals: int) -> bool:
+    """Return whether to use compiled kernels for a number of ideals."""
+    return _preferred or ideals > SMALL
 
 
 @cache
@@ -34,12 +48,12 @@ def compiled(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 def fit(kernel: Callable[..., Any], ideals: int) -> Callable[..., Any]:
     """Return the kernel in the form that is right for a number of ideals."""
-    return kernel if ideals <= SMALL else compiled(kernel)
+    return compiled(kernel) if worth_compiling(ideals) else kernel
 
 
 def enumerate_ideals(indegree: Ints, succ_ptr: Ints, succ: Ints, cap: int) -> tuple[Ints, Ints, bool]:
     """Return (parent, last, complete) of every ideal; see `lattice.enumerate_ideals`."""
-    parent, last, complete = lattice.enumerate_ideals(indegree, succ_ptr, succ, min(cap, SMALL))
+    parent, last, complete = fit(lattice.enumerate_ideals, 0)(indegree, succ_ptr, succ, min(cap, SMALL))
     if not complete and cap > SMALL:
         parent, last, complete = compiled(lattice.enumerate_ideals)(indegree, succ_ptr, succ, cap)
     return parent, last, bool(complete)
@@ -90,6 +104,30 @@ def reach(
     kernel = separable.reach if bounded is None else separable.reach_bounded
     origin, via = fit(kernel, in_ptr.size - 1)(*given, *(bounded or ()))
     return origin, via
+
+
+def best_chains(
+    below: Bools,
+    work: Floats,
+    start: Floats,
+    end: Floats,
+    start_floor: Floats,
+    end_floor: Floats,
+    space_start: Floats,
+    space_end: Floats,
+    capacity: Floats,
+    shared: Floats,
+    rate: Floats,
+    allowed: Bools,
+    moves: Ints,
+    done: Floats,
+    left: Floats,
+    upper: float,
+) -> tuple[Floats, Ints, Ints]:
+    """Return the best chain of stages to every state, compiled; see `dense.best_chains`."""
+    given = (below, work, start, end, start_floor, end_floor, space_start, space_end, capacity, shared, rate, allowed)
+    best, origin, via = compiled(dense.best_chains)(*given, moves, done, left, upper)
+    return best, origin, via
 
 
 def cheapest_above(pointer: Ints, child: Ints, end: Floats) -> Floats:

@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from fxsplit.kernels.separable import SLACK
+
 Array = Any  # compiled for the dtypes that fxsplit.kernels states
 
 
@@ -88,7 +90,6 @@ def reach(
     active = np.zeros(moves.shape[0], np.bool_)
     usable = np.zeros(kinds, np.bool_)
     alive = np.zeros((nodes + 2, kinds), np.bool_)
-    slack = 1.0 + 1e-9
     for j in range(n):
         if j > 0:
             while path[depth] != parent[j]:
@@ -122,7 +123,7 @@ def reach(
         usable[:] = False
         for m in range(moves.shape[0]):
             a = moves[m, 0]
-            active[m] = origin[a, j] >= 0 and work[n - 1] - work[j] <= threshold * left[a] * slack
+            active[m] = origin[a, j] >= 0 and work[n - 1] - work[j] <= threshold * left[a] * SLACK
             if active[m]:
                 for q in range(configurations):
                     if better[q, a] and origin[q, j] >= 0:

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 
 Array = Any  # compiled for the dtypes that fxsplit.kernels states
+SLACK = 1.0 + 1e-9
+"""For comparing sums of work that were added up in another order."""
 
 
 def reach(
@@ -54,12 +56,11 @@ def reach(
     best_from = np.empty(n, np.int32)
     first = np.full(done.size, n, np.int32)
     first[0] = 0
-    slack = 1.0 + 1e-9
     for m in range(moves.shape[0]):
         a, b, kind = moves[m, 0], moves[m, 1], moves[m, 2]
         if first[a] >= n:
             continue
-        most, least = threshold * done[b] * slack, work[n - 1] - threshold * left[b] * slack
+        most, least = threshold * done[b] * SLACK, work[n - 1] - threshold * left[b] * SLACK
         for i in range(first[a], n):
             top[i] = -np.inf
             if work[i] > most:
@@ -116,7 +117,6 @@ def reach_bounded(
     slowest = np.full((done.size, n), np.inf)
     origin[0, 0] = 0
     slowest[0, 0] = -np.inf
-    slack = 1.0 + 1e-9
     time, space, where = np.empty(n + 1, np.float64), np.empty(n + 1, np.float64), np.empty(n + 1, np.int32)
 
     def insert(t: float, s: float, j: int, size: int) -> int:
@@ -134,7 +134,7 @@ def reach_bounded(
 
     for m in range(moves.shape[0]):
         a, b, kind = moves[m, 0], moves[m, 1], moves[m, 2]
-        most, least = threshold * done[b] * slack, work[n - 1] - threshold * left[b] * slack
+        most, least = threshold * done[b] * SLACK, work[n - 1] - threshold * left[b] * SLACK
         begin = np.zeros(n + 1, np.int64)
         pool_time, pool_space = np.empty(2 * n + 16, np.float64), np.empty(2 * n + 16, np.float64)
         pool_from = np.empty(2 * n + 16, np.int32)

@@ -107,7 +107,7 @@ class _Graph:
         self._pins: list[set[int]] = []
         self._size: list[float] = []
         self._at: dict[int, set[int]] = defaultdict(set)
-        for name, forward, backward, readers, is_output in costs.values():
+        for name, forward, backward, readers, is_output in costs.values:
             outside = [CALLER] if is_output or name not in blocks.home else []
             made = [name] if name in blocks.home else []
             self._add({*outside, *(blocks.home[n] for n in (*made, *readers))}, forward + backward)

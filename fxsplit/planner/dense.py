@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fxsplit import kernels
 from fxsplit.antichains import Antichains
 from fxsplit.kernels import SMALL
+from fxsplit.kernels.separable import SLACK
 from fxsplit.planner.problem import Path, Problem
 
-WIDER = 1.0 + 1e-9
-"""Slack for comparing sums of work that were added up in another order."""
-
 Bools = NDArray[np.bool_]
+Ints = NDArray[np.int32]
 
 
 def membership(chains: Antichains, states: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -31,6 +32,7 @@ def membership(chains: Antichains, states: NDArray[np.int64]) -> NDArray[np.floa
     return inside
 
 
+@lru_cache(maxsize=8)  # a lattice is planned for many machines; those that come here are small
 def contained(chains: Antichains) -> Bools:
     """Return which states lie strictly inside which: bool [smaller, larger]."""
     inside = membership(chains, np.arange(len(chains))) > 0
@@ -69,7 +71,7 @@ def best_line(problem: Problem, chains: Antichains) -> Path | None:
 def _on_line(problem: Problem, line: list[int], upper: float) -> Path | None:
     """Return the best chain among states that each contain the one before; an even split tells how slow it may be."""
     states, below = np.array(line, np.int64), np.tri(len(line), k=-1, dtype=np.bool_).T
-    return _solve(problem, below, states, min(upper, float(np.nextafter(_even(problem, states) * WIDER, inf))))
+    return _solve(problem, below, states, min(upper, float(np.nextafter(_even(problem, states) * SLACK, inf))))
 
 
 def _even(problem: Problem, line: NDArray[np.int64]) -> float:
@@ -93,6 +95,7 @@ def _even(problem: Problem, line: NDArray[np.int64]) -> float:
     return max(problem.loads(path))
 
 
+@lru_cache(maxsize=8)
 def first_order(chains: Antichains) -> list[int]:
     """Return the states of the topological order that the blocks are numbered in."""
     states, at = [], len(chains) - 1
@@ -121,6 +124,8 @@ def _solve(problem: Problem, below: Bools, states: NDArray[np.int64], upper: flo
     if problem.may_idle:
         below = below | np.eye(states.size, dtype=np.bool_)
     n, count = states.size, len(problem.moves.used)
+    if kernels.worth_compiling(n):
+        return _solve_compiled(problem, below, states, upper)
     best = np.full((count, n), inf)
     best[0, 0] = -inf
     origin, via = (np.full((count, len(problem)), -1, np.int32) for _ in range(2))
@@ -130,9 +135,9 @@ def _solve(problem: Problem, below: Bools, states: NDArray[np.int64], upper: flo
         starts = np.flatnonzero(best[move.source] < upper)
         ends = np.flatnonzero(problem.allowed[move.target][states])
         if upper < inf:
-            starts = starts[work[-1] - work[starts] <= upper * problem.left[move.source] * WIDER]
-            least = work[-1] - upper * problem.left[move.target] * WIDER
-            most = upper * problem.done[move.target] * WIDER
+            starts = starts[work[-1] - work[starts] <= upper * problem.left[move.source] * SLACK]
+            least = work[-1] - upper * problem.left[move.target] * SLACK
+            most = upper * problem.done[move.target] * SLACK
             ends = ends[(work[ends] >= least) & (work[ends] <= most)]
         if not starts.size or not ends.size:
             continue
@@ -144,6 +149,42 @@ def _solve(problem: Problem, below: Bools, states: NDArray[np.int64], upper: flo
         best[move.target][ends[better]] = value[better]
         origin[move.target][states[ends[better]]] = states[starts[where[better]]]
         via[move.target][states[ends[better]]] = m
+    return _best_end(problem, best, origin, via)
+
+
+def _solve_compiled(problem: Problem, below: Bools, states: NDArray[np.int64], upper: float) -> Path | None:
+    """Return the same chain by the same steps, in machine code."""
+    whole = states.size == len(problem)  # all of them, in order
+
+    def of(table: NDArray[np.float64]) -> NDArray[np.float64]:
+        return table if whole else np.ascontiguousarray(table[:, states])
+
+    best, origin, via = kernels.best_chains(
+        below=below,
+        work=problem.work[states],
+        start=of(problem.start),
+        end=of(problem.end),
+        start_floor=of(problem.start_floor),
+        end_floor=of(problem.end_floor),
+        space_start=of(problem.space_start),
+        space_end=of(problem.space_end),
+        capacity=problem.capacity,
+        **dict(zip(("shared", "rate"), problem.shared(states), strict=True)),
+        allowed=np.ascontiguousarray(problem.allowed[:, states]),
+        moves=problem.table,
+        done=problem.done,
+        left=problem.left,
+        upper=upper,
+    )
+    if not whole:
+        origins, vias = (np.full((best.shape[0], len(problem)), -1, np.int32) for _ in range(2))
+        origins[:, states], vias[:, states] = np.where(origin >= 0, states[origin], -1), via
+        origin, via = origins, vias
+    return _best_end(problem, best, origin, via)
+
+
+def _best_end(problem: Problem, best: NDArray[np.float64], origin: Ints, via: Ints) -> Path | None:
+    """Return the chain that ends fastest in any configuration in which a plan may end."""
     final = min(sorted(problem.moves.final), key=lambda q: best[q, -1])
     if best[final, -1] == inf:
         return None

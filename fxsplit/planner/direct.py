@@ -14,7 +14,7 @@ from fxsplit.blocks import csr
 from fxsplit.costs import Costs
 from fxsplit.machine import Machine
 from fxsplit.planner.dense import membership
-from fxsplit.planner.problem import Bools, Floats, PairCosts, Path, Problem
+from fxsplit.planner.problem import Bools, Floats, Path, Problem
 from fxsplit.plans import CostModel
 
 Ints = NDArray[np.int32]
@@ -35,20 +35,14 @@ class DirectProblem(Problem):
     size: Floats
     rate: Floats
 
-    def pair_costs(self, states: NDArray[np.int64]) -> PairCosts:
-        """Return what any pair of `states` costs; see Problem."""
-        busy, shared = super().pair_costs(states), self._shared(states)
-
-        def costs(kind: int, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> tuple[Floats, Bools]:
-            load, fits = busy(kind, starts, ends)
-            return load + self.rate[kind] * shared[np.ix_(starts, ends)], fits
-
-        return costs
+    def shared(self, states: NDArray[np.int64]) -> tuple[Floats, Floats]:
+        """Return the bytes of the tensors that every pair of `states` shares with the rest; see Problem."""
+        return self._shared(states), self.rate
 
     def loads(self, path: Path) -> list[float]:
         """Return every stage's load in a chain."""
         shared = self._shared(np.array([0, *(state for state, _ in path)], np.int64))
-        rates = [self.rate[self.kind[self.moves.moves.index(move)]] for _, move in path]
+        rates = [self.rate[self.kind[self.moves.number[move]]] for _, move in path]
         paid = zip(super().loads(path), rates, strict=True)
         return [load + float(rate * shared[i, i + 1]) for i, (load, rate) in enumerate(paid)]
 
@@ -78,7 +72,7 @@ class DirectProblem(Problem):
         """Return whether every stage of a chain fits in memory."""
         begin = 0
         for end, move in path:
-            k = self.kind[self.moves.moves.index(move)]
+            k = self.kind[self.moves.number[move]]
             if self.space_low[k, end] - self.space_low[k, begin] > self.capacity[k]:
                 return False
             begin = end
@@ -156,7 +150,7 @@ def direct(problem: Problem, costs: Costs, chains: Antichains, machine: Machine,
     pins: list[list[int]] = [[] for _ in chains.blocks.members]
     total: list[int] = []
     size: list[float] = []
-    for bytes_, names in costs.tensors() if model.traffic else ():
+    for bytes_, names in costs.tensors if model.traffic else ():
         met = sorted({chains.blocks.home[name] for name in names})
         if len(met) > 1 and bytes_ > 0:
             for block in met:

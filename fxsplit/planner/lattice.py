@@ -77,7 +77,7 @@ def _live(costs: Costs, blocks: Blocks, parent: Ints, last: Ints) -> NDArray[np.
         total.append(len(met) + given + returned)
         size.append((forward, backward))
 
-    for name, output_bytes, gradient_bytes, readers, is_output in costs.values():
+    for name, output_bytes, gradient_bytes, readers, is_output in costs.values:
         made = name in blocks.home
         add((name, *readers) if made else readers, not made, is_output, output_bytes, gradient_bytes)
     for exchange in costs.exchanges:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 from fxsplit.errors import PlanError
 from fxsplit.machine import Machine
@@ -42,7 +43,13 @@ class Moves:
     final: frozenset[int]
     n_stages: int = 0
 
+    @cached_property
+    def number(self) -> dict[Move, int]:
+        """The place of each move among all."""
+        return {move: i for i, move in enumerate(self.moves)}
 
+
+@lru_cache(maxsize=128)  # a search over schedules asks for the same moves again and again
 def moves_of(
     machine: Machine, replicated: bool, use_all: bool, free: bool, n_stages: int | None, recompute: str = "never"
 ) -> Moves:

@@ -97,7 +97,7 @@ class Problem:
         """Return every stage's load in a chain."""
         found, begin = [], 0
         for end, move in path:
-            k = self.kind[self.moves.moves.index(move)]
+            k = self.kind[self.moves.number[move]]
             load = self.end[k, end] - self.start[k, begin]
             found.append(float(max(load, self.start_floor[k, begin], self.end_floor[k, end])))
             begin = end
@@ -108,15 +108,25 @@ class Problem:
 
         Both are [starts, ends], for pairs that are nested and those that are not.
         """
+        shared, rate = self.shared(states)
 
         def costs(kind: int, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> tuple[Floats, Bools]:
             a, b = states[starts], states[ends]
             load = self.end[kind][None, b] - self.start[kind][a, None]
             load = np.maximum(np.maximum(load, self.start_floor[kind][a, None]), self.end_floor[kind][None, b])
+            if shared.size:
+                load = load + rate[kind] * shared[np.ix_(starts, ends)]
             space = self.space_end[kind][None, b] - self.space_start[kind][a, None]
             return load, space <= self.capacity[kind]
 
         return costs
+
+    def shared(self, states: NDArray[np.int64]) -> tuple[Floats, Floats]:
+        """Return bytes that every pair of `states` pays for besides, [J, I], and milliseconds a byte, by kind of move.
+
+        Here there are none, and the first is empty.
+        """
+        return np.zeros((0, 0)), np.zeros_like(self.capacity)
 
     @cached_property
     def table(self) -> NDArray[np.int32]:

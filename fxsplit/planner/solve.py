@@ -13,9 +13,9 @@ from fxsplit.errors import ChainError, NoFit
 from fxsplit.machine import Machine
 from fxsplit.planner.direct import direct
 from fxsplit.planner.moves import moves_of
-from fxsplit.planner.problem import Problem, pose
+from fxsplit.planner.problem import Path, Problem, pose
 from fxsplit.planner.search import Found, minimise, misfit
-from fxsplit.plans import COST_MODELS, CostModel, Plan, price
+from fxsplit.plans import COST_MODELS, CostModel, Plan, Split, price
 from fxsplit.states import States
 from fxsplit.workload import Workload
 
@@ -89,13 +89,7 @@ def partition(
             best = found, problem
     if best is None:
         raise misfit(posed, chains, machine)
-    split = []
-    begin = 0
-    for end, move in best[0].path:
-        own = set(chains.names(end)) - set(chains.names(begin))
-        split.append(([n.name for n in costs.nodes if n.name in own], move.devices, move.recompute))
-        begin = end
-    priced = price(costs, machine, workload, split, options.costs)
+    priced = price(costs, machine, workload, _split(costs, chains, best[0].path), options.costs)
     reached = max(s.load_ms for s in priced)
     if chains.slack_ms:
         # Keeping light nodes together may empty a stage, so plans that leave devices idle bound those that do not.
@@ -115,6 +109,15 @@ def partition(
         n_states=len(chains),
         model=options.costs,
     )
+
+
+def _split(costs: Costs, chains: Antichains, path: Path) -> Split:
+    """Return the stages of a chain of states, each with its nodes in graph order."""
+    stage_of = {b: stage for stage in reversed(range(len(path))) for b in chains.ideal(path[stage][0])}
+    nodes: list[list[str]] = [[] for _ in path]
+    for node in costs.nodes:
+        nodes[stage_of[chains.blocks.home[node.name]]].append(node.name)
+    return [(names, move.devices, move.recompute) for names, (_, move) in zip(nodes, path, strict=True)]
 
 
 def problems(
