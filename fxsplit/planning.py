@@ -16,7 +16,7 @@ from fxsplit.costs import Costs
 from fxsplit.errors import InputError, PlanError
 from fxsplit.formats import Profile, read
 from fxsplit.machine import Device, Machine
-from fxsplit.planner import Options, antichains_within, beats, merged, partition, problems, sequence
+from fxsplit.planner import Clock, Options, antichains_within, beats, merged, partition, problems, sequence
 from fxsplit.plans import Plan
 from fxsplit.schedule import PEAKS, find_schedule
 from fxsplit.states import States
@@ -83,47 +83,47 @@ class Planner:
         Costless nodes that are joined to neighbours cannot have a stage of their own. Where every device is to have a
         stage, that loses nothing if plans that leave some idle are no faster; otherwise all nodes are looked at.
         """
+        clock = Clock.limited(options.time_limit)
         alike = options.free or (machine.uniform and not self.pins)  # pins name devices, and must not move
-        small = self._solve(machine, workload, options, *self.lattice(machine, whole=not alike))
+        small = self._solve(machine, workload, options, clock, *self.lattice(machine, whole=not alike))
         if isinstance(small, Plan) and (not alike or not options.use_all):
             return small
         blocks = Blocks.of(self._constrained)
         if (
             alike
             and len(self.lattice(machine)[0].blocks) < len(blocks)
-            and (not isinstance(small, Plan) or self._beaten(small, machine, workload, options, *self.lattice(machine)))
+            and (not isinstance(small, Plan) or self._beaten(small, machine, workload, options, clock))
         ):
-            small = self._solve(machine, workload, options, *self.lattice(machine, whole=True))
+            small = self._solve(machine, workload, options, clock, *self.lattice(machine, whole=True))
         if isinstance(small, PlanError):
             raise small
         return small
 
-    def _beaten(
-        self,
-        plan: Plan,
-        machine: Machine,
-        workload: Workload,
-        options: Options,
-        chains: Antichains,
-        states: States,
-    ) -> bool:
+    def _beaten(self, plan: Plan, machine: Machine, workload: Workload, options: Options, clock: Clock) -> bool:
         """Return whether a plan that leaves devices idle is faster than one that may not."""
         idle = replace(options, use_all=False)
+        chains, states = self.lattice(machine)
         begin = time.perf_counter()
         pinned = Pins(self.pins).nodes(self.costs)
         posed = problems(self._constrained, chains, states, machine, workload, pinned, idle, self.never)
-        answer = any(beats(problem, chains, plan.bottleneck_ms) for problem in posed)
+        answer = any(beats(problem, chains, plan.bottleneck_ms, clock) for problem in posed)
         self.seconds["solve"] += time.perf_counter() - begin
         return answer
 
     def _solve(
-        self, machine: Machine, workload: Workload, options: Options, chains: Antichains, states: States
+        self,
+        machine: Machine,
+        workload: Workload,
+        options: Options,
+        clock: Clock,
+        chains: Antichains,
+        states: States,
     ) -> Plan | PlanError:
         """Return the best plan among some states, or why there is none."""
         begin = time.perf_counter()
         try:
             pinned = Pins(self.pins).nodes(self.costs)
-            return partition(self._constrained, chains, states, machine, workload, pinned, options, self.never)
+            return partition(self._constrained, chains, states, machine, workload, pinned, options, self.never, clock)
         except PlanError as error:
             return error
         finally:

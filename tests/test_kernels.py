@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import inf
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -10,10 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from fxsplit import kernels
 from fxsplit.costs import Costs
 from fxsplit.machine import Machine
-from fxsplit.planner import Options
+from fxsplit.planner import Options, problems
+from fxsplit.planner.clock import Clock, OutOfTime
+from fxsplit.planner.direct import DirectProblem
 from fxsplit.planning import Planner
 from fxsplit.plans import COST_MODELS
-from tests.graphs import machines, node, profiles
+from tests.graphs import machines, node, profiles, workload
 from tests.test_cost_models import solve
 
 
@@ -48,3 +51,31 @@ def test_enumeration_stops_at_the_cap_when_compiled(plain: None) -> None:
     part, _ = Planner(costs, max_states=4095).lattice(Machine.planned(2))
     assert whole.complete and len(whole) == 4096
     assert not part.complete and len(part) == 13
+
+
+def test_a_clock_gives_a_kernel_its_time_in_steps() -> None:
+    """A kernel that is stopped early runs again while there is time; then the search ends."""
+    asked: list[int] = []
+
+    def kernel(steps: int) -> tuple[str, str, int]:
+        asked.append(steps)
+        return "one", "other", 100 if len(asked) > 1 else steps + 1
+
+    assert Clock.limited(60).run(kernel) == ("one", "other") and len(asked) == 2
+    assert Clock().run(kernel) == ("one", "other")
+    with pytest.raises(OutOfTime):
+        Clock.limited(0).run(kernel)
+
+
+@pytest.mark.parametrize("model", ["forwarded", "direct"])
+@pytest.mark.parametrize("memory", [inf, 1e4])
+def test_kernels_stop_after_their_steps(model: str, memory: float) -> None:
+    costs = Costs(tuple(node(f"n{i}", ms=1.0 + i, kept_bytes=1, output_bytes=1) for i in range(6)), (), ("n0",), rows=1)
+    machine = Machine.planned(3, 1e3, memory_bytes=memory)
+    chains, states = Planner(costs).lattice(machine, whole=True)
+    (problem, *_) = problems(costs, chains, states, machine, workload(machine), {}, Options(model=model))
+    way = problem._walk if isinstance(problem, DirectProblem) else None
+    reach = problem._reach if way is None else lambda threshold, steps: way(threshold, True, steps)
+    _, _, whole = reach(50.0, 2**62)
+    assert reach(50.0, whole)[2] == whole
+    assert whole // 2 < reach(50.0, whole // 2)[2] < whole

@@ -97,13 +97,14 @@ def reach(
     left: Floats,
     may_idle: bool,
     threshold: float,
+    steps: int,
     bounded: tuple[Floats, Floats, Floats, Floats] | None,
-) -> tuple[Ints, Ints]:
+) -> tuple[Ints, Ints, int]:
     """Return which ideals end a chain of stages under `threshold`; see `separable.reach` and `reach_bounded`."""
-    given = (in_ptr, in_from, work, start, end, start_floor, end_floor, allowed, moves, done, left, may_idle, threshold)
+    given = (in_ptr, in_from, work, start, end, start_floor, end_floor, allowed, moves, done, left, may_idle)
     kernel = separable.reach if bounded is None else separable.reach_bounded
-    origin, via = fit(kernel, in_ptr.size - 1)(*given, *(bounded or ()))
-    return origin, via
+    origin, via, taken = fit(kernel, in_ptr.size - 1)(*given, threshold, steps, *(bounded or ()))
+    return origin, via, int(taken)
 
 
 def best_chains(
@@ -145,8 +146,9 @@ def reach_direct(
     moves: tuple[Bools, Ints, Floats, Bools],
     closing: bool,
     threshold: float,
-) -> tuple[Ints, Ints]:
+    steps: int,
+) -> tuple[Ints, Ints, int]:
     """Return which ideals end a chain of stages under `threshold`; see `direct.reach`, whose groups these are."""
     kernel = fit(direct.reach, lattice[0].size)
-    origin, via = kernel(*lattice, *below, *costs, *memory, *tensors, *moves, closing, threshold)
-    return origin, via
+    origin, via, taken = kernel(*lattice, *below, *costs, *memory, *tensors, *moves, closing, threshold, steps)
+    return origin, via, int(taken)

@@ -56,6 +56,7 @@ def reach(
     better: Array,
     closing: bool,
     threshold: float,
+    steps: int,
 ) -> Any:
     """Decide which ideals end a chain of stages whose every load is at most `threshold` and that fit.
 
@@ -66,9 +67,10 @@ def reach(
     CSR; total: int32 [tensors], their pins; size: float64 [tensors]. allowed: bool [configurations, ideals].
     moves: int32 [moves, 3] of (from, to, kind). left: float64 [configurations], the work that unused devices do in one
     unit of load at most. better: bool [configurations, configurations], whether the first makes the second useless.
-    closing: whether to use closures, which look at loads alone and not at memory.
+    closing: whether to use closures, which look at loads alone and not at memory. With more than `steps` it stops.
 
-    Returns, per configuration and ideal, the ideal at which the last stage starts and the move it is, as `separable`.
+    Returns, per configuration and ideal, the ideal at which the last stage starts and the move it is, and how many
+    steps it took, as `separable`.
     """
     n, nodes = parent.size, pins_ptr.size - 1
     configurations, kinds = left.size, rate.size
@@ -90,7 +92,11 @@ def reach(
     active = np.zeros(moves.shape[0], np.bool_)
     usable = np.zeros(kinds, np.bool_)
     alive = np.zeros((nodes + 2, kinds), np.bool_)
+    taken = 0
     for j in range(n):
+        taken += 1
+        if taken > steps:
+            break
         if j > 0:
             while path[depth] != parent[j]:
                 for e in range(pins_ptr[last[path[depth]]], pins_ptr[last[path[depth]] + 1]):
@@ -143,7 +149,8 @@ def reach(
         at[0], cursor[0], entered[0] = j, pointer[j], -1
         for k in range(kinds):
             alive[0, k] = usable[k]
-        while level >= 0:
+        while level >= 0 and taken <= steps:
+            taken += 1
             if cursor[level] >= pointer[at[level] + 1]:
                 v = entered[level]
                 level -= 1
@@ -189,4 +196,4 @@ def reach(
                         top[m, i], top_from[m, i] = start, j
             descend = on and not (open_now == 0 and closing)
             cursor[level] = pointer[i] if descend else pointer[i + 1]
-    return origin, via
+    return origin, via, taken

@@ -33,6 +33,7 @@ def reach(
     left: Array,
     may_idle: bool,
     threshold: float,
+    steps: int,
 ) -> Any:
     """Decide which ideals end a chain of stages whose every load is at most `threshold`.
 
@@ -43,8 +44,9 @@ def reach(
     load at most; a chain cannot be in a configuration where there is more than that.
 
     Returns, per configuration and ideal, the ideal at which the last stage starts and the move it is: int32, -1 where
-    there is no chain. Of several chains the one with the smaller slowest load is kept, among those looked at: so a
-    chain under the threshold is often the best there is.
+    there is no chain; and how many steps that took: with more than `steps` it stops, and the tables say nothing. Of
+    several chains the one with the smaller slowest load is kept, among those looked at: so a chain under the threshold
+    is often the best there is.
     """
     n = in_ptr.size - 1
     origin = np.full((done.size, n), -1, np.int32)
@@ -56,9 +58,11 @@ def reach(
     best_from = np.empty(n, np.int32)
     first = np.full(done.size, n, np.int32)
     first[0] = 0
+    taken = 0
     for m in range(moves.shape[0]):
         a, b, kind = moves[m, 0], moves[m, 1], moves[m, 2]
-        if first[a] >= n:
+        taken += n - first[a]
+        if first[a] >= n or taken > steps:
             continue
         most, least = threshold * done[b] * SLACK, work[n - 1] - threshold * left[b] * SLACK
         for i in range(first[a], n):
@@ -84,7 +88,7 @@ def reach(
             if own and not may_idle:
                 best, where = start[kind, i], i
             top[i], best_from[i] = best, where
-    return origin, via
+    return origin, via, taken
 
 
 def reach_bounded(
@@ -101,6 +105,7 @@ def reach_bounded(
     left: Array,
     may_idle: bool,
     threshold: float,
+    steps: int,
     space_start: Array,
     space_end: Array,
     space_low: Array,
@@ -117,6 +122,7 @@ def reach_bounded(
     slowest = np.full((done.size, n), np.inf)
     origin[0, 0] = 0
     slowest[0, 0] = -np.inf
+    taken = 0
     time, space, where = np.empty(n + 1, np.float64), np.empty(n + 1, np.float64), np.empty(n + 1, np.int32)
 
     def insert(t: float, s: float, j: int, size: int) -> int:
@@ -141,8 +147,12 @@ def reach_bounded(
         count = 0
         for i in range(n):
             size = 0
+            taken += 1
+            if taken > steps:
+                return origin, via, taken
             if work[i] <= most:
                 for e in range(in_ptr[i], in_ptr[i + 1]):
+                    taken += begin[in_from[e] + 1] - begin[in_from[e]]
                     for k in range(begin[in_from[e]], begin[in_from[e] + 1]):
                         if space_low[kind, i] - pool_space[k] <= capacity[kind]:
                             size = insert(pool_time[k], pool_space[k], pool_from[k], size)
@@ -166,4 +176,4 @@ def reach_bounded(
                 pool_time[count], pool_space[count], pool_from[count] = time[p], space[p], where[p]
                 count += 1
             begin[i + 1] = count
-    return origin, via
+    return origin, via, taken

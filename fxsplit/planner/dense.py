@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from math import inf
 
@@ -12,6 +14,7 @@ from fxsplit import kernels
 from fxsplit.antichains import Antichains
 from fxsplit.kernels import SMALL
 from fxsplit.kernels.separable import SLACK
+from fxsplit.planner.clock import Clock, OutOfTime
 from fxsplit.planner.problem import Path, Problem
 
 Bools = NDArray[np.bool_]
@@ -47,17 +50,28 @@ def contained(chains: Antichains) -> Bools:
     return strictly
 
 
-def best_path(problem: Problem, chains: Antichains, upper: float = inf) -> Path | None:
-    """Return the chain whose slowest stage is fastest, or None where none fits with all loads below `upper`.
+def best_path(
+    problem: Problem, chains: Antichains, upper: float = inf, clock: Clock | None = None
+) -> tuple[Path | None, bool]:
+    """Return the chain whose slowest stage is fastest, and whether that is proven; None where no load is below `upper`.
 
     The chains of one topological order come first: no state can be on a better chain than theirs whose work is too much
     for the devices before it, or too little for those after it.
     """
-    rough = _on_line(problem, first_order(chains), upper)
+    line = first_order(chains)
+    rough = _on_line(problem, line, upper)
+    if rough is not None:
+        upper = max(problem.loads(rough))
+        closer = problem.under(upper)
+        if closer is not problem:
+            rough = _on_line(closer, line, upper) or rough
+            problem, upper = closer, max(problem.loads(rough))
     if len(chains) == len(chains.blocks) + 1:
-        return rough
-    upper = upper if rough is None else max(problem.loads(rough))
-    return _solve(problem, contained(chains), np.arange(len(problem)), upper) or rough
+        return rough, True
+    try:
+        return _solve(problem, contained(chains), np.arange(len(problem)), upper, clock or Clock()) or rough, True
+    except OutOfTime:
+        return rough, False
 
 
 def best_line(problem: Problem, chains: Antichains) -> Path | None:
@@ -71,7 +85,8 @@ def best_line(problem: Problem, chains: Antichains) -> Path | None:
 def _on_line(problem: Problem, line: list[int], upper: float) -> Path | None:
     """Return the best chain among states that each contain the one before; an even split tells how slow it may be."""
     states, below = np.array(line, np.int64), np.tri(len(line), k=-1, dtype=np.bool_).T
-    return _solve(problem, below, states, min(upper, float(np.nextafter(_even(problem, states) * SLACK, inf))))
+    upper = min(upper, float(np.nextafter(_even(problem, states) * SLACK, inf)))
+    return _solve(problem, below, states, upper, Clock())
 
 
 def _even(problem: Problem, line: NDArray[np.int64]) -> float:
@@ -95,6 +110,23 @@ def _even(problem: Problem, line: NDArray[np.int64]) -> float:
     return max(problem.loads(path))
 
 
+def line_of(chains: Antichains, order: Sequence[int]) -> Antichains:
+    """Return the lattice that has only the states of `order`, each of one block more than the one before."""
+    at = np.array(order, np.int64)
+    n = at.size
+    before = np.arange(-1, n - 1, dtype=np.int32)
+    return replace(
+        chains,
+        parent=before,
+        last=chains.last[at],
+        pointer=np.minimum(np.arange(n + 1), n - 1).astype(np.int32),
+        node=chains.last[at[1:]],
+        child=np.arange(1, n, dtype=np.int32),
+        live_bytes=chains.live_bytes[at],
+        live_gradient_bytes=chains.live_gradient_bytes[at],
+    )
+
+
 @lru_cache(maxsize=8)
 def first_order(chains: Antichains) -> list[int]:
     """Return the states of the topological order that the blocks are numbered in."""
@@ -116,7 +148,7 @@ def _narrow_order(problem: Problem, chains: Antichains) -> list[int]:
     return states
 
 
-def _solve(problem: Problem, below: Bools, states: NDArray[np.int64], upper: float) -> Path | None:
+def _solve(problem: Problem, below: Bools, states: NDArray[np.int64], upper: float, clock: Clock) -> Path | None:
     """Return the best chain among `states` with a load below `upper`: the dynamic programme by definition.
 
     best(q, I) = min over moves (p -> q) and states J inside I of max(best(p, J), load(J, I)).
@@ -124,7 +156,7 @@ def _solve(problem: Problem, below: Bools, states: NDArray[np.int64], upper: flo
     if problem.may_idle:
         below = below | np.eye(states.size, dtype=np.bool_)
     n, count = states.size, len(problem.moves.used)
-    if kernels.worth_compiling(n):
+    if kernels.worth_compiling(n) and clock.deadline == inf:
         return _solve_compiled(problem, below, states, upper)
     best = np.full((count, n), inf)
     best[0, 0] = -inf
@@ -132,6 +164,7 @@ def _solve(problem: Problem, below: Bools, states: NDArray[np.int64], upper: flo
     origin[0, 0] = 0
     work, costs = problem.work[states], problem.pair_costs(states)
     for m, move in enumerate(problem.moves.moves):
+        clock.check()
         starts = np.flatnonzero(best[move.source] < upper)
         ends = np.flatnonzero(problem.allowed[move.target][states])
         if upper < inf:

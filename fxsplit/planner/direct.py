@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from math import inf
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,11 +16,14 @@ from fxsplit.antichains import Antichains
 from fxsplit.blocks import csr
 from fxsplit.costs import Costs
 from fxsplit.machine import Machine
-from fxsplit.planner.dense import membership
+from fxsplit.planner.clock import Clock
+from fxsplit.planner.dense import line_of, membership
 from fxsplit.planner.problem import Bools, Floats, Path, Problem
 from fxsplit.plans import CostModel
 
 Ints = NDArray[np.int32]
+FEW = 1e4
+"""From how many times a good plan's load on the sum of all tensors' prices is too large to add up beside it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,22 +47,27 @@ class DirectProblem(Problem):
 
     def loads(self, path: Path) -> list[float]:
         """Return every stage's load in a chain."""
-        shared = self._shared(np.array([0, *(state for state, _ in path)], np.int64))
+        states = np.array([0, *(state for state, _ in path)], np.int64)
+        shared = self._shared_by_counts(membership(self.chains, states))
         rates = [self.rate[self.kind[self.moves.number[move]]] for _, move in path]
         paid = zip(super().loads(path), rates, strict=True)
         return [load + float(rate * shared[i, i + 1]) for i, (load, rate) in enumerate(paid)]
 
-    def test(self, threshold: float) -> Path | None:
-        """Return a chain whose every stage has load <= threshold and fits, or None."""
-        path = self._test(threshold, closing=True)
+    def test(self, threshold: float, clock: Clock | None = None) -> Path | None:
+        """Return a chain whose every stage has load <= threshold and fits, or None; raises OutOfTime."""
+        path = self._test(threshold, clock or Clock(), closing=True)
         if path is not None and not self._fits(path):
-            path = self._test(threshold, closing=False)
+            path = self._test(threshold, clock or Clock(), closing=False)
         return path
 
-    def _test(self, threshold: float, closing: bool) -> Path | None:
+    def _test(self, threshold: float, clock: Clock, closing: bool) -> Path | None:
         """Test once; with closures, which do not look at memory, a chain may come back that does not fit."""
+        return self.trace(*clock.run(lambda steps: self._walk(threshold, closing, steps)))
+
+    def _walk(self, threshold: float, closing: bool, steps: int) -> tuple[Ints, Ints, int]:
+        """Return the kernel's tables, and how many steps it took of at most `steps`."""
         chains = self.chains
-        origin, via = kernels.reach_direct(
+        return kernels.reach_direct(
             lattice=(chains.parent, chains.last, chains.pointer, chains.node, chains.child),
             below=(self.states.in_pointer, self.states.in_from),
             costs=(self.work, self.end, self.live, self._least, self.rate),
@@ -65,8 +76,26 @@ class DirectProblem(Problem):
             moves=(self.allowed, self.table, self.left, self._better),
             closing=closing,
             threshold=threshold,
+            steps=steps,
         )
-        return self.trace(origin, via)
+
+    def under(self, upper: float) -> DirectProblem:
+        """Return the problem with no tensor so dear that small ones are lost in sums with it.
+
+        Whoever pays for one that costs more than `upper` is slower than that, however much more it is.
+        """
+        rate = float(self.rate[self.rate > 0].min(initial=inf))
+        if not 0 < upper * FEW < float(self.size.sum()) * rate < inf:
+            return self
+        return replace(self, size=np.minimum(self.size, 4.0 * upper / rate))
+
+    def for_excess(self) -> DirectProblem:
+        """Return the problem of exceeding the devices' memory by as little as possible, where tensors cost nothing."""
+        return replace(cast(DirectProblem, super().for_excess()), size=np.zeros_like(self.size))
+
+    def restricted(self, order: Sequence[int]) -> DirectProblem:
+        """Return the problem that has only the states of `order`, the prefixes of the order of the blocks."""
+        return replace(cast(DirectProblem, super().restricted(order)), chains=line_of(self.chains, order))
 
     def _fits(self, path: Path) -> bool:
         """Return whether every stage of a chain fits in memory."""
@@ -89,17 +118,21 @@ class DirectProblem(Problem):
         inside = membership(self.chains, states)
         if np.all(inside[1:] >= inside[:-1]):
             return self._shared_in_line(inside)
+        return self._shared_by_counts(inside)
+
+    def _shared_by_counts(self, inside: NDArray[np.float32]) -> Floats:
+        """Return the same from how many pins of each tensor lie in each state; no sum loses digits to a larger one."""
         makes = np.zeros((len(self.chains.blocks), self.total.size), np.float32)
         makes[np.repeat(np.arange(len(self.chains.blocks)), np.diff(self.pins_ptr)), self.pins] = 1.0
         count = inside @ makes
-        shared = np.full((states.size, states.size), float(self.size.sum()))
-        for number in range(int(self.total.max(initial=0)) + 1):
-            some = self.total >= number
-            equal = (count[:, some] == number).astype(np.float64)
-            shared -= (equal * self.size[some]) @ equal.T
-        shared -= ((count == 0) * self.size) @ (count == self.total).T.astype(np.float64)
-        paid: Floats = np.maximum(shared, 0.0)
-        return paid
+        shared = np.zeros((len(inside), len(inside)))
+        for number in range(int(self.total.max(initial=0))):
+            some = self.total > number
+            here, more = count[:, some] == number, count[:, some] > number
+            if number == 0:
+                more &= count[:, some] < self.total[some]  # a stage with all of a tensor's pins pays nothing
+            shared += (here * self.size[some]) @ more.T.astype(np.float64)
+        return shared
 
     def _shared_in_line(self, inside: NDArray[np.float32]) -> Floats:
         """Return the same where each state contains the one before it; `inside` are its blocks.

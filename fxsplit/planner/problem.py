@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,7 @@ from fxsplit import kernels
 from fxsplit.antichains import Antichains
 from fxsplit.errors import PlanError
 from fxsplit.machine import Machine
+from fxsplit.planner.clock import Clock
 from fxsplit.planner.moves import Move, Moves, powers
 from fxsplit.plans import WEIGHT_COPIES, CostModel
 from fxsplit.states import States
@@ -56,12 +58,16 @@ class Problem:
     def __len__(self) -> int:
         return int(self.work.size)
 
-    def test(self, threshold: float) -> Path | None:
-        """Return a chain whose every stage has load <= threshold, or None."""
+    def test(self, threshold: float, clock: Clock | None = None) -> Path | None:
+        """Return a chain whose every stage has load <= threshold, or None; raises OutOfTime."""
+        return self.trace(*(clock or Clock()).run(lambda steps: self._reach(threshold, steps)))
+
+    def _reach(self, threshold: float, steps: int) -> tuple[NDArray[np.int32], NDArray[np.int32], int]:
+        """Return the kernel's tables, and how many steps it took of at most `steps`."""
         bounded = None
         if np.isfinite(self.capacity).any():
             bounded = (self.space_start, self.space_end, self.space_low, self.capacity)
-        origin, via = kernels.reach(
+        return kernels.reach(
             in_ptr=self.states.in_pointer,
             in_from=self.states.in_from,
             work=self.work,
@@ -75,9 +81,9 @@ class Problem:
             left=self.left,
             may_idle=self.may_idle,
             threshold=threshold,
+            steps=steps,
             bounded=bounded,
         )
-        return self.trace(origin, via)
 
     def trace(self, origin: NDArray[np.int32], via: NDArray[np.int32]) -> Path | None:
         """Return the chain that two tables (by configuration and state) lead back along, or None where none is full."""
@@ -152,6 +158,19 @@ class Problem:
         largest = float((self.work[ends] - self.work[self.states.in_from]).max(initial=0.0))
         quickest = max(self.done[m.target] - self.done[m.source] for m in self.moves.moves)
         return max(even, largest / float(quickest))
+
+    def under(self, upper: float) -> Problem:
+        """Return a problem with the same chains of loads up to `upper`, in figures of about that size."""
+        return self
+
+    def restricted(self, order: Sequence[int]) -> Problem:
+        """Return the problem that has only the states of `order`, each of which contains the one before."""
+        at = np.array(order, np.int64)
+        n = at.size
+        below = np.concatenate(([0], np.arange(n))).astype(np.int32), np.arange(n - 1, dtype=np.int32)
+        by_state = ("start", "end", "start_floor", "end_floor", "space_start", "space_end", "space_low", "allowed")
+        tables: dict[str, Any] = {name: np.ascontiguousarray(getattr(self, name)[:, at]) for name in by_state}
+        return replace(self, states=States(self.states.features[at], *below), work=self.work[at], **tables)
 
     def without_memory(self) -> Problem:
         """Return the same problem for devices of unlimited memory."""

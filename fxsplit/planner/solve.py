@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite
 
 from fxsplit.antichains import Antichains
 from fxsplit.costs import Costs
-from fxsplit.errors import ChainError, NoFit
+from fxsplit.errors import ChainError, NoFit, PlanError
 from fxsplit.machine import Machine
+from fxsplit.planner.clock import Clock, OutOfTime
 from fxsplit.planner.direct import direct
+from fxsplit.planner.misfit import misfit
 from fxsplit.planner.moves import moves_of
 from fxsplit.planner.problem import Path, Problem, pose
-from fxsplit.planner.search import Found, minimise, misfit
+from fxsplit.planner.search import Found, minimise
 from fxsplit.plans import COST_MODELS, CostModel, Plan, Split, price
 from fxsplit.states import States
 from fxsplit.workload import Workload
@@ -70,34 +71,42 @@ def partition(
     pinned: Mapping[str, int],
     options: Options,
     never: Sequence[frozenset[str]] = (),
+    clock: Clock | None = None,
 ) -> Plan:
     """Return the plan whose slowest stage is fastest; raises PlanError when none fits, saying by how much and where.
 
-    No boundary lies right behind a set of nodes in `never`.
+    No boundary lies right behind a set of nodes in `never`. `clock` is one that runs already, if not a new one.
     """
     _check_size(costs, chains, machine, workload, options)
-    deadline = time.monotonic() + options.time_limit
-    best: tuple[Found, Problem] | None = None
+    clock = clock or Clock.limited(options.time_limit)
+    best: Found | None = None
     lower = inf
     posed = list(problems(costs, chains, states, machine, workload, pinned, options, never))
+    hurried = False
     for problem in posed:
-        found = minimise(problem, chains, deadline)
+        try:
+            found = minimise(problem, chains, clock)
+        except OutOfTime:
+            hurried, lower = True, min(lower, problem.lower_bound())
+            continue
         if found is None:
             continue
         lower = min(lower, found.lower if chains.complete else problem.lower_bound())
-        if best is None or max(problem.loads(found.path)) < max(best[1].loads(best[0].path)):
-            best = found, problem
+        if best is None or found.load < best.load:
+            best = found
+    if best is None and hurried:
+        raise PlanError(f"no plan was found within time_limit={options.time_limit} s: allow more time, or fewer states")
     if best is None:
-        raise misfit(posed, chains, machine)
-    priced = price(costs, machine, workload, _split(costs, chains, best[0].path), options.costs)
+        raise misfit(posed, chains, machine, clock)
+    priced = price(costs, machine, workload, _split(costs, chains, best.path), options.costs)
     reached = max(s.load_ms for s in priced)
     if chains.slack_ms:
         # Keeping light nodes together may empty a stage, so plans that leave devices idle bound those that do not.
         idle = list(problems(costs, chains, states, machine, workload, pinned, replace(options, use_all=False), never))
-        bounds = [found.lower for p in idle if (found := minimise(p, chains, deadline)) is not None]
+        bounds = [_lower_bound(p, chains, clock) for p in idle]
         slack = chains.slack_ms / min(d.speed for d in machine.devices)
         lower = max(min([lower, *bounds]) - slack, min(p.lower_bound(joined=True) for p in idle))
-    proven = chains.complete and max(best[1].loads(best[0].path)) - lower <= 1e-9 * reached
+    proven = chains.complete and best.load - lower <= 1e-9 * reached
     return Plan(
         stages=priced,
         device_names=tuple(d.name for d in machine.devices),
@@ -109,6 +118,15 @@ def partition(
         n_states=len(chains),
         model=options.costs,
     )
+
+
+def _lower_bound(problem: Problem, chains: Antichains, clock: Clock) -> float:
+    """Return a load that no chain of a problem beats, infinite where there is none."""
+    try:
+        found = minimise(problem, chains, clock)
+    except OutOfTime:
+        return problem.lower_bound()
+    return inf if found is None else found.lower
 
 
 def _split(costs: Costs, chains: Antichains, path: Path) -> Split:
