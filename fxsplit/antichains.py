@@ -20,6 +20,18 @@ SHOWN = 40
 
 
 @dataclass(frozen=True, eq=False)
+class Levels:
+    """What any cut sends at least, by how much work lies before it: float64 [levels], ms, ms and bytes.
+
+    No ideal whose work lies between `low` and `high` has fewer live bytes, forward and backward, than `least_bytes`.
+    """
+
+    low: Floats
+    high: Floats
+    least_bytes: Floats
+
+
+@dataclass(frozen=True, eq=False)
 class Antichains:
     """Every ideal (downset) of the blocks, numbered so that a subset has the smaller number.
 
@@ -27,8 +39,8 @@ class Antichains:
     is full. `pointer`, `node`, `child` (CSR) are the edges I -> I + v. `live_bytes` and `live_gradient_bytes`
     (float64 [ideals]) sum the values made inside (or given to the model) and read outside, each once, and the
     gradients that return for them. `complete` is False where the lattice was too large and the ideals are only the
-    prefixes of one topological order. `slack_ms` is by how much joining light nodes, to have fewer ideals, may have
-    slowed the best plan.
+    prefixes of one topological order; `levels` then bound all others. `slack_ms` is by how much joining light nodes, to
+    have fewer ideals, may have slowed the best plan.
     """
 
     blocks: Blocks
@@ -41,6 +53,7 @@ class Antichains:
     live_gradient_bytes: Floats
     complete: bool
     slack_ms: float = 0.0
+    levels: Levels | None = None
 
     made_by: ClassVar[str] = "augment"
     given: ClassVar[bool] = False

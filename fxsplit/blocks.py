@@ -64,6 +64,15 @@ class Blocks:
         arrows = {(first[a], first[b]) for a, after in enumerate(self.after) for b in after}
         return self._of(sorted(sets), arrows, costs)
 
+    def reordered(self, order: Sequence[int]) -> Blocks:
+        """Return the same blocks numbered in another topological order."""
+        number = {b: i for i, b in enumerate(order)}
+
+        def renamed(near: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+            return tuple(tuple(sorted(number[a] for a in near[b])) for b in order)
+
+        return Blocks(tuple(self.members[b] for b in order), renamed(self.before), renamed(self.after))
+
     def __len__(self) -> int:
         return len(self.members)
 

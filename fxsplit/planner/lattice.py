@@ -13,6 +13,7 @@ from fxsplit.antichains import Antichains
 from fxsplit.blocks import Blocks, Ints, csr
 from fxsplit.costs import Costs
 from fxsplit.planner.contraction import lightened, memory_may_bind
+from fxsplit.planner.cuts import cut_levels
 
 
 def antichains(costs: Costs, max_states: int, blocks: Blocks | None = None) -> Antichains:
@@ -41,19 +42,21 @@ def antichains_within(
     """Return every ideal, of as many blocks (`at_least` so many) as can be kept apart with at most `max_states` ideals.
 
     Where light nodes had to join others, `slack_ms` says how much faster a plan that parts them could be. Where that is
-    not enough, or memory may bind, so that joining could make a plan impossible, one topological order's are returned.
+    not enough, or memory may bind, so that joining could make a plan impossible, those of one topological order are
+    returned, which goes along light cuts, with bounds for all others.
     """
     found = antichains(costs, max_states, blocks)
-    if found.complete or memory_may_bind(costs, memory_bytes):
+    if found.complete:
         return found
-    for share in LIGHT:
+    for share in () if memory_may_bind(costs, memory_bytes) else LIGHT:
         smaller, slack = lightened(costs, blocks, apart, share * costs.total_ms)
         if len(smaller) < at_least:
-            return found
+            break
         fewer = antichains(costs, max_states, smaller)
         if fewer.complete:
             return replace(fewer, slack_ms=slack)
-    return found
+    levels, order = cut_levels(costs, blocks)
+    return replace(antichains(costs, 1, blocks.reordered(order)), levels=levels)
 
 
 def _live(costs: Costs, blocks: Blocks, parent: Ints, last: Ints) -> NDArray[np.float64]:

@@ -35,7 +35,8 @@ class Problem:
     `load(J, I) = max(end[I] - start[J], start_floor[J], end_floor[I])` and `space(J, I) = space_end[I] -
     space_start[J]` by kind of move, all float64 [kinds, states]; `kind[m]` is that of move m. `allowed` is bool
     [configurations, states]. `work` is float64 [states], each state's share of what is to be done; `done` and `left`
-    float64 [configurations] how much of it the devices used and unused do per unit of load.
+    float64 [configurations] how much of it the devices used and unused do per unit of load. `rates` (float64 [kinds,
+    3]) are the work done in one ms, at most, and the ms that receiving and sending a byte takes, at least.
     """
 
     states: States
@@ -49,6 +50,7 @@ class Problem:
     space_end: Floats
     space_low: Floats
     capacity: Floats
+    rates: Floats
     allowed: Bools
     work: Floats
     done: Floats
@@ -226,6 +228,8 @@ def pose(
         space_low[k] = held + (min(in_flight, 1) if again else in_flight) * column("kept_bytes")
         boundary = 0.0 if model.name == "direct" else in_flight * column("live_bytes")
         space_start[k], space_end[k] = space_low[k] - boundary, space_low[k] + boundary
+    forwards = model.name != "direct"  # who sends directly may send less than is live
+    rates = [(inf if k[1] else k[0], k[3] * forwards, k[4] * forwards) for k in kinds]
     work, host_speed = own, 1.0
     if any(d.host for d in machine.devices):
         work, host_speed = _work_with_hosts(states, chains)
@@ -242,6 +246,7 @@ def pose(
         space_end=space_end,
         space_low=space_low,
         capacity=np.array([k[-1] for k in kinds], np.float64),
+        rates=np.array(rates, np.float64),
         allowed=_allowed(chains, pinned, moves, machine),
         work=work,
         done=np.array(done, np.float64),

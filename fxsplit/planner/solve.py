@@ -10,6 +10,7 @@ from fxsplit.antichains import Antichains
 from fxsplit.costs import Costs
 from fxsplit.errors import ChainError, NoFit, PlanError
 from fxsplit.machine import Machine
+from fxsplit.planner.bounds import level_bound
 from fxsplit.planner.clock import Clock, OutOfTime
 from fxsplit.planner.direct import direct
 from fxsplit.planner.misfit import misfit
@@ -91,7 +92,10 @@ def partition(
             continue
         if found is None:
             continue
-        lower = min(lower, found.lower if chains.complete else problem.lower_bound())
+        if chains.levels is not None:
+            lower = min(lower, level_bound(problem, chains.levels, found.load))
+        else:
+            lower = min(lower, found.lower if chains.complete else problem.lower_bound())
         if best is None or found.load < best.load:
             best = found
     if best is None and hurried:

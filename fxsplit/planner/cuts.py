@@ -1,0 +1,141 @@
+"""Min cuts of a graph with too many ideals to look at: what a cut must send at least, and an order with light cuts.
+
+Split the work into levels. An ideal whose work lies in a level holds every block without which it has too little, and
+none with which it has too much. Among all ideals with these blocks and without those, the one that sends the least is a
+minimum cut, and no ideal of the level sends less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, reduce
+from math import inf
+from operator import or_
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fxsplit.antichains import Levels
+from fxsplit.blocks import Blocks
+from fxsplit.costs import Costs
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int32]
+LEVELS = 128
+MOST_ANCESTORS = 20_000
+"""Blocks beyond which each one's ancestors are not told apart: that takes memory in the square of their number."""
+FINE, ENDLESS = 2**30, 2**31 - 1
+"""All bytes together, and what may not be cut, in units of a capacity, which is a whole number of 32 bits."""
+CALLER, SINK = -1, -2
+"""Who makes what the model is given, and who reads what it returns."""
+
+
+def cut_levels(costs: Costs, blocks: Blocks, count: int = LEVELS) -> tuple[Levels, list[int]]:
+    """Return the levels with the least bytes that any cut in each sends, and a topological order along light cuts."""
+    times = {n.name: n.forward_ms + n.backward_ms for n in costs.nodes}
+    work = np.array([sum(times[name] for name in names) for names in blocks.members])
+    n, total = len(blocks), float(work.sum())
+    needed = _reached(work, blocks.before, range(n))
+    needing = _reached(work, blocks.after, reversed(range(n)))
+    edges = np.linspace(0.0, total, count + 1)
+    low, high = edges[:-1] - 1e-9 * total, edges[1:] + 1e-9 * total
+    network = _Network.of(costs, blocks)
+    least = np.full(count, inf)
+    rank = np.full(n, count)
+    for level in range(count):
+        inside, outside = total - needing < low[level], needed > high[level]
+        if not (inside & outside).any():  # else no ideal has just so much work
+            least[level], side = network.cut(inside, outside)
+            rank[side] = np.minimum(rank[side], level)
+    return Levels(low, high, least), sorted(range(n), key=lambda b: (rank[b], b))
+
+
+def _reached(work: Floats, near: Sequence[Sequence[int]], order: Iterable[int]) -> Floats:
+    """Return, for each block, the work of all blocks that it reaches over `near`, itself included, or less."""
+    n = work.size
+    sums = np.zeros(n)
+    sets = [0] * n
+    for b in order:
+        if n > MOST_ANCESTORS:
+            sums[b] = work[b] + max((sums[a] for a in near[b]), default=0.0)
+            continue
+        sets[b] = reduce(or_, (sets[a] for a in near[b]), 1 << b)
+        bits = np.frombuffer(sets[b].to_bytes(-(-n // 8), "little"), np.uint8)
+        sums[b] = work @ np.unpackbits(bits, count=n, bitorder="little")
+    return sums
+
+
+@dataclass(eq=False)
+class _Network:
+    """A flow network whose source sides are ideals, and whose cuts cost what is live across them.
+
+    An arc may be cut from its tail to its head, at the price of its capacity in bytes. From a block to those it needs
+    it may not be. A value's arc leads from its maker to a vertex of its own, from which none to a reader may be cut: so
+    it is cut if the maker lies before the cut and a reader behind it. `always` is live across every cut.
+    """
+
+    blocks: int
+    arcs: list[tuple[int, int, float]] = field(default_factory=list)
+    vertices: int = 0
+    always: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.vertices = self.blocks + 2
+
+    @classmethod
+    def of(cls, costs: Costs, blocks: Blocks) -> _Network:
+        """Return the network of a graph."""
+        net = cls(len(blocks))
+        for b, before in enumerate(blocks.before):
+            net.arcs += [(b, a, inf) for a in before]
+        for name, forward, backward, readers, is_output in costs.values:
+            maker = blocks.home.get(name, CALLER)
+            away = sorted({blocks.home[r] for r in readers} - {maker})
+            if is_output and maker == CALLER:
+                net.always += forward + backward
+            elif is_output:
+                net.arcs.append((maker, SINK, forward + backward))
+            elif away:
+                value = net.vertex()
+                net.arcs.append((maker, value, forward + backward))
+                net.arcs += [(value, reader, inf) for reader in away]
+        for exchange in costs.exchanges:
+            some, all_ = net.vertex(), net.vertex()
+            net.arcs.append((some, all_, exchange.output_bytes))
+            for pin in {blocks.home[name] for name in exchange.nodes}:
+                net.arcs += [(pin, some, inf), (all_, pin, inf)]
+        return net
+
+    def vertex(self) -> int:
+        """Return a new vertex."""
+        self.vertices += 1
+        return self.vertices - 1
+
+    @cached_property
+    def capacities(self) -> tuple[Ints, Ints, Ints, float]:
+        """The arcs as (tail, head, capacity), and how many bytes a unit of capacity is."""
+        table = np.array(self.arcs, np.float64).reshape(-1, 3)
+        total = float(table[np.isfinite(table[:, 2]), 2].sum())
+        unit = total / FINE if total > 0 else 1.0
+        whole = np.minimum(table[:, 2] / unit, ENDLESS).astype(np.int32)  # rounded down: the cut is a lower bound
+        return table[:, 0].astype(np.int32), table[:, 1].astype(np.int32), whole, unit
+
+    def cut(self, inside: NDArray[np.bool_], outside: NDArray[np.bool_]) -> tuple[float, NDArray[np.int64]]:
+        """Return the least bytes that a cut sends, and an ideal that does, with all `inside` and none `outside`."""
+        from scipy.sparse import csr_array  # takes a third of a second to load, and is seldom needed
+        from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+        tail, head, capacity, unit = self.capacities
+        source, sink = self.blocks, self.blocks + 1
+        held, left = np.flatnonzero(inside), np.flatnonzero(outside)
+        tail = np.concatenate([np.where(tail == CALLER, source, tail), np.full(held.size, source), left])
+        head = np.concatenate([np.where(head == SINK, sink, head), held, np.full(left.size, sink)])
+        capacity = np.concatenate([capacity, np.full(held.size + left.size, ENDLESS, np.int32)])
+        network = csr_array((capacity, (tail, head)), shape=(self.vertices, self.vertices))
+        flow = maximum_flow(network, source, sink)
+        residual = network.astype(np.int64) - flow.flow.astype(np.int64)
+        residual.data = (residual.data > 0).astype(np.int8)
+        residual.eliminate_zeros()
+        side = breadth_first_order(residual, source, return_predecessors=False)
+        return self.always + flow.flow_value * unit, side[side < self.blocks]
