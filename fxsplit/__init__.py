@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # each is imported when it is first used: planning from a pro
     from fxsplit.machine import Machine as Machine
     from fxsplit.planning import plan as plan
     from fxsplit.plans import Plan as Plan
+    from fxsplit.profiling import profile as profile
     from fxsplit.runtime import Pipeline as Pipeline
     from fxsplit.spec import Chain as Chain
     from fxsplit.stages import Stages as Stages
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 _HOME = {
     "compile": "driver",
     "plan": "planning",
+    "profile": "profiling",
     "Pipeline": "runtime",
     "Machine": "machine",
     "Device": "machine",

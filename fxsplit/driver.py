@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fxsplit import passes as standard
 from fxsplit.costs import Costs, KnownCosts
 from fxsplit.dependences import keeps_order, together, weights_of
 from fxsplit.errors import ChainError, InputError, PlanError
-from fxsplit.inputs import Example, Inputs
+from fxsplit.inputs import Example, Inputs, as_call
 from fxsplit.ir import IR, Fact, Pass, pass_name
 from fxsplit.machine import Device, DeviceLike, Machine
 from fxsplit.manager import run
@@ -80,7 +80,7 @@ def compile(
     )
     pipeline = Pipeline(model, compiler, n_microbatches, loss_fn)
     if example_inputs is not None:
-        args, kwargs = _as_call(example_inputs)
+        args, kwargs = as_call(example_inputs)
         pipeline.compile_for(*args, **kwargs)
     return pipeline
 
@@ -198,17 +198,3 @@ def _pins(traced: IR, other: Program) -> Pins:
     pinned = {n.name: homes.get(storage_id(w)) for n in traced.gm.graph.nodes for w in weights_of(traced.gm, n)}
     found = {name: stage for name, stage in pinned.items() if stage is not None}
     return Pins(found, optional=frozenset(found))
-
-
-def _as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return example inputs as the arguments of a call."""
-    if isinstance(example_inputs, Tensor):
-        return (example_inputs,), {}
-    if isinstance(example_inputs, (tuple, list)):
-        return tuple(example_inputs), {}
-    if isinstance(example_inputs, dict):
-        return (), dict(example_inputs)
-    raise InputError(
-        f"example_inputs is a {type(example_inputs).__name__}: give a tensor, a tuple of arguments or a dict of "
-        "keyword arguments, one whole batch"
-    )

@@ -191,3 +191,17 @@ def _short(leaf: Any) -> str:
 def _describe(leaves: Sequence[Any]) -> str:
     """Return the leaves of a call for a message."""
     return ", ".join(leaf.name if isinstance(leaf, TensorSpec) else repr(leaf) for leaf in leaves)
+
+
+def as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return example inputs as the arguments of a call."""
+    if isinstance(example_inputs, Tensor):
+        return (example_inputs,), {}
+    if isinstance(example_inputs, (tuple, list)):
+        return tuple(example_inputs), {}
+    if isinstance(example_inputs, dict):
+        return (), dict(example_inputs)
+    raise InputError(
+        f"example_inputs is a {type(example_inputs).__name__}: give a tensor, a tuple of arguments or a dict of "
+        "keyword arguments, one whole batch"
+    )

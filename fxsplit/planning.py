@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fxsplit.antichains import Antichains
 from fxsplit.blocks import Blocks
@@ -23,6 +24,8 @@ from fxsplit.states import States
 from fxsplit.workload import Pins, Workload
 
 if TYPE_CHECKING:  # a model comes with torch; a profile does not need it
+    from torch import nn
+
     from fxsplit.runtime import Pipeline
 
 MAX_STATES = 1_000_000
@@ -131,9 +134,10 @@ class Planner:
 
 
 def plan(
-    profile: Costs | Pipeline | str | os.PathLike[str],
+    profile: Costs | Pipeline | nn.Module | str | os.PathLike[str],
     machine: int | Machine,
     *,
+    example_inputs: Any = None,
     schedule: str = "1F1B",
     n_microbatches: int | None = None,
     options: Options | None = None,
@@ -142,9 +146,10 @@ def plan(
 ) -> Plan:
     """Return the plan whose slowest stage is fastest on `machine`, with its lower bound and gap.
 
-    profile: costs, a pipeline that has some, or the path of a profile (fxsplit's JSON, PipeDream's graph.txt, or a
-        dnn-partitioning JSON).
+    profile: costs, a pipeline that has some, the path of a profile (fxsplit's JSON, PipeDream's graph.txt, or a
+        dnn-partitioning JSON), or a model, which is measured here on a CPU; `fxsplit.profile` measures elsewhere.
     machine: a number of equal devices with free links, or a Machine, which need not exist here.
+    example_inputs: one whole batch for a model, as `compile` takes it.
     schedule, n_microbatches: what decides how many microbatches a stage holds (default: two a device).
     options: the cost model, and what the planner may do. pins: submodule or node -> number of its device. keep: sets of
         submodules or nodes that no cut may part.
@@ -153,11 +158,25 @@ def plan(
     """
     if isinstance(profile, (str, os.PathLike)):
         profile = read(profile).costs
+    where = machine if isinstance(machine, Machine) else Machine.planned(machine)
     costs = profile if isinstance(profile, Costs) else getattr(profile, "costs", None)
     if not isinstance(costs, Costs):
-        raise InputError(f"profile={profile!r}: give costs, a compiled pipeline, or the path of a profile")
-    where = machine if isinstance(machine, Machine) else Machine.planned(machine)
+        costs = _measured(profile, example_inputs, n_microbatches or 2 * len(where))
     return Planner(costs, pins or {}, keep).plan(where, demands(where, schedule, n_microbatches), options or Options())
+
+
+def _measured(model: Any, example_inputs: Any, n_microbatches: int) -> Costs:
+    """Return the costs of a model; raises InputError for anything else."""
+    torch = sys.modules.get("torch")  # who has a model has loaded it
+    if torch is None or not isinstance(model, torch.nn.Module):
+        raise InputError(
+            f"profile is a {type(model).__name__}: give costs, a compiled pipeline, the path of a profile, or a model"
+        )
+    if example_inputs is None:
+        raise InputError("to plan for a model it is measured first: give example_inputs=, one whole batch")
+    from fxsplit.profiling import profile
+
+    return profile(model, example_inputs, n_microbatches=n_microbatches)
 
 
 def demands(machine: Machine, schedule: str = "1F1B", n_microbatches: int | None = None) -> Workload:

@@ -21,7 +21,8 @@ ROWS: list[set[str]] = [
     },
     {"planner", "formats"},
     {"trace", "text", "spec", "manager", "observers", "schedule", "runtime"},
-    {"passes", "planning"},
+    {"passes"},
+    {"planning", "profiling"},
     {"driver"},
     {"verify", "zoo"},
     {"demo"},
@@ -34,6 +35,7 @@ MAY_USE_ITS_ROW = {
     **dict.fromkeys(ROWS[2], ROWS[2]),
     **{room: {"errors", "progress", "structures"} for room in ROWS[0]},
     "runtime": {"schedule"},
+    "planning": {"profiling"},  # a model is measured first
     "manager": {"spec"},
     "observers": {"text"},
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import fxsplit
 from fxsplit import cli
@@ -199,10 +202,29 @@ def test_plan_from_python(tmp_path: Path) -> None:
     assert [s.nodes for s in plan.stages] == [("n0", "n1", "n2"), ("n3",)]
     with pytest.raises(NoFit):
         fxsplit.plan(costs, fxsplit.Machine.planned(2, memory_bytes=50))
-    with pytest.raises(fxsplit.FxsplitError, match="give costs, a compiled pipeline"):
+    with pytest.raises(fxsplit.FxsplitError, match="profile is a int: give costs, a compiled pipeline"):
         fxsplit.plan(3, 2)  # type: ignore[arg-type]
     with pytest.raises(fxsplit.FxsplitError, match="devices=0: give at least 1"):
         fxsplit.plan(costs, 0)
+
+
+def test_plan_from_a_model() -> None:
+    """The model is measured, at the size of a microbatch, and left as it was."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    before = copy.deepcopy(model.state_dict())
+    x = torch.ones(8, 4)
+    plan = fxsplit.plan(model, 3, example_inputs=x, n_microbatches=4)
+    assert [name for s in plan.stages for name in s.nodes] == ["_0", "_1", "_2"] and plan.rows == 2 and plan.optimal
+    costs = fxsplit.profile(model, x, repeats=1)
+    assert costs.rows == 8 and [n.name for n in costs.nodes] == ["_0", "_1", "_2"]
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    with pytest.raises(fxsplit.FxsplitError, match="give example_inputs="):
+        fxsplit.plan(model, 3)
+    with pytest.raises(fxsplit.FxsplitError, match="n_microbatches=0"):
+        fxsplit.profile(model, x, n_microbatches=0)
+    with pytest.raises(fxsplit.FxsplitError, match="model is a dict"):
+        fxsplit.profile({}, x)  # type: ignore[arg-type]
 
 
 def test_a_small_plan_loads_neither_torch_nor_numba(profile: str) -> None:
