@@ -136,6 +136,17 @@ def test_transformer(benchmark: BenchmarkFixture) -> None:
     note(benchmark, work, benchmark.pedantic(plan, rounds=3, warmup_rounds=1))
 
 
+def test_beyond_the_cap(benchmark: BenchmarkFixture) -> None:
+    """The same transformer where only 5,000 ideals may be looked at: min cuts, one order along them, and a gap."""
+    costs = transformer()
+    machine = Machine.planned(16, 25e9)
+
+    def plan() -> Plan:
+        return Planner(costs, max_states=5000).plan(machine, demands(machine), Options())
+
+    note(benchmark, "transformer, at most 5,000 ideals", benchmark.pedantic(plan, rounds=3, warmup_rounds=1))
+
+
 def test_whole_process(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
     """`fxsplit plan profile.json --devices 8`, from start to exit; numba is not touched."""
     costs, _, _ = lattice("resnet50")
