@@ -20,7 +20,7 @@ from fxsplit.driver import compile
 from fxsplit.errors import FxsplitError
 from fxsplit.machine import Machine
 from fxsplit.runtime import Pipeline
-from fxsplit.schedule import find_schedule, simulate
+from fxsplit.schedule import Times, generate, simulate
 from fxsplit.verify import Differences, compare, pipeline_step, unsplit_step
 
 GOAL = 0.95
@@ -147,8 +147,9 @@ class Timing:
         pipe.load_state_dict(state)  # batch norm has seen the timed steps
         pipe.zero_grad()
         plan = pipe.plan
-        schedule = find_schedule(SCHEDULE)(len(plan.stages), MICROBATCHES)
-        predicted = simulate(schedule, [s.forward_ms for s in plan.stages], [s.backward_ms for s in plan.stages])
+        schedule = generate(SCHEDULE, len(plan.stages), MICROBATCHES)
+        times = Times([s.forward_ms for s in plan.stages], [s.backward_ms for s in plan.stages])
+        predicted = simulate(schedule, times)
         return cls(
             median(samples["pipeline"][1:]),
             median(samples["one"][1:]),

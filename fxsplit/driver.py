@@ -25,7 +25,7 @@ from fxsplit.plans import Plan
 from fxsplit.runtime import Pipeline, Program
 from fxsplit.runtime.loss import LossFn
 from fxsplit.runtime.microbatches import default_microbatches, sizes
-from fxsplit.schedule.generate import Generator, find_schedule
+from fxsplit.schedule.catalogue import RUNNABLE, Generator, find_schedule
 from fxsplit.spec import Chain, as_chain
 from fxsplit.stages import Stages, weights
 from fxsplit.trace import capture, same_graph
@@ -76,7 +76,7 @@ def compile(
     chain = as_chain(passes, standard.PASSES)
     known = Costs.load(costs) if isinstance(costs, (str, os.PathLike)) else costs
     compiler = _Compiler(
-        model, Machine.of(devices), find_schedule(schedule), schedule, n_microbatches, chain, known, dump
+        model, Machine.of(devices), find_schedule(schedule, RUNNABLE), schedule, n_microbatches, chain, known, dump
     )
     pipeline = Pipeline(model, compiler, n_microbatches, loss_fn)
     if example_inputs is not None:

@@ -49,6 +49,10 @@ class ScheduleError(FxsplitError, ValueError):
     """A schedule is unknown, illegal or cannot run."""
 
 
+class NotExportable(ScheduleError):
+    """Another tool's format has no word for a part of this schedule."""
+
+
 class ClosedError(FxsplitError, RuntimeError):
     """The pipeline has been closed and its workers have gone."""
 

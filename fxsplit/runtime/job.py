@@ -18,7 +18,8 @@ from fxsplit.runtime.gradients import Sums
 from fxsplit.runtime.program import Program
 from fxsplit.runtime.snapshots import apart, copied
 from fxsplit.runtime.streams import Stream
-from fxsplit.schedule.action import BACKWARD, FORWARD, Action, Schedule
+from fxsplit.schedule.action import BACKWARD, FORWARD, Action
+from fxsplit.schedule.schedule import Schedule
 
 Tape = dict[tuple[int, int], Saved]
 """What the backwards of a forward pass start from, by stage and microbatch."""
@@ -114,7 +115,7 @@ class Job:
 
     def _forward(self, action: Action, device: int, stream: Stream, arrived: dict[Action, Any]) -> None:
         """Run a stage forward on a microbatch and hand its outputs on."""
-        stage, _, m = action
+        stage, m = action.stage, action.microbatch
         packet = self._given[m] if stage == 0 else self._receive(action, device, stream, arrived)
         packet = Packet(tuple(stream.take(packet.values)), packet.wanted)
         with turn(self._seed, m), copied(self._rewritten, self._context.hooks):
@@ -144,7 +145,7 @@ class Job:
 
     def _backward(self, action: Action, device: int, stream: Stream, arrived: dict[Action, Any]) -> None:
         """Run a stage backward on a microbatch and hand its inputs' gradients back."""
-        stage, _, m = action
+        stage, m = action.stage, action.microbatch
         if stage < self._last:
             gradients = self._receive(action, device, stream, arrived)
         else:
@@ -160,7 +161,7 @@ class Job:
 
     def _send(self, to: Action, values: Any, stream: Stream) -> None:
         """Put a message into the inbox of the device that does action `to`."""
-        self._inboxes[self._schedule.device_of[to.stage]].put((to, values, stream.mark()))
+        self._inboxes[self._schedule.homes[to.stage][0]].put((to, values, stream.mark()))
 
     def _receive(self, action: Action, device: int, stream: Stream, arrived: dict[Action, Any]) -> Any:
         """Return what was sent to `action`, keeping what arrives for later ones."""

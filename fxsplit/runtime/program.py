@@ -20,8 +20,8 @@ from fxsplit.ir import IR
 from fxsplit.machine import Machine
 from fxsplit.observe import storage_id
 from fxsplit.plans import Plan
-from fxsplit.schedule.action import Schedule
-from fxsplit.schedule.generate import Generator
+from fxsplit.schedule import Schedule, verify
+from fxsplit.schedule.catalogue import Generator
 from fxsplit.stages import Stages, weights
 
 _TORCHS = nn.Module().__dict__.keys() - {"training"}
@@ -51,7 +51,7 @@ class Program:
         """Return the schedule for a number of microbatches, checked."""
         if n_microbatches not in self._schedules:
             schedule = self.generator(len(self.stages), n_microbatches)
-            schedule.check()
+            verify(schedule)
             self._schedules[n_microbatches] = schedule
         return self._schedules[n_microbatches]
 

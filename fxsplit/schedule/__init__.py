@@ -1,7 +1,21 @@
-"""Schedules as data: pure functions make them, a checker and a simulator read them, the runtime executes them."""
+"""Schedules as data: pure functions make them, a verifier and a simulator read them, the runtime executes them."""
 
-from fxsplit.schedule.action import Action, Schedule
-from fxsplit.schedule.generate import PEAKS, SCHEDULES, find_schedule
-from fxsplit.schedule.simulate import Simulation, simulate
+from fxsplit.schedule.action import Action
+from fxsplit.schedule.catalogue import PEAKS, RUNNABLE, SCHEDULES, find_schedule, generate
+from fxsplit.schedule.schedule import Schedule
+from fxsplit.schedule.simulate import Simulation, Times, simulate
+from fxsplit.schedule.verify import verify
 
-__all__ = ["PEAKS", "SCHEDULES", "Action", "Schedule", "Simulation", "find_schedule", "simulate"]
+__all__ = [
+    "PEAKS",
+    "RUNNABLE",
+    "SCHEDULES",
+    "Action",
+    "Schedule",
+    "Simulation",
+    "Times",
+    "find_schedule",
+    "generate",
+    "simulate",
+    "verify",
+]

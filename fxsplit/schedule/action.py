@@ -1,73 +1,58 @@
-"""Action and Schedule: who does what, in which order."""
+"""Action: one thing a device does, with its text."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import re
 from typing import NamedTuple
 
 from fxsplit.errors import ScheduleError
 
-FORWARD, BACKWARD = "F", "B"
+FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = "F", "B", "I", "W"
+SEND_F, RECV_F, SEND_B, RECV_B = "SEND_F", "RECV_F", "SEND_B", "RECV_B"
+REDUCE, STEP = "REDUCE", "STEP"
+
+COMPUTES = (FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
+TRANSFERS = (SEND_F, RECV_F, SEND_B, RECV_B)
+GRADIENTS = (BACKWARD, INPUT_GRADIENT)
+"""What makes the gradients that an earlier stage waits for."""
+RELEASES = (BACKWARD, WEIGHT_GRADIENT)
+"""What is the last to need a microbatch's activations."""
+
+_TOKEN = re.compile(
+    r"(?P<stage>\d+)(?P<op>SEND_F|RECV_F|SEND_B|RECV_B|REDUCE|STEP|F|B|I|W)(?P<microbatch>\d*)"
+    r"(?:r(?P<replica>\d+))?(?:v(?P<version>\d+))?"
+)
 
 
 class Action(NamedTuple):
-    """One thing a device does: the forward (F) or full backward (B) of one stage on one microbatch."""
+    """One thing a device does for one stage and microbatch.
+
+    F forward, B full backward, I gradient of the inputs, W gradient of the weights; SEND_F and RECV_F a value to the
+    next stage and from the one before, SEND_B and RECV_B a gradient the other way; REDUCE sums the gradients of a
+    stage's replicas, STEP lets the optimizer make weight `version` from gradients up to those of `microbatch`. Other
+    actions use weight `version`; a schedule that waits for its step has version 0 alone. `replica` is which copy of the
+    stage does it.
+    """
 
     stage: int
     op: str
-    microbatch: int
+    microbatch: int = -1
+    replica: int = 0
+    version: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Return the action of a text such as 0F3, 2SEND_B0, 1REDUCE, 0F3r1 (replica 1) or 0B5v2 (weight version 2)."""
+        found = _TOKEN.fullmatch(text)
+        if found is None or (found["microbatch"] == "" and found["op"] != REDUCE):
+            raise ScheduleError(
+                f"{text!r} is no action: write stage, what it does and microbatch, such as 0F3 or 1SEND_B0"
+            )
+        numbers = {name: int(found[name] or 0) for name in ("stage", "replica", "version")}
+        microbatch = int(found["microbatch"]) if found["microbatch"] else -1
+        return cls(numbers["stage"], found["op"], microbatch, numbers["replica"], numbers["version"])
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.op}{self.microbatch}"
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """Each device's actions in order; `device_of[s]` is where stage s lives."""
-
-    name: str
-    n_microbatches: int
-    device_of: tuple[int, ...]
-    actions: tuple[tuple[Action, ...], ...]
-
-    @property
-    def n_stages(self) -> int:
-        """How many stages the schedule drives."""
-        return len(self.device_of)
-
-    def only(self, op: str) -> Schedule:
-        """Return the schedule of the actions with `op` alone: a forward pass, or the backward of an earlier one."""
-        return replace(self, actions=tuple(tuple(a for a in row if a.op == op) for row in self.actions))
-
-    def peak_in_flight(self) -> tuple[int, ...]:
-        """Return, for each stage, the most microbatches that are forwarded and not yet backwarded at once."""
-        held, peak = [0] * self.n_stages, [0] * self.n_stages
-        for row in self.actions:
-            for action in row:
-                held[action.stage] += 1 if action.op == FORWARD else -1
-                peak[action.stage] = max(peak[action.stage], held[action.stage])
-        return tuple(peak)
-
-    def check(self) -> None:
-        """Raise ScheduleError, naming the place, unless every stage does F then B once per microbatch, at home."""
-        seen: set[Action] = set()
-        for device, row in enumerate(self.actions):
-            for position, action in enumerate(row):
-                where = f"{self.name}: device {device}, position {position}, {action}"
-                if action in seen:
-                    raise ScheduleError(f"{where}: done twice")
-                if not 0 <= action.stage < self.n_stages or not 0 <= action.microbatch < self.n_microbatches:
-                    raise ScheduleError(f"{where}: no such stage or microbatch")
-                if self.device_of[action.stage] != device:
-                    raise ScheduleError(f"{where}: stage {action.stage} lives on device {self.device_of[action.stage]}")
-                if action.op == BACKWARD and action._replace(op=FORWARD) not in seen:
-                    raise ScheduleError(f"{where}: backward before its forward")
-                seen.add(action)
-        for stage in range(self.n_stages):
-            for microbatch in range(self.n_microbatches):
-                for op in (FORWARD, BACKWARD):
-                    if Action(stage, op, microbatch) not in seen:
-                        raise ScheduleError(f"{self.name}: {Action(stage, op, microbatch)} is never done")
-
-    def __str__(self) -> str:
-        return "\n".join(" ".join(str(a) for a in row) for row in self.actions)
+        microbatch = "" if self.microbatch < 0 else str(self.microbatch)
+        replica = f"r{self.replica}" if self.replica else ""
+        return f"{self.stage}{self.op}{microbatch}{replica}" + (f"v{self.version}" if self.version else "")

@@ -1,4 +1,4 @@
-"""Predict how long a schedule takes from what each action takes."""
+"""Simulate: when every action starts and ends, from what each takes."""
 
 from __future__ import annotations
 
@@ -6,75 +6,122 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fxsplit.errors import ScheduleError
-from fxsplit.schedule.action import BACKWARD, FORWARD, Action, Schedule
+from fxsplit.schedule.action import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    RECV_F,
+    REDUCE,
+    STEP,
+    WEIGHT_GRADIENT,
+    Action,
+)
+from fxsplit.schedule.flow import needs, plain
+from fxsplit.schedule.schedule import Schedule
+from fxsplit.schedule.verify import first_stuck
+
+
+@dataclass(frozen=True)
+class Times:
+    """What each action takes, in milliseconds: by stage, and for transfers by the boundary before a stage.
+
+    The gradient of the inputs takes `input_share` of a full backward, that of the weights the rest. `forward_hop_ms[s]`
+    is what a value takes from stage s - 1 to s, `backward_hop_ms[s]` its gradient back; both only between devices.
+    """
+
+    forward_ms: Sequence[float]
+    backward_ms: Sequence[float]
+    forward_hop_ms: Sequence[float] = ()
+    backward_hop_ms: Sequence[float] = ()
+    reduce_ms: Sequence[float] = ()
+    step_ms: Sequence[float] = ()
+    input_share: float = 0.5
+
+    @classmethod
+    def unit(cls, n_stages: int) -> Times:
+        """Return F = I = W = 1 and B = 2, with free transfers."""
+        return cls([1.0] * n_stages, [2.0] * n_stages)
+
+    def of(self, action: Action) -> float:
+        """Return how long a device is busy with an action."""
+        stage = action.stage
+        if action.op == FORWARD:
+            return self.forward_ms[stage]
+        share = {BACKWARD: 1.0, INPUT_GRADIENT: self.input_share, WEIGHT_GRADIENT: 1.0 - self.input_share}
+        if action.op in share:
+            return share[action.op] * self.backward_ms[stage]
+        extra = {REDUCE: self.reduce_ms, STEP: self.step_ms}.get(action.op, ())
+        return extra[stage] if extra else 0.0
+
+    def hop(self, action: Action, boundary: int) -> float:
+        """Return how long what `action` waits for is under way over a boundary."""
+        hops = self.forward_hop_ms if action.op in (FORWARD, RECV_F) else self.backward_hop_ms
+        return hops[boundary] if hops else 0.0
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """When each action starts and ends, in milliseconds from the step's start."""
+    """When each of a device's actions starts and ends, in milliseconds from the step's start: `spans[device][i]`."""
 
     schedule: Schedule
-    spans: dict[Action, tuple[float, float]]
+    spans: tuple[tuple[tuple[float, float], ...], ...]
 
     @property
     def step_ms(self) -> float:
         """The time of the whole step."""
-        return max((end for _, end in self.spans.values()), default=0.0)
+        return max((end for row in self.spans for _, end in row), default=0.0)
+
+    @property
+    def bubbles(self) -> tuple[float, ...]:
+        """The share of the step that each device idles."""
+        whole = self.step_ms
+        busy = [sum(end - begin for begin, end in row) for row in self.spans]
+        return tuple(1.0 - b / whole if whole else 0.0 for b in busy)
 
     @property
     def bubble(self) -> float:
         """The share of the step that devices idle, mean over devices."""
-        busy = sum(end - begin for begin, end in self.spans.values())
-        whole = self.step_ms * len(self.schedule.actions)
-        return 1.0 - busy / whole if whole else 0.0
+        return sum(self.bubbles) / max(1, len(self.bubbles))
 
 
-def simulate(
-    schedule: Schedule, forward_ms: Sequence[float], backward_ms: Sequence[float], hop_ms: Sequence[float] = ()
-) -> Simulation:
-    """Return the timeline of `schedule`.
+def simulate(schedule: Schedule, times: Times) -> Simulation:
+    """Return the timeline of `schedule`: each device does its actions in order, each as soon as what it needs is there.
 
-    forward_ms, backward_ms: each stage's time for one microbatch. hop_ms[s]: what a value takes from stage s to the
-    next, or its gradient back. Raises ScheduleError naming the place where nothing can go on (a deadlock).
+    Raises ScheduleError naming the place where nothing can go on (a deadlock).
     """
-    spans: dict[Action, tuple[float, float]] = {}
-    at = [0] * len(schedule.actions)
-    free = [0.0] * len(schedule.actions)
-    hops = list(hop_ms) or [0.0] * (schedule.n_stages - 1)
+    for what, given in (("forward_ms", times.forward_ms), ("backward_ms", times.backward_ms)):
+        if len(given) != schedule.n_stages:
+            raise ScheduleError(f"{schedule.name} has {schedule.n_stages} stages, and {what} has {len(given)} times")
+    ends: dict[Action, float] = {}
+    spans: list[list[tuple[float, float]]] = [[] for _ in schedule.actions]
+    free = [0.0] * schedule.n_devices
     moved = True
     while moved:
         moved = False
         for device, row in enumerate(schedule.actions):
-            while at[device] < len(row):
-                action = row[at[device]]
-                ready = _ready(action, schedule.n_stages, spans, hops)
+            while len(spans[device]) < len(row):
+                action = row[len(spans[device])]
+                ready = _ready(schedule, action, ends, times)
                 if ready is None:
                     break
                 begin = max(free[device], ready)
-                takes = forward_ms if action.op == FORWARD else backward_ms
-                free[device] = begin + takes[action.stage]
-                spans[action] = (begin, free[device])
-                at[device] += 1
+                free[device] = ends[plain(action)] = begin + times.of(action)
+                spans[device].append((begin, free[device]))
                 moved = True
-    for device, row in enumerate(schedule.actions):
-        if at[device] < len(row):
-            place = f"device {device}, position {at[device]}, {row[at[device]]}"
-            raise ScheduleError(f"{schedule.name} deadlocks: {place} waits for what never comes")
-    return Simulation(schedule, spans)
+    if any(len(done) < len(row) for done, row in zip(spans, schedule.actions, strict=True)):
+        stuck = first_stuck(schedule)
+        assert stuck is not None
+        device, position, need = stuck
+        raise ScheduleError(f"{schedule.at(device, position)}: deadlock, it waits for {need}, which never comes")
+    return Simulation(schedule, tuple(tuple(row) for row in spans))
 
 
-def _ready(
-    action: Action, n_stages: int, spans: dict[Action, tuple[float, float]], hops: Sequence[float]
-) -> float | None:
-    """Return when the values an action needs have arrived, or None while they are not even made."""
-    stage, op, m = action
-    needs: list[tuple[Action, float]] = []
-    if op == FORWARD and stage > 0:
-        needs.append((Action(stage - 1, FORWARD, m), hops[stage - 1]))
-    if op == BACKWARD:
-        needs.append((Action(stage, FORWARD, m), 0.0))
-        if stage + 1 < n_stages:
-            needs.append((Action(stage + 1, BACKWARD, m), hops[stage]))
-    if any(a not in spans for a, _ in needs):
-        return None
-    return max((spans[a][1] + hop for a, hop in needs), default=0.0)
+def _ready(schedule: Schedule, action: Action, ends: dict[Action, float], times: Times) -> float | None:
+    """Return when what an action needs has arrived, or None while some of it is not even made."""
+    ready = 0.0
+    for need, boundary in needs(schedule, action):
+        end = ends.get(need)
+        if end is None:
+            return None
+        ready = max(ready, end + (0.0 if boundary is None else times.hop(action, boundary)))
+    return ready

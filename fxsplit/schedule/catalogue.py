@@ -1,0 +1,63 @@
+"""The schedules by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from difflib import get_close_matches
+
+from fxsplit.errors import ScheduleError
+from fxsplit.schedule.asynchronous import pipedream, pipedream_2bw
+from fxsplit.schedule.generate import chimera, gpipe, interleaved, looped_bfs, one_f_one_b, zb_h1, zbv
+from fxsplit.schedule.schedule import Schedule
+
+Generator = Callable[..., Schedule]
+"""(n_devices, n_microbatches), and stages_per_device where it is not the schedule's own default, to a schedule."""
+
+SCHEDULES: dict[str, Generator] = {
+    "GPipe": gpipe,
+    "1F1B": one_f_one_b,
+    "LoopedBFS": looped_bfs,
+    "Interleaved1F1B": interleaved,
+    "ZB-H1": zb_h1,
+    "ZBVZeroBubble": zbv,
+    "Chimera": chimera,
+    "PipeDream": pipedream,
+    "PipeDream-2BW": pipedream_2bw,
+}
+"""Every schedule, by torch's name where torch has one."""
+
+RUNNABLE = ("GPipe", "1F1B")
+"""Those that the runtime executes."""
+
+PEAKS: dict[str, Callable[[int, int], tuple[int, ...]]] = {
+    "GPipe": lambda k, m: (m,) * k,
+    "1F1B": lambda k, m: tuple(min(m, k - stage) for stage in range(k)),
+}
+"""How many microbatches each of k stages holds at its worst, of m: what `peak_in_flight` counts in the schedule."""
+
+
+def find_schedule(name: str, among: tuple[str, ...] = tuple(SCHEDULES)) -> Generator:
+    """Return the generator of the schedule called `name`; raises ScheduleError naming those there are."""
+    if name in among:
+        return SCHEDULES[name]
+    if name in SCHEDULES:
+        raise ScheduleError(f"schedule {name!r} can be simulated and not be run yet: give {' or '.join(among)}")
+    folded = {n.lower(): n for n in among}
+    close = get_close_matches(str(name).lower(), folded, n=1)
+    hint = f"; did you mean {folded[close[0]]!r}?" if close else ""
+    raise ScheduleError(f"unknown schedule {name!r}: known are {', '.join(among)}{hint}")
+
+
+def generate(name: str, n_devices: int, n_microbatches: int, stages_per_device: int | None = None) -> Schedule:
+    """Return the schedule called `name`; raises ScheduleError for numbers that it is not made for."""
+    generator = find_schedule(name)
+    for what, count in (
+        ("devices", n_devices),
+        ("microbatches", n_microbatches),
+        ("stages a device", stages_per_device),
+    ):
+        if count is not None and count < 1:
+            raise ScheduleError(f"{name}: {count} {what}: give at least 1")
+    if stages_per_device is None:
+        return generator(n_devices, n_microbatches)
+    return generator(n_devices, n_microbatches, stages_per_device)

@@ -1,0 +1,139 @@
+"""Schedule: who does what, in which order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from fxsplit.errors import ScheduleError
+from fxsplit.schedule.action import BACKWARD, FORWARD, INPUT_GRADIENT, RELEASES, STEP, TRANSFERS, Action
+
+Homes = tuple[tuple[int, ...], ...]
+"""The devices of each stage: one, or one for each replica."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Each device's actions in order; `homes[s]` are the devices of stage s, one a replica.
+
+    A schedule is `synchronous` if all its microbatches see the same weights.
+    """
+
+    name: str
+    n_microbatches: int
+    homes: Homes
+    actions: tuple[tuple[Action, ...], ...]
+    synchronous: bool = True
+
+    @property
+    def n_stages(self) -> int:
+        """How many stages the schedule drives."""
+        return len(self.homes)
+
+    @property
+    def n_devices(self) -> int:
+        """How many devices take part."""
+        return len(self.actions)
+
+    @cached_property
+    def replica_of(self) -> dict[tuple[int, int], int]:
+        """Which replica of a stage forwards a microbatch, by (stage, microbatch)."""
+        return {(a.stage, a.microbatch): a.replica for row in self.actions for a in row if a.op == FORWARD}
+
+    @cached_property
+    def splits(self) -> frozenset[tuple[int, int]]:
+        """The (stage, microbatch) whose backward is split into I and W."""
+        return frozenset((a.stage, a.microbatch) for row in self.actions for a in row if a.op == INPUT_GRADIENT)
+
+    @cached_property
+    def transfers(self) -> bool:
+        """Whether transfers between devices are written out; if not they go without saying."""
+        return any(a.op in TRANSFERS for row in self.actions for a in row)
+
+    def device_of(self, stage: int, microbatch: int) -> int:
+        """Return the device that works on a microbatch in a stage."""
+        return self.homes[stage][self.replica_of.get((stage, microbatch), 0)]
+
+    def gradient(self, stage: int, microbatch: int) -> Action:
+        """Return the action that makes the gradient of a stage's inputs."""
+        op = INPUT_GRADIENT if (stage, microbatch) in self.splits else BACKWARD
+        return Action(stage, op, microbatch, self.replica_of.get((stage, microbatch), 0))
+
+    def only(self, op: str) -> Schedule:
+        """Return the schedule of the actions with `op` alone: a forward pass, or the backward of an earlier one."""
+        return replace(self, actions=tuple(tuple(a for a in row if a.op == op) for row in self.actions))
+
+    def in_flight(self, device: int) -> list[dict[int, int]]:
+        """Return, after each of a device's actions, how many microbatches each of its stages holds activations of."""
+        held = {stage: 0 for stage, home in enumerate(self.homes) if device in home}
+        found = []
+        for action in self.actions[device]:
+            if action.op == FORWARD:
+                held[action.stage] += 1
+            elif action.op in RELEASES:
+                held[action.stage] -= 1
+            found.append(dict(held))
+        return found
+
+    def peak_in_flight(self) -> tuple[int, ...]:
+        """Return, for each stage, the most microbatches that a device holds activations of at once."""
+        peak = [0] * self.n_stages
+        for device in range(self.n_devices):
+            for held in self.in_flight(device):
+                for stage, count in held.items():
+                    peak[stage] = max(peak[stage], count)
+        return tuple(peak)
+
+    def peak_activations(self) -> tuple[float, ...]:
+        """Return the most activations each device holds at once; 1 is a microbatch's in a device's share of stages."""
+        share = self.n_devices / max(1, self.n_stages)
+        return tuple(
+            share * max((sum(held.values()) for held in self.in_flight(d)), default=0) for d in range(self.n_devices)
+        )
+
+    def weight_versions(self) -> tuple[int, ...]:
+        """Return how many versions of its weights each stage keeps at once: those in use and the newest."""
+        kept = [1] * self.n_stages
+        for row in self.actions:
+            newest: dict[tuple[int, int], int] = {}
+            used: dict[tuple[int, int], list[int]] = {}
+            for action in row:
+                place = action.stage, action.replica
+                using = used.setdefault(place, [])
+                if action.op == FORWARD:
+                    using.append(action.version)
+                elif action.op in RELEASES:
+                    using.remove(action.version)
+                elif action.op == STEP:
+                    newest[place] = action.version
+                kept[action.stage] = max(kept[action.stage], len({newest.get(place, 0), *using}))
+        return tuple(kept)
+
+    def lag(self) -> tuple[int, ...]:
+        """Return, for each stage, how many versions its gradients are behind the weights that they are applied to."""
+        lags = [0] * self.n_stages
+        for row in self.actions:
+            waiting: dict[tuple[int, int], list[int]] = {}
+            for action in row:
+                place = action.stage, action.replica
+                if action.op in RELEASES:
+                    waiting.setdefault(place, []).append(action.version)
+                elif action.op == STEP:
+                    behind = [action.version - 1 - version for version in waiting.pop(place, [])]
+                    lags[action.stage] = max([lags[action.stage], *behind])
+        return tuple(lags)
+
+    def at(self, device: int, position: int) -> str:
+        """Return the name of a place, for messages."""
+        return f"{self.name}: device {device}, position {position}, {self.actions[device][position]}"
+
+    def __str__(self) -> str:
+        return "\n".join(" ".join(str(a) for a in row) for row in self.actions)
+
+
+def homes_of(devices: list[list[int]]) -> Homes:
+    """Return homes from lists; raises ScheduleError for a stage without a device."""
+    for stage, home in enumerate(devices):
+        if not home or len(set(home)) < len(home) or min(home) < 0:
+            raise ScheduleError(f"stage {stage} is placed on devices {home}: give each of its replicas a device")
+    return tuple(tuple(home) for home in devices)
