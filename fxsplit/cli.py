@@ -19,13 +19,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands.add_parser("demo", help="train ResNet-18 as a pipeline on real images, on two CPU devices")
     commands.add_parser("passes", help="list the passes, their options and the default chain")
     # What a command needs is loaded when it runs: torch takes seconds, and --help or a plan needs none of it.
-    from fxsplit.commands import explain, plan
+    from fxsplit.commands import explain, plan, simulate
     from fxsplit.errors import FxsplitError, NoFit
 
     plan.add_plan_arguments(commands.add_parser("plan", help="the best plan of a profile for a machine"))
     plan.add_arguments(commands.add_parser("explain", help="why the best plan is as it is"))
+    simulate.add_arguments(commands.add_parser("simulate", help="how long a schedule takes, and what it holds"))
     arguments = parser.parse_args(argv)
-    run = {"demo": _demo, "passes": _passes, "plan": plan.main, "explain": explain.main}[arguments.command]
+    run = {
+        "demo": _demo,
+        "passes": _passes,
+        "plan": plan.main,
+        "explain": explain.main,
+        "simulate": simulate.main,
+    }[arguments.command]
     try:
         return run(arguments)
     except FxsplitError as error:

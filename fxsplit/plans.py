@@ -50,6 +50,9 @@ class StagePlan:
     and gradients back together, and `reduce_ms` the all-reduce of a replicated stage's gradients. `load_ms` is how long
     the stage is busy with one microbatch. `memory_bytes` is what each device holds. A stage that is to `recompute` runs
     forward again before backward, which `backward_ms` includes, and keeps no activations in between.
+    `in_bytes` and `out_bytes` are the values that cross its two boundaries, `in_gradient_bytes` and
+    `out_gradient_bytes` the gradients that return over them. Of its memory `held_bytes` is always there (weights,
+    gradients, optimizer state, buffers), `kept_bytes` once for each microbatch under way.
     """
 
     nodes: tuple[str, ...]
@@ -64,6 +67,11 @@ class StagePlan:
     out_bytes: float
     memory_bytes: float
     recompute: bool = False
+    in_gradient_bytes: float = 0.0
+    out_gradient_bytes: float = 0.0
+    parameter_bytes: float = 0.0
+    held_bytes: float = 0.0
+    kept_bytes: float = 0.0
 
 
 FIGURES = ("forward_ms", "backward_ms", "receive_ms", "send_ms", "reduce_ms", "load_ms", "memory_bytes")
@@ -225,6 +233,11 @@ def price(costs: Costs, machine: Machine, workload: Workload, split: Split, mode
                 out_bytes=given[i] if direct else crossing[i + 1],
                 memory_bytes=held + activations + boundary,
                 recompute=recompute,
+                in_gradient_bytes=0.0 if direct else returning[i],
+                out_gradient_bytes=0.0 if direct else returning[i + 1],
+                parameter_bytes=float(sum(n.parameter_bytes for n in nodes)),
+                held_bytes=held,
+                kept_bytes=float(sum(n.kept_bytes for n in nodes)),
             )
         )
     return tuple(plans)

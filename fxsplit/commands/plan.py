@@ -13,6 +13,7 @@ from typing import Any
 from fxsplit.errors import InputError, NoFit
 from fxsplit.formats import Profile, read
 from fxsplit.formats.machine_toml import read_machine
+from fxsplit.formats.plan import plan_to_dict
 from fxsplit.machine import LEAST_BYTES_PER_S, Machine
 from fxsplit.planner import Options
 from fxsplit.planner.baselines import BASELINES, baseline
@@ -112,28 +113,10 @@ class Question:
 
     def answer(self, plan: Plan) -> dict[str, Any]:
         """Return a plan as the object that other programs read; times are in the file's own unit."""
-        return {
-            "objective": plan.bottleneck_ms,
-            "lower_bound": plan.lower_bound_ms,
-            "gap": plan.gap if isfinite(plan.gap) else None,
-            "optimal": plan.optimal,
-            "unit": self.profile.unit,
-            "cost_model": plan.model.name,
-            "stages": [
-                {
-                    "nodes": [*([i.name for i in self.profile.costs.inputs] if n == 0 else []), *s.nodes]
-                    if self.profile.format == "pipedream"
-                    else list(s.nodes),
-                    "devices": [plan.device_names[d] for d in s.devices],
-                    "load": s.load_ms,
-                    "memory_bytes": s.memory_bytes,
-                    "recompute": s.recompute,
-                }
-                for n, s in enumerate(plan.stages)
-            ],
-            "ideals": plan.n_states,
-            "seconds": {"load": self.load_s, **self.planner.seconds},
-        }
+        answer = plan_to_dict(plan)
+        if self.profile.format == "pipedream":  # its graph counts inputs as nodes
+            answer["stages"][0]["nodes"] = [i.name for i in self.profile.costs.inputs] + answer["stages"][0]["nodes"]
+        return answer | {"unit": self.profile.unit, "seconds": {"load": self.load_s, **self.planner.seconds}}
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -1,0 +1,53 @@
+"""Timelines as a picture, one above the other on the same scale."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from fxsplit.errors import InputError
+from fxsplit.schedule.timeline import Timeline
+
+COLOURS = {"F": "#4c78a8", "B": "#54a24b", "I": "#72b7b2", "W": "#eeca3b"}
+OTHER = "#b279a2"
+NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+KINDS = (".svg", ".png", ".pdf")
+INCHES_A_LANE, INCHES_WIDE = 0.35, 10.0
+FAINTER = 0.25
+"""By how much each further stage of one device is paler."""
+
+
+def save_picture(timelines: Sequence[Timeline], path: str | os.PathLike[str]) -> None:
+    """Draw timelines with matplotlib; raises InputError for another ending than .svg, .png or .pdf, or without it."""
+    if Path(path).suffix not in KINDS:
+        raise InputError(f"cannot draw {os.fspath(path)!r}: end its name in {', '.join(KINDS)}")
+    try:
+        from matplotlib.figure import Figure  # a second to load, and only for pictures
+        from matplotlib.patches import Patch
+    except ImportError as error:
+        raise InputError("pictures need matplotlib: pip install 'fxsplit[picture]'") from error
+    lanes = [max(1, len(t.devices)) for t in timelines]
+    figure = Figure(figsize=(INCHES_WIDE, INCHES_A_LANE * sum(lanes) + 0.8 * len(lanes)), layout="constrained")
+    axes = figure.subplots(len(timelines), 1, squeeze=False, sharex=True, gridspec_kw={"height_ratios": lanes})[:, 0]
+    seen: dict[str, str] = {}
+    for axis, timeline in zip(axes, timelines, strict=True):
+        for lane, spans in enumerate(timeline.spans):
+            stages = sorted({span.action.stage for span in spans})
+            for action, begin_ms, end_ms in spans:
+                colour = COLOURS.get(action.op, OTHER)
+                seen.setdefault(NAMES.get(action.op, action.op.lower()), colour)
+                pale = max(0.3, 1.0 - FAINTER * stages.index(action.stage))
+                axis.barh(lane, end_ms - begin_ms, left=begin_ms, color=colour, alpha=pale, edgecolor="white", lw=0.4)
+                if action.microbatch >= 0 and end_ms - begin_ms > 0.012 * timeline.length_ms:
+                    middle = (begin_ms + end_ms) / 2
+                    axis.text(middle, lane, str(action.microbatch), ha="center", va="center", fontsize=6)
+        axis.set_yticks(range(len(timeline.devices)), timeline.devices, fontsize=8)
+        axis.invert_yaxis()
+        axis.set_title(f"{timeline.title}: {timeline.length_ms:.4g} ms", fontsize=9, loc="left")
+        for side in ("top", "right", "left"):
+            axis.spines[side].set_visible(False)
+    axes[-1].set_xlabel("ms", fontsize=8)
+    handles = [Patch(color=colour, label=name) for name, colour in seen.items()]
+    figure.legend(handles=handles, ncols=len(handles), fontsize=7, loc="outside lower right", frameon=False)
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,45 @@
+"""Timelines as trace events, which Perfetto (ui.perfetto.dev) and chrome://tracing open."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fxsplit.schedule.timeline import Timeline
+
+US_PER_MS = 1000.0
+WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+
+
+def trace_events(timelines: Sequence[Timeline]) -> dict[str, Any]:
+    """Return timelines as one JSON object: a process each, a thread each device, a counter of what it holds."""
+    events: list[dict[str, Any]] = []
+    for pid, timeline in enumerate(timelines):
+        events.append({"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": timeline.title}})
+        for tid, (name, spans) in enumerate(zip(timeline.devices, timeline.spans, strict=True)):
+            here = {"pid": pid, "tid": tid}
+            events.append({"name": "thread_name", "ph": "M", **here, "args": {"name": name}})
+            for action, begin_ms, end_ms in spans:
+                events.append(
+                    {
+                        "name": str(action),
+                        "cat": WORDS.get(action.op, action.op.lower()),
+                        "ph": "X",
+                        "ts": begin_ms * US_PER_MS,
+                        "dur": (end_ms - begin_ms) * US_PER_MS,
+                        **here,
+                        "args": action._asdict(),
+                    }
+                )
+        for tid, (name, course) in enumerate(zip(timeline.devices, timeline.memory, strict=False)):
+            counter = {"name": f"memory of {name}", "ph": "C", "pid": pid, "tid": tid}
+            events += [{**counter, "ts": ms * US_PER_MS, "args": {"bytes": bytes_}} for ms, bytes_ in course]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def save_trace(timelines: Sequence[Timeline], path: str | os.PathLike[str]) -> None:
+    """Write timelines as a trace-event file."""
+    Path(path).write_text(json.dumps(trace_events(timelines)), encoding="utf-8")

@@ -1,0 +1,104 @@
+"""Schedule files: what torch.distributed.pipelining writes is read, and what fxsplit writes torch takes."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+from torch.distributed.pipelining import schedules as theirs
+
+from fxsplit.errors import NotExportable, ScheduleError
+from fxsplit.schedule import SCHEDULES, generate
+from fxsplit.schedule.torch_csv import read_csv, write_csv
+from fxsplit.schedule.transfers import with_transfers
+
+TORCHS = ["GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "ZB-H1", "ZBVZeroBubble"]
+
+
+def cells(path: Path) -> list[list[str]]:
+    with path.open(newline="") as file:
+        return list(csv.reader(file))
+
+
+@pytest.mark.parametrize("transfers", [False, True])
+@pytest.mark.parametrize("name", TORCHS)
+def test_round_trip(name: str, transfers: bool, tmp_path: Path) -> None:
+    schedule = generate(name, 4, 8)
+    write_csv(schedule, tmp_path / "schedule.csv", transfers)
+    found = read_csv(tmp_path / "schedule.csv")
+    assert found.actions == (with_transfers(schedule) if transfers else schedule).actions
+    assert found.homes == schedule.homes and found.n_microbatches == 8 and found.name == "schedule"
+
+
+@pytest.mark.parametrize("name", TORCHS)
+def test_torch_takes_what_is_written(name: str, tmp_path: Path) -> None:
+    """Its parser reads every cell, its validator accepts the order, and its own lowering adds the same transfers."""
+    schedule = generate(name, 4, 8)
+    write_csv(schedule, tmp_path / "schedule.csv")
+    actions = {
+        rank: [theirs._Action.from_str(c) for c in row] for rank, row in enumerate(cells(tmp_path / "schedule.csv"))
+    }
+    theirs._validate_schedule(actions, 4, schedule.n_stages, 8)
+    lowered = theirs._add_send_recv(
+        {rank: [a for a in row if a is not None] for rank, row in actions.items()},
+        stage_to_rank=lambda stage: schedule.homes[stage][0],
+        num_stages=schedule.n_stages,
+    )
+    with (tmp_path / "lowered.csv").open("w", newline="") as file:
+        csv.writer(file).writerows(lowered[rank] for rank in range(4))
+    found = read_csv(tmp_path / "lowered.csv")
+    written = with_transfers(schedule)
+    assert [sorted(row) for row in found.actions] == [sorted(row) for row in written.actions]
+
+
+def write(path: Path, *rows: str) -> Path:
+    path.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    return path
+
+
+def test_what_torchtitan_adds_is_read(tmp_path: Path) -> None:
+    """Empty cells for bubbles, sharding left out, gradients reduced, and a forward overlapped with a backward."""
+    path = write(
+        tmp_path / "titan.csv",
+        "0UNSHARD,0F0,0F1,,0B0,0B1,0RESHARD,0REDUCE_GRAD",
+        "1UNSHARD,,1F0,(1F1;1B0)OVERLAP_F_B,1B1,1RESHARD,1REDUCE_GRAD",
+    )
+    schedule = read_csv(path)
+    assert str(schedule) == "0F0 0F1 0B0 0B1 0REDUCE\n1F0 1F1 1B0 1B1 1REDUCE"
+    write_csv(schedule, tmp_path / "again.csv")
+    assert cells(tmp_path / "again.csv")[1] == ["1F0", "1F1", "1B0", "1B1", "1REDUCE_GRAD"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (["0F0,0X0"], r"rank 0, cell 1: '0X0' is no action"),
+        (["0F0,0B0r1"], r"rank 0, cell 1: '0B0r1' is no action of torch's"),
+        (["0F0,0STEP0v1"], "is no action of torch's"),
+        (["0F0,0B0", "0F1,0B1"], "rank 1, 0F1: stage 0 is rank 0's too"),
+        (["0F0,0B0", "2F0,2B0"], "no rank has stage 1, and one has stage 2"),
+        ([""], "no rank computes anything"),
+        (["0F0,0B0", "1F0"], "bad: 1B0 is never done"),
+        (["0B0,0F0"], "bad: device 0, position 0, 0B0: stands before 0F0"),
+        (["0F0,0RECV_B0,0B0", "1RECV_F0,1F0,1B0,1SEND_B0"], "0SEND_F0 is never done.*unpaired"),
+    ],
+)
+def test_files_that_are_wrong(rows: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        read_csv(write(tmp_path / "bad.csv", *rows))
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ScheduleError, match=r"cannot read the schedule .*none\.csv"):
+        read_csv(tmp_path / "none.csv")
+    (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ScheduleError, match="cannot read the schedule"):
+        read_csv(tmp_path / "binary.csv")
+
+
+@pytest.mark.parametrize("name", sorted(set(SCHEDULES) - set(TORCHS)))
+def test_what_torch_has_no_word_for(name: str, tmp_path: Path) -> None:
+    with pytest.raises(NotExportable, match=r"torch has no (replicas of a stage|steps and versions of weights)"):
+        write_csv(generate(name, 2, 4), tmp_path / "schedule.csv")
+    assert not (tmp_path / "schedule.csv").exists()
