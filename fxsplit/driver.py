@@ -25,7 +25,7 @@ from fxsplit.plans import Plan
 from fxsplit.runtime import Pipeline, Program
 from fxsplit.runtime.loss import LossFn
 from fxsplit.runtime.microbatches import default_microbatches, sizes
-from fxsplit.schedule.catalogue import RUNNABLE, Generator, find_schedule
+from fxsplit.schedule.catalogue import RUNNABLE, Scheduler, find_schedule
 from fxsplit.spec import Chain, as_chain
 from fxsplit.stages import Stages, weights
 from fxsplit.trace import capture, same_graph
@@ -42,6 +42,7 @@ def compile(
     example_inputs: Any = None,
     n_microbatches: int | None = None,
     schedule: str = "1F1B",
+    stages_per_device: int | None = None,
     loss_fn: LossFn | None = None,
     passes: str | Chain | Iterable[Pass] = DEFAULT,
     costs: Costs | str | os.PathLike[str] | None = None,
@@ -54,7 +55,9 @@ def compile(
     example_inputs: one whole batch as the model would be called: a tensor, a tuple of positional arguments, or a
         dict of keyword arguments. Without it the pipeline compiles on its first call.
     n_microbatches: pieces each batch is cut into (default: one or two a device, depending on the batch).
-    schedule: "1F1B" or "GPipe"; used by `step`. loss_fn: loss_fn(outputs, target) -> scalar, for `step`.
+    schedule: "1F1B", "GPipe", "LoopedBFS", "Interleaved1F1B", "ZB-H1" or "ZBVZeroBubble"; used by `step`.
+    stages_per_device: for schedules that take several (default: what the schedule is made for).
+    loss_fn: loss_fn(outputs, target) -> scalar, for `step`.
     passes: the chain, as a Chain, a list, or text such as "profile{repeats=3},augment,order,partition,emit".
     costs: a saved profile (or its path) to plan from in place of measuring.
     dump: a folder for the IR's text before the first and after every pass (also FXSPLIT_DUMP).
@@ -75,9 +78,12 @@ def compile(
         raise InputError(f"dump={dump!r}: give the path of a folder")
     chain = as_chain(passes, standard.PASSES)
     known = Costs.load(costs) if isinstance(costs, (str, os.PathLike)) else costs
-    compiler = _Compiler(
-        model, Machine.of(devices), find_schedule(schedule, RUNNABLE), schedule, n_microbatches, chain, known, dump
-    )
+    machine = Machine.of(devices)
+    find_schedule(schedule, RUNNABLE)
+    scheduler = Scheduler(schedule, len(machine), stages_per_device)
+    if n_microbatches is not None:
+        scheduler.schedule(n_microbatches)
+    compiler = _Compiler(model, machine, scheduler, n_microbatches, chain, known, dump)
     pipeline = Pipeline(model, compiler, n_microbatches, loss_fn)
     if example_inputs is not None:
         args, kwargs = as_call(example_inputs)
@@ -91,8 +97,7 @@ class _Compiler:
 
     model: nn.Module
     machine: Machine
-    generator: Generator
-    schedule: str
+    scheduler: Scheduler
     n_microbatches: int | None
     chain: Chain
     costs: Costs | None
@@ -105,7 +110,7 @@ class _Compiler:
         """
         inputs, tensors = Inputs.of(self.model, args, kwargs)
         batch = inputs.rows(tensors)
-        count = self.n_microbatches or default_microbatches(batch, len(self.machine))
+        count = self.n_microbatches or self.scheduler.nearest(default_microbatches(batch, len(self.machine)))
         watchers = from_environment(self._folder(other), [pass_name(p) for p in self.chain])
         # The first call may come under no_grad or inference_mode; what is learnt then must hold for training too.
         with torch.inference_mode(False), torch.enable_grad():
@@ -133,7 +138,7 @@ class _Compiler:
             plan=final[Plan],
             costs=costs.found,
             machine=self.machine,
-            generator=self.generator,
+            scheduler=self.scheduler,
             traced=traced,
             final=final,
             alone=alone,
@@ -141,8 +146,9 @@ class _Compiler:
 
     def _facts(self, count: int, traced: IR, other: Program | None) -> list[Fact]:
         """Return what the chain starts from, besides the graph and its example."""
-        peaks = {k: self.generator(k, count).peak_in_flight() for k in range(1, len(self.machine) + 1)}
-        facts: list[Fact] = [self.machine, Workload(self.schedule, count, peaks, may_idle=other is not None)]
+        machine = self.machine.unrolled([home for home, *_ in self.scheduler.homes()])
+        peaks = {k: self.scheduler.in_flight(count, k) for k in range(1, len(machine) + 1)}
+        facts: list[Fact] = [machine, Workload(self.scheduler.name, count, peaks, may_idle=other is not None)]
         if other is not None:
             facts += [_pins(traced, other)]
             facts += [] if other.costs is None else [KnownCosts(other.costs, complete=False)]

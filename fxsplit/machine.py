@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, isfinite
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
@@ -62,6 +63,7 @@ class Machine:
 
     devices: tuple[Device, ...]
     links: tuple[float, ...]
+    shared: tuple[int, ...] = ()
 
     made_by: ClassVar[str] = "compile(devices=)"
     given: ClassVar[bool] = True
@@ -130,6 +132,24 @@ class Machine:
             (bytes_per_s,) * (devices - 1),
         )
 
+    def unrolled(self, homes: Sequence[int]) -> Machine:
+        """Return the machine with a device for each stage, of which stage s is on device `homes[s]` of this one.
+
+        Stages of one device share its memory evenly, and what goes between them goes nowhere.
+        """
+        if list(homes) == list(range(len(self))):
+            return self
+        count = Counter(homes)
+        seen: Counter[int] = Counter()
+        made = []
+        for home in homes:
+            device = self.devices[home]
+            name = f"{device.name}/{seen[home]}" if count[home] > 1 else device.name
+            made.append(replace(device, name=name, memory_bytes=device.memory_bytes / count[home]))
+            seen[home] += 1
+        links = (inf if a == b else 1000.0 * self.bytes_per_ms(a, b) for a, b in itertools.pairwise(homes))
+        return Machine(tuple(made), tuple(links), shared=tuple(homes))
+
     def __len__(self) -> int:
         return len(self.devices)
 
@@ -169,7 +189,8 @@ class Machine:
 
     def intraop_threads(self) -> int:
         """Return how many threads each CPU device may use inside one operator."""
-        sharers = sum(d.type == "cpu" for d in self.torch_devices())
+        homes = self.shared or range(len(self))
+        sharers = len({home for home, d in zip(homes, self.torch_devices(), strict=True) if d.type == "cpu"})
         return max(1, (os.cpu_count() or 1) // max(1, sharers))
 
     def verify(self, ir: IR) -> None:

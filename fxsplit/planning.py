@@ -19,7 +19,7 @@ from fxsplit.formats import Profile, read
 from fxsplit.machine import Device, Machine
 from fxsplit.planner import Clock, Options, antichains_within, beats, merged, partition, problems, sequence
 from fxsplit.plans import Plan
-from fxsplit.schedule import PEAKS, RUNNABLE, find_schedule
+from fxsplit.schedule import PEAKS, find_schedule
 from fxsplit.states import States
 from fxsplit.workload import Pins, Workload
 
@@ -184,7 +184,7 @@ def demands(machine: Machine, schedule: str = "1F1B", n_microbatches: int | None
     if len(machine) > MAX_DEVICES:
         raise InputError(f"{len(machine)} devices: plan for at most {MAX_DEVICES}")
     count = n_microbatches or 2 * len(machine)
-    find_schedule(schedule, RUNNABLE)
+    find_schedule(schedule, tuple(PEAKS))
     return Workload(schedule, count, {k: PEAKS[schedule](k, count) for k in range(1, len(machine) + 1)})
 
 

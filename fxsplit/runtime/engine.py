@@ -47,9 +47,10 @@ class Engine:
 
     def forward(self, program: Program, tensors: Sequence[Tensor], rows: Sequence[int]) -> list[Any]:
         """Return the outputs of a batch, joined over microbatches; part of the autograd graph where that is on."""
-        schedule = program.schedule(len(rows))
         tape: Tape = {}
-        job = Job(program, schedule.only(FORWARD), Context.here(), tape, _packets(program, tensors, rows))
+        job = Job(
+            program, program.passes(len(rows)).only(FORWARD), Context.here(), tape, _packets(program, tensors, rows)
+        )
         with self._alone():
             self._workers.run(job)
         outputs, wanted = _joined(job, rows)
@@ -104,7 +105,7 @@ class Engine:
             columns = [[None] * len(rows) if g is None else split(g, rows) for g in gradients]
             job = Job(
                 program,
-                program.schedule(len(rows)).only(BACKWARD),
+                program.passes(len(rows)).only(BACKWARD),
                 Context.here(),
                 tape,
                 seeds=lambda m: [column[m] for column in columns],

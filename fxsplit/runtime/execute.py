@@ -61,11 +61,7 @@ def backward(
 
     The gradients of `trained`, and of what else the loss depends on, are added to `sums`.
     """
-    roots = [
-        (value, gradient)
-        for value, gradient in zip(saved.outputs, gradients, strict=True)
-        if isinstance(value, Tensor) and value.requires_grad and gradient is not None
-    ]
+    roots = roots_of(saved, gradients)
     inputs = {i: v for i, v in enumerate(saved.inputs) if isinstance(v, Tensor) and v.requires_grad}
     leaves = list(dict.fromkeys([*inputs.values(), *trained, *saved.extra]))
     if not roots or not leaves:
@@ -79,6 +75,15 @@ def backward(
         if (gradient := of[leaf]) is not None:
             sums.add(leaf, gradient)
     return [of[inputs[i]] if i in inputs else None for i in range(len(saved.inputs))]
+
+
+def roots_of(saved: Saved, gradients: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
+    """Return the outputs that a backward starts from, each with its gradient."""
+    return [
+        (value, gradient)
+        for value, gradient in zip(saved.outputs, gradients, strict=True)
+        if isinstance(value, Tensor) and value.requires_grad and gradient is not None
+    ]
 
 
 def failing_node(error: BaseException, stage: Stage) -> str:

@@ -15,10 +15,11 @@ from fxsplit.errors import stage_error
 from fxsplit.leaves import leaves_above
 from fxsplit.runtime.execute import Packet, Saved, backward, failing_node, forward
 from fxsplit.runtime.gradients import Sums
+from fxsplit.runtime.halves import Rest, backward_inputs, backward_weights
 from fxsplit.runtime.program import Program
 from fxsplit.runtime.snapshots import apart, copied
 from fxsplit.runtime.streams import Stream
-from fxsplit.schedule.action import BACKWARD, FORWARD, Action
+from fxsplit.schedule.action import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action
 from fxsplit.schedule.schedule import Schedule
 
 Tape = dict[tuple[int, int], Saved]
@@ -29,6 +30,9 @@ Finish = Callable[[int, tuple[Any, ...]], Tensor]
 
 Seeds = Callable[[int], Sequence[Tensor | None]]
 """The gradients of the last stage's outputs, by microbatch."""
+
+
+WORDS = {FORWARD: "forward", BACKWARD: "backward", INPUT_GRADIENT: "input gradient", WEIGHT_GRADIENT: "weight gradient"}
 
 
 class _Stopped(Exception):
@@ -76,6 +80,13 @@ class Job:
         self._seed = new_seed() if given and program.draws else 0
         self._last = len(program.stages) - 1
         self._inboxes: list[SimpleQueue[Any]] = [SimpleQueue() for _ in schedule.actions]
+        self._rests: dict[tuple[int, int], Rest] = {}
+        self._do = {
+            FORWARD: self._forward,
+            BACKWARD: self._backward,
+            INPUT_GRADIENT: self._input_gradient,
+            WEIGHT_GRADIENT: self._weight_gradient,
+        }
         self._failing = threading.Lock()
 
     @property
@@ -95,8 +106,7 @@ class Job:
                 for action in self._schedule.actions[device]:
                     if self.error is not None:
                         return
-                    do = self._forward if action.op == FORWARD else self._backward
-                    variables.run(do, action, device, stream, arrived)
+                    variables.run(self._do[action.op], action, device, stream, arrived)
                 self.marks[device] = stream.mark()
         except _Stopped:
             return
@@ -145,19 +155,44 @@ class Job:
 
     def _backward(self, action: Action, device: int, stream: Stream, arrived: dict[Action, Any]) -> None:
         """Run a stage backward on a microbatch and hand its inputs' gradients back."""
-        stage, m = action.stage, action.microbatch
-        if stage < self._last:
-            gradients = self._receive(action, device, stream, arrived)
+        gradients = self._gradients(action, device, stream, arrived)
+        saved = self._tape.pop((action.stage, action.microbatch))
+        with self._context.backward():
+            of_inputs = backward(saved, gradients, self._trained[action.stage], self.sums[action.stage])
+        self._hand_back(action, of_inputs, stream)
+
+    def _input_gradient(self, action: Action, device: int, stream: Stream, arrived: dict[Action, Any]) -> None:
+        """Compute the gradients of a stage's inputs on a microbatch and hand them back."""
+        gradients = self._gradients(action, device, stream, arrived)
+        key = action.stage, action.microbatch
+        with self._context.backward():
+            of_inputs, self._rests[key] = backward_inputs(
+                self._tape[key], gradients, self._trained[action.stage], self.sums[action.stage]
+            )
+        self._hand_back(action, of_inputs, stream)
+
+    def _weight_gradient(self, action: Action, device: int, stream: Stream, arrived: dict[Action, Any]) -> None:
+        """Compute the gradients of a stage's weights on a microbatch, from what the gradients of its inputs left."""
+        key = action.stage, action.microbatch
+        with self._context.backward():
+            backward_weights(self._rests.pop(key), self.sums[action.stage])
+        del self._tape[key]
+
+    def _gradients(self, action: Action, device: int, stream: Stream, arrived: dict[Action, Any]) -> Any:
+        """Return the gradients of a stage's outputs."""
+        if action.stage < self._last:
+            needed = self._receive(action._replace(op=BACKWARD), device, stream, arrived)
         else:
             assert self._seeds is not None, "a schedule with backwards needs seeds"
-            gradients = self._seeds(m)
-        saved = self._tape.pop((stage, m))
-        with self._context.backward():
-            of_inputs = backward(saved, stream.take(gradients), self._trained[stage], self.sums[stage])
-        if stage > 0:
-            self._send(Action(stage - 1, BACKWARD, m), of_inputs, stream)
+            needed = self._seeds(action.microbatch)
+        return stream.take(needed)
+
+    def _hand_back(self, action: Action, of_inputs: list[Tensor | None], stream: Stream) -> None:
+        """Hand the gradients of a stage's inputs to the stage before, or to the caller."""
+        if action.stage > 0:
+            self._send(Action(action.stage - 1, BACKWARD, action.microbatch), of_inputs, stream)
         else:
-            self.returned[m] = of_inputs
+            self.returned[action.microbatch] = of_inputs
 
     def _send(self, to: Action, values: Any, stream: Stream) -> None:
         """Put a message into the inbox of the device that does action `to`."""
@@ -178,7 +213,7 @@ class Job:
     def _where(self, action: Action, error: Exception) -> str:
         """Return stage, device, microbatch and node of a failure, for its message."""
         stage = self._program.stages[action.stage]
-        what = "forward" if action.op == FORWARD else "backward"
+        what = WORDS[action.op]
         nodes = self._program.plan.stages[stage.index].nodes
         node = failing_node(error, stage) or (f", one of nodes {nodes[0]!r} .. {nodes[-1]!r}" if nodes else "")
         place = f"stage {stage.index} of {self._last + 1} on {stage.device_name}"

@@ -185,7 +185,9 @@ class Pipeline(nn.Module):
         program.relink()
         tensors = program.inputs.bind(args, kwargs, next(floating, None))
         rows = program.inputs.rows(tensors)
-        count = self._fixed_microbatches or default_microbatches(rows, len(program.stages))
+        count = self._fixed_microbatches
+        if count is None:
+            count = program.scheduler.nearest(default_microbatches(rows, program.scheduler.n_devices))
         return program, tensors, sizes(rows, count)
 
     def _program(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Program:

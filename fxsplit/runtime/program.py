@@ -21,7 +21,8 @@ from fxsplit.machine import Machine
 from fxsplit.observe import storage_id
 from fxsplit.plans import Plan
 from fxsplit.schedule import Schedule, verify
-from fxsplit.schedule.catalogue import Generator
+from fxsplit.schedule.catalogue import Scheduler
+from fxsplit.schedule.generate import all_then_all
 from fxsplit.stages import Stages, weights
 
 _TORCHS = nn.Module().__dict__.keys() - {"training"}
@@ -41,19 +42,24 @@ class Program:
     plan: Plan
     costs: Costs | None
     machine: Machine
-    generator: Generator
+    scheduler: Scheduler
     traced: IR
     final: IR
     alone: bool = False
     _schedules: dict[int, Schedule] = field(default_factory=dict)
 
     def schedule(self, n_microbatches: int) -> Schedule:
-        """Return the schedule for a number of microbatches, checked."""
+        """Return the schedule of a training step for a number of microbatches, verified."""
         if n_microbatches not in self._schedules:
-            schedule = self.generator(len(self.stages), n_microbatches)
+            schedule = self.scheduler.schedule(n_microbatches, len(self.stages))
             verify(schedule)
             self._schedules[n_microbatches] = schedule
         return self._schedules[n_microbatches]
+
+    def passes(self, n_microbatches: int) -> Schedule:
+        """Return all forwards, then all backwards, for when something else comes between; any number will do."""
+        homes = self.scheduler.homes(len(self.stages))
+        return Schedule("passes", n_microbatches, homes, all_then_all(homes, n_microbatches))
 
     def result(self, outputs: Sequence[Any]) -> Any:
         """Return the last stage's outputs as the model returns them."""
