@@ -17,7 +17,7 @@ from fxsplit.costs import Costs
 from fxsplit.errors import InputError, PlanError
 from fxsplit.formats import Profile, read
 from fxsplit.machine import Device, Machine
-from fxsplit.planner import Clock, Options, antichains_within, beats, merged, partition, problems, sequence
+from fxsplit.planner import Clock, Options, antichains_within, beats, least_load, merged, partition, problems, sequence
 from fxsplit.plans import Plan
 from fxsplit.schedule import PEAKS, find_schedule
 from fxsplit.states import States
@@ -97,10 +97,18 @@ class Planner:
             and len(self.lattice(machine)[0].blocks) < len(blocks)
             and (not isinstance(small, Plan) or self._beaten(small, machine, workload, options, clock))
         ):
-            small = self._solve(machine, workload, options, clock, *self.lattice(machine, whole=True))
+            whole = self._solve(machine, workload, options, clock, *self.lattice(machine, whole=True))
+            small = self._better(small, whole, machine)
         if isinstance(small, PlanError):
             raise small
         return small
+
+    def _better(self, small: Plan | PlanError, whole: Plan | PlanError, machine: Machine) -> Plan | PlanError:
+        """Return the better plan, bounded by what is known of all nodes; time may have been too short for that one."""
+        if not isinstance(small, Plan) or (isinstance(whole, Plan) and whole.bottleneck_ms <= small.bottleneck_ms):
+            return whole
+        bound = whole.lower_bound_ms if isinstance(whole, Plan) else least_load(self._constrained, machine)
+        return replace(small, lower_bound_ms=min(bound, small.bottleneck_ms))
 
     def _beaten(self, plan: Plan, machine: Machine, workload: Workload, options: Options, clock: Clock) -> bool:
         """Return whether a plan that leaves devices idle is faster than one that may not."""

@@ -144,11 +144,14 @@ def reach_direct(
     memory: tuple[Floats, Floats],
     tensors: tuple[Ints, Ints, Ints, Floats],
     moves: tuple[Bools, Ints, Floats, Bools],
+    may_idle: bool,
     closing: bool,
     threshold: float,
     steps: int,
 ) -> tuple[Ints, Ints, int]:
     """Return which ideals end a chain of stages under `threshold`; see `direct.reach`, whose groups these are."""
     kernel = fit(direct.reach, lattice[0].size)
-    origin, via, taken = kernel(*lattice, *below, *costs, *memory, *tensors, *moves, closing, threshold, steps)
+    origin, via, taken = kernel(
+        *lattice, *below, *costs, *memory, *tensors, *moves, may_idle, closing, threshold, steps
+    )
     return origin, via, int(taken)

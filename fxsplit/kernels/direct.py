@@ -54,6 +54,7 @@ def reach(
     moves: Array,
     left: Array,
     better: Array,
+    may_idle: bool,
     closing: bool,
     threshold: float,
     steps: int,
@@ -67,6 +68,7 @@ def reach(
     CSR; total: int32 [tensors], their pins; size: float64 [tensors]. allowed: bool [configurations, ideals].
     moves: int32 [moves, 3] of (from, to, kind). left: float64 [configurations], the work that unused devices do in one
     unit of load at most. better: bool [configurations, configurations], whether the first makes the second useless.
+    may_idle: whether a stage may be empty, which costs nothing.
     closing: whether to use closures, which look at loads alone and not at memory. With more than `steps` it stops.
 
     Returns, per configuration and ideal, the ideal at which the last stage starts and the move it is, and how many
@@ -125,6 +127,11 @@ def reach(
             chain = max(load, slowest[moves[m, 0], top_from[m, j]])
             if load <= threshold and chain < slowest[b, j] and allowed[b, j]:
                 slowest[b, j], origin[b, j], via[b, j] = chain, top_from[m, j], m
+        if may_idle:
+            for m in range(moves.shape[0]):
+                a, b = moves[m, 0], moves[m, 1]
+                if origin[a, j] >= 0 and allowed[b, j] and max(0.0, slowest[a, j]) < slowest[b, j]:
+                    slowest[b, j], origin[b, j], via[b, j] = max(0.0, slowest[a, j]), j, m
         some = False
         usable[:] = False
         for m in range(moves.shape[0]):

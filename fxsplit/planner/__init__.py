@@ -5,7 +5,7 @@ from fxsplit.planner.contraction import merged
 from fxsplit.planner.lattice import antichains, antichains_within
 from fxsplit.planner.search import beats
 from fxsplit.planner.sequence import sequence
-from fxsplit.planner.solve import Options, partition, problems
+from fxsplit.planner.solve import Options, least_load, partition, problems
 
 __all__ = [
     "Clock",
@@ -13,6 +13,7 @@ __all__ = [
     "antichains",
     "antichains_within",
     "beats",
+    "least_load",
     "merged",
     "partition",
     "problems",

@@ -44,11 +44,11 @@ def _possible(problem: Problem, levels: Levels, threshold: float) -> bool:
         begin = 0.0 if move.source == 0 else _after(most[move.source], levels, receive, speed, threshold, overlapped)
         if begin == -np.inf:
             continue
-        if move.target in problem.moves.final and begin + speed * threshold >= total:
+        if move.target in problem.moves.final and begin + float(_done(speed, np.array(threshold))) >= total:
             return True
         out = _priced(levels.least_bytes, send)
-        time = np.where(out <= threshold, threshold if overlapped else threshold - out, -np.inf)
-        end = np.minimum(begin + np.where(time >= 0, speed * time, -np.inf), levels.high)
+        time = threshold if overlapped else threshold - out
+        end = np.minimum(begin + _done(speed, np.where(out <= threshold, time, -np.inf)), levels.high)
         most[move.target] = np.maximum(most[move.target], np.where(end >= levels.low, end, -np.inf))
     return False
 
@@ -59,7 +59,16 @@ def _after(most: Floats, levels: Levels, receive: float, speed: float, threshold
     if overlapped:
         return float(most[cost <= threshold].max(initial=-np.inf))
     able = cost <= threshold
+    if np.isinf(speed):  # it makes up for any time that it waits
+        return float(most[able].max(initial=-np.inf))
     return float((most[able] - speed * cost[able]).max(initial=-np.inf))
+
+
+def _done(speed: float, time: Floats) -> Floats:
+    """Return the work done in a time; none where there is none, or less."""
+    if np.isinf(speed):
+        return np.where(time >= 0, np.inf, -np.inf)
+    return np.where(time >= 0, speed * np.maximum(time, 0.0), -np.inf)
 
 
 def _priced(least_bytes: Floats, ms_per_byte: float) -> Floats:

@@ -31,9 +31,14 @@ class Clock:
         """Return a clock that starts now."""
         return cls(time.monotonic() + seconds)
 
+    @property
+    def over(self) -> bool:
+        """Whether the deadline has passed."""
+        return time.monotonic() >= self.deadline
+
     def check(self) -> None:
         """Raise OutOfTime when the deadline has passed."""
-        if time.monotonic() >= self.deadline:
+        if self.over:
             raise OutOfTime
 
     def run(self, kernel: Callable[[int], tuple[Any, Any, int]]) -> tuple[Any, Any]:
@@ -44,7 +49,7 @@ class Clock:
         while True:
             self.check()
             begin = time.monotonic()
-            steps = ANY_NUMBER if self.deadline == inf else int((self.deadline - begin) * self.steps_per_s) + 1
+            steps = 1 + int(min((self.deadline - begin) * self.steps_per_s, ANY_NUMBER))
             one, other, taken = kernel(steps)
             if taken <= steps:
                 return one, other

@@ -18,6 +18,7 @@ from fxsplit.costs import Costs
 from fxsplit.machine import Machine
 from fxsplit.planner.clock import Clock
 from fxsplit.planner.dense import line_of, membership
+from fxsplit.planner.moves import Moves
 from fxsplit.planner.problem import Bools, Floats, Path, Problem
 from fxsplit.plans import CostModel
 
@@ -31,7 +32,8 @@ class DirectProblem(Problem):
     """A problem whose loads also have the tensors that a stage shares with others.
 
     `pins_ptr` and `pins` list each block's tensors (CSR), `total` their pins and `size` their bytes; `rate` is
-    milliseconds per byte, by kind of move. `start` and `end` hold the time of the nodes alone.
+    milliseconds per byte, by kind of move. `better` tells which configurations make which others useless. `start` and
+    `end` hold the time of the nodes alone.
     """
 
     chains: Antichains
@@ -40,6 +42,7 @@ class DirectProblem(Problem):
     total: Ints
     size: Floats
     rate: Floats
+    better: Bools
 
     def shared(self, states: NDArray[np.int64]) -> tuple[Floats, Floats]:
         """Return the bytes of the tensors that every pair of `states` shares with the rest; see Problem."""
@@ -73,7 +76,8 @@ class DirectProblem(Problem):
             costs=(self.work, self.end, self.live, self._least, self.rate),
             memory=(self.space_low, self.capacity),
             tensors=(self.pins_ptr, self.pins, self.total, self.size),
-            moves=(self.allowed, self.table, self.left, self._better),
+            moves=(self.allowed, self.table, self.left, self.better),
+            may_idle=self.may_idle,
             closing=closing,
             threshold=threshold,
             steps=steps,
@@ -89,9 +93,10 @@ class DirectProblem(Problem):
             return self
         return replace(self, size=np.minimum(self.size, 4.0 * upper / rate))
 
-    def for_excess(self) -> DirectProblem:
+    def for_excess(self) -> Problem:
         """Return the problem of exceeding the devices' memory by as little as possible, where tensors cost nothing."""
-        return replace(cast(DirectProblem, super().for_excess()), size=np.zeros_like(self.size))
+        relaxed = super().for_excess()
+        return Problem(**{f.name: getattr(relaxed, f.name) for f in fields(Problem)})
 
     def restricted(self, order: Sequence[int]) -> DirectProblem:
         """Return the problem that has only the states of `order`, the prefixes of the order of the blocks."""
@@ -170,15 +175,20 @@ class DirectProblem(Problem):
         """What ending a stage at the state, or at any larger one, costs at least: by kind and state."""
         return kernels.cheapest_above(self.chains.pointer, self.chains.child, self.end + self.rate[:, None] * self.live)
 
-    @cached_property
-    def _better(self) -> Bools:
-        """Which configurations make which others useless: those that used a part of the same devices."""
-        used = [set(u) for u in self.moves.used]
-        table = [[bool(a < b) and len(self.moves.final) > 1 for b in used] for a in used]
-        return np.array(table, np.bool_)
+
+def _better(moves: Moves, machine: Machine, free: bool) -> Bools:
+    """Return which configurations make which others useless: those that used a part of the same devices.
+
+    That holds where a plan may end with any number of stages, and where the devices that come next are no worse.
+    """
+    holds = (free or machine.uniform) and len(moves.final) > 1 and not moves.n_stages
+    used = [set(u) for u in moves.used]
+    return np.array([[holds and a < b for b in used] for a in used], np.bool_)
 
 
-def direct(problem: Problem, costs: Costs, chains: Antichains, machine: Machine, model: CostModel) -> DirectProblem:
+def direct(
+    problem: Problem, costs: Costs, chains: Antichains, machine: Machine, model: CostModel, free: bool
+) -> DirectProblem:
     """Return a problem's loads with what stages pay for the tensors they share."""
     pins: list[list[int]] = [[] for _ in chains.blocks.members]
     total: list[int] = []
@@ -203,4 +213,5 @@ def direct(problem: Problem, costs: Costs, chains: Antichains, machine: Machine,
         total=np.array(total, np.int32),
         size=np.array(size, np.float64),
         rate=rate,
+        better=_better(problem.moves, machine, free),
     )

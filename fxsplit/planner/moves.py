@@ -51,16 +51,22 @@ class Moves:
 
 @lru_cache(maxsize=128)  # a search over schedules asks for the same moves again and again
 def moves_of(
-    machine: Machine, replicated: bool, use_all: bool, free: bool, n_stages: int | None, recompute: str = "never"
+    machine: Machine,
+    replicated: bool,
+    use_all: bool,
+    free: bool,
+    n_stages: int | None,
+    recompute: str = "never",
+    named: frozenset[int] = frozenset(),
 ) -> Moves:
     """Return the moves over a machine's devices.
 
     In the order of the machine, stage after stage takes the next device (or several, where stages may be `replicated`);
     in `free` order any one left of each type. With `n_stages` a configuration also counts stages, since what a stage
     must hold depends on its number, and only plans of so many stages end. Stages recompute never, always, or (auto) as
-    each sees fit.
+    each sees fit. Devices in `named` are like no others, since something is pinned to them.
     """
-    found = _free(machine, use_all) if free else _in_order(machine, replicated, use_all)
+    found = _free(machine, use_all, named) if free else _in_order(machine, replicated, use_all)
     ways = {"never": (False,), "always": (True,), "auto": (False, True)}[recompute]
     found = replace(found, moves=tuple(replace(m, recompute=way) for m in found.moves for way in ways))
     return found if n_stages is None else _counted(found, n_stages)
@@ -79,7 +85,7 @@ def _in_order(machine: Machine, replicated: bool, use_all: bool) -> Moves:
     return Moves(tuple(moves), used, frozenset([count] if use_all else range(1, count + 1)))
 
 
-def _free(machine: Machine, use_all: bool) -> Moves:
+def _free(machine: Machine, use_all: bool, named: frozenset[int]) -> Moves:
     """Return moves that take devices in any order; equal devices are one type, and a configuration counts each type."""
     if len(set(machine.links)) > 1:
         raise PlanError(
@@ -88,7 +94,7 @@ def _free(machine: Machine, use_all: bool) -> Moves:
         )
     kinds: dict[tuple[object, ...], list[int]] = {}
     for i, d in enumerate(machine.devices):
-        kinds.setdefault((d.memory_bytes, d.speed, d.bytes_per_s, d.host), []).append(i)
+        kinds.setdefault((d.memory_bytes, d.speed, d.bytes_per_s, d.host, i if i in named else None), []).append(i)
     members = list(kinds.values())
     counts = sorted(itertools.product(*(range(len(m) + 1) for m in members)), key=lambda c: (sum(c), c))
     if len(counts) > MAX_CONFIGURATIONS:

@@ -211,8 +211,8 @@ def pose(
     column = states.column
     own, live = column("forward_ms") + column("backward_ms"), column("live_bytes") + column("live_gradient_bytes")
     leaving = live.copy()
-    if not workload.may_idle:
-        leaving[-1] = 0.0  # whoever ends with everything is the last stage, and sends nothing on
+    if not workload.may_idle or (len(moves.final) > 1 and not moves.n_stages):
+        leaving[-1] = 0.0  # whoever ends with everything is the last stage, or might be, and sends nothing on
     weights = column("parameter_bytes")
     shape = (len(kinds), len(states))
     start, end, space_start, space_end, space_low = (np.zeros(shape) for _ in range(5))
@@ -247,7 +247,7 @@ def pose(
         space_low=space_low,
         capacity=np.array([k[-1] for k in kinds], np.float64),
         rates=np.array(rates, np.float64),
-        allowed=_allowed(chains, pinned, moves, machine),
+        allowed=_allowed(chains, pinned, moves, machine, several=model.name == "replicated"),
         work=work,
         done=np.array(done, np.float64),
         left=np.array(left, np.float64),
@@ -284,28 +284,32 @@ def _work_with_hosts(states: States, chains: Antichains) -> tuple[Floats, float]
     return kernels.prefix_sums(chains.parent, chains.last, np.maximum(alone, 0.0))[:, 0], speed
 
 
-def _allowed(chains: Antichains, pinned: Mapping[str, int], moves: Moves, machine: Machine) -> Bools:
-    """Return where a chain may be cut: the full state only at the end, and every pinned block on its own side."""
+def _allowed(chains: Antichains, pinned: Mapping[str, int], moves: Moves, machine: Machine, several: bool) -> Bools:
+    """Return where a chain may be cut: the full state only at the end, and every pinned block on its own side.
+
+    A stage with `several` devices may have blocks pinned to all of them.
+    """
     allowed = np.ones((len(moves.used), len(chains)), np.bool_)
     last = max(moves.moves, key=lambda m: m.target).target
     if len(moves.final) == 1:
         allowed[last, :-1] = False
     if not pinned:
         return allowed
-    device_of: dict[int, int] = {}
+    devices_of: dict[int, set[int]] = {}
     for name, device in pinned.items():
         if not 0 <= device < len(machine):
             raise PlanError(f"{name!r} is pinned to stage {device}, and the plan has stages 0 to {len(machine) - 1}")
         block = chains.blocks.home[name]
-        if device_of.setdefault(block, device) != device:
+        devices_of.setdefault(block, set()).add(device)
+        if len(devices_of[block]) > 1 and not several:
             raise PlanError(
                 f"{name!r} is pinned to stage {device}, but it must stay together with a node pinned to stage "
-                f"{device_of[block]} (they share memory or parameters): pin both to one stage"
+                f"{min(devices_of[block] - {device})} (they share memory or parameters): pin both to one stage"
             )
     for q, used in enumerate(moves.used):
         weight = np.zeros((len(chains.blocks), 2))
-        for block, device in device_of.items():
-            weight[block, int(device in used)] = 1.0
+        for block, devices in devices_of.items():
+            weight[block] = [len(devices - set(used)), len(devices & set(used))]
         inside = kernels.prefix_sums(chains.parent, chains.last, weight)
         allowed[q] &= (inside[:, 0] == 0) & (inside[:, 1] == weight[:, 1].sum())
     return allowed

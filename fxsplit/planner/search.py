@@ -38,6 +38,8 @@ def minimise(problem: Problem, chains: Antichains, clock: Clock | None = None) -
     clock = clock or Clock()
     if len(problem) <= SMALL:
         path, proven = best_path(problem, chains, clock=clock)
+        if path is None and not proven:
+            raise OutOfTime
         if path is None:
             return None
         load = max(problem.loads(path))
@@ -66,8 +68,11 @@ def _by_thresholds(problem: Problem, clock: Clock, best: Path | None) -> Found |
             found = closer.test(threshold, clock)
             if found is None:
                 lower = max(lower, threshold)
-            else:
-                best, upper = found, min(upper, max(problem.loads(found)))
+                continue
+            load = max(problem.loads(found))
+            if load >= upper:
+                break  # the test's sums have lost more digits than are left to tell
+            best, upper = found, load
     except OutOfTime:
         pass  # what is known by now is a plan and a bound
     return Found(best, upper, min(lower, upper))

@@ -81,27 +81,28 @@ def partition(
     _check_size(costs, chains, machine, workload, options)
     clock = clock or Clock.limited(options.time_limit)
     best: Found | None = None
-    lower = inf
-    posed = list(problems(costs, chains, states, machine, workload, pinned, options, never))
-    hurried = False
-    for problem in posed:
+    lower, hurried = inf, False
+    posed = []
+    for problem in problems(costs, chains, states, machine, workload, pinned, options, never):
+        if best is not None and clock.over:
+            lower = min(lower, least_load(costs, machine))
+            break
+        posed.append(problem)
         try:
             found = minimise(problem, chains, clock)
         except OutOfTime:
-            hurried, lower = True, min(lower, problem.lower_bound())
-            continue
-        if found is None:
-            continue
-        if chains.levels is not None:
-            lower = min(lower, level_bound(problem, chains.levels, found.load))
-        else:
-            lower = min(lower, found.lower if chains.complete else problem.lower_bound())
-        if best is None or found.load < best.load:
+            hurried, found = True, None
+            lower = min(lower, problem.lower_bound())
+        if chains.complete:
+            lower = min(lower, inf if found is None else found.lower)
+        if found is not None and (best is None or found.load < best.load):
             best = found
     if best is None and hurried:
         raise PlanError(f"no plan was found within time_limit={options.time_limit} s: allow more time, or fewer states")
     if best is None:
         raise misfit(posed, chains, machine, clock)
+    if not chains.complete:  # what was found is the best of one order alone
+        lower = min(lower, *(_bound(problem, chains, best.load) for problem in posed))
     priced = price(costs, machine, workload, _split(costs, chains, best.path), options.costs)
     reached = max(s.load_ms for s in priced)
     if chains.slack_ms:
@@ -122,6 +123,18 @@ def partition(
         n_states=len(chains),
         model=options.costs,
     )
+
+
+def least_load(costs: Costs, machine: Machine) -> float:
+    """Return a load that no plan beats, from the work alone: all of it, shared among devices by their speed."""
+    if any(d.host for d in machine.devices):
+        return 0.0
+    return costs.total_ms / sum(d.speed for d in machine.devices)
+
+
+def _bound(problem: Problem, chains: Antichains, load: float) -> float:
+    """Return a load that no chain beats, also of states that were not looked at."""
+    return problem.lower_bound() if chains.levels is None else level_bound(problem, chains.levels, load)
 
 
 def _lower_bound(problem: Problem, chains: Antichains, clock: Clock) -> float:
@@ -155,13 +168,16 @@ def problems(
     """Yield the search problems of which the best answer is the plan: one for each number of stages, or one for all."""
     for n_stages in _stage_counts(costs, machine, options):
         replicated = options.model == "replicated"
-        moves = moves_of(machine, replicated, options.use_all, options.free, n_stages, options.recompute)
+        named = frozenset(pinned.values())
+        moves = moves_of(machine, replicated, options.use_all, options.free, n_stages, options.recompute, named)
         if not moves.final:
             continue
         problem = pose(states, chains, machine, workload, options.costs, moves, pinned)
         for names in never:
             problem.allowed[:, _number(chains, names)] = False
-        yield direct(problem, costs, chains, machine, options.costs) if options.model == "direct" else problem
+        if options.model == "direct":
+            problem = direct(problem, costs, chains, machine, options.costs, options.free)
+        yield problem
 
 
 def _stage_counts(costs: Costs, machine: Machine, options: Options) -> list[int | None]:
