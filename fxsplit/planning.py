@@ -87,7 +87,8 @@ class Planner:
         stage, that loses nothing if plans that leave some idle are no faster; otherwise all nodes are looked at.
         """
         clock = Clock.limited(options.time_limit)
-        alike = options.free or (machine.uniform and not self.pins)  # pins name devices, and must not move
+        # Pins name devices, which must not move, and `never` sets of nodes, which must not grow.
+        alike = (options.free or (machine.uniform and not self.pins)) and not self.never
         small = self._solve(machine, workload, options, clock, *self.lattice(machine, whole=not alike))
         if isinstance(small, Plan) and (not alike or not options.use_all):
             return small

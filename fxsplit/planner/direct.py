@@ -176,20 +176,21 @@ class DirectProblem(Problem):
         return kernels.cheapest_above(self.chains.pointer, self.chains.child, self.end + self.rate[:, None] * self.live)
 
 
-def _better(moves: Moves, machine: Machine, free: bool) -> Bools:
+def _better(moves: Moves, alike: bool) -> Bools:
     """Return which configurations make which others useless: those that used a part of the same devices.
 
-    That holds where a plan may end with any number of stages, and where the devices that come next are no worse.
+    That holds where a plan may end with any number of stages, and where the devices that come next are no worse: where
+    they are all `alike`, or can be taken in any order.
     """
-    holds = (free or machine.uniform) and len(moves.final) > 1 and not moves.n_stages
+    holds = alike and len(moves.final) > 1 and not moves.n_stages
     used = [set(u) for u in moves.used]
     return np.array([[holds and a < b for b in used] for a in used], np.bool_)
 
 
 def direct(
-    problem: Problem, costs: Costs, chains: Antichains, machine: Machine, model: CostModel, free: bool
+    problem: Problem, costs: Costs, chains: Antichains, machine: Machine, model: CostModel, alike: bool
 ) -> DirectProblem:
-    """Return a problem's loads with what stages pay for the tensors they share."""
+    """Return a problem's loads with what stages pay for the tensors they share; `alike` is as in `_better`."""
     pins: list[list[int]] = [[] for _ in chains.blocks.members]
     total: list[int] = []
     size: list[float] = []
@@ -213,5 +214,5 @@ def direct(
         total=np.array(total, np.int32),
         size=np.array(size, np.float64),
         rate=rate,
-        better=_better(problem.moves, machine, free),
+        better=_better(problem.moves, alike),
     )

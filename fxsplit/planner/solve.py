@@ -176,7 +176,8 @@ def problems(
         for names in never:
             problem.allowed[:, _number(chains, names)] = False
         if options.model == "direct":
-            problem = direct(problem, costs, chains, machine, options.costs, options.free)
+            alike = options.free or (machine.uniform and not pinned)
+            problem = direct(problem, costs, chains, machine, options.costs, alike)
         yield problem
 
 
