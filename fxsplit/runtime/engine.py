@@ -22,6 +22,7 @@ from fxsplit.runtime.microbatches import join, split
 from fxsplit.runtime.program import Program
 from fxsplit.runtime.replay import Backward, Replay
 from fxsplit.runtime.streams import handed_over
+from fxsplit.runtime.watch import Watch
 from fxsplit.runtime.workers import Workers
 from fxsplit.schedule.action import BACKWARD, FORWARD
 
@@ -64,9 +65,15 @@ class Engine:
         return list(joined)
 
     def step(
-        self, program: Program, tensors: Sequence[Tensor], rows: Sequence[int], loss: BatchLoss, keep: bool
+        self,
+        program: Program,
+        tensors: Sequence[Tensor],
+        rows: Sequence[int],
+        loss: BatchLoss,
+        keep: bool,
+        watch: Watch | None = None,
     ) -> list[Any]:
-        """Run forward, loss and backward in the program's schedule, add to every `.grad`.
+        """Run forward, loss and backward in the program's schedule, add to every `.grad`; let `watch` see it.
 
         Returns the outputs if they are to be kept.
         """
@@ -77,7 +84,7 @@ class Engine:
         packets = _packets(program, [t.detach() for t in tensors], rows)
         trained = program.trained()
         schedule = program.schedule(len(rows))
-        job = Job(program, schedule, Context.here(), {}, packets, loss.seed, trained, finish, keep)
+        job = Job(program, schedule, Context.here(), {}, packets, loss.seed, trained, finish, keep, watch)
         with self._alone():
             with muted(leaf for part in trained for leaf in part):
                 self._workers.run(job)

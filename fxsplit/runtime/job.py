@@ -19,6 +19,7 @@ from fxsplit.runtime.halves import Rest, backward_inputs, backward_weights
 from fxsplit.runtime.program import Program
 from fxsplit.runtime.snapshots import apart, copied
 from fxsplit.runtime.streams import Stream
+from fxsplit.runtime.watch import Watch
 from fxsplit.schedule.action import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action
 from fxsplit.schedule.schedule import Schedule
 
@@ -59,6 +60,7 @@ class Job:
         trained: Sequence[Sequence[Tensor]] = (),
         finish: Finish | None = None,
         keep: bool = True,
+        watch: Watch | None = None,
     ) -> None:
         n = schedule.n_microbatches
         self.error: BaseException | None = None
@@ -75,6 +77,7 @@ class Job:
         self._trained = trained
         self._finish = finish
         self._keep = keep
+        self._watch = watch
         self._loss_draws: bool | None = None
         self._rewritten = program.rewritten()
         self._seed = new_seed() if given and program.draws else 0
@@ -103,10 +106,16 @@ class Job:
             with stream.active(), self._context.entered():
                 for token in ready:
                     stream.after(token)
+                if self._watch is not None:
+                    self._watch.start(device, stream)
                 for action in self._schedule.actions[device]:
                     if self.error is not None:
                         return
+                    if self._watch is not None:
+                        self._watch.begin(device, stream)
                     variables.run(self._do[action.op], action, device, stream, arrived)
+                    if self._watch is not None:
+                        self._watch.end(device, stream, action)
                 self.marks[device] = stream.mark()
         except _Stopped:
             return
@@ -208,6 +217,8 @@ class Job:
             arrived[to] = (values, token)
         values, token = arrived.pop(action)
         stream.after(token)
+        if self._watch is not None:
+            self._watch.begin(device, stream)
         return values
 
     def _where(self, action: Action, error: Exception) -> str:

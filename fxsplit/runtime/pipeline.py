@@ -6,6 +6,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -19,6 +20,11 @@ from fxsplit.runtime.engine import Engine
 from fxsplit.runtime.loss import BatchLoss, LossFn
 from fxsplit.runtime.microbatches import default_microbatches, sizes, split_tree
 from fxsplit.runtime.program import HOOKS, Program
+from fxsplit.runtime.watch import Watch
+from fxsplit.schedule import Schedule, simulate
+from fxsplit.schedule.memory import memory
+from fxsplit.schedule.of_plan import footprints_of, times_of
+from fxsplit.schedule.timeline import Timeline
 from fxsplit.stages import Stages
 
 Build = Callable[[Sequence[Any], Mapping[str, Any], Program | None], Program]
@@ -146,6 +152,32 @@ class Pipeline(nn.Module):
         the whole batch: microbatches are weighted by their rows, or summed where `loss_fn.reduction` is "sum". With
         `return_outputs` the result is (loss, outputs), both detached. No `.grad` changes when a step fails.
         """
+        program, loss, outputs, _ = self._step(args, kwargs, target, return_outputs, None)
+        return (loss.total(), program.result(outputs)) if return_outputs else loss.total()
+
+    def trace(self, *args: Any, target: Any = None, **kwargs: Any) -> tuple[Timeline, Timeline]:
+        """Run one training step as `step` does; return what every device did when, and what the plan predicts.
+
+        Both are timelines for `fxsplit.report`: `save_picture([predicted, measured], "step.svg")`, `save_trace` for
+        Perfetto, `draw` for the terminal. The first steps are slower than later ones: trace one of those.
+        """
+        program, _, _, watch = self._step(args, kwargs, target, False, Watch)
+        assert watch is not None
+        schedule = watch.schedule
+        simulation = simulate(schedule, times_of(program.plan, schedule))
+        names = tuple(d.name for d in program.machine.devices[: schedule.n_devices])
+        predicted = Timeline.of(simulation, names, memory(simulation, footprints_of(program.plan)))
+        return watch.timeline(names), replace(predicted, title=f"{schedule.name}, predicted")
+
+    def _step(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        target: Any,
+        keep: bool,
+        watching: Callable[[Schedule], Watch] | None,
+    ) -> tuple[Program, BatchLoss, list[Any], Watch | None]:
+        """Run one training step."""
         if self._loss_fn is None:
             raise InputError(
                 "step() needs a loss: compile with loss_fn=, for example "
@@ -163,8 +195,8 @@ class Pipeline(nn.Module):
                 "an input of step() wants a gradient, which step() does not return: call pipe(x) and backward()"
             )
         loss = BatchLoss(self._loss_fn, split_tree(target, rows, "target"), rows)
-        outputs = self._workers(program).step(program, tensors, rows, loss, return_outputs)
-        return (loss.total(), program.result(outputs)) if return_outputs else loss.total()
+        watch = None if watching is None else watching(program.schedule(len(rows)))
+        return program, loss, self._workers(program).step(program, tensors, rows, loss, keep, watch), watch
 
     def close(self) -> None:
         """End the worker threads; the pipeline cannot run afterwards. Also done with the last reference to it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -22,6 +23,9 @@ class Stream(Protocol):
     def after(self, token: Any) -> None:
         """Let what is queued from now on wait for a token of any stream."""
 
+    def tick(self) -> Any:
+        """Return the time at which this stream gets here: in seconds, or an event that will know."""
+
     def take(self, tensors: Sequence[Any]) -> list[Any]:
         """Return the values on this device; their memory is not given back before this stream has read it."""
 
@@ -41,6 +45,10 @@ class CpuStream:
         """Wait only for what a GPU has queued."""
         if token is not None:
             token.synchronize()
+
+    def tick(self) -> float:
+        """Return the time, in seconds."""
+        return time.perf_counter()
 
     def take(self, tensors: Sequence[Any]) -> list[Any]:
         """Return the values, copied only where they come from another kind of device."""
@@ -68,6 +76,12 @@ class CudaStream:
         """Make this stream wait for an event."""
         if token is not None:
             self._stream.wait_event(token)
+
+    def tick(self) -> Any:
+        """Return an event that will know when the GPU got here."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
+        return event
 
     def take(self, tensors: Sequence[Any]) -> list[Any]:
         """Return the values on this device, copying asynchronously."""

@@ -1,0 +1,207 @@
+"""Schedules as they run: what is held at once, what was done when, and backwards in two halves."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from math import inf
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxsplit
+from fxsplit.report import draw
+from fxsplit.runtime import engine
+from fxsplit.runtime.execute import Packet, Saved, backward
+from fxsplit.runtime.gradients import Sums
+from fxsplit.runtime.halves import backward_inputs, backward_weights
+from fxsplit.runtime.job import Job
+from fxsplit.schedule import RUNNABLE, generate
+from tests.models import FAST, Mlp
+
+
+def deep() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(6)))
+
+
+def mean_square(outputs: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(outputs, target)
+
+
+@pytest.mark.parametrize("schedule", RUNNABLE)
+@pytest.mark.parametrize("devices", [2, 3])
+def test_no_more_is_held_than_simulated(schedule: str, devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count what the tape holds of each stage after every action, in a real step."""
+    peaks: dict[int, int] = {}
+
+    class Counting(Job):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+
+            def counted(do: Callable[..., None]) -> Callable[..., None]:
+                def done(action: Any, *rest: Any) -> None:
+                    do(action, *rest)
+                    held = sum(stage == action.stage for stage, _ in list(self._tape))
+                    peaks[action.stage] = max(peaks.get(action.stage, 0), held)
+
+                return done
+
+            self._do = {op: counted(do) for op, do in self._do.items()}
+
+    monkeypatch.setattr(engine, "Job", Counting)
+    options: Any = {"passes": FAST, "loss_fn": mean_square, "schedule": schedule, "n_microbatches": 2 * devices}
+    with fxsplit.compile(deep(), ["cpu"] * devices, **options) as pipe:
+        x = torch.randn(4 * devices, 8)
+        pipe.step(x, target=x)
+    planned = generate(schedule, devices, 2 * devices).peak_in_flight()
+    assert peaks and all(count <= planned[stage] for stage, count in peaks.items())
+
+
+@pytest.mark.parametrize("schedule", RUNNABLE)
+def test_a_traced_step_is_a_step(schedule: str) -> None:
+    """Same gradients; every action is seen once, in the schedule's order, beside what the plan predicts."""
+    model, x = deep(), torch.randn(8, 8)
+    options: Any = {"passes": FAST, "loss_fn": mean_square, "schedule": schedule, "n_microbatches": 4}
+    with fxsplit.compile(model, ["cpu"] * 2, **options) as pipe:
+        pipe.step(x, target=x)
+        expected = [p.grad for p in model.parameters()]
+        pipe.zero_grad()
+        measured, predicted = pipe.trace(x, target=x)
+        assert all(torch.equal(a, b.grad) for a, b in zip(expected, model.parameters(), strict=True))  # type: ignore[arg-type]
+        rows = generate(schedule, 2, 4).actions
+        for timeline in (measured, predicted):
+            assert tuple(tuple(span.action for span in row) for row in timeline.spans) == rows
+            for row in timeline.spans:
+                assert all(0 <= a.begin_ms <= a.end_ms <= b.begin_ms for a, b in itertools.pairwise(row))
+            assert timeline.devices == ("cpu:0", "cpu:1") and len(draw(timeline, 60).plain.splitlines()) == 2
+        assert measured.title == f"{schedule}, measured" and not measured.memory and len(predicted.memory) == 2
+
+
+def test_numbers_of_microbatches_that_a_schedule_is_not_made_for() -> None:
+    """A stated number is refused; where none is, the nearest is taken, and a forward pass takes any."""
+    model = deep()
+    options: Any = {"passes": FAST, "loss_fn": mean_square, "schedule": "Interleaved1F1B"}
+    with fxsplit.compile(model, ["cpu"] * 2, **options) as pipe:
+        for rows in (16, 21, 5, 3, 2):
+            x = torch.randn(rows, 8)
+            pipe.zero_grad()
+            pipe.step(x, target=x)
+            found = [p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
+            model.zero_grad()
+            F.mse_loss(model(x), x).backward()
+            for a, b in zip(found, model.parameters(), strict=True):
+                assert b.grad is not None and torch.allclose(a, b.grad, atol=1e-6)
+            assert torch.allclose(pipe(x), model(x), atol=1e-6)
+    with pytest.raises(fxsplit.FxsplitError, match="5 microbatches do not divide into rounds"):
+        fxsplit.compile(model, ["cpu"] * 2, n_microbatches=5, **options)
+
+
+def test_several_stages_share_a_devices_memory() -> None:
+    machine = fxsplit.Machine(
+        (fxsplit.Device("a", torch.device("cpu"), 100.0), fxsplit.Device("b", torch.device("cpu"), inf, speed=2.0)),
+        (1e6,),
+    )
+    places = machine.unrolled([0, 1, 1, 0])
+    assert [d.name for d in places.devices] == ["a/0", "b/0", "b/1", "a/1"]
+    assert [d.memory_bytes for d in places.devices] == [50.0, inf, inf, 50.0]
+    assert places.links == (1e6, inf, 1e6) and [d.speed for d in places.devices] == [1, 2, 2, 1]
+    assert places.intraop_threads() == machine.intraop_threads() and machine.unrolled([0, 1]) is machine
+
+
+class Tied(nn.Module):
+    """A weight used twice, one behind a transpose, one for an embedding, one frozen, one that nothing reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 8)
+        self.twice = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.unused = nn.Parameter(torch.ones(3))
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.twice(x) + self.embed(tokens)
+        h = self.norm(self.frozen(h)) * self.scale
+        h = torch.tanh(self.twice(h))
+        return F.linear(h, self.embed.weight), h.exp()
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, list[Tensor]]]] = {
+    "tied": lambda: (Tied(), [torch.randn(5, 8), torch.randint(0, 7, (5,))]),
+    "mlp": lambda: (Mlp(), [torch.randn(5, 8)]),
+    "conv": lambda: (
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Conv2d(4, 2, 3), nn.Flatten()),
+        [torch.randn(2, 3, 8, 8)],
+    ),
+    "lstm": lambda: (nn.LSTM(4, 3, 2, batch_first=True), [torch.randn(2, 5, 4)]),
+    "weight norm": lambda: (nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), [torch.randn(3, 4)]),
+}
+
+
+@pytest.mark.parametrize("wanted", [True, False], ids=["input wants a gradient", "input is data"])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_two_halves_are_a_backward(name: str, wanted: bool) -> None:
+    """The gradients of inputs come with the first half, those of weights with both, all as in one go."""
+    torch.manual_seed(0)
+    model, args = MODELS[name]()
+    model, args = model.double(), [a.double() if a.is_floating_point() else a for a in args]
+    trained = [p for p in model.parameters() if p.requires_grad]
+
+    def saved() -> Saved:
+        inputs = tuple(a.clone().requires_grad_(wanted and a.is_floating_point()) for a in args)
+        found = model(*(i.clone() if i.requires_grad else i for i in inputs))
+        leaves = [v for v in torch.utils._pytree.tree_leaves(found) if isinstance(v, Tensor)]
+        return Saved(inputs, tuple(leaves))
+
+    once, twice = Sums(), Sums()
+    whole = saved()
+    gradients = [torch.randn_like(v) for v in whole.outputs]
+    expected = backward(whole, gradients, trained, once)
+    found, rest = backward_inputs(saved(), gradients, trained, twice)
+    early = set(twice.totals)
+    backward_weights(rest, twice)
+    for a, b in zip(expected, found, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or b is None or torch.allclose(a, b, rtol=1e-12, atol=1e-12)
+    assert set(once.totals) == set(twice.totals)
+    for leaf, total in once.totals.items():
+        assert torch.allclose(total, twice.totals[leaf], rtol=1e-12, atol=1e-12)
+    if name in ("mlp", "conv"):
+        assert not early, "weights used once wait for the second half"
+
+
+def test_halves_of_nothing() -> None:
+    value = torch.ones(2)
+    empty = Saved(Packet.of([value]).values, (value,))
+    found, rest = backward_inputs(empty, [torch.ones(2)], [], Sums())
+    backward_weights(rest, Sums())
+    assert found == [None]
+
+
+def test_a_failing_half_names_its_place() -> None:
+    model = deep()
+    with fxsplit.compile(
+        model, ["cpu"] * 2, passes=FAST, loss_fn=mean_square, schedule="ZB-H1", n_microbatches=2
+    ) as pipe:
+        x = torch.randn(4, 8)
+        pipe.step(x, target=x)
+
+        def broken(gradient: Tensor) -> Tensor:
+            raise ValueError("no gradient today")
+
+        def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+            if output.requires_grad:
+                output.register_hook(broken)
+            return output
+
+        handle = model[5][1].register_forward_hook(hook)  # type: ignore[index, union-attr]
+        before = [p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
+        with pytest.raises(ValueError, match=r"no gradient today \(in stage 1 of 2 on cpu:1, input gradient of"):
+            pipe.step(x, target=x)
+        handle.remove()
+        assert all(torch.equal(a, p.grad) for a, p in zip(before, model.parameters(), strict=True))  # type: ignore[arg-type]
+        pipe.step(x, target=x)
