@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,10 +54,11 @@ class Context:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.hooks))
             yield
 
-    @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Leave autocast for a backward, which a user's loop also runs outside of it."""
-        with ExitStack() as stack:
-            for device, _ in self.autocast:
-                stack.enter_context(torch.autocast(device, enabled=False))
-            yield
+    def backward(self) -> AbstractContextManager[Any]:
+        """Return a context that leaves autocast for a backward, which a user's loop also runs outside of it."""
+        if not self.autocast:
+            return nullcontext()
+        stack = ExitStack()
+        for device, _ in self.autocast:
+            stack.enter_context(torch.autocast(device, enabled=False))
+        return stack

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from queue import SimpleQueue
 from typing import Any
 
@@ -34,6 +35,9 @@ Seeds = Callable[[int], Sequence[Tensor | None]]
 
 
 WORDS = {FORWARD: "forward", BACKWARD: "backward", INPUT_GRADIENT: "input gradient", WEIGHT_GRADIENT: "weight gradient"}
+
+
+NOTHING = nullcontext()
 
 
 class _Stopped(Exception):
@@ -137,9 +141,9 @@ class Job:
         stage, m = action.stage, action.microbatch
         packet = self._given[m] if stage == 0 else self._receive(action, device, stream, arrived)
         packet = Packet(tuple(stream.take(packet.values)), packet.wanted)
-        with turn(self._seed, m), copied(self._rewritten, self._context.hooks):
+        with self._surroundings(m):
             saved = forward(self._program.stages[stage], packet, self._program.writes_inputs)
-            saved = Saved(saved.inputs, apart(saved.outputs, self._rewritten))
+        saved = Saved(saved.inputs, apart(saved.outputs, self._rewritten))
         if stage < self._last:
             self._send(Action(stage + 1, FORWARD, m), Packet.of(saved.outputs), stream)
         else:
@@ -151,6 +155,15 @@ class Job:
                 saved = Saved(saved.inputs, (share,), tuple(leaves_above(share, made_by)))
         if self._context.grad and not self._context.inference:
             self._tape[stage, m] = saved
+
+    def _surroundings(self, m: int) -> AbstractContextManager[Any]:
+        """Return what a stage's forward needs around it: draws of its own, copies of what it keeps of buffers."""
+        if not self._program.draws and not self._rewritten:
+            return NOTHING
+        stack = ExitStack()
+        stack.enter_context(turn(self._seed, m))
+        stack.enter_context(copied(self._rewritten, self._context.hooks))
+        return stack
 
     def _loss(self, m: int, outputs: tuple[Any, ...]) -> Tensor:
         """Return a microbatch's share of the loss; one that draws does so in a state of its own, as nodes do."""

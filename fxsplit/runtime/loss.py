@@ -34,6 +34,7 @@ class BatchLoss:
         self._targets = targets
         self._weights = [r / sum(rows) if reduction != "sum" else 1.0 for r in rows]
         self._shares: list[Tensor | None] = [None] * len(rows)
+        self._one: Tensor | None = None
 
     def __call__(self, microbatch: int, outputs: Any) -> Tensor:
         """Return the share of one microbatch, from the model's outputs for it."""
@@ -56,8 +57,9 @@ class BatchLoss:
 
     def seed(self, microbatch: int) -> list[Tensor | None]:
         """Return the gradient the backward of a share starts from."""
-        share = self._shares[microbatch]
-        return [None if share is None else torch.ones_like(share)]
+        if self._one is None:
+            self._one = torch.ones_like(self._shares[microbatch])  # type: ignore[arg-type]
+        return [self._one]
 
     def total(self) -> Tensor:
         """Return the loss of the whole batch, detached."""
