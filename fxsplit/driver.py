@@ -23,6 +23,8 @@ from fxsplit.observe import observe, storage_id
 from fxsplit.observers import from_environment, progress_bar
 from fxsplit.plans import Plan
 from fxsplit.runtime import Pipeline, Program
+from fxsplit.runtime.batch_norm import defer
+from fxsplit.runtime.checkpoint import check_when
 from fxsplit.runtime.loss import LossFn
 from fxsplit.runtime.microbatches import default_microbatches, sizes
 from fxsplit.schedule.catalogue import RUNNABLE, Scheduler, find_schedule
@@ -44,6 +46,8 @@ def compile(
     schedule: str = "1F1B",
     stages_per_device: int | None = None,
     loss_fn: LossFn | None = None,
+    checkpoint: str = "plan",
+    deferred_batch_norm: bool = False,
     passes: str | Chain | Iterable[Pass] = DEFAULT,
     costs: Costs | str | os.PathLike[str] | None = None,
     dump: str | os.PathLike[str] | None = None,
@@ -58,6 +62,9 @@ def compile(
     schedule: "1F1B", "GPipe", "LoopedBFS", "Interleaved1F1B", "ZB-H1" or "ZBVZeroBubble"; used by `step`.
     stages_per_device: for schedules that take several (default: what the schedule is made for).
     loss_fn: loss_fn(outputs, target) -> scalar, for `step`.
+    checkpoint: when a stage keeps no activations and runs forward again before its backward: "never", "always",
+        "except_last" (for all microbatches but the last), or "plan" (where partition{recompute=} says so).
+    deferred_batch_norm: let running statistics change once a batch, by all of it, and not by each microbatch.
     passes: the chain, as a Chain, a list, or text such as "profile{repeats=3},augment,order,partition,emit".
     costs: a saved profile (or its path) to plan from in place of measuring.
     dump: a folder for the IR's text before the first and after every pass (also FXSPLIT_DUMP).
@@ -83,7 +90,8 @@ def compile(
     scheduler = Scheduler(schedule, len(machine), stages_per_device)
     if n_microbatches is not None:
         scheduler.schedule(n_microbatches)
-    compiler = _Compiler(model, machine, scheduler, n_microbatches, chain, known, dump)
+    check_when(checkpoint)
+    compiler = _Compiler(model, machine, scheduler, n_microbatches, checkpoint, deferred_batch_norm, chain, known, dump)
     pipeline = Pipeline(model, compiler, n_microbatches, loss_fn)
     if example_inputs is not None:
         args, kwargs = as_call(example_inputs)
@@ -99,6 +107,8 @@ class _Compiler:
     machine: Machine
     scheduler: Scheduler
     n_microbatches: int | None
+    checkpoint: str
+    deferred_batch_norm: bool
     chain: Chain
     costs: Costs | None
     dump: str | os.PathLike[str] | None
@@ -131,6 +141,8 @@ class _Compiler:
         for kind, name in ((Plan, "partition"), (Stages, "emit")):
             if final.get(kind) is None:
                 raise ChainError(f"the chain {self.chain} learns no {kind.__name__}: it needs a pass like {name!r}")
+        if self.deferred_batch_norm:
+            defer(final[Stages])
         return Program(
             model=self.model,
             inputs=inputs,
@@ -142,6 +154,7 @@ class _Compiler:
             traced=traced,
             final=final,
             alone=alone,
+            checkpoint=self.checkpoint,
         )
 
     def _facts(self, count: int, traced: IR, other: Program | None) -> list[Fact]:

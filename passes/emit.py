@@ -36,8 +36,6 @@ class Emit:
                 "this plan replicates stages or takes devices out of order, which can be planned and not run yet: use "
                 "partition{model=forwarded,free=false}"
             )
-        if any(s.recompute for s in plan.stages):
-            raise PlanError("this plan recomputes activations, which can be planned and not run yet: drop recompute=")
         places = machine.torch_devices()
         costs = ir.get(Costs)
         drawing = {n.name for n in costs.nodes if n.draws} if costs else set()

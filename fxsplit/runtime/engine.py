@@ -14,6 +14,7 @@ from torch import Tensor
 from fxsplit.context import Context
 from fxsplit.errors import FxsplitError, InputError
 from fxsplit.leaves import muted
+from fxsplit.runtime.batch_norm import whole_batch
 from fxsplit.runtime.execute import Packet
 from fxsplit.runtime.gradients import accumulate, merged
 from fxsplit.runtime.job import Job, Tape
@@ -52,7 +53,7 @@ class Engine:
         job = Job(
             program, program.passes(len(rows)).only(FORWARD), Context.here(), tape, _packets(program, tensors, rows)
         )
-        with self._alone():
+        with self._alone(), whole_batch(program.deferred):
             self._workers.run(job)
         outputs, wanted = _joined(job, rows)
         if not any(wanted):
@@ -86,7 +87,7 @@ class Engine:
         schedule = program.schedule(len(rows))
         job = Job(program, schedule, Context.here(), {}, packets, loss.seed, trained, finish, keep, watch)
         with self._alone():
-            with muted(leaf for part in trained for leaf in part):
+            with muted(leaf for part in trained for leaf in part), whole_batch(program.deferred):
                 self._workers.run(job)
             sums = merged(job.sums)
             handed_over(list(sums.totals.values()))

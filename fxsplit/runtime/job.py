@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -14,6 +16,7 @@ from fxsplit.context import Context
 from fxsplit.draws import drawing, new_seed, turn
 from fxsplit.errors import stage_error
 from fxsplit.leaves import leaves_above
+from fxsplit.runtime.checkpoint import Kept, forward_lightly, loss_leaves
 from fxsplit.runtime.execute import Packet, Saved, backward, failing_node, forward
 from fxsplit.runtime.gradients import Sums
 from fxsplit.runtime.halves import Rest, backward_inputs, backward_weights
@@ -24,7 +27,7 @@ from fxsplit.runtime.watch import Watch
 from fxsplit.schedule.action import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action
 from fxsplit.schedule.schedule import Schedule
 
-Tape = dict[tuple[int, int], Saved]
+Tape = dict[tuple[int, int], Saved | Kept]
 """What the backwards of a forward pass start from, by stage and microbatch."""
 
 Finish = Callable[[int, tuple[Any, ...]], Tensor]
@@ -87,6 +90,7 @@ class Job:
         self._seed = new_seed() if given and program.draws else 0
         self._last = len(program.stages) - 1
         self._inboxes: list[SimpleQueue[Any]] = [SimpleQueue() for _ in schedule.actions]
+        self._grad = context.grad and not context.inference
         self._rests: dict[tuple[int, int], Rest] = {}
         self._do = {
             FORWARD: self._forward,
@@ -141,20 +145,36 @@ class Job:
         stage, m = action.stage, action.microbatch
         packet = self._given[m] if stage == 0 else self._receive(action, device, stream, arrived)
         packet = Packet(tuple(stream.take(packet.values)), packet.wanted)
-        with self._surroundings(m):
-            saved = forward(self._program.stages[stage], packet, self._program.writes_inputs)
-        saved = Saved(saved.inputs, apart(saved.outputs, self._rewritten))
+        kept, inputs, outputs = self._run(stage, m, packet)
+        head: Saved | None = None
         if stage < self._last:
-            self._send(Action(stage + 1, FORWARD, m), Packet.of(saved.outputs), stream)
+            self._send(Action(stage + 1, FORWARD, m), Packet.of(outputs), stream)
         else:
             if self._keep:
-                self.outputs[m] = Packet.of(saved.outputs)
+                self.outputs[m] = Packet.of(outputs)
             if self._finish is not None:
-                made_by = [v.grad_fn for v in saved.outputs if isinstance(v, Tensor)]
-                share = self._loss(m, saved.outputs)
-                saved = Saved(saved.inputs, (share,), tuple(leaves_above(share, made_by)))
-        if self._context.grad and not self._context.inference:
-            self._tape[stage, m] = saved
+                made_by = [v.grad_fn for v in outputs if isinstance(v, Tensor)]
+                share = self._loss(m, outputs)
+                extra = loss_leaves(outputs, leaves_above(share, made_by))
+                head = Saved(inputs if kept is None else outputs, (share,), extra)
+        if not self._grad:
+            return
+        self._tape[stage, m] = replace(kept, head=head) if kept is not None else head or Saved(inputs, outputs)
+
+    def _run(self, stage: int, m: int, packet: Packet) -> tuple[Kept | None, tuple[Any, ...], tuple[Any, ...]]:
+        """Run a stage forward; return what is kept if activations are not, its inputs, and its outputs."""
+        program = self._program
+        emitted, writes = program.stages[stage], program.writes_inputs
+        if self._grad and program.checkpoints(stage, m, self._schedule.n_microbatches):
+            around = partial(self._surroundings, m)
+            known = program.written.get(stage)
+            outputs, kept, program.written[stage] = forward_lightly(
+                emitted, packet, writes, known, around, self._context
+            )
+            return kept, (), outputs
+        with self._surroundings(m):
+            saved = forward(emitted, packet, writes)
+        return None, saved.inputs, apart(saved.outputs, self._rewritten)
 
     def _surroundings(self, m: int) -> AbstractContextManager[Any]:
         """Return what a stage's forward needs around it: draws of its own, copies of what it keeps of buffers."""
@@ -178,9 +198,10 @@ class Job:
     def _backward(self, action: Action, device: int, stream: Stream, arrived: dict[Action, Any]) -> None:
         """Run a stage backward on a microbatch and hand its inputs' gradients back."""
         gradients = self._gradients(action, device, stream, arrived)
-        saved = self._tape.pop((action.stage, action.microbatch))
         with self._context.backward():
+            saved, gradients = self._restored(action, gradients)
             of_inputs = backward(saved, gradients, self._trained[action.stage], self.sums[action.stage])
+        del self._tape[action.stage, action.microbatch]
         self._hand_back(action, of_inputs, stream)
 
     def _input_gradient(self, action: Action, device: int, stream: Stream, arrived: dict[Action, Any]) -> None:
@@ -188,9 +209,11 @@ class Job:
         gradients = self._gradients(action, device, stream, arrived)
         key = action.stage, action.microbatch
         with self._context.backward():
+            saved, gradients = self._restored(action, gradients)
             of_inputs, self._rests[key] = backward_inputs(
-                self._tape[key], gradients, self._trained[action.stage], self.sums[action.stage]
+                saved, gradients, self._trained[action.stage], self.sums[action.stage]
             )
+        self._tape[key] = saved
         self._hand_back(action, of_inputs, stream)
 
     def _weight_gradient(self, action: Action, device: int, stream: Stream, arrived: dict[Action, Any]) -> None:
@@ -199,6 +222,15 @@ class Job:
         with self._context.backward():
             backward_weights(self._rests.pop(key), self.sums[action.stage])
         del self._tape[key]
+
+    def _restored(self, action: Action, gradients: Sequence[Tensor | None]) -> tuple[Saved, Sequence[Tensor | None]]:
+        """Return what a backward starts from, and with which gradients; a checkpointed stage runs forward again."""
+        saved = self._tape[action.stage, action.microbatch]
+        if isinstance(saved, Saved):
+            return saved, gradients
+        if saved.head is not None:
+            gradients = backward(saved.head, gradients, (), self.sums[action.stage])
+        return saved.again(self._program.stages[action.stage], self._program.writes_inputs), gradients
 
     def _gradients(self, action: Action, device: int, stream: Stream, arrived: dict[Action, Any]) -> Any:
         """Return the gradients of a stage's outputs."""

@@ -20,6 +20,8 @@ from fxsplit.ir import IR
 from fxsplit.machine import Machine
 from fxsplit.observe import storage_id
 from fxsplit.plans import Plan
+from fxsplit.runtime.batch_norm import Deferred
+from fxsplit.runtime.checkpoint import WHEN
 from fxsplit.schedule import Schedule, verify
 from fxsplit.schedule.catalogue import Scheduler
 from fxsplit.schedule.generate import all_then_all
@@ -34,6 +36,7 @@ class Program:
     """Stages with their plan, and how the model is called; `traced` is the IR the passes started from.
 
     `alone` says that weights are not where the other mode's program has them, so that one must be compiled again.
+    `checkpoint` is when stages keep no activations; `written` the buffers that those stages are known to write.
     """
 
     model: nn.Module
@@ -46,6 +49,8 @@ class Program:
     traced: IR
     final: IR
     alone: bool = False
+    checkpoint: str = "plan"
+    written: dict[int, set[str]] = field(default_factory=dict)
     _schedules: dict[int, Schedule] = field(default_factory=dict)
 
     def schedule(self, n_microbatches: int) -> Schedule:
@@ -55,6 +60,10 @@ class Program:
             verify(schedule)
             self._schedules[n_microbatches] = schedule
         return self._schedules[n_microbatches]
+
+    def checkpoints(self, stage: int, microbatch: int, count: int) -> bool:
+        """Return whether a stage keeps no activations of a microbatch, of `count`."""
+        return WHEN[self.checkpoint](self.plan.stages[stage].recompute, microbatch, count)
 
     def passes(self, n_microbatches: int) -> Schedule:
         """Return all forwards, then all backwards, for when something else comes between; any number will do."""
@@ -74,6 +83,11 @@ class Program:
     def rewritten(self) -> frozenset[int]:
         """Return the memory of the buffers that each call writes and something may save for backward."""
         return frozenset(storage_id(operator.attrgetter(path)(self.model)) for path in self.traced[Example].rewritten)
+
+    @cached_property
+    def deferred(self) -> list[Deferred]:
+        """The batch norms whose running statistics count whole batches."""
+        return [m for s in self.stages.stages for m in s.module.children() if isinstance(m, Deferred)]
 
     @cached_property
     def draws(self) -> bool:

@@ -1,0 +1,185 @@
+"""How fast pipelines run: fxsplit beside torch.distributed.pipelining, torchgpipe and the unsplit model, in one run.
+
+Run `make bench`. Two devices with one thread each, the same stage modules for all, repetitions interleaved, medians.
+*bound* is what the simulator allows once the measured times of actions are put in.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+from pytest_benchmark.fixture import BenchmarkFixture
+from torch.nn import functional as F
+
+import fxsplit
+from bench.peers_runtime import Processes, torchgpipe_step
+from bench.runtime_networks import Case, build
+from fxsplit.runtime import Pipeline
+from fxsplit.schedule import RUNNABLE, Times, generate, simulate
+from fxsplit.schedule.timeline import Timeline
+
+ROUNDS, WARM_UP = 5, 1
+CASES = [
+    Case("resnet50", 32, 4),
+    Case("resnet50", 64, 8),
+    Case("vgg16", 16, 4),
+    Case("vgg16", 32, 8),
+    Case("transformer", 16, 8),
+    Case("transformer", 32, 16),
+]
+
+
+def elapsed(run: Callable[[], Any]) -> tuple[float, float]:
+    """Return the seconds of wall clock and of this process's CPU time that `run` takes."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    run()
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def with_threads(count: int, run: Callable[[], Any]) -> tuple[float, float]:
+    """Return the same, with `count` threads inside operators."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        return elapsed(run)
+    finally:
+        torch.set_num_threads(before)
+
+
+def bound_ms(traces: list[Timeline], pipe: Pipeline, n_microbatches: int) -> float:
+    """Return the step time that the schedule allows with the measured times of actions."""
+    taken: dict[tuple[int, str], list[float]] = {}
+    for trace in traces:
+        for row in trace.spans:
+            for action, begin, end in row:
+                taken.setdefault((action.stage, action.op), []).append(end - begin)
+    schedule = generate(pipe.plan.schedule, 2, n_microbatches)
+    forward, backward = ([median(taken[s, op]) for s in range(schedule.n_stages)] for op in "FB")
+    return simulate(schedule, Times(forward, backward)).step_ms
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_training_step(benchmark: BenchmarkFixture, case: Case, tmp_path: Path) -> None:
+    """One training step of each: forward, loss and backward over all microbatches."""
+    model, x, y = build(case)
+    n = case.n_microbatches
+    machine = ["cpu"] * 2
+    pipe = fxsplit.compile(model, machine, loss_fn=F.cross_entropy, n_microbatches=n, example_inputs=x)
+    pipe.costs.save(tmp_path / "costs.json")
+    unsplit = copy.deepcopy(model)
+    stages = [copy.deepcopy(s.module) for s in pipe.stages.stages]
+    pieces = list(zip(x.chunk(n), y.chunk(n), strict=True))
+
+    def loop() -> None:
+        for a, b in pieces:
+            (F.cross_entropy(unsplit(a), b) / n).backward()
+
+    def whole() -> None:
+        F.cross_entropy(unsplit(x), y).backward()
+
+    gpipe = torchgpipe_step(stages, n, x, y)
+    theirs = Processes.start(case, str(tmp_path / "costs.json"))
+    seconds: dict[str, list[float]] = {}
+    cpu: dict[str, list[float]] = {}
+    traces: list[Timeline] = []
+    runs: dict[str, Callable[[], tuple[float, float]]] = {
+        "fxsplit": lambda: elapsed(lambda: pipe.step(x, target=y)),
+        "loop, 1 thread": lambda: with_threads(1, loop),
+        "torch pipelining": lambda: (theirs.step_s(), 0.0),
+        "torchgpipe": lambda: with_threads(1, gpipe),
+        "whole, 1 thread": lambda: with_threads(1, whole),
+        "whole, 2 threads": lambda: with_threads(2, whole),
+        "traced": lambda: elapsed(lambda: traces.append(pipe.trace(x, target=y)[0])),
+    }
+    gc.disable()  # or its pauses fall on whoever runs then
+    try:
+        for turn in range(WARM_UP + ROUNDS):
+            for name, run in runs.items():
+                gc.collect(0)
+                taken = run()
+                if turn >= WARM_UP:
+                    seconds.setdefault(name, []).append(taken[0])
+                    cpu.setdefault(name, []).append(taken[1])
+        benchmark.pedantic(lambda: pipe.step(x, target=y), rounds=3)
+    finally:
+        gc.enable()
+        theirs.stop()
+    bound = bound_ms(traces[WARM_UP:], pipe, n) / 1000.0
+    pipe.close()
+    ours = median(seconds["fxsplit"])
+    benchmark.group = "runtime"
+    benchmark.extra_info.update(
+        runtime=str(case),
+        seconds={name: median(values) for name, values in seconds.items()},
+        of_bound=bound / median(seconds["traced"]),
+        cpu=median(cpu["fxsplit"]) / median(cpu["loop, 1 thread"]),
+        predicted=simulate(
+            generate("1F1B", 2, n),
+            Times([s.forward_ms for s in pipe.plan.stages], [s.backward_ms for s in pipe.plan.stages]),
+        ).step_ms
+        / 1000.0
+        / ours,
+    )
+
+
+def test_overhead(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
+    """Stages with next to nothing in them: what is left is the runtime's own, per action."""
+    case = Case("empty", 64, 64)
+    model, x, y = build(case)
+    n = case.n_microbatches
+    pipe = fxsplit.compile(model, ["cpu"] * 2, loss_fn=F.cross_entropy, n_microbatches=n, example_inputs=x)
+    pipe.costs.save(tmp_path / "costs.json")
+    unsplit = copy.deepcopy(model)
+    stages = [copy.deepcopy(s.module) for s in pipe.stages.stages]
+    pieces = list(zip(x.chunk(n), y.chunk(n), strict=True))
+
+    def loop() -> None:
+        for a, b in pieces:
+            (F.cross_entropy(unsplit(a), b) / n).backward()
+
+    gpipe = torchgpipe_step(stages, n, x, y)
+    theirs = Processes.start(case, str(tmp_path / "costs.json"))
+    seconds: dict[str, list[float]] = {}
+    runs: dict[str, Callable[[], float]] = {
+        "fxsplit": lambda: elapsed(lambda: pipe.step(x, target=y))[0],
+        "loop, 1 thread": lambda: with_threads(1, loop)[0],
+        "torch pipelining": theirs.step_s,
+        "torchgpipe": lambda: with_threads(1, gpipe)[0],
+    }
+    for turn in range(5 + 40):
+        for name, run in runs.items():
+            taken = run()
+            if turn >= 5:
+                seconds.setdefault(name, []).append(taken)
+    benchmark.pedantic(lambda: pipe.step(x, target=y), rounds=3)
+    theirs.stop()
+    pipe.close()
+    loop_s = median(seconds["loop, 1 thread"])
+    actions = 4 * n  # a forward and a backward of each stage
+    benchmark.group = "overhead"
+    overhead = {name: 1e6 * (median(values) - loop_s) / actions for name, values in seconds.items()}
+    benchmark.extra_info.update(runtime=str(case), overhead_us=overhead)
+
+
+@pytest.mark.parametrize("schedule", RUNNABLE)
+@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[4]], ids=str)
+def test_prediction(benchmark: BenchmarkFixture, case: Case, schedule: str) -> None:
+    """A step as the plan's measured costs predict it, and as it is."""
+    model, x, y = build(case)
+    options: dict[str, Any] = {"loss_fn": F.cross_entropy, "n_microbatches": case.n_microbatches}
+    with fxsplit.compile(model, ["cpu"] * 2, schedule=schedule, example_inputs=x, **options) as pipe:
+        for _ in range(WARM_UP):
+            pipe.step(x, target=y)
+        measured = [pipe.trace(x, target=y) for _ in range(ROUNDS)]
+        benchmark.pedantic(lambda: pipe.step(x, target=y), rounds=3)
+    predicted, found = measured[0][1].length_ms, median(m.length_ms for m, _ in measured)
+    benchmark.group = "prediction"
+    benchmark.extra_info.update(prediction=str(case), schedule=schedule, predicted_ms=predicted, measured_ms=found)

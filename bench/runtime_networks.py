@@ -1,0 +1,52 @@
+"""The networks of the runtime's benchmarks, with a batch each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fxsplit import zoo
+from fxsplit.zoo.transformer import Encoder
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network by name, and how its batch is made and cut."""
+
+    network: str
+    rows: int
+    n_microbatches: int
+
+    def __str__(self) -> str:
+        return f"{self.network}, {self.rows} rows, {self.n_microbatches} microbatches"
+
+
+class Empty(nn.Module):
+    """Two stages with next to nothing in them, to see what a runtime itself takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return two small products."""
+        out: Tensor = self.second(self.first(x))
+        return out
+
+
+def build(case: Case) -> tuple[nn.Module, Tensor, Tensor]:
+    """Return a network, always with the same weights, its inputs and its targets."""
+    torch.manual_seed(0)
+    if case.network == "transformer":
+        model: nn.Module = Encoder(width=256, heads=8, layers=12, length=128)
+        return model, torch.randint(0, 1000, (case.rows, 128)), torch.randint(0, 10, (case.rows,))
+    if case.network == "empty":
+        return Empty(), torch.randn(case.rows, 4), torch.randint(0, 4, (case.rows,))
+    side = {"resnet50": 96, "vgg16": 64}[case.network]
+    model = zoo.build(case.network, num_classes=10)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # or the runtimes would draw differently
+    return model, torch.randn(case.rows, 3, side, side), torch.randint(0, 10, (case.rows,))
