@@ -33,6 +33,39 @@ def main(path: str) -> None:
         _planner(planned)
     if compiled:
         _compiler(compiled)
+    _runtime([row["extra_info"] for row in rows if "seconds" in row["extra_info"]])
+    for row in rows:
+        for name, microseconds in row["extra_info"].get("overhead_us", {}).items():
+            print(f"{name}: {microseconds:.1f} us an action more than the unsplit loop")
+    _predictions([row["extra_info"] for row in rows if "prediction" in row["extra_info"]])
+
+
+def _runtime(rows: list[Any]) -> None:
+    """Print one row a network and batch: how many times as fast as the unsplit model on one thread everybody is."""
+    if not rows:
+        return
+    names = [name for name in rows[0]["seconds"] if name not in ("whole, 1 thread", "traced")]
+    print(
+        f"| work | {' | '.join(names)} | share of the bound | CPU time of the loop's |\n|---|"
+        + "---|" * (len(names) + 2)
+    )
+    for info in rows:
+        one = info["seconds"]["whole, 1 thread"]
+        figures = " | ".join(f"{one / info['seconds'][name]:.2f}" for name in names)
+        print(f"| {info['runtime']} | {figures} | {100 * info['of_bound']:.1f} % | {info['cpu']:.2f} |")
+    print()
+
+
+def _predictions(rows: list[Any]) -> None:
+    """Print one row a network: measured over predicted step time under each schedule, and their mean distance."""
+    if not rows:
+        return
+    names = list(dict.fromkeys(info["schedule"] for info in rows))
+    print(f"| work | {' | '.join(names)} |\n|---|" + "---|" * len(names))
+    ratio = {(i["prediction"], i["schedule"]): i["measured_ms"] / i["predicted_ms"] - 1 for i in rows}
+    for work in dict.fromkeys(info["prediction"] for info in rows):
+        print(f"| {work} | " + " | ".join(f"{100 * ratio[work, name]:+.1f} %" for name in names) + " |")
+    print(f"\nmean error {100 * sum(map(abs, ratio.values())) / len(ratio):.1f} %\n")
 
 
 def _planner(rows: list[Any]) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fxsplit import passes as standard
+from fxsplit.choice import AUTO, Candidate, counts, schedulers, step_ms
 from fxsplit.costs import Costs, KnownCosts
 from fxsplit.dependences import keeps_order, together, weights_of
 from fxsplit.errors import ChainError, InputError, PlanError
@@ -42,7 +43,7 @@ def compile(
     devices: int | DeviceLike | Sequence[DeviceLike | Device] | Machine,
     *,
     example_inputs: Any = None,
-    n_microbatches: int | None = None,
+    n_microbatches: int | str | None = None,
     schedule: str = "1F1B",
     stages_per_device: int | None = None,
     loss_fn: LossFn | None = None,
@@ -58,8 +59,9 @@ def compile(
         repeats allowed, or a Machine with memory, speed and links.
     example_inputs: one whole batch as the model would be called: a tensor, a tuple of positional arguments, or a
         dict of keyword arguments. Without it the pipeline compiles on its first call.
-    n_microbatches: pieces each batch is cut into (default: one or two a device, depending on the batch).
-    schedule: "1F1B", "GPipe", "LoopedBFS", "Interleaved1F1B", "ZB-H1" or "ZBVZeroBubble"; used by `step`.
+    n_microbatches: pieces each batch is cut into (default: one or two a device, depending on the batch), or "auto".
+    schedule: "1F1B", "GPipe", "LoopedBFS", "Interleaved1F1B", "ZB-H1" or "ZBVZeroBubble", used by `step`, or "auto".
+        What is "auto" is measured, planned and simulated in every way that fits in memory, and the fastest is taken.
     stages_per_device: for schedules that take several (default: what the schedule is made for).
     loss_fn: loss_fn(outputs, target) -> scalar, for `step`.
     checkpoint: when a stage keeps no activations and runs forward again before its backward: "never", "always",
@@ -73,8 +75,10 @@ def compile(
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}: give a torch.nn.Module")
-    if not (n_microbatches is None or (type(n_microbatches) is int and n_microbatches >= 1)):
-        raise InputError(f"n_microbatches={n_microbatches!r}: give a number of at least 1, or leave it out")
+    if not (n_microbatches in (None, AUTO) or (type(n_microbatches) is int and n_microbatches >= 1)):
+        raise InputError(f"n_microbatches={n_microbatches!r}: give a number of at least 1, 'auto', or leave it out")
+    if n_microbatches == AUTO and costs is not None:
+        raise InputError("n_microbatches='auto' measures microbatches of every size: leave costs= out")
     if loss_fn is not None and (not callable(loss_fn) or isinstance(loss_fn, type)):
         raise InputError(f"loss_fn={loss_fn!r} is no function or module: give loss_fn(outputs, target) -> scalar")
     if isinstance(model, Pipeline):
@@ -86,13 +90,17 @@ def compile(
     chain = as_chain(passes, standard.PASSES)
     known = Costs.load(costs) if isinstance(costs, (str, os.PathLike)) else costs
     machine = Machine.of(devices)
-    find_schedule(schedule, RUNNABLE)
-    scheduler = Scheduler(schedule, len(machine), stages_per_device)
-    if n_microbatches is not None:
-        scheduler.schedule(n_microbatches)
+    if schedule != AUTO:
+        find_schedule(schedule, RUNNABLE)
+    ways = schedulers(schedule, len(machine), stages_per_device)
+    stated = n_microbatches if isinstance(n_microbatches, int) else None
+    if stated is not None and schedule != AUTO:
+        ways[0].schedule(stated)
     check_when(checkpoint)
-    compiler = _Compiler(model, machine, scheduler, n_microbatches, checkpoint, deferred_batch_norm, chain, known, dump)
-    pipeline = Pipeline(model, compiler, n_microbatches, loss_fn)
+    compiler = _Compiler(
+        model, machine, ways, stated, n_microbatches == AUTO, checkpoint, deferred_batch_norm, chain, known, dump
+    )
+    pipeline = Pipeline(model, compiler, stated, loss_fn)
     if example_inputs is not None:
         args, kwargs = as_call(example_inputs)
         pipeline.compile_for(*args, **kwargs)
@@ -105,8 +113,9 @@ class _Compiler:
 
     model: nn.Module
     machine: Machine
-    scheduler: Scheduler
+    schedulers: Sequence[Scheduler]
     n_microbatches: int | None
+    any_number: bool
     checkpoint: str
     deferred_batch_norm: bool
     chain: Chain
@@ -120,24 +129,25 @@ class _Compiler:
         """
         inputs, tensors = Inputs.of(self.model, args, kwargs)
         batch = inputs.rows(tensors)
-        count = self.n_microbatches or self.scheduler.nearest(default_microbatches(batch, len(self.machine)))
         watchers = from_environment(self._folder(other), [pass_name(p) for p in self.chain])
         # The first call may come under no_grad or inference_mode; what is learnt then must hold for training too.
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad(), progress_bar():
+            chosen, known = self._chosen(args, kwargs, batch, other)
+            count = chosen.n_microbatches
             traced = capture(self.model, args, kwargs, sizes(batch, count)[0])
             if other is not None and _serves(other, traced):
                 return other
             costs = _KeepCosts()
             alone = False
-            with progress_bar():
-                try:
-                    final = run(traced.learn(*self._facts(count, traced, other)), self.chain, [costs, *watchers])
-                except PlanError:
-                    if other is None:
-                        raise
-                    # Memory is shared otherwise in this mode, and the weights' places do not suit it: plan anew.
-                    alone = True
-                    final = run(traced.learn(*self._facts(count, traced, None)), self.chain, [costs, *watchers])
+            try:
+                facts = self._facts(chosen, traced, other, known)
+                final = run(traced.learn(*facts), self.chain, [costs, *watchers])
+            except PlanError:
+                if other is None:
+                    raise
+                # Memory is shared otherwise in this mode, and the weights' places do not suit it: plan anew.
+                alone = True
+                final = run(traced.learn(*self._facts(chosen, traced, None, known)), self.chain, [costs, *watchers])
         for kind, name in ((Plan, "partition"), (Stages, "emit")):
             if final.get(kind) is None:
                 raise ChainError(f"the chain {self.chain} learns no {kind.__name__}: it needs a pass like {name!r}")
@@ -150,23 +160,71 @@ class _Compiler:
             plan=final[Plan],
             costs=costs.found,
             machine=self.machine,
-            scheduler=self.scheduler,
+            scheduler=chosen.scheduler,
+            n_microbatches=count if self.any_number else None,
             traced=traced,
             final=final,
             alone=alone,
             checkpoint=self.checkpoint,
         )
 
-    def _facts(self, count: int, traced: IR, other: Program | None) -> list[Fact]:
+    def _chosen(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], batch: int, other: Program | None
+    ) -> tuple[Candidate, Costs | None]:
+        """Return the schedule and number of microbatches: the only ones, the other mode's, or the fastest that fit.
+
+        Also returns the costs that were measured on the way.
+        """
+        if other is not None:
+            count = self.n_microbatches or other.n_microbatches or 0
+            usual = other.scheduler.nearest(default_microbatches(batch, len(self.machine)))
+            return Candidate(other.scheduler, count if 0 < count <= batch else usual), self.costs
+        ways = []
+        for scheduler in self.schedulers:
+            usual = self.n_microbatches or scheduler.nearest(default_microbatches(batch, len(self.machine)))
+            numbers = counts(batch, len(self.machine)) if self.any_number else [usual]
+            ways += [Candidate(scheduler, n) for n in numbers if n == scheduler.nearest(n)]
+        if len(ways) == 1:
+            return ways[0], self.costs
+        return self._fastest(ways, args, kwargs, batch)
+
+    def _fastest(
+        self, ways: Sequence[Candidate], args: Sequence[Any], kwargs: Mapping[str, Any], batch: int
+    ) -> tuple[Candidate, Costs | None]:
+        """Return the candidate whose step the simulator finds shortest, of those whose plans fit in memory."""
+        refused: PlanError | None = None
+        found: list[tuple[float, Candidate, Costs | None]] = []
+        for count in sorted({way.n_microbatches for way in ways}):
+            traced = capture(self.model, args, kwargs, sizes(batch, count)[0])
+            known = self.costs
+            for way in (way for way in ways if way.n_microbatches == count):
+                costs = _KeepCosts()
+                try:
+                    final = run(traced.learn(*self._facts(way, traced, None, known)), self.chain, [costs])
+                except PlanError as error:
+                    refused = error
+                    continue
+                known = costs.found or known
+                if final.get(Plan) is None:
+                    raise ChainError(f"the chain {self.chain} learns no Plan: nothing to choose a schedule by")
+                found.append((step_ms(final[Plan], way), way, known))
+        if not found:
+            tried = ", ".join(str(way) for way in ways)
+            raise PlanError(f"no schedule fits; the last of {tried} says: {refused}")
+        _, way, known = min(found, key=lambda entry: entry[0])
+        return way, known
+
+    def _facts(self, way: Candidate, traced: IR, other: Program | None, known: Costs | None) -> list[Fact]:
         """Return what the chain starts from, besides the graph and its example."""
-        machine = self.machine.unrolled([home for home, *_ in self.scheduler.homes()])
-        peaks = {k: self.scheduler.in_flight(count, k) for k in range(1, len(machine) + 1)}
-        facts: list[Fact] = [machine, Workload(self.scheduler.name, count, peaks, may_idle=other is not None)]
+        machine = self.machine.unrolled([home for home, *_ in way.scheduler.homes()])
+        count = way.n_microbatches
+        peaks = {k: way.scheduler.in_flight(count, k) for k in range(1, len(machine) + 1)}
+        facts: list[Fact] = [machine, Workload(way.scheduler.name, count, peaks, may_idle=other is not None)]
         if other is not None:
             facts += [_pins(traced, other)]
             facts += [] if other.costs is None else [KnownCosts(other.costs, complete=False)]
-        elif self.costs is not None:
-            facts.append(KnownCosts(self.costs, complete=True))
+        elif known is not None:
+            facts.append(KnownCosts(known, complete=known is self.costs))
         return facts
 
     def _folder(self, other: Program | None) -> Path | None:

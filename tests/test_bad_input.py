@@ -66,6 +66,7 @@ def test_machine() -> None:
     ("options", "message"),
     [
         ({"n_microbatches": 0}, "n_microbatches=0: give a number of at least 1"),
+        ({"n_microbatches": "most"}, "n_microbatches='most': give a number of at least 1, 'auto', or leave it out"),
         ({"n_microbatches": 9}, "a batch of 8 rows cannot be cut into n_microbatches=9: .*drop_last=True"),
         ({"schedule": "Gpipe"}, "unknown schedule 'Gpipe': known are GPipe, 1F1B, .*; did you mean 'GPipe'"),
         ({"schedule": "PipeDream"}, "schedule 'PipeDream' can be simulated, and does not serve here: give GPipe"),

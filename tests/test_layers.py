@@ -22,7 +22,7 @@ ROWS: list[set[str]] = [
     {"planner", "formats"},
     {"trace", "text", "spec", "manager", "observers", "schedule", "runtime"},
     {"passes"},
-    {"planning", "profiling", "report"},
+    {"planning", "profiling", "report", "choice"},
     {"driver"},
     {"verify", "zoo"},
     {"demo"},

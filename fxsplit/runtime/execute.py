@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fxsplit.leaves import muted
-from fxsplit.runtime.gradients import Sums
+from fxsplit.runtime.gradients import Sums, ours_alone
 from fxsplit.stages import Stage
 from fxsplit.structures import LIBRARIES
 
@@ -70,10 +70,11 @@ def backward(
         found = torch.autograd.grad(
             [value for value, _ in roots], leaves, [gradient for _, gradient in roots], allow_unused=True
         )
+    own = dict(zip(leaves, ours_alone(found), strict=True))
     of = dict(zip(leaves, found, strict=True))
     for leaf in leaves[len(inputs) :]:
         if (gradient := of[leaf]) is not None:
-            sums.add(leaf, gradient)
+            sums.add(leaf, gradient, own[leaf])
     return [of[inputs[i]] if i in inputs else None for i in range(len(saved.inputs))]
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,11 +23,13 @@ class Sums:
         self.totals: dict[Tensor, Tensor] = {}
         self._own: set[Tensor] = set()
 
-    def add(self, leaf: Tensor, gradient: Tensor) -> None:
-        """Add one gradient; the first is only referred to, since autograd may have given it to others too."""
+    def add(self, leaf: Tensor, gradient: Tensor, own: bool = False) -> None:
+        """Add one gradient; the first is only referred to, unless it is our `own` and can take the others."""
         total = self.totals.get(leaf)
         if total is None:
             self.totals[leaf] = gradient
+            if own:
+                self._own.add(leaf)
         elif leaf in self._own and not total.is_sparse:
             total.add_(gradient)
         else:
@@ -34,6 +39,38 @@ class Sums:
     def owns(self, leaf: Tensor) -> bool:
         """Return whether the sum is memory that nobody else refers to."""
         return leaf in self._own
+
+
+def ours_alone(gradients: Sequence[Tensor | None]) -> list[bool]:
+    """Return which of the gradients that autograd has just returned, in a tuple, nobody else refers to.
+
+    Autograd may give one tensor to several leaves, keep it, or give a view of another; a hook may have stored it. To
+    add in place spares an allocation of all weights' size, which takes longer than the sum itself.
+    """
+    return [g is not None and sys.getrefcount(g) <= _REFERENCES and _unshared(g) for g in gradients]
+
+
+(_REFERENCES,) = [sys.getrefcount(one) for one in (object(),)]
+"""How many references an object has that only a tuple holds, when asked in a loop over that."""
+
+
+def _unshared(gradient: Any) -> bool:
+    """Return whether autograd holds a gradient no more, nor anybody the memory that it is in."""
+    if gradient.layout != torch.strided or gradient._use_count() != 1 or torch._debug_has_internal_overlap(gradient):
+        return False
+    holders = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) - 1  # less the handle made here
+    if not gradient._is_view():
+        return holders == 1
+    base = gradient._base  # as of a linear layer's weight, whose gradient is transposed
+    return holders == 2 and base._use_count() == 2 and sys.getrefcount(base) <= _base_references()
+
+
+@cache
+def _base_references() -> int:
+    """Return how many references the base of a view has that nobody else has seen, when asked as above."""
+    gradient = torch.ones(2, 2).t()
+    base = gradient._base
+    return sys.getrefcount(base)
 
 
 def merged(parts: Sequence[Sums]) -> Sums:

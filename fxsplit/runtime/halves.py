@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge
 
 from fxsplit.leaves import muted
 from fxsplit.runtime.execute import Saved, roots_of
-from fxsplit.runtime.gradients import Sums
+from fxsplit.runtime.gradients import Sums, ours_alone
 
 
 @dataclass
@@ -51,10 +51,11 @@ def backward_inputs(
             retain_graph=bool(edges),
             allow_unused=True,
         )
+    own = dict(zip(leaves, ours_alone(found), strict=False))
     of = dict(zip(leaves, found, strict=False))
     for leaf in leaves[len(inputs) :]:
         if (gradient := of[leaf]) is not None:
-            sums.add(leaf, gradient)
+            sums.add(leaf, gradient, own[leaf])
     arrived = iter(found[len(leaves) :])
     rest = Rest()
     for at, weights in nodes.values():
@@ -68,11 +69,10 @@ def backward_weights(rest: Rest, sums: Sums) -> None:
     """Do what is left: add the gradients of the weights to `sums`."""
     while rest.parts:
         edges, weights, gradients = rest.parts.pop()
-        for weight, gradient in zip(
-            weights, torch.autograd.grad(edges, weights, gradients, allow_unused=True), strict=True
-        ):
+        found = torch.autograd.grad(edges, weights, gradients, allow_unused=True)
+        for weight, gradient, own in zip(weights, found, ours_alone(found), strict=True):
             if gradient is not None:
-                sums.add(weight, gradient)
+                sums.add(weight, gradient, own)
 
 
 def _joins(

@@ -218,6 +218,8 @@ class Pipeline(nn.Module):
         tensors = program.inputs.bind(args, kwargs, next(floating, None))
         rows = program.inputs.rows(tensors)
         count = self._fixed_microbatches
+        if count is None and program.n_microbatches is not None and program.n_microbatches <= rows:
+            count = program.n_microbatches
         if count is None:
             count = program.scheduler.nearest(default_microbatches(rows, program.scheduler.n_devices))
         return program, tensors, sizes(rows, count)

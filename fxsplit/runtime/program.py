@@ -36,7 +36,8 @@ class Program:
     """Stages with their plan, and how the model is called; `traced` is the IR the passes started from.
 
     `alone` says that weights are not where the other mode's program has them, so that one must be compiled again.
-    `checkpoint` is when stages keep no activations; `written` the buffers that those stages are known to write.
+    `n_microbatches` is how many were chosen, where neither the user nor the batch says. `checkpoint` is when stages
+    keep no activations; `written` the buffers that those stages are known to write.
     """
 
     model: nn.Module
@@ -49,9 +50,11 @@ class Program:
     traced: IR
     final: IR
     alone: bool = False
+    n_microbatches: int | None = None
     checkpoint: str = "plan"
     written: dict[int, set[str]] = field(default_factory=dict)
     _schedules: dict[int, Schedule] = field(default_factory=dict)
+    _passes: dict[int, Schedule] = field(default_factory=dict)
 
     def schedule(self, n_microbatches: int) -> Schedule:
         """Return the schedule of a training step for a number of microbatches, verified."""
@@ -67,8 +70,11 @@ class Program:
 
     def passes(self, n_microbatches: int) -> Schedule:
         """Return all forwards, then all backwards, for when something else comes between; any number will do."""
-        homes = self.scheduler.homes(len(self.stages))
-        return Schedule("passes", n_microbatches, homes, all_then_all(homes, n_microbatches))
+        if n_microbatches not in self._passes:
+            homes = self.scheduler.homes(len(self.stages))
+            made = Schedule("passes", n_microbatches, homes, all_then_all(homes, n_microbatches))
+            self._passes[n_microbatches] = made
+        return self._passes[n_microbatches]
 
     def result(self, outputs: Sequence[Any]) -> Any:
         """Return the last stage's outputs as the model returns them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import lru_cache
 
 from fxsplit.errors import ScheduleError
 from fxsplit.schedule.asynchronous import pipedream, pipedream_2bw
@@ -50,6 +51,7 @@ def find_schedule(name: str, among: tuple[str, ...] = tuple(SCHEDULES)) -> Gener
     raise ScheduleError(f"unknown schedule {name!r}: known are {', '.join(among)}{hint}")
 
 
+@lru_cache(maxsize=256)  # every step asks for its schedule, and a search for many
 def generate(name: str, n_devices: int, n_microbatches: int, stages_per_device: int | None = None) -> Schedule:
     """Return the schedule called `name`; raises ScheduleError for numbers that it is not made for."""
     generator = find_schedule(name)
