@@ -89,6 +89,10 @@ def test_files_that_are_wrong(rows: list[str], message: str, tmp_path: Path) -> 
         read_csv(write(tmp_path / "bad.csv", *rows))
 
 
+def test_blank_lines_at_the_end_are_no_ranks(tmp_path: Path) -> None:
+    assert read_csv(write(tmp_path / "blank.csv", "0F0,0B0", "", ",,")).n_devices == 1
+
+
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ScheduleError, match=r"cannot read the schedule .*none\.csv"):
         read_csv(tmp_path / "none.csv")
