@@ -72,9 +72,9 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
             lower_bound_ms=_number(data["lower_bound"], "lower_bound"),
             single_ms=_number(data["single"], "single"),
             schedule=str(data["schedule"]),
-            n_microbatches=int(data["n_microbatches"]),
-            rows=int(data["rows"]),
-            n_states=int(data["ideals"]),
+            n_microbatches=_count(data["n_microbatches"], "n_microbatches"),
+            rows=_count(data["rows"], "rows"),
+            n_states=_count(data["ideals"], "ideals"),
             model=CostModel(data["cost_model"], bool(data["traffic"]), _number(data["optimizer_factor"], "factor")),
         )
     except (KeyError, TypeError, ValueError, AttributeError, PlanError) as error:
@@ -93,6 +93,13 @@ def _stage(index: int, data: dict[str, Any], names: list[str]) -> StagePlan:
         recompute=bool(data["recompute"]),
         **{figure: _number(data[figure], f"{figure} of stage {index}") for figure in _FIGURES},
     )
+
+
+def _count(value: Any, what: str) -> int:
+    """Return a whole number that is not negative."""
+    if type(value) is not int or not 0 <= value < 2**53:
+        raise PlanError(f"{what} is {value!r}: it must be a whole number, zero or more")
+    return int(value)
 
 
 def _number(value: Any, what: str) -> float:

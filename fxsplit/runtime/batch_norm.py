@@ -31,12 +31,12 @@ class Deferred(nn.Module):
         self._mean: Any = 0.0
         self._squares: Any = 0.0  # summed squares of distances from the mean
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return what the batch norm returns."""
         if self._before is not None and not getattr(_here, "again", False):
             with torch.no_grad():
-                self._note(x.detach())
-        return cast(Tensor, self.norm(x))
+                self._note((args[0] if args else kwargs["input"]).detach())
+        return cast(Tensor, self.norm(*args, **kwargs))
 
     def start(self) -> None:
         """Begin a batch; nothing is noted in evaluation, or where there are no running statistics."""
@@ -45,18 +45,28 @@ class Deferred(nn.Module):
         self._count, self._mean, self._squares = 0, 0.0, 0.0
         self._before = tuple(b.clone() for b in self._statistics()) if watched else None
 
+    def forget(self) -> None:
+        """Let the running statistics be what they were before the batch."""
+        if self._before is not None:
+            self._set(self._before)
+
     def finish(self) -> None:
         """End a batch: let it count once in the running statistics, with the variance of a sample."""
-        before, self._before = self._before, None
-        if before is None or self._count < 2:
+        watched, self._before = self._before is not None, None
+        if not watched or self._count < 2:
             return
-        mean, var, seen = before
+        mean, var, seen = self._statistics()  # another call of the same layer may have counted already
         tracked = int(seen) + 1
         share = 1.0 / tracked if self.norm.momentum is None else self.norm.momentum
         unbiased = self._squares / (self._count - 1)
-        new = ((1.0 - share) * mean + share * self._mean, (1.0 - share) * var + share * unbiased, torch.tensor(tracked))
-        for buffer, value in zip(self._statistics(), new, strict=True):
-            buffer.data.copy_(value)  # as the kernel does: autograd, which has saved them, is not to know
+        self._set(
+            ((1.0 - share) * mean + share * self._mean, (1.0 - share) * var + share * unbiased, torch.tensor(tracked))
+        )
+
+    def _set(self, values: Sequence[Tensor]) -> None:
+        """Set the running statistics, as the kernel does: autograd, which has saved them, is not to know."""
+        for buffer, value in zip(self._statistics(), values, strict=True):
+            buffer.data.copy_(value)
 
     def _statistics(self) -> tuple[Tensor, ...]:
         """Return the buffers: mean, variance, and how many batches they are of."""
@@ -94,7 +104,11 @@ def whole_batch(norms: Sequence[Deferred]) -> Iterator[None]:
     """Count what passes in the block as one batch; a block that fails counts for nothing."""
     for norm in norms:
         norm.start()
-    yield
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.forget()
     for norm in norms:
         norm.finish()
 

@@ -16,13 +16,16 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from fxsplit.context import Context
-from fxsplit.errors import InputError
+from fxsplit.errors import FxsplitError, InputError
+from fxsplit.observe import storage_id
 from fxsplit.runtime.batch_norm import again
 from fxsplit.runtime.execute import Packet, Saved, forward
 from fxsplit.stages import Stage
 
-Surroundings = Callable[[], AbstractContextManager[Any]]
-"""What a stage's forward on a microbatch needs around it."""
+Surroundings = Callable[[frozenset[int]], AbstractContextManager[Any]]
+"""What a stage's forward on a microbatch needs around it, where some memory is written to besides what is known."""
+SMALL_BYTES = 1 << 16
+"""A buffer of so many bytes is copied for every microbatch; larger ones only if they are known to be written."""
 
 WHEN: dict[str, Callable[[bool, int, int], bool]] = {
     "never": lambda planned, microbatch, count: False,
@@ -52,7 +55,8 @@ class Kept:
 
     def again(self, stage: Stage, writes: bool) -> Saved:
         """Run the stage forward again, as it ran then."""
-        with self.context.entered(), self.surroundings(), _buffers_as(stage, self.buffers), again():
+        own = frozenset(storage_id(earlier) for earlier in self.buffers.values())
+        with self.context.entered(), self.surroundings(own), _buffers_as(stage, self.buffers), again():
             return forward(stage, _copied(self.packet, writes), writes)
 
 
@@ -65,14 +69,17 @@ def forward_lightly(
     of which `written` are known (None: none yet). Those are what a second run must find as they were.
     """
     now = dict(stage.module.named_buffers())
-    before = {name: b.clone() for name, b in now.items() if written is None or name in written}
+    likely = {name for name, b in now.items() if written is None or name in written or b.nbytes <= SMALL_BYTES}
+    before = {name: now[name].clone() for name in likely}
     versions = {name: b._version for name, b in now.items()}
-    with surroundings(), saved_tensors_hooks(_drop, _refuse):
+    with surroundings(frozenset()), saved_tensors_hooks(_drop, _refuse):
         outputs = forward(stage, _copied(packet, writes), writes).outputs
     # Kernels that update a buffer, as batch norm's do, do not always count that as a version.
     after = dict(stage.module.named_buffers())
     changed = {n for n, b in after.items() if b._version != versions[n]}
     changed |= {n for n, b in before.items() if not torch.equal(b, after[n])}
+    if late := sorted(changed - likely):
+        raise FxsplitError(f"buffer {late[0]!r} is written now and was not at first: use checkpoint='never'")
     detached = tuple(v.detach().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v for v in outputs)
     known = changed | (written or set())
     return detached, Kept(packet, {n: b for n, b in before.items() if n in known}, surroundings, context), known

@@ -21,24 +21,16 @@ class Sums:
 
     def __init__(self) -> None:
         self.totals: dict[Tensor, Tensor] = {}
-        self._own: set[Tensor] = set()
 
     def add(self, leaf: Tensor, gradient: Tensor, own: bool = False) -> None:
-        """Add one gradient; the first is only referred to, unless it is our `own` and can take the others."""
+        """Add one gradient; the first is copied, unless it is our `own` and can take the others."""
         total = self.totals.get(leaf)
         if total is None:
-            self.totals[leaf] = gradient
-            if own:
-                self._own.add(leaf)
-        elif leaf in self._own and not total.is_sparse:
-            total.add_(gradient)
+            self.totals[leaf] = gradient if own else gradient.clone()
+        elif total.is_sparse:
+            self.totals[leaf] = gradient + total
         else:
-            self.totals[leaf] = gradient + total if total.is_sparse else total + gradient
-            self._own.add(leaf)
-
-    def owns(self, leaf: Tensor) -> bool:
-        """Return whether the sum is memory that nobody else refers to."""
-        return leaf in self._own
+            total.add_(gradient)
 
 
 def ours_alone(gradients: Sequence[Tensor | None]) -> list[bool]:
@@ -78,17 +70,13 @@ def merged(parts: Sequence[Sums]) -> Sums:
     whole, *others = parts
     for part in others:
         for leaf, total in part.totals.items():
-            if leaf in whole.totals:
-                whole.add(leaf, total)
-            else:
-                whole.totals[leaf] = total
-                whole._own |= part._own & {leaf}
+            whole.add(leaf, total, own=True)
     return whole
 
 
 def accumulate(sums: Sums) -> None:
     """Add sums to `.grad` as autograd would, with the hooks there are."""
-    alone = [leaf for leaf in sums.totals if leaf.grad is None and sums.owns(leaf) and not any(gradient_hooks(leaf))]
+    alone = [leaf for leaf in sums.totals if leaf.grad is None and not any(gradient_hooks(leaf))]
     watched = [leaf for leaf in sums.totals if leaf not in set(alone)]
     if watched:  # first, since a hook may raise
         torch.autograd.backward(watched, [sums.totals[leaf] for leaf in watched])

@@ -2,8 +2,9 @@
 
 The gradient of a weight is computed at the autograd node where the way to the weight joins the way to everything else,
 for example a convolution's. The first half stops nowhere, skips the ways to such weights, and keeps the gradient that
-arrives at each such node; the second half starts there and goes to the weights alone. So no node's work is done twice.
-A weight with several users has no one such node, and gets its gradient in the first half.
+arrives at each such node; the second half starts there and goes to the weights alone. So no gradient is computed twice.
+A weight with several users has no one such node, and gets its gradient in the first half, as do weights of functions
+with a backward of the user's own, and of stages whose modules have hooks.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from fxsplit.leaves import muted
@@ -30,14 +32,19 @@ class Rest:
 
 
 def backward_inputs(
-    saved: Saved, gradients: Sequence[Tensor | None], trained: Sequence[Tensor], sums: Sums
+    saved: Saved, gradients: Sequence[Tensor | None], trained: Sequence[Tensor], sums: Sums, whole: bool = False
 ) -> tuple[list[Tensor | None], Rest]:
-    """Return the gradients of a stage's inputs, as `backward` does, and what is left to do for its weights."""
+    """Return the gradients of a stage's inputs, as `backward` does, and what is left to do for its weights.
+
+    With `whole` nothing is left: a node that has hooks would run them in both halves.
+    """
     roots = roots_of(saved, gradients)
     if not roots:
         return [None] * len(saved.inputs), Rest()
     inputs = {i: v for i, v in enumerate(saved.inputs) if isinstance(v, Tensor) and v.requires_grad}
-    nodes, several = _joins([value for value, _ in roots], trained)
+    late = [] if whole else [weight for weight in trained if all(weight is not leaf for leaf in saved.extra)]
+    nodes, several = _joins([value for value, _ in roots], late)
+    several = list(trained) if whole else several
     edges = [edge for edges, _ in nodes.values() for edge in edges]
     leaves = list(dict.fromkeys([*inputs.values(), *several, *saved.extra]))
     ends: list[Any] = [*leaves, *edges]
@@ -79,18 +86,16 @@ def _joins(
     roots: Sequence[Tensor], trained: Iterable[Tensor]
 ) -> tuple[dict[Any, tuple[list[GradientEdge], list[Tensor]]], list[Tensor]]:
     """Return the nodes at which weights join, each with the edges into it and its weights, and weights without one."""
-    users: dict[Any, list[tuple[Any, int]]] = defaultdict(
-        list
-    )  # node -> who calls it, and with which output's gradient
+    users: dict[Any, list[tuple[Any, int]]] = defaultdict(list)  # node -> who calls it, for which of its outputs
     leaf_of: dict[Tensor, Any] = {}
-    seen = {root.grad_fn for root in roots}
-    for root in roots:
+    inner = [root for root in roots if root.grad_fn is not None]
+    handed_on = {id(root) for root in roots if root.grad_fn is None}  # weights that leave the stage as they are
+    seen = {root.grad_fn for root in inner}
+    for root in inner:
         users[root.grad_fn].append((None, root.output_nr))
-    stack = list(seen)
+    stack: list[Any] = list(seen)
     while stack:
         node = stack.pop()
-        if node is None:
-            continue
         if hasattr(node, "variable"):
             leaf_of[node.variable] = node
         for above, number in node.next_functions:
@@ -103,10 +108,13 @@ def _joins(
     nodes: dict[Any, tuple[list[GradientEdge], list[Tensor]]] = {}
     several: list[Tensor] = []
     for weight in trained:
+        if id(weight) in handed_on:
+            several.append(weight)
+            continue
         if weight not in leaf_of:
             continue
         join = _join(leaf_of[weight], users)
-        if join is None:
+        if join is None or isinstance(join, BackwardCFunction):  # a user's own backward may not be run twice
             several.append(weight)
         elif join in nodes:
             nodes[join][1].append(weight)

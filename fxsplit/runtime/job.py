@@ -176,13 +176,14 @@ class Job:
             saved = forward(emitted, packet, writes)
         return None, saved.inputs, apart(saved.outputs, self._rewritten)
 
-    def _surroundings(self, m: int) -> AbstractContextManager[Any]:
+    def _surroundings(self, m: int, more: frozenset[int] = frozenset()) -> AbstractContextManager[Any]:
         """Return what a stage's forward needs around it: draws of its own, copies of what it keeps of buffers."""
-        if not self._program.draws and not self._rewritten:
+        rewritten = self._rewritten | more
+        if not self._program.draws and not rewritten:
             return NOTHING
         stack = ExitStack()
         stack.enter_context(turn(self._seed, m))
-        stack.enter_context(copied(self._rewritten, self._context.hooks))
+        stack.enter_context(copied(rewritten, self._context.hooks))
         return stack
 
     def _loss(self, m: int, outputs: tuple[Any, ...]) -> Tensor:
@@ -211,7 +212,11 @@ class Job:
         with self._context.backward():
             saved, gradients = self._restored(action, gradients)
             of_inputs, self._rests[key] = backward_inputs(
-                saved, gradients, self._trained[action.stage], self.sums[action.stage]
+                saved,
+                gradients,
+                self._trained[action.stage],
+                self.sums[action.stage],
+                whole=self._program.hooked[action.stage],
             )
         self._tape[key] = saved
         self._hand_back(action, of_inputs, stream)

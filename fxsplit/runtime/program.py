@@ -95,6 +95,14 @@ class Program:
         """The batch norms whose running statistics count whole batches."""
         return [m for s in self.stages.stages for m in s.module.children() if isinstance(m, Deferred)]
 
+    @property
+    def hooked(self) -> list[bool]:
+        """Whether modules that each stage calls have hooks, which may put others on activations."""
+        return [
+            any(m.__dict__[kind] for m in s.module.modules() for kind in HOOKS if kind in m.__dict__)
+            for s in self.stages.stages
+        ]
+
     @cached_property
     def draws(self) -> bool:
         """Whether any stage takes random numbers."""

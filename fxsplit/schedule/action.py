@@ -19,8 +19,8 @@ RELEASES = (BACKWARD, WEIGHT_GRADIENT)
 """What is the last to need a microbatch's activations."""
 
 _TOKEN = re.compile(
-    r"(?P<stage>\d+)(?P<op>SEND_F|RECV_F|SEND_B|RECV_B|REDUCE|STEP|F|B|I|W)(?P<microbatch>\d*)"
-    r"(?:r(?P<replica>\d+))?(?:v(?P<version>\d+))?"
+    r"(?P<stage>\d{1,7})(?P<op>SEND_F|RECV_F|SEND_B|RECV_B|REDUCE|STEP|F|B|I|W)(?P<microbatch>\d{0,7})"
+    r"(?:r(?P<replica>\d{1,7}))?(?:v(?P<version>\d{1,7}))?"
 )
 
 

@@ -28,6 +28,9 @@ SCHEDULES: dict[str, Generator] = {
 }
 """Every schedule, by torch's name where torch has one."""
 
+MOST_ACTIONS = 1_000_000
+"""A schedule is a list, and a longer one is a mistake."""
+
 RUNNABLE = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "ZB-H1", "ZBVZeroBubble")
 """Those that the runtime executes."""
 
@@ -62,6 +65,12 @@ def generate(name: str, n_devices: int, n_microbatches: int, stages_per_device: 
     ):
         if count is not None and count < 1:
             raise ScheduleError(f"{name}: {count} {what}: give at least 1")
+    actions = 3 * n_devices * n_microbatches * (stages_per_device or 2)
+    if actions > MOST_ACTIONS:
+        raise ScheduleError(
+            f"{name}: {n_devices} devices and {n_microbatches} microbatches are up to {actions} actions, more than "
+            f"{MOST_ACTIONS}: give fewer microbatches"
+        )
     if stages_per_device is None:
         return generator(n_devices, n_microbatches)
     return generator(n_devices, n_microbatches, stages_per_device)

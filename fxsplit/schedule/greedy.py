@@ -33,29 +33,34 @@ def list_schedule(
     rows: list[list[Action]] = [[] for _ in range(n_devices)]
     free, held = [0.0] * n_devices, [0] * n_devices
     ready: list[dict[Action, float]] = [{} for _ in range(n_devices)]
+    stale: set[int] = set()  # devices whose next action must be looked for again
 
     def action(stage: int, op: str, m: int) -> Action:
         return Action(stage, op, m, replica_of(m))
 
     def release(a: Action, now: float) -> None:
-        ready[homes[a.stage][a.replica]][a] = now
+        device = homes[a.stage][a.replica]
+        ready[device][a] = now
+        stale.add(device)
 
     backward = INPUT_GRADIENT if split else BACKWARD
     for m in range(n_microbatches):
         release(action(0, FORWARD, m), 0.0)
     left = n_microbatches * len(homes) * (3 if split else 2)
+    next_of: list[tuple[float, int, Any, Action] | None] = [None] * n_devices
     while left:
-        best: tuple[float, int, Any, Action] | None = None
-        for device in range(n_devices):
+        for device in stale:
+            next_of[device] = None
             able = [(a, t) for a, t in ready[device].items() if a.op != FORWARD or held[device] < most(device)]
             if able:
                 start = max(free[device], min(t for _, t in able))
-                chosen = min((order(a), a) for a, t in able if t <= start)
-                if best is None or (start, device) < best[:2]:
-                    best = (start, device, *chosen)
-        if best is None:
+                next_of[device] = (start, device, *min((order(a), a) for a, t in able if t <= start))
+        soonest = min((n for n in next_of if n is not None), key=lambda n: n[:2], default=None)
+        if soonest is None:
             raise ScheduleError("nothing can go on: let devices hold more microbatches at once")
-        start, device, _, a = best
+        start, device, _, a = soonest
+        stale.clear()
+        stale.add(device)
         del ready[device][a]
         rows[device].append(a)
         free[device] = now = start + UNIT[a.op]

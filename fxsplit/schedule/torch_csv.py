@@ -18,8 +18,8 @@ from fxsplit.schedule.schedule import Schedule, homes_of
 from fxsplit.schedule.transfers import with_transfers, without_transfers
 from fxsplit.schedule.verify import verify
 
-_SHARDING = re.compile(r"\d+(UNSHARD|RESHARD)")
-_OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
+_SHARDING = re.compile(r"\d+(UNSHARD|RESHARD)\d*")
+_OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
 
 def read_csv(path: str | os.PathLike[str]) -> Schedule:
@@ -50,9 +50,9 @@ def read_csv(path: str | os.PathLike[str]) -> Schedule:
                     raise ScheduleError(f"{name}: rank {rank}, {action}: stage {action.stage} is rank {home}'s too")
     if not homes:
         raise ScheduleError(f"{name}: no rank computes anything: is it a schedule of torch.distributed.pipelining?")
-    missing = sorted(set(range(max(homes) + 1)) - set(homes))
-    if missing:
-        raise ScheduleError(f"{name}: no rank has stage {missing[0]}, and one has stage {max(homes)}")
+    missing = next(stage for stage in range(len(homes) + 1) if stage not in homes)
+    if missing < len(homes):
+        raise ScheduleError(f"{name}: no rank has stage {missing}, and one has stage {max(homes)}")
     count = 1 + max(action.microbatch for row_ in rows for action in row_)
     schedule = Schedule(name, count, homes_of([[homes[s]] for s in range(len(homes))]), tuple(rows))
     verify(schedule)
