@@ -10,6 +10,7 @@ import copy
 import gc
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -66,6 +67,12 @@ def bound_ms(traces: list[Timeline], pipe: Pipeline, n_microbatches: int) -> flo
     return simulate(schedule, Times(forward, backward)).step_ms
 
 
+beside_torchgpipe = pytest.mark.skipif(
+    find_spec("torchgpipe") is None, reason="needs its peer: pip install torchgpipe==0.0.7 --no-deps"
+)
+
+
+@beside_torchgpipe
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_training_step(benchmark: BenchmarkFixture, case: Case, tmp_path: Path) -> None:
     """One training step of each: forward, loss and backward over all microbatches."""
@@ -130,6 +137,7 @@ def test_training_step(benchmark: BenchmarkFixture, case: Case, tmp_path: Path) 
     )
 
 
+@beside_torchgpipe
 def test_overhead(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
     """Stages with next to nothing in them: what is left is the runtime's own, per action."""
     case = Case("empty", 64, 64)

@@ -17,7 +17,7 @@ from fxsplit.planning import Planner
 from fxsplit.plans import COST_MODELS, Plan, price
 from tests.graphs import best_bottleneck, node, profiles, workload
 
-many = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+many = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
 
 @pytest.fixture(params=["dense", "thresholds"])

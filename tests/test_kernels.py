@@ -31,7 +31,7 @@ def plain() -> Iterator[None]:
 def test_compiled_plans_are_the_same(plain: None, model: str, use_all: bool) -> None:
     """Not only the objective: every stage, so that a plan does not depend on what the process did before."""
 
-    @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
     @given(profiles(7), machines())
     def check(costs: Costs, machine: Machine) -> None:
         found = []

@@ -1,4 +1,4 @@
-"""The proof: every network, cut for 2, 3 and 4 devices, under every schedule that runs, equals the unsplit model.
+"""The proof: every network, cut for 2 devices (most also for 3 and 4), under every schedule, equals the unsplit model.
 
 In float64, outputs, all gradients and all buffers of a training step agree with the unsplit model run microbatch by
 microbatch to a relative 1e-10, and state_dict keys are identical. Dropout is switched off: its draws depend on the
@@ -81,11 +81,16 @@ def profile(name: str) -> fxsplit.Costs:
         return pipe.costs
 
 
-CASES = [*((2, schedule) for schedule in RUNNABLE), (3, "1F1B"), (4, "GPipe")]
+SLOW = ("inception_v3", "resnet101", "resnext101_32x8d", "vgg16")
+CASES = [  # by network, since what is expected of one is computed once
+    (name, devices, schedule)
+    for name in zoo.BUILDERS
+    for devices, schedule in [*((2, schedule) for schedule in RUNNABLE), (3, "1F1B"), (4, "GPipe")]
+    if devices == 2 or name not in SLOW
+]
 
 
-@pytest.mark.parametrize(("devices", "schedule"), CASES)
-@pytest.mark.parametrize("name", list(zoo.BUILDERS))
+@pytest.mark.parametrize(("name", "devices", "schedule"), CASES)
 def test_training_step_equals_unsplit(name: str, devices: int, schedule: str) -> None:
     model, x, target, n_microbatches = case(name)
     with fxsplit.compile(
