@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxsplit
@@ -55,6 +56,17 @@ def with_threads(count: int, run: Callable[[], Any]) -> tuple[float, float]:
         torch.set_num_threads(before)
 
 
+def looped(model: nn.Module, x: Tensor, y: Tensor, n_microbatches: int) -> Callable[[], None]:
+    """Return a training step of the unsplit model, one microbatch after another."""
+    pieces = list(zip(x.chunk(n_microbatches), y.chunk(n_microbatches), strict=True))
+
+    def loop() -> None:
+        for a, b in pieces:
+            (F.cross_entropy(model(a), b) / n_microbatches).backward()
+
+    return loop
+
+
 def bound_ms(traces: list[Timeline], pipe: Pipeline, n_microbatches: int) -> float:
     """Return the step time that the schedule allows with the measured times of actions."""
     taken: dict[tuple[int, str], list[float]] = {}
@@ -83,11 +95,7 @@ def test_training_step(benchmark: BenchmarkFixture, case: Case, tmp_path: Path) 
     pipe.costs.save(tmp_path / "costs.json")
     unsplit = copy.deepcopy(model)
     stages = [copy.deepcopy(s.module) for s in pipe.stages.stages]
-    pieces = list(zip(x.chunk(n), y.chunk(n), strict=True))
-
-    def loop() -> None:
-        for a, b in pieces:
-            (F.cross_entropy(unsplit(a), b) / n).backward()
+    loop = looped(unsplit, x, y, n)
 
     def whole() -> None:
         F.cross_entropy(unsplit(x), y).backward()
@@ -147,11 +155,7 @@ def test_overhead(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
     pipe.costs.save(tmp_path / "costs.json")
     unsplit = copy.deepcopy(model)
     stages = [copy.deepcopy(s.module) for s in pipe.stages.stages]
-    pieces = list(zip(x.chunk(n), y.chunk(n), strict=True))
-
-    def loop() -> None:
-        for a, b in pieces:
-            (F.cross_entropy(unsplit(a), b) / n).backward()
+    loop = looped(unsplit, x, y, n)
 
     gpipe = torchgpipe_step(stages, n, x, y)
     theirs = Processes.start(case, str(tmp_path / "costs.json"))

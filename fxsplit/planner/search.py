@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 from fxsplit.antichains import Antichains
@@ -61,7 +62,7 @@ def _by_thresholds(problem: Problem, clock: Clock, best: Path | None) -> Found |
     upper = max(problem.loads(best))
     closer = problem.under(upper)
     bisect = False
-    try:
+    with suppress(OutOfTime):  # what is known by then is a plan and a bound
         while upper - lower > 2 * SLACK * abs(upper):
             threshold = lower + LEAP * (upper - lower) if bisect else upper - SLACK * abs(upper)
             bisect = not bisect
@@ -73,8 +74,6 @@ def _by_thresholds(problem: Problem, clock: Clock, best: Path | None) -> Found |
             if load >= upper:
                 break  # the test's sums have lost more digits than are left to tell
             best, upper = found, load
-    except OutOfTime:
-        pass  # what is known by now is a plan and a bound
     return Found(best, upper, min(lower, upper))
 
 
