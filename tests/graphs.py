@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from math import inf
 
@@ -167,3 +170,17 @@ def best_bottleneck(costs: Costs, machine: Machine, load: Workload, options: Opt
                 slowest = max(s.load_ms for s in priced)
                 best = slowest if best is None else min(best, slowest)
     return best
+
+
+def printed_under_two_hash_seeds(program: str, *arguments: str) -> set[str]:
+    """What a program prints in processes whose sets are ordered otherwise."""
+    return {
+        subprocess.run(
+            [sys.executable, "-c", program, *arguments],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.getcwd()},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }

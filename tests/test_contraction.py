@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from math import isclose
 
@@ -21,7 +18,7 @@ from fxsplit.planner.baselines import BASELINES, baseline
 from fxsplit.planner.contraction import lightened
 from fxsplit.planning import Planner
 from fxsplit.plans import COST_MODELS, Plan
-from tests.graphs import node, profiles, workload
+from tests.graphs import node, printed_under_two_hash_seeds, profiles, workload
 
 many = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 MACHINE = Machine.planned(3, 1e5)
@@ -201,14 +198,5 @@ for model in ("forwarded", "direct", "replicated"):
 
 @pytest.mark.parametrize("small", ["0", "600"])
 def test_plans_do_not_depend_on_the_hash_seed(small: str) -> None:
-    printed = {
-        subprocess.run(
-            [sys.executable, "-c", PROGRAM, small],
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.getcwd()},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    }
+    printed = printed_under_two_hash_seeds(PROGRAM, small)
     assert len(printed) == 1 and "stage" in printed.pop()

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from math import inf, isclose
 from random import Random
@@ -31,7 +28,16 @@ from fxsplit.planner.search import SLACK
 from fxsplit.plans import CostModel, Plan, price
 from fxsplit.states import States
 from fxsplit.workload import Pins
-from tests.graphs import best_bottleneck, downsets, ir_of, machines, node, profiles, workload
+from tests.graphs import (
+    best_bottleneck,
+    downsets,
+    ir_of,
+    machines,
+    node,
+    printed_under_two_hash_seeds,
+    profiles,
+    workload,
+)
 
 many = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 some = settings(many, max_examples=60)
@@ -314,16 +320,7 @@ print(run(ir_of(costs, machine, workload(machine)), [Augment(), Order(), Partiti
 
 def test_plans_do_not_depend_on_the_hash_seed() -> None:
     """Ties are broken the same way whatever the order of sets."""
-    printed = {
-        subprocess.run(
-            [sys.executable, "-c", PROGRAM],
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.getcwd()},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    }
+    printed = printed_under_two_hash_seeds(PROGRAM)
     assert len(printed) == 1 and "stage" in printed.pop()
 
 

@@ -92,6 +92,7 @@ class Job:
         self._inboxes: list[SimpleQueue[Any]] = [SimpleQueue() for _ in schedule.actions]
         self._grad = context.grad and not context.inference
         self._rests: dict[tuple[int, int], Rest] = {}
+        self._hooked = program.hooked() if schedule.splits else []
         self._do = {
             FORWARD: self._forward,
             BACKWARD: self._backward,
@@ -216,7 +217,7 @@ class Job:
                 gradients,
                 self._trained[action.stage],
                 self.sums[action.stage],
-                whole=self._program.hooked[action.stage],
+                whole=self._hooked[action.stage],
             )
         self._tape[key] = saved
         self._hand_back(action, of_inputs, stream)

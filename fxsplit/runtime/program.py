@@ -95,7 +95,6 @@ class Program:
         """The batch norms whose running statistics count whole batches."""
         return [m for s in self.stages.stages for m in s.module.children() if isinstance(m, Deferred)]
 
-    @property
     def hooked(self) -> list[bool]:
         """Whether modules that each stage calls have hooks, which may put others on activations."""
         return [

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from fxsplit.errors import ScheduleError
 from fxsplit.schedule.action import BACKWARD, FORWARD, INPUT_GRADIENT, RELEASES, STEP, TRANSFERS, Action
 
 Homes = tuple[tuple[int, ...], ...]
@@ -129,11 +128,3 @@ class Schedule:
 
     def __str__(self) -> str:
         return "\n".join(" ".join(str(a) for a in row) for row in self.actions)
-
-
-def homes_of(devices: list[list[int]]) -> Homes:
-    """Return homes from lists; raises ScheduleError for a stage without a device."""
-    for stage, home in enumerate(devices):
-        if not home or len(set(home)) < len(home) or min(home) < 0:
-            raise ScheduleError(f"stage {stage} is placed on devices {home}: give each of its replicas a device")
-    return tuple(tuple(home) for home in devices)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fxsplit.errors import NotExportable, ScheduleError
 from fxsplit.schedule.action import COMPUTES, REDUCE, STEP, TRANSFERS, Action
-from fxsplit.schedule.schedule import Schedule, homes_of
+from fxsplit.schedule.schedule import Schedule
 from fxsplit.schedule.transfers import with_transfers, without_transfers
 from fxsplit.schedule.verify import verify
 
@@ -54,7 +54,7 @@ def read_csv(path: str | os.PathLike[str]) -> Schedule:
     if missing < len(homes):
         raise ScheduleError(f"{name}: no rank has stage {missing}, and one has stage {max(homes)}")
     count = 1 + max(action.microbatch for row_ in rows for action in row_)
-    schedule = Schedule(name, count, homes_of([[homes[s]] for s in range(len(homes))]), tuple(rows))
+    schedule = Schedule(name, count, tuple((homes[s],) for s in range(len(homes))), tuple(rows))
     verify(schedule)
     return schedule
 
