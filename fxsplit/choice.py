@@ -8,7 +8,7 @@ from fxsplit.errors import ScheduleError
 from fxsplit.plans import Plan
 from fxsplit.schedule import RUNNABLE, simulate
 from fxsplit.schedule.catalogue import Scheduler
-from fxsplit.schedule.of_plan import times_of
+from fxsplit.schedule.of_plan import schedule_of, times_of
 
 AUTO = "auto"
 """Stated for what is to be chosen."""
@@ -50,5 +50,5 @@ def counts(rows: int, n_devices: int) -> list[int]:
 
 def step_ms(plan: Plan, candidate: Candidate) -> float:
     """Return how long a training step takes by a plan made for the candidate."""
-    schedule = candidate.scheduler.schedule(candidate.n_microbatches, len(plan.stages))
+    schedule = schedule_of(plan, candidate.scheduler, candidate.n_microbatches)
     return simulate(schedule, times_of(plan, schedule)).step_ms

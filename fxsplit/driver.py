@@ -24,11 +24,12 @@ from fxsplit.observe import observe, storage_id
 from fxsplit.observers import from_environment, progress_bar
 from fxsplit.plans import Plan
 from fxsplit.runtime import Pipeline, Program
-from fxsplit.runtime.batch_norm import defer
+from fxsplit.runtime.batch_norm import check_writes, note
 from fxsplit.runtime.checkpoint import check_when
 from fxsplit.runtime.loss import LossFn
 from fxsplit.runtime.microbatches import default_microbatches, sizes
-from fxsplit.schedule.catalogue import RUNNABLE, Scheduler, find_schedule
+from fxsplit.schedule.catalogue import Scheduler, find_schedule
+from fxsplit.schedule.of_plan import replicas_of
 from fxsplit.spec import Chain, as_chain
 from fxsplit.stages import Stages, weights
 from fxsplit.trace import capture, same_graph
@@ -60,8 +61,9 @@ def compile(
     example_inputs: one whole batch as the model would be called: a tensor, a tuple of positional arguments, or a
         dict of keyword arguments. Without it the pipeline compiles on its first call.
     n_microbatches: pieces each batch is cut into (default: one or two a device, depending on the batch), or "auto".
-    schedule: "1F1B", "GPipe", "LoopedBFS", "Interleaved1F1B", "ZB-H1" or "ZBVZeroBubble", used by `step`, or "auto".
-        What is "auto" is measured, planned and simulated in every way that fits in memory, and the fastest is taken.
+    schedule: "1F1B", "GPipe", "LoopedBFS", "Interleaved1F1B", "ZB-H1", "ZBVZeroBubble" or "Chimera", used by `step`;
+        "PipeDream" or "PipeDream-2BW", in which the optimizer steps between microbatches; or "auto". What is "auto" is
+        measured, planned and simulated in every way that fits in memory, and the fastest is taken.
     stages_per_device: for schedules that take several (default: what the schedule is made for).
     loss_fn: loss_fn(outputs, target) -> scalar, for `step`.
     checkpoint: when a stage keeps no activations and runs forward again before its backward: "never", "always",
@@ -91,7 +93,7 @@ def compile(
     known = Costs.load(costs) if isinstance(costs, (str, os.PathLike)) else costs
     machine = Machine.of(devices)
     if schedule != AUTO:
-        find_schedule(schedule, RUNNABLE)
+        find_schedule(schedule)
     ways = schedulers(schedule, len(machine), stages_per_device)
     stated = n_microbatches if isinstance(n_microbatches, int) else None
     if stated is not None and schedule != AUTO:
@@ -151,9 +153,7 @@ class _Compiler:
         for kind, name in ((Plan, "partition"), (Stages, "emit")):
             if final.get(kind) is None:
                 raise ChainError(f"the chain {self.chain} learns no {kind.__name__}: it needs a pass like {name!r}")
-        if self.deferred_batch_norm:
-            defer(final[Stages])
-        return Program(
+        program = Program(
             model=self.model,
             inputs=inputs,
             stages=final[Stages],
@@ -167,6 +167,17 @@ class _Compiler:
             alone=alone,
             checkpoint=self.checkpoint,
         )
+        program.schedule(count)  # raises for a plan that the schedule cannot run
+        note(program.stages, self._check_replicas(chosen, traced, final), self.deferred_batch_norm)
+        return program
+
+    def _check_replicas(self, way: Candidate, traced: IR, final: IR) -> list[bool]:
+        """Return which stages have several devices; raises PlanError for one that cannot."""
+        stages = final[Stages]
+        homes = replicas_of(final[Plan]) or way.scheduler.homes(len(stages))
+        replicated = [len(home) > 1 for home in homes]
+        check_writes(self.model, stages, replicated, traced[Example].updated)
+        return replicated
 
     def _chosen(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], batch: int, other: Program | None
@@ -201,6 +212,8 @@ class _Compiler:
                 costs = _KeepCosts()
                 try:
                     final = run(traced.learn(*self._facts(way, traced, None, known)), self.chain, [costs])
+                    if final.get(Plan) is not None and final.get(Stages) is not None:
+                        self._check_replicas(way, traced, final)
                 except PlanError as error:
                     refused = error
                     continue
@@ -216,7 +229,7 @@ class _Compiler:
 
     def _facts(self, way: Candidate, traced: IR, other: Program | None, known: Costs | None) -> list[Fact]:
         """Return what the chain starts from, besides the graph and its example."""
-        machine = self.machine.unrolled([home for home, *_ in way.scheduler.homes()])
+        machine = self.machine.unrolled(way.scheduler.homes())
         count = way.n_microbatches
         peaks = {k: way.scheduler.in_flight(count, k) for k in range(1, len(machine) + 1)}
         facts: list[Fact] = [machine, Workload(way.scheduler.name, count, peaks, may_idle=other is not None)]

@@ -113,13 +113,15 @@ class Inputs:
 class Example:
     """One microbatch to profile with, and what the check of the graph has found.
 
-    `written`: the graph writes to its inputs in place. `rewritten`: the buffers it fetches and writes. `returns`: the
-    model's own containers (an OrderedDict, for example), where the graph returns plain ones.
+    `written`: the graph writes to its inputs in place. `updated`: the buffers that each call writes, `rewritten` those
+    of them that the graph fetches. `returns`: the model's own containers (an OrderedDict, for example), where the graph
+    returns plain ones.
     """
 
     inputs: Inputs
     tensors: tuple[Tensor, ...]
     written: bool = False
+    updated: tuple[str, ...] = ()
     rewritten: tuple[str, ...] = ()
     returns: pytree.TreeSpec | None = None
 

@@ -132,23 +132,29 @@ class Machine:
             (bytes_per_s,) * (devices - 1),
         )
 
-    def unrolled(self, homes: Sequence[int]) -> Machine:
-        """Return the machine with a device for each stage, of which stage s is on device `homes[s]` of this one.
+    def unrolled(self, homes: Sequence[Sequence[int]]) -> Machine:
+        """Return the machine with a device for each stage, of which stage s is on devices `homes[s]` of this one.
 
-        Stages of one device share its memory evenly, and what goes between them goes nowhere.
+        Stages of one device share its memory evenly, and what goes between them goes nowhere. A stage on several
+        devices counts as one that has the least of each of theirs.
         """
-        if list(homes) == list(range(len(self))):
+        if [list(home) for home in homes] == [[i] for i in range(len(self))]:
             return self
-        count = Counter(homes)
+        count = Counter(device for home in homes for device in home)
         seen: Counter[int] = Counter()
         made = []
         for home in homes:
-            device = self.devices[home]
-            name = f"{device.name}/{seen[home]}" if count[home] > 1 else device.name
-            made.append(replace(device, name=name, memory_bytes=device.memory_bytes / count[home]))
-            seen[home] += 1
-        links = (inf if a == b else 1000.0 * self.bytes_per_ms(a, b) for a, b in itertools.pairwise(homes))
-        return Machine(tuple(made), tuple(links), shared=tuple(homes))
+            device = self.devices[home[0]]
+            name = f"{device.name}/{seen[home[0]]}" if count[home[0]] > 1 else device.name
+            memory = min(self.devices[d].memory_bytes / count[d] for d in home)
+            speed = min(self.devices[d].speed for d in home)
+            made.append(replace(device, name=name, memory_bytes=memory, speed=speed))
+            seen[home[0]] += 1
+        links = (
+            min(inf if a == b else 1000.0 * self.bytes_per_ms(a, b) for a, b in zip(one, other, strict=False))
+            for one, other in itertools.pairwise(homes)
+        )
+        return Machine(tuple(made), tuple(links), shared=tuple(home[0] for home in homes))
 
     def __len__(self) -> int:
         return len(self.devices)

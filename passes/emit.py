@@ -31,10 +31,11 @@ class Emit:
     def __call__(self, ir: IR) -> IR:
         """Rewrite the graph into stage calls; keeps Plan and learns Stages."""
         plan, machine = ir[Plan], ir[Machine]
-        if [s.devices for s in plan.stages] != [(i,) for i in range(len(plan.stages))]:
+        taken = [d for stage in plan.stages for d in stage.devices]
+        if taken != list(range(len(taken))):
             raise PlanError(
-                "this plan replicates stages or takes devices out of order, which can be planned and not run yet: use "
-                "partition{model=forwarded,free=false}"
+                f"this plan takes devices {taken}, out of order, which can be planned and not run yet: use "
+                "partition{free=false}"
             )
         places = machine.torch_devices()
         costs = ir.get(Costs)

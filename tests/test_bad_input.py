@@ -69,7 +69,6 @@ def test_machine() -> None:
         ({"n_microbatches": "most"}, "n_microbatches='most': give a number of at least 1, 'auto', or leave it out"),
         ({"n_microbatches": 9}, "a batch of 8 rows cannot be cut into n_microbatches=9: .*drop_last=True"),
         ({"schedule": "Gpipe"}, "unknown schedule 'Gpipe': known are GPipe, 1F1B, .*; did you mean 'GPipe'"),
-        ({"schedule": "PipeDream"}, "schedule 'PipeDream' can be simulated, and does not serve here: give GPipe"),
         ({"stages_per_device": 2}, "1F1B: 2 stages a device; it is made for 1"),
         ({"schedule": "Interleaved1F1B", "n_microbatches": 5}, "5 microbatches do not divide into rounds .* 4 or 6"),
         ({"loss_fn": 3}, "loss_fn=3 is no function or module"),

@@ -30,7 +30,14 @@ def test_what_is_tried() -> None:
     assert counts(100, 2) == [2, 4, 8, 16] and counts(9, 4) == [4, 8] and counts(3, 4) == [3]
     assert [s.name for s in schedulers("auto", 2, None)] == list(RUNNABLE)
     assert [s.name for s in schedulers("auto", 2, 3)] == ["LoopedBFS", "Interleaved1F1B"]
-    assert [s.name for s in schedulers("auto", 2, 1)] == ["GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "ZB-H1"]
+    assert [s.name for s in schedulers("auto", 2, 1)] == [
+        "GPipe",
+        "1F1B",
+        "LoopedBFS",
+        "Interleaved1F1B",
+        "ZB-H1",
+        "Chimera",
+    ]
     assert schedulers("GPipe", 2, None) == [Scheduler("GPipe", 2)]
     assert str(Candidate(Scheduler("GPipe", 2), 4)) == "GPipe with 4 microbatches"
 

@@ -20,6 +20,7 @@ from fxsplit.runtime.gradients import Sums
 from fxsplit.runtime.halves import backward_inputs, backward_weights
 from fxsplit.runtime.job import Job
 from fxsplit.schedule import RUNNABLE, generate
+from fxsplit.schedule.action import COMPUTES
 from tests.models import FAST, Mlp
 
 
@@ -31,8 +32,7 @@ def mean_square(outputs: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(outputs, target)
 
 
-@pytest.mark.parametrize("schedule", RUNNABLE)
-@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize(("schedule", "devices"), [(s, n) for s in RUNNABLE for n in (2, 4 if s == "Chimera" else 3)])
 def test_no_more_is_held_than_simulated(schedule: str, devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Count what the tape holds of each stage after every action, in a real step."""
     peaks: dict[int, int] = {}
@@ -44,7 +44,9 @@ def test_no_more_is_held_than_simulated(schedule: str, devices: int, monkeypatch
             def counted(do: Callable[..., None]) -> Callable[..., None]:
                 def done(action: Any, *rest: Any) -> None:
                     do(action, *rest)
-                    held = sum(stage == action.stage for stage, _ in list(self._tape))
+                    replicas = len(self._schedule.homes[action.stage])
+                    own = [m for stage, m in list(self._tape) if stage == action.stage]
+                    held = sum(m % replicas == action.replica for m in own)
                     peaks[action.stage] = max(peaks.get(action.stage, 0), held)
 
                 return done
@@ -73,7 +75,8 @@ def test_a_traced_step_is_a_step(schedule: str) -> None:
         assert all(torch.equal(a, b.grad) for a, b in zip(expected, model.parameters(), strict=True))  # type: ignore[arg-type]
         rows = generate(schedule, 2, 4).actions
         for timeline in (measured, predicted):
-            assert tuple(tuple(span.action for span in row) for row in timeline.spans) == rows
+            done = (tuple(s.action for s in row if s.action.op in COMPUTES) for row in timeline.spans)
+            assert tuple(done) == tuple(tuple(a for a in row if a.op in COMPUTES) for row in rows)
             for row in timeline.spans:
                 assert all(0 <= a.begin_ms <= a.end_ms <= b.begin_ms for a, b in itertools.pairwise(row))
             assert timeline.devices == ("cpu:0", "cpu:1") and len(draw(timeline, 60).plain.splitlines()) == 2
@@ -104,11 +107,11 @@ def test_several_stages_share_a_devices_memory() -> None:
         (fxsplit.Device("a", torch.device("cpu"), 100.0), fxsplit.Device("b", torch.device("cpu"), inf, speed=2.0)),
         (1e6,),
     )
-    places = machine.unrolled([0, 1, 1, 0])
+    places = machine.unrolled([(0,), (1,), (1,), (0,)])
     assert [d.name for d in places.devices] == ["a/0", "b/0", "b/1", "a/1"]
     assert [d.memory_bytes for d in places.devices] == [50.0, inf, inf, 50.0]
     assert places.links == (1e6, inf, 1e6) and [d.speed for d in places.devices] == [1, 2, 2, 1]
-    assert places.intraop_threads() == machine.intraop_threads() and machine.unrolled([0, 1]) is machine
+    assert places.intraop_threads() == machine.intraop_threads() and machine.unrolled([(0,), (1,)]) is machine
 
 
 class Tied(nn.Module):

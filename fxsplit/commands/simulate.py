@@ -14,8 +14,9 @@ from fxsplit.planner import Options
 from fxsplit.planning import Planner, demands
 from fxsplit.plans import Plan, size
 from fxsplit.schedule import SCHEDULES, Schedule, Simulation, Times, generate, simulate, verify
+from fxsplit.schedule.catalogue import Scheduler
 from fxsplit.schedule.memory import Course, memory, peak
-from fxsplit.schedule.of_plan import footprints_of, times_of
+from fxsplit.schedule.of_plan import footprints_of, replicas_of, schedule_of, times_of
 from fxsplit.schedule.timeline import Timeline
 from fxsplit.schedule.torch_csv import read_csv, write_csv
 
@@ -89,6 +90,8 @@ def _schedule(arguments: argparse.Namespace, plan: Plan | None) -> Schedule:
     count = arguments.n_microbatches
     if count is None:
         count = plan.n_microbatches if plan else 2 * devices
+    if plan is not None and arguments.devices is None:
+        return schedule_of(plan, Scheduler(name, devices, arguments.stages_per_device), count)
     return generate(name, devices, count, arguments.stages_per_device)
 
 
@@ -101,6 +104,8 @@ def _planned(arguments: argparse.Namespace, schedule: Schedule) -> Plan:
 
 def _names(plan: Plan | None, schedule: Schedule) -> tuple[str, ...]:
     """Return what to call the devices."""
+    if plan is not None and schedule.homes == replicas_of(plan):
+        return plan.device_names[: schedule.n_devices]
     if plan is None or schedule.n_devices != len(plan.stages):
         return tuple(f"device {d}" for d in range(schedule.n_devices))
     return tuple("+".join(plan.device_names[d] for d in s.devices) for s in plan.stages)

@@ -1,11 +1,14 @@
-"""Deferred batch norm: running statistics of the whole batch, although microbatches pass one by one.
+"""Batch norm's running statistics, where a batch norm cannot write them as microbatches pass.
 
-A microbatch is still normalised by its own mean and variance. But the running statistics change once a batch, by the
-mean and variance of all that the layer saw of it, as if that had come in one piece.
+It may not, because they are to change once a batch (deferred batch norm), or because replicas of its stage pass
+microbatches at the same time, in no order. Then what it would have written is noted, and written at the end of the
+batch: as one change by all that the layer saw, or as the changes of one microbatch after another.
 """
 
 from __future__ import annotations
 
+import copy
+import operator
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,102 +18,160 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fxsplit.errors import InputError, PlanError
 from fxsplit.stages import Stages
 
 _here = threading.local()
 
+Statistics = tuple[int, Tensor, Tensor]
+"""Of one call: how many values each channel had, their mean, and their variance as of a sample."""
+Calls = dict[int, list[Statistics]]
+"""The calls that were noted, by microbatch."""
 
-class Deferred(nn.Module):
-    """Calls a batch norm and notes what passes; `finish` then sets its running statistics."""
 
-    def __init__(self, norm: _BatchNorm) -> None:
+class Noted(nn.Module):
+    """Calls a batch norm that leaves its running statistics alone, and notes them; `finish` sets them.
+
+    `at_once`: they change once a batch, and not once a microbatch.
+    """
+
+    def __init__(self, norm: _BatchNorm, at_once: bool, calls: Calls) -> None:
         super().__init__()
         self.norm = norm
-        self._before: tuple[Tensor, ...] | None = None
-        self._count = 0
-        self._mean: Any = 0.0
-        self._squares: Any = 0.0  # summed squares of distances from the mean
+        self._at_once = at_once
+        self._calls = calls
+        self._checked = type(norm).forward is _BatchNorm.forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return what the batch norm returns."""
-        if self._before is not None and not getattr(_here, "again", False):
-            with torch.no_grad():
-                self._note((args[0] if args else kwargs["input"]).detach())
-        return cast(Tensor, self.norm(*args, **kwargs))
+        norm = self.norm
+        if not norm.training or not norm.track_running_stats or norm.running_mean is None:
+            return cast(Tensor, norm(*args, **kwargs))
+        twin = _twin(norm)
+        outputs = cast(Tensor, twin(*args, **kwargs))
+        x = args[0] if args else kwargs["input"]
+        if not self._checked:
+            self._check(outputs, args, kwargs)
+        if not getattr(_here, "again", False):
+            mean, variance, _ = _statistics(twin)
+            calls = self._calls.setdefault(getattr(_here, "microbatch", 0), [])
+            calls.append((x.numel() // x.shape[1], mean, variance))
+        return outputs
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Noted:
+        """Return one that calls a copy of the batch norm, and notes in the same place."""
+        made = copy.copy(self)
+        made._modules = {"norm": copy.deepcopy(self.norm, memo)}
+        return made
 
     def start(self) -> None:
-        """Begin a batch; nothing is noted in evaluation, or where there are no running statistics."""
-        norm = self.norm
-        watched = norm.training and norm.track_running_stats and norm.running_mean is not None
-        self._count, self._mean, self._squares = 0, 0.0, 0.0
-        self._before = tuple(b.clone() for b in self._statistics()) if watched else None
-
-    def forget(self) -> None:
-        """Let the running statistics be what they were before the batch."""
-        if self._before is not None:
-            self._set(self._before)
+        """Begin a batch, and forget what one that failed has left."""
+        self._calls.clear()
 
     def finish(self) -> None:
-        """End a batch: let it count once in the running statistics, with the variance of a sample."""
-        watched, self._before = self._before is not None, None
-        if not watched or self._count < 2:
-            return
-        mean, var, seen = self._statistics()  # another call of the same layer may have counted already
-        tracked = int(seen) + 1
-        share = 1.0 / tracked if self.norm.momentum is None else self.norm.momentum
-        unbiased = self._squares / (self._count - 1)
-        self._set(
-            ((1.0 - share) * mean + share * self._mean, (1.0 - share) * var + share * unbiased, torch.tensor(tracked))
-        )
+        """Let what was noted count in the running statistics."""
+        calls = [call for m in sorted(self._calls) for call in self._calls[m]]
+        self._calls.clear()
+        for count, mean, variance in [_joined(calls)] if calls and self._at_once else calls:
+            running_mean, running_variance, seen = _statistics(self.norm)
+            if count < 2:
+                continue
+            tracked = int(seen) + 1
+            share = 1.0 / tracked if self.norm.momentum is None else self.norm.momentum
+            for buffer, value in ((running_mean, mean), (running_variance, variance)):
+                # As the kernel does: autograd, which may have saved the buffer, is not to know.
+                buffer.data.mul_(1.0 - share).add_(value.to(buffer), alpha=share)
+            seen.data.fill_(tracked)
 
-    def _set(self, values: Sequence[Tensor]) -> None:
-        """Set the running statistics, as the kernel does: autograd, which has saved them, is not to know."""
-        for buffer, value in zip(self._statistics(), values, strict=True):
-            buffer.data.copy_(value)
-
-    def _statistics(self) -> tuple[Tensor, ...]:
-        """Return the buffers: mean, variance, and how many batches they are of."""
-        norm = self.norm
-        return cast("tuple[Tensor, ...]", (norm.running_mean, norm.running_var, norm.num_batches_tracked))
-
-    def _note(self, x: Tensor) -> None:
-        """Add a microbatch to the mean and the squares, without loss of digits (Chan, Golub and LeVeque 1983)."""
-        wide = x if x.dtype == torch.float64 else x.float()
-        dims = [d for d in range(x.ndim) if d != 1]
-        count = x.numel() // x.shape[1]
-        mean = wide.mean(dims)
-        squares = (wide - mean.view(1, -1, *[1] * (x.ndim - 2))).square().sum(dims)
-        total = self._count + count
-        shift = mean - self._mean
-        self._squares = self._squares + squares + shift.square() * (self._count * count / total)
-        self._mean = self._mean + shift * (count / total)
-        self._count = total
+    def _check(self, outputs: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise InputError if a batch norm of the user's own computes with its running statistics in training."""
+        with torch.no_grad():
+            other = _twin(self.norm)
+            other.momentum = self.norm.momentum
+            for statistic in _statistics(other)[:2]:
+                statistic.mul_(2.0).add_(1.0)
+            if not torch.equal(outputs, other(*args, **kwargs)):
+                raise InputError(
+                    f"{type(self.norm).__name__} computes with its running statistics in training, which neither "
+                    "replicas of a stage nor deferred_batch_norm=True can keep up to date: do without them"
+                )
+        self._checked = True
 
 
-def defer(stages: Stages) -> None:
-    """Let every batch norm that stages call count whole batches."""
-    for stage in stages.stages:
+def _twin(norm: _BatchNorm) -> _BatchNorm:
+    """Return the same module with running statistics of its own, which will be those of its next call alone."""
+    made = copy.copy(norm)
+    made._buffers = {name: None if b is None else b.detach().clone() for name, b in norm._buffers.items()}
+    made.momentum = 1.0
+    return made
+
+
+def _statistics(norm: _BatchNorm) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the buffers: mean, variance, and how many batches they are of."""
+    return cast("tuple[Tensor, Tensor, Tensor]", (norm.running_mean, norm.running_var, norm.num_batches_tracked))
+
+
+def _joined(calls: Sequence[Statistics]) -> Statistics:
+    """Return the statistics of all calls as one, without loss of digits (Chan, Golub and LeVeque 1983)."""
+    count, mean, variance = calls[0]
+    squares = variance * (count - 1)
+    for more, other, spread in calls[1:]:
+        total = count + more
+        shift = other.to(mean) - mean
+        squares = squares + spread.to(mean) * (more - 1) + shift.square() * (count * more / total)
+        mean, count = mean + shift * (more / total), total
+    return count, mean, squares / max(1, count - 1)
+
+
+def note(stages: Stages, replicated: Sequence[bool], deferred: bool) -> None:
+    """Let batch norms note their statistics: all of them if `deferred`, otherwise those of `replicated` stages."""
+    noted: dict[nn.Module, Calls] = {}
+    for stage, several in zip(stages.stages, replicated, strict=True):
+        if not (several or deferred):
+            continue
         module = stage.module
         for node in list(module.graph.nodes):
             norm = module.get_submodule(str(node.target)) if node.op == "call_module" else None
             if isinstance(norm, _BatchNorm):
-                module.add_submodule(f"deferred_{node.name}", Deferred(norm))
-                node.target = f"deferred_{node.name}"
+                # A whole batch changes the statistics once for each call of a layer, a microbatch in the calls' order.
+                calls: Calls = {} if deferred else noted.setdefault(norm, {})
+                module.add_submodule(f"noted_{node.name}", Noted(norm, deferred, calls))
+                node.target = f"noted_{node.name}"
         module.recompile()
 
 
+def check_writes(model: nn.Module, stages: Stages, replicated: Sequence[bool], updated: Sequence[str]) -> None:
+    """Raise PlanError if a `replicated` stage writes a buffer, of those `updated`, that is no batch norm's."""
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
+    known = {id(b) for norm in norms for b in norm._buffers.values()}
+    written = {id(b): path for path in updated if id(b := operator.attrgetter(path)(model)) not in known}
+    for stage, several in zip(stages.stages, replicated, strict=True):
+        path = next((written[id(b)] for b in stage.module.buffers() if several and id(b) in written), None)
+        if path is not None:
+            raise PlanError(
+                f"stage {stage.index} has several devices, which would all write buffer {path!r} at once: only batch "
+                "norm's statistics can be kept in order; plan with partition{model=forwarded}, and not for Chimera"
+            )
+
+
 @contextmanager
-def whole_batch(norms: Sequence[Deferred]) -> Iterator[None]:
+def whole_batch(norms: Sequence[Noted]) -> Iterator[None]:
     """Count what passes in the block as one batch; a block that fails counts for nothing."""
     for norm in norms:
         norm.start()
+    yield
+    for norm in norms:
+        norm.finish()
+
+
+@contextmanager
+def microbatch(number: int) -> Iterator[None]:
+    """Let what this thread notes in the block be of a microbatch."""
+    _here.microbatch = number
     try:
         yield
     finally:
-        for norm in norms:
-            norm.forget()
-    for norm in norms:
-        norm.finish()
+        _here.microbatch = 0
 
 
 @contextmanager

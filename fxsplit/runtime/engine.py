@@ -16,13 +16,14 @@ from fxsplit.errors import FxsplitError, InputError
 from fxsplit.leaves import muted
 from fxsplit.runtime.batch_norm import whole_batch
 from fxsplit.runtime.execute import Packet
-from fxsplit.runtime.gradients import accumulate, merged
+from fxsplit.runtime.gradients import accumulate
 from fxsplit.runtime.job import Job, Tape
 from fxsplit.runtime.loss import BatchLoss
 from fxsplit.runtime.microbatches import join, split
 from fxsplit.runtime.program import Program
 from fxsplit.runtime.replay import Backward, Replay
 from fxsplit.runtime.streams import handed_over
+from fxsplit.runtime.versions import Stepper
 from fxsplit.runtime.watch import Watch
 from fxsplit.runtime.workers import Workers
 from fxsplit.schedule.action import BACKWARD, FORWARD
@@ -53,7 +54,7 @@ class Engine:
         job = Job(
             program, program.passes(len(rows)).only(FORWARD), Context.here(), tape, _packets(program, tensors, rows)
         )
-        with self._alone(), whole_batch(program.deferred):
+        with self._alone(), whole_batch(program.noted):
             self._workers.run(job)
         outputs, wanted = _joined(job, rows)
         if not any(wanted):
@@ -73,10 +74,12 @@ class Engine:
         loss: BatchLoss,
         keep: bool,
         watch: Watch | None = None,
+        stepper: Stepper | None = None,
     ) -> list[Any]:
         """Run forward, loss and backward in the program's schedule, add to every `.grad`; let `watch` see it.
 
-        Returns the outputs if they are to be kept.
+        In an asynchronous schedule `stepper` has stepped with the gradients already. Returns the outputs if they are to
+        be kept.
         """
 
         def finish(m: int, outputs: tuple[Any, ...]) -> Tensor:
@@ -85,11 +88,12 @@ class Engine:
         packets = _packets(program, [t.detach() for t in tensors], rows)
         trained = program.trained()
         schedule = program.schedule(len(rows))
-        job = Job(program, schedule, Context.here(), {}, packets, loss.seed, trained, finish, keep, watch)
+        job = Job(program, schedule, Context.here(), {}, packets, loss.seed, trained, finish, keep, watch, stepper)
+        watched = [leaf for part in trained for leaf in part if stepper is None]  # others step on leaves of their own
         with self._alone():
-            with muted(leaf for part in trained for leaf in part), whole_batch(program.deferred):
+            with muted(watched), whole_batch(program.noted):
                 self._workers.run(job)
-            sums = merged(job.sums)
+            sums = job.total()
             handed_over(list(sums.totals.values()))
             accumulate(sums)
         return _joined(job, rows)[0] if keep else []
@@ -129,7 +133,8 @@ class Engine:
                 for i, t in enumerate(tensors)
                 if t.requires_grad
             ]
-            of_leaves = [job.sums[s].totals.get(leaf) for s, part in enumerate(trained) for leaf in part]
+            sums = job.total()
+            of_leaves = [sums.totals.get(leaf) for part in trained for leaf in part]
             handed_over(of_leaves)
             return [*of_inputs, *of_leaves]
 

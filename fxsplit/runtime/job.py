@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
@@ -16,15 +16,18 @@ from fxsplit.context import Context
 from fxsplit.draws import drawing, new_seed, turn
 from fxsplit.errors import stage_error
 from fxsplit.leaves import leaves_above
+from fxsplit.runtime.batch_norm import microbatch
 from fxsplit.runtime.checkpoint import Kept, forward_lightly, loss_leaves
 from fxsplit.runtime.execute import Packet, Saved, backward, failing_node, forward
-from fxsplit.runtime.gradients import Sums
+from fxsplit.runtime.gradients import Sums, merged
 from fxsplit.runtime.halves import Rest, backward_inputs, backward_weights
 from fxsplit.runtime.program import Program
+from fxsplit.runtime.replicas import NOTHING, Replica
 from fxsplit.runtime.snapshots import apart, copied
-from fxsplit.runtime.streams import Stream
+from fxsplit.runtime.streams import Stream, handed_over
+from fxsplit.runtime.versions import Stepper, Versions
 from fxsplit.runtime.watch import Watch
-from fxsplit.schedule.action import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action
+from fxsplit.schedule.action import BACKWARD, FORWARD, INPUT_GRADIENT, REDUCE, STEP, WEIGHT_GRADIENT, Action
 from fxsplit.schedule.schedule import Schedule
 
 Tape = dict[tuple[int, int], Saved | Kept]
@@ -37,10 +40,14 @@ Seeds = Callable[[int], Sequence[Tensor | None]]
 """The gradients of the last stage's outputs, by microbatch."""
 
 
-WORDS = {FORWARD: "forward", BACKWARD: "backward", INPUT_GRADIENT: "input gradient", WEIGHT_GRADIENT: "weight gradient"}
-
-
-NOTHING = nullcontext()
+WORDS = {
+    FORWARD: "forward",
+    BACKWARD: "backward",
+    INPUT_GRADIENT: "input gradient",
+    WEIGHT_GRADIENT: "weight gradient",
+    REDUCE: "sum of gradients",
+    STEP: "step of the optimizer",
+}
 
 
 class _Stopped(Exception):
@@ -51,9 +58,10 @@ class Job:
     """One run of `schedule`: every worker calls `run` with its device's number.
 
     `given` holds, for each microbatch, the packet for the first stage; `seeds` gives the gradients that the
-    last stage's backwards start from, and `trained` each stage's leaves that want a gradient. Afterwards `outputs`
-    holds the last stage's packets, `returned` the gradients of the first stage's inputs and `sums` those of leaves, for
-    each stage. Inboxes and sums belong to the job: nothing of one that failed, or was given up, can reach the next.
+    last stage's backwards start from, and `trained` each stage's leaves that want a gradient. `stepper` steps where an
+    asynchronous schedule says so. Afterwards `outputs` holds the last stage's packets, `returned` the gradients of the
+    first stage's inputs and `sums` those of leaves, for each stage and replica. Inboxes and sums belong to the job:
+    nothing of one that failed, or was given up, can reach the next.
     """
 
     def __init__(
@@ -68,12 +76,14 @@ class Job:
         finish: Finish | None = None,
         keep: bool = True,
         watch: Watch | None = None,
+        stepper: Stepper | None = None,
     ) -> None:
         n = schedule.n_microbatches
         self.error: BaseException | None = None
         self.outputs: list[Packet | None] = [None] * n
         self.returned: list[list[Tensor | None]] = [[] for _ in range(n)]
-        self.sums = [Sums() for _ in program.stages.stages]
+        self._replicas = program.replicas if stepper is None else _versions(program, schedule, stepper)
+        self.sums = [[Sums() for _ in replicas] for replicas in self._replicas]
         self.marks: list[Any] = [None] * len(schedule.actions)
         self._program = program
         self._schedule = schedule
@@ -93,11 +103,15 @@ class Job:
         self._grad = context.grad and not context.inference
         self._rests: dict[tuple[int, int], Rest] = {}
         self._hooked = program.hooked() if schedule.splits else []
+        for replica in (r for replicas in self._replicas for r in replicas if given):
+            replica.refresh()
         self._do = {
             FORWARD: self._forward,
             BACKWARD: self._backward,
             INPUT_GRADIENT: self._input_gradient,
             WEIGHT_GRADIENT: self._weight_gradient,
+            REDUCE: self._reduce,
+            STEP: self._step,
         }
         self._failing = threading.Lock()
 
@@ -105,6 +119,11 @@ class Job:
     def n_devices(self) -> int:
         """How many workers take part."""
         return len(self._schedule.actions)
+
+    def total(self) -> Sums:
+        """Return one sum of all stages' gradients, in their replicas' place; a loss may depend on any of them."""
+        pairs = zip(self._replicas, self.sums, strict=True)
+        return merged([r.owned(s) for replicas, sums in pairs for r, s in zip(replicas, sums, strict=True)])
 
     def run(self, device: int, stream: Stream, ready: Sequence[Any]) -> None:
         """Do a device's actions in order; `ready` are tokens of the caller's work. The first failure stops all."""
@@ -144,9 +163,9 @@ class Job:
     def _forward(self, action: Action, device: int, stream: Stream, arrived: dict[Action, Any]) -> None:
         """Run a stage forward on a microbatch and hand its outputs on."""
         stage, m = action.stage, action.microbatch
-        packet = self._given[m] if stage == 0 else self._receive(action, device, stream, arrived)
+        packet = self._given[m] if stage == 0 else self._receive(Action(stage, FORWARD, m), device, stream, arrived)
         packet = Packet(tuple(stream.take(packet.values)), packet.wanted)
-        kept, inputs, outputs = self._run(stage, m, packet)
+        kept, inputs, outputs = self._run(action, packet)
         head: Saved | None = None
         if stage < self._last:
             self._send(Action(stage + 1, FORWARD, m), Packet.of(outputs), stream)
@@ -162,28 +181,31 @@ class Job:
             return
         self._tape[stage, m] = replace(kept, head=head) if kept is not None else head or Saved(inputs, outputs)
 
-    def _run(self, stage: int, m: int, packet: Packet) -> tuple[Kept | None, tuple[Any, ...], tuple[Any, ...]]:
+    def _run(self, action: Action, packet: Packet) -> tuple[Kept | None, tuple[Any, ...], tuple[Any, ...]]:
         """Run a stage forward; return what is kept if activations are not, its inputs, and its outputs."""
-        program = self._program
-        emitted, writes = program.stages[stage], program.writes_inputs
+        program, stage, m = self._program, action.stage, action.microbatch
+        replica = self._replicas[stage][action.replica]
+        emitted, writes = replica.stage, program.writes_inputs
         if self._grad and program.checkpoints(stage, m, self._schedule.n_microbatches):
             around = partial(self._surroundings, m)
             known = program.written.get(stage)
-            outputs, kept, program.written[stage] = forward_lightly(
-                emitted, packet, writes, known, around, self._context
-            )
+            with replica.using(action.version):
+                outputs, kept, program.written[stage] = forward_lightly(
+                    emitted, packet, writes, known, around, self._context
+                )
             return kept, (), outputs
-        with self._surroundings(m):
+        with self._surroundings(m), replica.using(action.version):
             saved = forward(emitted, packet, writes)
         return None, saved.inputs, apart(saved.outputs, self._rewritten)
 
     def _surroundings(self, m: int, more: frozenset[int] = frozenset()) -> AbstractContextManager[Any]:
         """Return what a stage's forward needs around it: draws of its own, copies of what it keeps of buffers."""
         rewritten = self._rewritten | more
-        if not self._program.draws and not rewritten:
+        if not self._program.draws and not rewritten and not self._program.noted:
             return NOTHING
         stack = ExitStack()
         stack.enter_context(turn(self._seed, m))
+        stack.enter_context(microbatch(m))
         stack.enter_context(copied(rewritten, self._context.hooks))
         return stack
 
@@ -200,9 +222,10 @@ class Job:
     def _backward(self, action: Action, device: int, stream: Stream, arrived: dict[Action, Any]) -> None:
         """Run a stage backward on a microbatch and hand its inputs' gradients back."""
         gradients = self._gradients(action, device, stream, arrived)
-        with self._context.backward():
+        replica, sums = self._replicas[action.stage][action.replica], self.sums[action.stage][action.replica]
+        with self._context.backward(), replica.using(action.version):
             saved, gradients = self._restored(action, gradients)
-            of_inputs = backward(saved, gradients, self._trained[action.stage], self.sums[action.stage])
+            of_inputs = backward(saved, gradients, replica.leaves(self._trained[action.stage], action.version), sums)
         del self._tape[action.stage, action.microbatch]
         self._hand_back(action, of_inputs, stream)
 
@@ -210,14 +233,12 @@ class Job:
         """Compute the gradients of a stage's inputs on a microbatch and hand them back."""
         gradients = self._gradients(action, device, stream, arrived)
         key = action.stage, action.microbatch
-        with self._context.backward():
+        replica, sums = self._replicas[action.stage][action.replica], self.sums[action.stage][action.replica]
+        with self._context.backward(), replica.using(action.version):
             saved, gradients = self._restored(action, gradients)
+            trained = replica.leaves(self._trained[action.stage], action.version)
             of_inputs, self._rests[key] = backward_inputs(
-                saved,
-                gradients,
-                self._trained[action.stage],
-                self.sums[action.stage],
-                whole=self._hooked[action.stage],
+                saved, gradients, trained, sums, whole=self._hooked[action.stage]
             )
         self._tape[key] = saved
         self._hand_back(action, of_inputs, stream)
@@ -226,8 +247,28 @@ class Job:
         """Compute the gradients of a stage's weights on a microbatch, from what the gradients of its inputs left."""
         key = action.stage, action.microbatch
         with self._context.backward():
-            backward_weights(self._rests.pop(key), self.sums[action.stage])
+            backward_weights(self._rests.pop(key), self.sums[action.stage][action.replica])
         del self._tape[key]
+
+    def _reduce(self, action: Action, device: int, stream: Stream, arrived: dict[Action, Any]) -> None:
+        """Sum the gradients of a stage's replicas, on the device of the first one."""
+        replicas, sums = self._replicas[action.stage], self.sums[action.stage]
+        if action.replica:
+            self._send(action, sums[action.replica], stream)
+            sums[action.replica] = Sums()
+            return
+        parts = [sums[0]]
+        for replica in range(1, len(replicas)):
+            part: Sums = self._receive(action._replace(replica=replica), device, stream, arrived)
+            handed_over(list(part.totals.values()))
+            parts.append(replicas[replica].owned(part))
+        sums[0] = merged(parts)
+
+    def _step(self, action: Action, device: int, stream: Stream, arrived: dict[Action, Any]) -> None:
+        """Let the optimizer make a version of a stage's weights from the gradients there are."""
+        sums = self.sums[action.stage]
+        found, sums[action.replica] = sums[action.replica], Sums()
+        self._replicas[action.stage][action.replica].step(action, found)
 
     def _restored(self, action: Action, gradients: Sequence[Tensor | None]) -> tuple[Saved, Sequence[Tensor | None]]:
         """Return what a backward starts from, and with which gradients; a checkpointed stage runs forward again."""
@@ -235,13 +276,14 @@ class Job:
         if isinstance(saved, Saved):
             return saved, gradients
         if saved.head is not None:
-            gradients = backward(saved.head, gradients, (), self.sums[action.stage])
-        return saved.again(self._program.stages[action.stage], self._program.writes_inputs), gradients
+            gradients = backward(saved.head, gradients, (), self.sums[action.stage][action.replica])
+        replica = self._replicas[action.stage][action.replica]
+        return saved.again(replica.stage, self._program.writes_inputs), gradients
 
     def _gradients(self, action: Action, device: int, stream: Stream, arrived: dict[Action, Any]) -> Any:
         """Return the gradients of a stage's outputs."""
         if action.stage < self._last:
-            needed = self._receive(action._replace(op=BACKWARD), device, stream, arrived)
+            needed = self._receive(Action(action.stage, BACKWARD, action.microbatch), device, stream, arrived)
         else:
             assert self._seeds is not None, "a schedule with backwards needs seeds"
             needed = self._seeds(action.microbatch)
@@ -255,8 +297,8 @@ class Job:
             self.returned[action.microbatch] = of_inputs
 
     def _send(self, to: Action, values: Any, stream: Stream) -> None:
-        """Put a message into the inbox of the device that does action `to`."""
-        self._inboxes[self._schedule.homes[to.stage][0]].put((to, values, stream.mark()))
+        """Put a message into the inbox of the device that does action `to`, which is named without its replica."""
+        self._inboxes[self._schedule.device_of(to.stage, to.microbatch)].put((to, values, stream.mark()))
 
     def _receive(self, action: Action, device: int, stream: Stream, arrived: dict[Action, Any]) -> Any:
         """Return what was sent to `action`, keeping what arrives for later ones."""
@@ -274,9 +316,18 @@ class Job:
 
     def _where(self, action: Action, error: Exception) -> str:
         """Return stage, device, microbatch and node of a failure, for its message."""
-        stage = self._program.stages[action.stage]
+        stage = self._replicas[action.stage][action.replica].stage
         what = WORDS[action.op]
         nodes = self._program.plan.stages[stage.index].nodes
         node = failing_node(error, stage) or (f", one of nodes {nodes[0]!r} .. {nodes[-1]!r}" if nodes else "")
         place = f"stage {stage.index} of {self._last + 1} on {stage.device_name}"
-        return f"in {place}, {what} of microbatch {action.microbatch}{node}"
+        of = "" if action.op == REDUCE else f" of microbatch {action.microbatch}"
+        return f"in {place}, {what}{of}{node}"
+
+
+def _versions(program: Program, schedule: Schedule, stepper: Stepper) -> list[list[Replica]]:
+    """Return the stages of an asynchronous schedule, each with its versions of weights."""
+    return [
+        [Versions(replica.stage, program.machine.devices[d], schedule.actions[d], stepper)]
+        for (replica,), (d,) in zip(program.replicas, schedule.homes, strict=True)
+    ]

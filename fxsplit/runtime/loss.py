@@ -23,16 +23,25 @@ class BatchLoss:
     """Computes each microbatch's share of the loss, on the last stage's worker.
 
     A loss function that averages over rows (reduction "mean", or none stated) is weighted by the microbatch's share
-    of the rows; one with `reduction == "sum"` is summed. Either way the shares add up to the whole batch's loss.
+    of the rows; one with `reduction == "sum"` is summed. Either way the shares add up to the whole batch's loss. Where
+    the optimizer steps between microbatches, `ends` are the last ones before each step, and what goes into one step is
+    a batch of its own.
     """
 
-    def __init__(self, loss_fn: LossFn, targets: Sequence[Any], rows: Sequence[int]) -> None:
+    def __init__(self, loss_fn: LossFn, targets: Sequence[Any], rows: Sequence[int], ends: Sequence[int] = ()) -> None:
         reduction = reduction_of(loss_fn)
         if reduction not in ("mean", "batchmean", "sum"):
             raise InputError(f"loss_fn has reduction={reduction!r}: a step needs one number, use 'mean' or 'sum'")
         self._loss_fn = loss_fn
         self._targets = targets
-        self._weights = [r / sum(rows) if reduction != "sum" else 1.0 for r in rows]
+        self._weights = [1.0] * len(rows)
+        self._of_all = [1.0] * len(rows)  # what a share of its own step's batch is of the whole batch's loss
+        begin = 0
+        for end in [*(m + 1 for m in ends), len(rows)]:
+            own = sum(rows[begin:end])
+            for m in range(begin, end) if reduction != "sum" else ():
+                self._weights[m], self._of_all[m] = rows[m] / own, own / sum(rows)
+            begin = end
         self._shares: list[Tensor | None] = [None] * len(rows)
         self._one: Tensor | None = None
 
@@ -52,7 +61,7 @@ class BatchLoss:
                 "parameter frozen, or the output detached inside loss_fn?"
             )
         share = loss * self._weights[microbatch]
-        self._shares[microbatch] = share.detach()
+        self._shares[microbatch] = share.detach() * self._of_all[microbatch]
         return share
 
     def seed(self, microbatch: int) -> list[Tensor | None]:

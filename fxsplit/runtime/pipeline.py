@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from fxsplit.costs import Costs
 from fxsplit.errors import ClosedError, FxsplitError, InputError
@@ -20,6 +21,7 @@ from fxsplit.runtime.engine import Engine
 from fxsplit.runtime.loss import BatchLoss, LossFn
 from fxsplit.runtime.microbatches import default_microbatches, sizes, split_tree
 from fxsplit.runtime.program import HOOKS, Program
+from fxsplit.runtime.versions import Stepper
 from fxsplit.runtime.watch import Watch
 from fxsplit.schedule import Schedule, simulate
 from fxsplit.schedule.memory import memory
@@ -145,23 +147,36 @@ class Pipeline(nn.Module):
         program, tensors, rows = self._prepare(args, kwargs)
         return program.result(self._workers(program).forward(program, tensors, rows))
 
-    def step(self, *args: Any, target: Any = None, return_outputs: bool = False, **kwargs: Any) -> Any:
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        return_outputs: bool = False,
+        optimizer: Optimizer | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Run one training step in the pipeline's schedule; add gradients to `.grad`; return the loss, detached.
 
         `target` is a tensor, or tuple or dict of tensors, with one row for each row of the input. The loss is that of
         the whole batch: microbatches are weighted by their rows, or summed where `loss_fn.reduction` is "sum". With
         `return_outputs` the result is (loss, outputs), both detached. No `.grad` changes when a step fails.
+
+        Under PipeDream and PipeDream-2BW the batch is a stream, and `optimizer` steps as its microbatches come back:
+        after each of them, or after each n_devices of them, whose mean loss is then what that step minimises. It
+        starts by setting every `.grad` to None. One that fails has stepped as far as it came.
         """
-        program, loss, outputs, _ = self._step(args, kwargs, target, return_outputs, None)
+        program, loss, outputs, _ = self._step(args, kwargs, target, return_outputs, None, optimizer)
         return (loss.total(), program.result(outputs)) if return_outputs else loss.total()
 
-    def trace(self, *args: Any, target: Any = None, **kwargs: Any) -> tuple[Timeline, Timeline]:
+    def trace(
+        self, *args: Any, target: Any = None, optimizer: Optimizer | None = None, **kwargs: Any
+    ) -> tuple[Timeline, Timeline]:
         """Run one training step as `step` does; return what every device did when, and what the plan predicts.
 
         Both are timelines for `fxsplit.report`: `save_picture([predicted, measured], "step.svg")`, `save_trace` for
         Perfetto, `draw` for the terminal. The first steps are slower than later ones: trace one of those.
         """
-        program, _, _, watch = self._step(args, kwargs, target, False, Watch)
+        program, _, _, watch = self._step(args, kwargs, target, False, Watch, optimizer)
         assert watch is not None
         schedule = watch.schedule
         simulation = simulate(schedule, times_of(program.plan, schedule))
@@ -176,6 +191,7 @@ class Pipeline(nn.Module):
         target: Any,
         keep: bool,
         watching: Callable[[Schedule], Watch] | None,
+        optimizer: Optimizer | None,
     ) -> tuple[Program, BatchLoss, list[Any], Watch | None]:
         """Run one training step."""
         if self._loss_fn is None:
@@ -194,9 +210,11 @@ class Pipeline(nn.Module):
             raise InputError(
                 "an input of step() wants a gradient, which step() does not return: call pipe(x) and backward()"
             )
-        loss = BatchLoss(self._loss_fn, split_tree(target, rows, "target"), rows)
-        watch = None if watching is None else watching(program.schedule(len(rows)))
-        return program, loss, self._workers(program).step(program, tensors, rows, loss, keep, watch), watch
+        schedule = program.schedule(len(rows))
+        stepper = _stepper(schedule, optimizer)
+        loss = BatchLoss(self._loss_fn, split_tree(target, rows, "target"), rows, schedule.steps())
+        watch = None if watching is None else watching(schedule)
+        return program, loss, self._workers(program).step(program, tensors, rows, loss, keep, watch, stepper), watch
 
     def close(self) -> None:
         """End the worker threads; the pipeline cannot run afterwards. Also done with the last reference to it."""
@@ -276,3 +294,17 @@ class Pipeline(nn.Module):
         if program is None:
             raise InputError("nothing is compiled yet: call the pipeline once, or pass example_inputs= to compile()")
         return program
+
+
+def _stepper(schedule: Schedule, optimizer: Optimizer | None) -> Stepper | None:
+    """Return what steps between microbatches, for schedules that do; raises InputError where it is missing or odd."""
+    if schedule.synchronous:
+        if optimizer is not None:
+            raise InputError(f"{schedule.name} waits for the whole batch: call optimizer.step() after pipe.step(...)")
+        return None
+    if not isinstance(optimizer, Optimizer):
+        raise InputError(
+            f"{schedule.name} steps between microbatches: give the optimizer, pipe.step(x, target=y, optimizer=sgd)"
+        )
+    optimizer.zero_grad(set_to_none=True)
+    return Stepper(optimizer)

@@ -20,11 +20,14 @@ from fxsplit.ir import IR
 from fxsplit.machine import Machine
 from fxsplit.observe import storage_id
 from fxsplit.plans import Plan
-from fxsplit.runtime.batch_norm import Deferred
+from fxsplit.runtime.batch_norm import Noted
 from fxsplit.runtime.checkpoint import WHEN
+from fxsplit.runtime.replicas import Replica
 from fxsplit.schedule import Schedule, verify
 from fxsplit.schedule.catalogue import Scheduler
 from fxsplit.schedule.generate import all_then_all
+from fxsplit.schedule.of_plan import replicas_of, schedule_of
+from fxsplit.schedule.schedule import Homes
 from fxsplit.stages import Stages, weights
 
 _TORCHS = nn.Module().__dict__.keys() - {"training"}
@@ -59,7 +62,8 @@ class Program:
     def schedule(self, n_microbatches: int) -> Schedule:
         """Return the schedule of a training step for a number of microbatches, verified."""
         if n_microbatches not in self._schedules:
-            schedule = self.scheduler.schedule(n_microbatches, len(self.stages))
+            memory_bytes = [device.memory_bytes for device in self.machine.devices]
+            schedule = schedule_of(self.plan, self.scheduler, n_microbatches, memory_bytes)
             verify(schedule)
             self._schedules[n_microbatches] = schedule
         return self._schedules[n_microbatches]
@@ -71,10 +75,20 @@ class Program:
     def passes(self, n_microbatches: int) -> Schedule:
         """Return all forwards, then all backwards, for when something else comes between; any number will do."""
         if n_microbatches not in self._passes:
-            homes = self.scheduler.homes(len(self.stages))
-            made = Schedule("passes", n_microbatches, homes, all_then_all(homes, n_microbatches))
+            made = Schedule("passes", n_microbatches, self.homes, all_then_all(self.homes, n_microbatches))
             self._passes[n_microbatches] = made
         return self._passes[n_microbatches]
+
+    @cached_property
+    def homes(self) -> Homes:
+        """The devices of each stage."""
+        return replicas_of(self.plan) or self.scheduler.homes(len(self.stages))
+
+    @cached_property
+    def replicas(self) -> list[list[Replica]]:
+        """Each stage as each of its devices runs it."""
+        devices = self.machine.devices
+        return [[Replica(s, devices[d]) for d in home] for s, home in zip(self.stages.stages, self.homes, strict=True)]
 
     def result(self, outputs: Sequence[Any]) -> Any:
         """Return the last stage's outputs as the model returns them."""
@@ -91,9 +105,9 @@ class Program:
         return frozenset(storage_id(operator.attrgetter(path)(self.model)) for path in self.traced[Example].rewritten)
 
     @cached_property
-    def deferred(self) -> list[Deferred]:
-        """The batch norms whose running statistics count whole batches."""
-        return [m for s in self.stages.stages for m in s.module.children() if isinstance(m, Deferred)]
+    def noted(self) -> list[Noted]:
+        """The batch norms whose running statistics change at the end of a batch."""
+        return [m for s in self.stages.stages for m in s.module.children() if isinstance(m, Noted)]
 
     def hooked(self) -> list[bool]:
         """Whether modules that each stage calls have hooks, which may put others on activations."""

@@ -31,8 +31,10 @@ SCHEDULES: dict[str, Generator] = {
 MOST_ACTIONS = 1_000_000
 """A schedule is a list, and a longer one is a mistake."""
 
-RUNNABLE = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "ZB-H1", "ZBVZeroBubble")
-"""Those that the runtime executes."""
+RUNNABLE = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "ZB-H1", "ZBVZeroBubble", "Chimera")
+"""Those in which a step of the optimizer waits for the whole batch: their gradients are the unsplit model's."""
+ASYNCHRONOUS = ("PipeDream", "PipeDream-2BW")
+"""Those in which the optimizer steps between microbatches."""
 
 PEAKS: dict[str, Callable[[int, int], tuple[int, ...]]] = {
     "GPipe": lambda k, m: (m,) * k,

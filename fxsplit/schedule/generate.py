@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fxsplit.errors import ScheduleError
-from fxsplit.schedule.action import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action
+from fxsplit.schedule.action import BACKWARD, FORWARD, INPUT_GRADIENT, REDUCE, WEIGHT_GRADIENT, Action
 from fxsplit.schedule.greedy import Rows, list_schedule
 from fxsplit.schedule.placement import both_ways, line, loop, vee
 from fxsplit.schedule.schedule import Homes, Schedule
@@ -23,12 +25,17 @@ def looped_bfs(n_devices: int, n_microbatches: int, stages_per_device: int = 2) 
 
 
 def all_then_all(homes: Homes, n_microbatches: int) -> Rows:
-    """Return all forwards in order of stages, then all backwards in the reverse, wherever stages live."""
+    """Return all forwards in order of stages, then all backwards in the reverse, wherever stages live.
+
+    A stage's replicas take microbatches in turn.
+    """
     n_devices, stages = 1 + max(d for home in homes for d in home), range(len(homes))
     rows: list[list[Action]] = [[] for _ in range(n_devices)]
     for op, order in ((FORWARD, stages), (BACKWARD, stages[::-1])):
         for stage in order:
-            rows[homes[stage][0]] += [Action(stage, op, m) for m in range(n_microbatches)]
+            for m in range(n_microbatches):
+                replica = m % len(homes[stage])
+                rows[homes[stage][replica]].append(Action(stage, op, m, replica))
     return tuple(tuple(row) for row in rows)
 
 
@@ -131,13 +138,52 @@ def chimera(n_devices: int, n_microbatches: int, stages_per_device: int = 1) -> 
         n_microbatches,
         order=lambda a: (a.op == FORWARD, a.microbatch),
         most=lambda device: n_devices,
-        replica_of=lambda microbatch: microbatch % 2,
     )
-    reduced = tuple(
-        (*row, *(Action(stage, "REDUCE", replica=homes[stage].index(d)) for stage in sorted({d, n_devices - 1 - d})))
-        for d, row in enumerate(rows)
-    )
-    return Schedule("Chimera", n_microbatches, homes, reduced)
+    return Schedule("Chimera", n_microbatches, homes, _reduced(rows, homes))
+
+
+def replicated(name: str, homes: Homes, n_microbatches: int, most: Sequence[int]) -> Schedule:
+    """Return GPipe, 1F1B or ZB-H1 over stages of which some have several devices, their replicas.
+
+    Those take microbatches in turn, and sum their gradients at the end. `most[s]` is how many microbatches a replica of
+    stage s may hold at once; for 1F1B to keep every device busy that is `enough(homes)`.
+    """
+    if name not in REPLICABLE:
+        raise ScheduleError(
+            f"{name}: the plan gives a stage several devices, which run under {', '.join(REPLICABLE)}: choose one of "
+            "these, or plan with partition{model=forwarded}"
+        )
+    stage_on = {device: stage for stage, home in enumerate(homes) for device in home}
+    if name == "GPipe":
+        rows = all_then_all(homes, n_microbatches)
+    else:
+        rows = list_schedule(
+            homes,
+            n_microbatches,
+            order=lambda a: (a.op == WEIGHT_GRADIENT, a.op == FORWARD, a.microbatch),
+            most=lambda device: most[stage_on[device]],
+            split=name == "ZB-H1",
+        )
+    return Schedule(name, n_microbatches, homes, _reduced(rows, homes))
+
+
+REPLICABLE = ("GPipe", "1F1B", "ZB-H1")
+"""The schedules that stages with several devices can run under."""
+
+
+def enough(homes: Homes) -> list[int]:
+    """Return how many microbatches a replica of each stage holds in 1F1B: one for each device from there on, shared."""
+    counts = [len(home) for home in homes]
+    return [-(-sum(counts[s:]) // count) for s, count in enumerate(counts)]
+
+
+def _reduced(rows: Rows, homes: Homes) -> Rows:
+    """Return the rows with a sum of gradients at the end for each replica of a stage that has several."""
+    own: list[list[Action]] = [[] for _ in rows]
+    for stage, home in enumerate(homes):
+        for replica, device in enumerate(home):
+            own[device] += [Action(stage, REDUCE, replica=replica)] * (len(home) > 1)
+    return tuple((*row, *sums) for row, sums in zip(rows, own, strict=True))
 
 
 def _exactly(name: str, stages_per_device: int, count: int) -> None:

@@ -21,13 +21,12 @@ def list_schedule(
     order: Callable[[Action], Any],
     most: Callable[[int], float],
     split: bool = False,
-    replica_of: Callable[[int], int] = lambda microbatch: 0,
 ) -> Rows:
     """Return each device's actions: whenever it is free it takes the first, by `order`, of what it could start then.
 
     `most(device)` is how many microbatches of a stage a device may hold activations of at once; `split` tells I and W
-    apart; `replica_of(microbatch)` is the replica of every stage that works on it. Raises ScheduleError where nothing
-    can go on because devices hold too much.
+    apart. A stage's replicas take microbatches in turn, and what one does takes as many times as long as there are
+    of them. Raises ScheduleError where nothing can go on because devices hold too much.
     """
     n_devices, last = 1 + max(d for home in homes for d in home), len(homes) - 1
     rows: list[list[Action]] = [[] for _ in range(n_devices)]
@@ -36,7 +35,7 @@ def list_schedule(
     stale: set[int] = set()  # devices whose next action must be looked for again
 
     def action(stage: int, op: str, m: int) -> Action:
-        return Action(stage, op, m, replica_of(m))
+        return Action(stage, op, m, m % len(homes[stage]))
 
     def release(a: Action, now: float) -> None:
         device = homes[a.stage][a.replica]
@@ -63,7 +62,7 @@ def list_schedule(
         stale.add(device)
         del ready[device][a]
         rows[device].append(a)
-        free[device] = now = start + UNIT[a.op]
+        free[device] = now = start + UNIT[a.op] * len(homes[a.stage])
         held[device] += (a.op == FORWARD) - (a.op in RELEASES)
         left -= 1
         if a.op == FORWARD and a.stage < last:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from fxsplit.schedule.action import BACKWARD, FORWARD, INPUT_GRADIENT, RELEASES, STEP, TRANSFERS, Action
+from fxsplit.schedule.action import BACKWARD, COMPUTES, FORWARD, INPUT_GRADIENT, RELEASES, STEP, TRANSFERS, Action
 
 Homes = tuple[tuple[int, ...], ...]
 """The devices of each stage: one, or one for each replica."""
@@ -36,8 +36,10 @@ class Schedule:
 
     @cached_property
     def replica_of(self) -> dict[tuple[int, int], int]:
-        """Which replica of a stage forwards a microbatch, by (stage, microbatch)."""
-        return {(a.stage, a.microbatch): a.replica for row in self.actions for a in row if a.op == FORWARD}
+        """Which replica of a stage has a microbatch, by (stage, microbatch): the one that forwards it."""
+        actions = [a for row in self.actions for a in row if a.op in COMPUTES]
+        forwards = (a for a in actions if a.op == FORWARD)
+        return {(a.stage, a.microbatch): a.replica for a in (*actions, *forwards)}
 
     @cached_property
     def splits(self) -> frozenset[tuple[int, int]]:
@@ -48,6 +50,10 @@ class Schedule:
     def transfers(self) -> bool:
         """Whether transfers between devices are written out; if not they go without saying."""
         return any(a.op in TRANSFERS for row in self.actions for a in row)
+
+    def steps(self) -> tuple[int, ...]:
+        """Return the last microbatch before each step of the optimizer, which are the same in all stages."""
+        return tuple(sorted({a.microbatch for row in self.actions for a in row if a.op == STEP}))
 
     def device_of(self, stage: int, microbatch: int) -> int:
         """Return the device that works on a microbatch in a stage."""

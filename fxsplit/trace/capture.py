@@ -143,6 +143,8 @@ def _check(model: nn.Module, gm: fx.GraphModule, inputs: Inputs, tensors: Sequen
                 _compare(model, f"buffer {name!r}", value, buffer)
             changed = [t for name, t in both.named_buffers() if not torch.equal(t, before[name])]
             rewritten = _rewritten(model, mine, traced, changed)
+            memory = {storage_id(t) for t in changed}
+            updated = tuple(name for name, b in mine.named_buffers() if storage_id(b) in memory)
     plain = rebuild(expected, lambda leaf: leaf)
     (wanted, structure), (found, found_structure) = pytree.tree_flatten(plain), pytree.tree_flatten(got)
     if structure != found_structure:
@@ -164,7 +166,8 @@ def _check(model: nn.Module, gm: fx.GraphModule, inputs: Inputs, tensors: Sequen
             "tensors, tuples, lists or dicts of them, or register the type with torch.utils._pytree"
         )
     written = [t._version for t in copies] != versions
-    return {"written": written, "rewritten": rewritten, "returns": None if own == structure else own}
+    returns = None if own == structure else own
+    return {"written": written, "updated": updated, "rewritten": rewritten, "returns": returns}
 
 
 def _check_weights(model: nn.Module, weights: Mapping[str, tuple[Tensor, Tensor]]) -> None:
