@@ -12,17 +12,20 @@ if TYPE_CHECKING:  # each is imported when it is first used: planning from a pro
     from fxsplit.driver import DEFAULT as DEFAULT
     from fxsplit.driver import compile as compile
     from fxsplit.errors import FxsplitError as FxsplitError
+    from fxsplit.inputs import Replicate as Replicate
     from fxsplit.ir import IR as IR
     from fxsplit.ir import Fact as Fact
     from fxsplit.ir import Pass as Pass
     from fxsplit.machine import Device as Device
     from fxsplit.machine import Machine as Machine
+    from fxsplit.passes.leaf import leaf as leaf
     from fxsplit.planning import plan as plan
     from fxsplit.plans import Plan as Plan
     from fxsplit.profiling import profile as profile
     from fxsplit.runtime import Pipeline as Pipeline
     from fxsplit.spec import Chain as Chain
     from fxsplit.stages import Stages as Stages
+    from fxsplit.verification import verify as verify
     from fxsplit.workload import Pins as Pins
 
 __version__ = "0.1.0"
@@ -31,6 +34,9 @@ _HOME = {
     "compile": "driver",
     "plan": "planning",
     "profile": "profiling",
+    "verify": "verification",
+    "leaf": "passes.leaf",
+    "Replicate": "inputs",
     "Pipeline": "runtime",
     "Machine": "machine",
     "Device": "machine",

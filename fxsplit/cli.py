@@ -19,12 +19,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands.add_parser("demo", help="train ResNet-18 as a pipeline on real images, on two CPU devices")
     commands.add_parser("passes", help="list the passes, their options and the default chain")
     # What a command needs is loaded when it runs: torch takes seconds, and --help or a plan needs none of it.
-    from fxsplit.commands import explain, plan, simulate
+    from fxsplit.commands import explain, plan, simulate, verify
     from fxsplit.errors import FxsplitError, NoFit
 
     plan.add_plan_arguments(commands.add_parser("plan", help="the best plan of a profile for a machine"))
     plan.add_arguments(commands.add_parser("explain", help="why the best plan is as it is"))
     simulate.add_arguments(commands.add_parser("simulate", help="how long a schedule takes, and what it holds"))
+    verify.add_arguments(commands.add_parser("verify", help="prove that a model's pipeline is the model"))
     arguments = parser.parse_args(argv)
     run = {
         "demo": _demo,
@@ -32,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "plan": plan.main,
         "explain": explain.main,
         "simulate": simulate.main,
+        "verify": verify.main,
     }[arguments.command]
     try:
         return run(arguments)

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fxsplit import zoo
+from fxsplit.comparison import Differences, compare, pipeline_step, unsplit_step
 from fxsplit.driver import compile
 from fxsplit.errors import FxsplitError
 from fxsplit.machine import Machine
 from fxsplit.runtime import Pipeline
 from fxsplit.schedule import Times, generate, simulate
-from fxsplit.verify import Differences, compare, pipeline_step, unsplit_step
 
 GOAL = 0.95
 MAX_EPOCHS = 20

@@ -9,14 +9,17 @@ from torch import Tensor, fx, nn
 
 from fxsplit.observe import Observation, storage_id
 
+TIED = ("replicated", "together")
+"""What may be asked of parameters with several users."""
 
-def together(gm: fx.GraphModule, seen: Mapping[str, Observation]) -> list[tuple[str, ...]]:
+
+def together(gm: fx.GraphModule, seen: Mapping[str, Observation], tied: str = "replicated") -> list[tuple[str, ...]]:
     """Return sets of nodes that no cut may part, each in graph order.
 
-    Parted, they would need a parameter in two places, an in-place write into another stage's memory, or a container
-    on the wire:
+    Parted, they would need a buffer in two places, an in-place write into another stage's memory, or a container on the
+    wire:
 
-    - nodes that use one parameter or buffer; its get_attr goes with its first user
+    - nodes that use one buffer, or one parameter if those are `tied` together; its get_attr goes with its first user
     - nodes that read a buffer's memory, where any node writes to it: the next microbatch would overtake a reader in a
       later stage
     - a node that writes in place, and the one whose memory it writes to; where that is an input of the model, all that
@@ -26,8 +29,10 @@ def together(gm: fx.GraphModule, seen: Mapping[str, Observation]) -> list[tuple[
     nodes = {n.name: n for n in gm.graph.nodes if n.op not in ("placeholder", "output")}
     position = {name: i for i, name in enumerate(nodes)}
     classes: list[list[str]] = []
-    for users in _users_of_weights(gm).values():
-        classes.append(users)
+    parameters = {storage_id(p) for p in gm.parameters()} if tied == "replicated" else set()
+    for storage, users in _users_of_weights(gm).items():
+        if storage not in parameters:
+            classes.append(users)
     for name, node in nodes.items():
         followers = [u.name for u in node.users if u.name in nodes]
         if node.op == "get_attr" and followers:

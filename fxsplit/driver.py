@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from fxsplit.choice import AUTO, Candidate, counts, schedulers, step_ms
 from fxsplit.costs import Costs, KnownCosts
 from fxsplit.dependences import keeps_order, together, weights_of
 from fxsplit.errors import ChainError, InputError, PlanError
-from fxsplit.inputs import Example, Inputs, as_call
+from fxsplit.inputs import Chunks, Example, Inputs, as_call
 from fxsplit.ir import IR, Fact, Pass, pass_name
 from fxsplit.machine import Device, DeviceLike, Machine
 from fxsplit.manager import run
@@ -50,6 +50,7 @@ def compile(
     loss_fn: LossFn | None = None,
     checkpoint: str = "plan",
     deferred_batch_norm: bool = False,
+    chunks: Chunks | None = None,
     passes: str | Chain | Iterable[Pass] = DEFAULT,
     costs: Costs | str | os.PathLike[str] | None = None,
     dump: str | os.PathLike[str] | None = None,
@@ -69,6 +70,8 @@ def compile(
     checkpoint: when a stage keeps no activations and runs forward again before its backward: "never", "always",
         "except_last" (for all microbatches but the last), or "plan" (where partition{recompute=} says so).
     deferred_batch_norm: let running statistics change once a batch, by all of it, and not by each microbatch.
+    chunks: argument (or part of one) -> the dimension that holds its batch, or fxsplit.Replicate where all microbatches
+        share it. What is not stated is found: the first dimension where that is as long as the batch.
     passes: the chain, as a Chain, a list, or text such as "profile{repeats=3},augment,order,partition,emit".
     costs: a saved profile (or its path) to plan from in place of measuring.
     dump: a folder for the IR's text before the first and after every pass (also FXSPLIT_DUMP).
@@ -100,13 +103,30 @@ def compile(
         ways[0].schedule(stated)
     check_when(checkpoint)
     compiler = _Compiler(
-        model, machine, ways, stated, n_microbatches == AUTO, checkpoint, deferred_batch_norm, chain, known, dump
+        model,
+        machine,
+        ways,
+        stated,
+        n_microbatches == AUTO,
+        checkpoint,
+        deferred_batch_norm,
+        chunks,
+        chain,
+        known,
+        dump,
     )
     pipeline = Pipeline(model, compiler, stated, loss_fn)
     if example_inputs is not None:
         args, kwargs = as_call(example_inputs)
         pipeline.compile_for(*args, **kwargs)
     return pipeline
+
+
+def alike(pipe: Pipeline, model: nn.Module, loss_fn: LossFn | None) -> Pipeline:
+    """Return another model as a pipeline with the same options; it measures its own costs."""
+    compiler = pipe.build
+    assert isinstance(compiler, _Compiler)
+    return Pipeline(model, replace(compiler, model=model, costs=None, dump=None), compiler.n_microbatches, loss_fn)
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,6 +140,7 @@ class _Compiler:
     any_number: bool
     checkpoint: str
     deferred_batch_norm: bool
+    chunks: Chunks | None
     chain: Chain
     costs: Costs | None
     dump: str | os.PathLike[str] | None
@@ -129,14 +150,14 @@ class _Compiler:
 
         Where the two modes are different graphs, every parameter stays on the stage it has in the other one.
         """
-        inputs, tensors = Inputs.of(self.model, args, kwargs)
+        inputs, tensors = Inputs.of(self.model, args, kwargs, self.chunks)
         batch = inputs.rows(tensors)
         watchers = from_environment(self._folder(other), [pass_name(p) for p in self.chain])
         # The first call may come under no_grad or inference_mode; what is learnt then must hold for training too.
         with torch.inference_mode(False), torch.enable_grad(), progress_bar():
             chosen, known = self._chosen(args, kwargs, batch, other)
             count = chosen.n_microbatches
-            traced = capture(self.model, args, kwargs, sizes(batch, count)[0])
+            traced = self._captured(args, kwargs, sizes(batch, count)[0])
             if other is not None and _serves(other, traced):
                 return other
             costs = _KeepCosts()
@@ -170,6 +191,11 @@ class _Compiler:
         program.schedule(count)  # raises for a plan that the schedule cannot run
         note(program.stages, self._check_replicas(chosen, traced, final), self.deferred_batch_norm)
         return program
+
+    def _captured(self, args: Sequence[Any], kwargs: Mapping[str, Any], rows: int) -> IR:
+        """Return the graph of the model's present mode, for microbatches of so many rows."""
+        leaves = [step.path for step in self.chain if isinstance(step, standard.Leaf)]
+        return capture(self.model, args, kwargs, rows, self.chunks, leaves)
 
     def _check_replicas(self, way: Candidate, traced: IR, final: IR) -> list[bool]:
         """Return which stages have several devices; raises PlanError for one that cannot."""
@@ -206,7 +232,7 @@ class _Compiler:
         refused: PlanError | None = None
         found: list[tuple[float, Candidate, Costs | None]] = []
         for count in sorted({way.n_microbatches for way in ways}):
-            traced = capture(self.model, args, kwargs, sizes(batch, count)[0])
+            traced = self._captured(args, kwargs, sizes(batch, count)[0])
             known = self.costs
             for way in (way for way in ways if way.n_microbatches == count):
                 costs = _KeepCosts()
@@ -283,8 +309,15 @@ def _serves(other: Program, traced: IR) -> bool:
 
 
 def _pins(traced: IR, other: Program) -> Pins:
-    """Return pins that keep every parameter and buffer of the graph on the stage it has in the other mode."""
-    homes = {storage_id(w): stage.index for stage in other.stages.stages for w in weights(stage.module)}
-    pinned = {n.name: homes.get(storage_id(w)) for n in traced.gm.graph.nodes for w in weights_of(traced.gm, n)}
+    """Return pins that keep every parameter and buffer of the graph on the stage it has in the other mode.
+
+    What several stages share may be anywhere.
+    """
+    homes: dict[int, set[int]] = {}
+    for stage in other.stages.stages:
+        for weight in weights(stage.module):
+            homes.setdefault(storage_id(weight), set()).add(stage.index)
+    alone = {storage: next(iter(stages)) for storage, stages in homes.items() if len(stages) == 1}
+    pinned = {n.name: alone.get(storage_id(w)) for n in traced.gm.graph.nodes for w in weights_of(traced.gm, n)}
     found = {name: stage for name, stage in pinned.items() if stage is not None}
     return Pins(found, optional=frozenset(found))

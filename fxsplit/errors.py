@@ -17,6 +17,10 @@ class InputError(FxsplitError, ValueError):
 class TraceError(FxsplitError):
     """The model cannot be captured as a graph; names the user's file, line and submodule."""
 
+    def __init__(self, message: str, submodule: str | None = None) -> None:
+        super().__init__(message)
+        self.submodule = submodule
+
 
 class ChainError(FxsplitError, ValueError):
     """A chain of passes is malformed: an unknown pass, option or text."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +15,44 @@ from fxsplit.errors import InputError
 from fxsplit.ir import IR
 
 
+class Replicate:
+    """Stands for a dimension in `chunks=`: every microbatch gets the whole tensor."""
+
+
+Chunks = Mapping[str, "int | type[Replicate]"]
+"""By argument, or part of one: the dimension that is cut into microbatches, or Replicate."""
+
+
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor argument: its name (the path to it), dtype, device and number of dimensions."""
+    """One tensor argument: its name (the path to it), dtype, device and shape; `batch_dim` None: rows share it."""
 
     name: str
     dtype: torch.dtype
     device: torch.device
-    ndim: int
+    shape: tuple[int, ...]
+    batch_dim: int | None
+
+    @property
+    def ndim(self) -> int:
+        """How many dimensions it has."""
+        return len(self.shape)
+
+    def rows_of(self, tensor: Tensor) -> int:
+        """Return how many rows a tensor in this place has."""
+        assert self.batch_dim is not None
+        return int(tensor.shape[self.batch_dim])
+
+    def narrow(self, tensor: Tensor, rows: int) -> Tensor:
+        """Return the first rows of a tensor in this place."""
+        return tensor if self.batch_dim is None else tensor.narrow(self.batch_dim, 0, rows)
+
+
+class Call(NamedTuple):
+    """What forward() is called with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -34,19 +64,22 @@ class Inputs:
     leaves: tuple[Any, ...]
 
     @classmethod
-    def of(cls, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Inputs, list[Tensor]]:
-        """Return the structure of `model(*args, **kwargs)` and its tensors; each is batched on dimension 0.
+    def of(
+        cls, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], chunks: Chunks | None = None
+    ) -> tuple[Inputs, list[Tensor]]:
+        """Return the structure of `model(*args, **kwargs)` and its tensors, with the dimension each is batched on.
 
-        Raises InputError when the arguments do not fit forward(), when no tensor is among them, or when the tensors
-        do not share their first dimension.
+        `chunks` states it by argument. Raises InputError when the arguments do not fit forward(), when no tensor is
+        among them, or when it is not clear where the batch is.
         """
         signature = inspect.signature(model.forward)
         names, values, structure = _flatten(signature, args, kwargs)
+        tensors = [v for v in values if isinstance(v, Tensor)]
+        found = batch_dims({n: v for n, v in zip(names, values, strict=True) if isinstance(v, Tensor)}, chunks or {})
         leaves = [
-            TensorSpec(name, v.dtype, v.device, v.ndim) if isinstance(v, Tensor) else v
+            TensorSpec(name, v.dtype, v.device, tuple(v.shape), found[name]) if isinstance(v, Tensor) else v
             for name, v in zip(names, values, strict=True)
         ]
-        tensors = [v for v in values if isinstance(v, Tensor)]
         inputs = cls(signature, structure, tuple(leaves))
         inputs.rows(tensors)
         return inputs, tensors
@@ -56,11 +89,29 @@ class Inputs:
         """The tensor arguments, in the order of `bind`."""
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorSpec))
 
-    def call(self, tensors: Sequence[Any]) -> inspect.BoundArguments:
-        """Return the arguments of the call with `tensors` in the tensors' places."""
+    def call(self, tensors: Sequence[Any]) -> Call:
+        """Return the arguments of the call with `tensors` in the tensors' places; what is the default is left out.
+
+        By name where that can be: decorators around forward() may look for an argument among those.
+        """
         given = iter(tensors)
         leaves = [next(given) if isinstance(leaf, TensorSpec) else leaf for leaf in self.leaves]
-        return inspect.BoundArguments(self.signature, pytree.tree_unflatten(leaves, self.structure))
+        values = pytree.tree_unflatten(leaves, self.structure)
+        parameters = self.signature.parameters.values()
+        more = any(values.get(p.name) for p in parameters if p.kind is p.VAR_POSITIONAL)
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        for p in (p for p in parameters if p.name in values):
+            value = values[p.name]
+            if p.kind is p.VAR_POSITIONAL:
+                args += value
+            elif p.kind is p.VAR_KEYWORD:
+                kwargs |= value
+            elif p.kind is p.POSITIONAL_ONLY or (more and p.kind is p.POSITIONAL_OR_KEYWORD):
+                args.append(value)
+            elif value is not p.default:
+                kwargs[p.name] = value
+        return Call(tuple(args), kwargs)
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype | None) -> list[Tensor]:
         """Return the tensors of a later call.
@@ -88,25 +139,35 @@ class Inputs:
         return tensors
 
     def rows(self, tensors: Sequence[Tensor]) -> int:
-        """Return the batch size: the first dimension, which every tensor argument must share."""
-        if not tensors:
+        """Return the batch size, which all tensor arguments share that are cut into microbatches."""
+        batched = [(s, t) for s, t in zip(self.specs, tensors, strict=True) if s.batch_dim is not None]
+        if not batched:
             raise InputError(
-                f"the model is called without any tensor ({_describe(self.leaves)}): a pipeline needs a batch to cut "
-                "into microbatches; torch.from_numpy and torch.tensor make one"
+                f"the model is called without any tensor to cut ({_describe(self.leaves)}): a pipeline needs a batch; "
+                "torch.from_numpy and torch.tensor make one"
             )
-        first = self.specs[0]
-        if tensors[0].ndim == 0 or tensors[0].shape[0] == 0:
+        (first, given), *_ = batched
+        rows = first.rows_of(given)
+        if rows == 0:
             raise InputError(
-                f"argument {first.name!r} has shape {tuple(tensors[0].shape)}: give a batch of at least one row"
+                f"argument {first.name!r} has shape {tuple(given.shape)}: give a batch of at least one row"
             )
-        for spec, tensor in zip(self.specs, tensors, strict=True):
-            if tensor.ndim == 0 or tensor.shape[0] != tensors[0].shape[0]:
+        for spec, tensor in batched:
+            if spec.rows_of(tensor) != rows:
                 raise InputError(
-                    f"argument {spec.name!r} has shape {tuple(tensor.shape)} and {first.name!r} has shape "
-                    f"{tuple(tensors[0].shape)}: every tensor argument needs the batch as its first dimension; "
-                    "expand what all rows share, or register it as a buffer of the model"
+                    f"argument {spec.name!r} has shape {tuple(tensor.shape)}, with the batch in dimension "
+                    f"{spec.batch_dim}, and {first.name!r} has shape {tuple(given.shape)}: give both as many rows"
                 )
-        return int(tensors[0].shape[0])
+        return rows
+
+    def doubled(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return each tensor with every row twice."""
+        pairs = zip(self.specs, tensors, strict=True)
+        return [t if s.batch_dim is None else torch.cat([t, t], s.batch_dim) for s, t in pairs]
+
+    def narrow(self, tensors: Sequence[Tensor], rows: int) -> list[Tensor]:
+        """Return the first rows of each tensor."""
+        return [spec.narrow(t, rows) for spec, t in zip(self.specs, tensors, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -115,7 +176,9 @@ class Example:
 
     `written`: the graph writes to its inputs in place. `updated`: the buffers that each call writes, `rewritten` those
     of them that the graph fetches. `returns`: the model's own containers (an OrderedDict, for example), where the graph
-    returns plain ones.
+    returns plain ones. `joined`: for each output the dimension that microbatches are joined on, or None for a number,
+    of which they are averaged by rows. `fixed`: the graph, made by `front_end`, is for these shapes alone, but for rows
+    between the two numbers of `bounds`.
     """
 
     inputs: Inputs
@@ -124,6 +187,10 @@ class Example:
     updated: tuple[str, ...] = ()
     rewritten: tuple[str, ...] = ()
     returns: pytree.TreeSpec | None = None
+    joined: tuple[int | None, ...] = ()
+    front_end: str = "symbolic_trace"
+    fixed: bool = False
+    bounds: tuple[int, int | None] = (1, None)
 
     made_by: ClassVar[str] = "trace"
     given: ClassVar[bool] = True
@@ -131,7 +198,26 @@ class Example:
     @property
     def rows(self) -> int:
         """The microbatch size."""
-        return int(self.tensors[0].shape[0])
+        return self.inputs.rows(self.tensors)
+
+    def check_shapes(self, tensors: Sequence[Tensor], rows: Sequence[int]) -> None:
+        """Raise InputError unless the graph is right for tensors of these shapes, in microbatches of these rows."""
+        least, most = self.bounds
+        odd = next((r for r in rows if r < least or (most is not None and r > most)), None)
+        if odd is not None:
+            raise InputError(
+                f"a microbatch has {odd} rows, and forward() takes another branch there than in the graph, which is "
+                f"for {least} to {'any number of' if most is None else most} rows: choose n_microbatches accordingly"
+            )
+        for spec, tensor in zip(self.inputs.specs, tensors, strict=True) if self.fixed else ():
+            if [n for d, n in enumerate(tensor.shape) if d != spec.batch_dim] != [
+                n for d, n in enumerate(spec.shape) if d != spec.batch_dim
+            ]:
+                raise InputError(
+                    f"argument {spec.name!r} has shape {tuple(tensor.shape)}, and the graph that torch.export made is "
+                    f"for {spec.shape}, with any number of rows in dimension {spec.batch_dim}: pad to that shape, or "
+                    "compile another pipeline for the other"
+                )
 
     def verify(self, ir: IR) -> None:
         """Hold for any graph: the placeholders are checked when the graph runs."""
@@ -207,3 +293,50 @@ def as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         f"example_inputs is a {type(example_inputs).__name__}: give a tensor, a tuple of arguments or a dict of "
         "keyword arguments, one whole batch"
     )
+
+
+def batch_dims(tensors: Mapping[str, Tensor], chunks: Chunks) -> dict[str, int | None]:
+    """Return, for each tensor, the dimension that holds the batch; None where every microbatch gets all of it.
+
+    What is not stated is found: the rows are those of the first tensor. A tensor with as many in its first dimension is
+    cut there, one that has them nowhere is replicated, and one that has them elsewhere must be stated.
+    """
+    stated = {name: _stated(name, chunks) for name in tensors}
+    for key in chunks:
+        if not any(name == key or name.startswith(f"{key}_") for name in tensors):
+            raise InputError(f"chunks={{{key!r}: ...}} names no tensor argument: there are {', '.join(tensors)}")
+    for name, dim in stated.items():
+        if isinstance(dim, int) and not 0 <= dim < tensors[name].ndim:
+            raise InputError(f"chunks={{{name!r}: {dim}}}: it has shape {tuple(tensors[name].shape)}")
+    known = [(n, d) for n, d in stated.items() if isinstance(d, int)]
+    known += [(n, 0) for n, t in tensors.items() if stated[n] is None and t.ndim]
+    if not known:
+        return dict.fromkeys(tensors)
+    first, dim = known[0]
+    rows = tensors[first].shape[dim]
+    found: dict[str, int | None] = {}
+    for name, tensor in tensors.items():
+        if stated[name] is not None:
+            found[name] = stated[name] if isinstance(stated[name], int) else None  # type: ignore[assignment]
+        elif tensor.ndim and tensor.shape[0] == rows:
+            found[name] = 0
+        elif rows in tensor.shape and rows > 1:
+            raise InputError(
+                f"argument {name!r} has shape {tuple(tensor.shape)} and {first!r} has {rows} rows: state whether its "
+                f"batch is in dimension {list(tensor.shape).index(rows)}, chunks={{{name!r}: "
+                f"{list(tensor.shape).index(rows)}}}, or shared by all, chunks={{{name!r}: fxsplit.Replicate}}"
+            )
+        else:
+            found[name] = None
+    return found
+
+
+def _stated(name: str, chunks: Chunks) -> int | type[Replicate] | None:
+    """Return what `chunks` says of a tensor, by its name or that of the argument that it is in."""
+    keys = [key for key in chunks if name == key or name.startswith(f"{key}_")]
+    if not keys:
+        return None
+    rule = chunks[max(keys, key=len)]
+    if rule is not Replicate and type(rule) is not int:
+        raise InputError(f"chunks={{{name!r}: {rule!r}}}: give the number of a dimension, or fxsplit.Replicate")
+    return rule

@@ -59,15 +59,15 @@ class Stages:
         return rebuild(self.result, lambda leaf: outputs[leaf.position] if isinstance(leaf, Ref) else leaf)
 
     def verify(self, ir: IR) -> None:
-        """Raise BrokenFact unless each stage takes what the one before gives and no weight lives in two stages."""
+        """Raise BrokenFact unless each stage takes what the one before gives and no buffer lives in two stages."""
         owner: dict[int, int] = {}
         for i, stage in enumerate(self.stages):
             stage.module.graph.lint()
             if i > 0 and stage.inputs != self.stages[i - 1].outputs:
                 raise BrokenFact(f"stage {i} takes {stage.inputs} and stage {i - 1} gives {self.stages[i - 1].outputs}")
-            for weight in weights(stage.module):
-                if owner.setdefault(id(weight), i) != i:
-                    raise BrokenFact(f"stages {owner[id(weight)]} and {i} share a parameter or buffer")
+            for buffer in stage.module.buffers():
+                if owner.setdefault(id(buffer), i) != i:
+                    raise BrokenFact(f"stages {owner[id(buffer)]} and {i} share a buffer")
 
     def __str__(self) -> str:
         """Every stage's inputs, outputs and code."""

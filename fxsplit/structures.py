@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 """Where frames of a traceback are not the user's: torch and fxsplit."""
@@ -15,7 +17,8 @@ LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 def rebuild(value: Any, leaf: Callable[[Any], Any]) -> Any:
     """Return `value` in plain tuples, lists, dicts and named tuples, with `leaf` applied to everything else.
 
-    torch.fx keeps a graph's outputs in immutable containers; a model returns plain ones.
+    torch.fx keeps a graph's outputs in immutable containers; a model returns plain ones. Other dataclasses, and what
+    derives from dict, become dicts.
     """
     if isinstance(value, tuple):
         parts = [rebuild(v, leaf) for v in value]
@@ -24,4 +27,42 @@ def rebuild(value: Any, leaf: Callable[[Any], Any]) -> Any:
         return [rebuild(v, leaf) for v in value]
     if isinstance(value, dict):
         return {k: rebuild(v, leaf) for k, v in value.items()}
+    if is_dataclass(value) and not isinstance(value, type) and type(value) in pytree.SUPPORTED_NODES:
+        return {f.name: rebuild(getattr(value, f.name), leaf) for f in fields(value) if f.init}
     return leaf(value)
+
+
+def plain(value: Any) -> Any:
+    """Return what a model returns in plain containers, without what no pipeline can hand on (see `settled`)."""
+    return rebuild(settled(value)[0], lambda leaf: leaf)
+
+
+def settled(value: Any) -> tuple[Any, list[str]]:
+    """Return what a model returns without the fields that hold other than tensors and constants, and those fields.
+
+    A language model returns a cache of keys and values unless it is told not to. Dataclasses become known to torch's
+    pytrees.
+    """
+    _learn(value)
+    if isinstance(value, dict):
+        unknown = [name for name, held in value.items() if not _is_known(held)]
+        kept = {name: held for name, held in value.items() if name not in unknown}
+        made: Any = value
+        if unknown:
+            made = type(value)(**kept) if is_dataclass(value) else type(value)(kept)
+        return made, unknown
+    return value, []
+
+
+def _learn(value: Any) -> None:
+    """Let torch's pytrees know the dataclasses in `value`."""
+    if is_dataclass(value) and not isinstance(value, type) and type(value) not in pytree.SUPPORTED_NODES:
+        pytree.register_dataclass(type(value))
+    for child in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
+        _learn(child)
+
+
+def _is_known(value: Any) -> bool:
+    """Return whether all leaves are tensors, or constants that may be compared."""
+    constants = (torch.Tensor, bool, int, float, complex, str, type(None))
+    return all(isinstance(leaf, constants) for leaf in pytree.tree_leaves(value))

@@ -2,14 +2,15 @@
 
 from fxsplit.passes.augment import Augment
 from fxsplit.passes.emit import Emit
+from fxsplit.passes.leaf import Leaf
 from fxsplit.passes.order import Order
 from fxsplit.passes.partition import Partition
 from fxsplit.passes.profile import Profile
 
-PASSES = {p.name: p for p in (Profile, Augment, Order, Partition, Emit)}
+PASSES = {p.name: p for p in (Leaf, Profile, Augment, Order, Partition, Emit)}
 """Every pass that comes with fxsplit, by its name in chains."""
 
 DEFAULT = (Profile(), Augment(), Order(), Partition(), Emit())
 """The chain that compile() runs unless told otherwise."""
 
-__all__ = ["DEFAULT", "PASSES", "Augment", "Emit", "Order", "Partition", "Profile"]
+__all__ = ["DEFAULT", "PASSES", "Augment", "Emit", "Leaf", "Order", "Partition", "Profile"]

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from fxsplit.costs import Costs, InputCost, KnownCosts, NodeCost
-from fxsplit.dependences import keeps_order, together, weights_of
+from fxsplit.dependences import TIED, keeps_order, together, weights_of
 from fxsplit.errors import ChainError, ProfileError
 from fxsplit.inputs import Example
 from fxsplit.ir import IR
@@ -27,10 +27,12 @@ class Profile:
     """Measure the graph on the kind of device it will run on, with the threads each device will have.
 
     Of the operators with the same signature one is measured, as the median of `repeats` steps after a warm-up.
-    Neither buffers nor random generators nor gradients are left changed.
+    Neither buffers nor random generators nor gradients are left changed. A parameter with several users may be in
+    several stages, which share it or have copies and sum its gradients, unless those are `tied` together.
     """
 
     repeats: int = 5
+    tied: str = "replicated"
 
     name: ClassVar[str] = "profile"
 
@@ -39,6 +41,8 @@ class Profile:
             raise ChainError(
                 f"profile{{repeats={self.repeats}}}: measure at least once, for example profile{{repeats=5}}"
             )
+        if self.tied not in TIED:
+            raise ChainError(f"profile{{tied={self.tied}}}: give one of {', '.join(TIED)}")
 
     def __call__(self, ir: IR) -> IR:
         """Learn Costs; uses what KnownCosts has of them, and raises ProfileError when those are another model's."""
@@ -66,7 +70,7 @@ class Profile:
         if first:
             measured = self._measure(ir.gm, seen, set(first.values()), example, machine)
             times |= {key: measured[name] for key, name in first.items()}
-        return ir.learn(_costs(ir.gm, seen, signatures, times, example, machine))
+        return ir.learn(_costs(ir.gm, seen, signatures, times, example, machine, self.tied))
 
     def _measure(
         self, gm: fx.GraphModule, seen: dict[str, Observation], timed: set[str], example: Example, machine: Machine
@@ -90,6 +94,7 @@ def _costs(
     times: Mapping[str, tuple[float, float]],
     example: Example,
     machine: Machine,
+    tied: str,
 ) -> Costs:
     """Return what was observed and measured as Costs."""
     nodes, inputs = [], []
@@ -106,7 +111,7 @@ def _costs(
         nodes=tuple(nodes),
         inputs=tuple(inputs),
         outputs=outputs,
-        together=tuple(together(gm, seen)),
+        together=tuple(together(gm, seen, tied)),
         ordered=tuple(keeps_order(gm, seen)),
         rows=example.rows,
         device_kind=machine.torch_devices()[0].type,

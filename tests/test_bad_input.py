@@ -165,8 +165,6 @@ class Sums(nn.Module):
 
 
 def test_models_that_cannot_be_captured() -> None:
-    with refused(TraceError, r"Branches in submodule 'inner.1' at .*test_bad_input.py:\d+, 'if x.sum\(\) > 0:'"):
-        fxsplit.compile(Branches(), 2, example_inputs=x())
     with refused(TraceError, "the graph of Random computes output 0 differently from the model"):
         fxsplit.compile(Random(), 2, example_inputs=x())
     with refused(InputError, r"output 0 of Sums has shape \(3,\) for 4 rows"):
@@ -190,8 +188,8 @@ def test_inputs_without_a_common_batch() -> None:
             result: Tensor = self.a(x) * mask
             return result
 
-    with refused(InputError, r"argument 'mask' has shape \(3,\) and 'x' has shape \(8, 8\)"):
-        fxsplit.compile(Two(), 2, example_inputs=(x(), torch.ones(3)))
+    with refused(InputError, r"argument 'mask' has shape \(1, 8\) and 'x' has 8 rows: state whether"):
+        fxsplit.compile(Two(), 2, example_inputs=(x(), torch.ones(1, 8)))
     with refused(InputError, "without any tensor"):
         fxsplit.compile(Two(), 2, example_inputs=(1, 2))
 

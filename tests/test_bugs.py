@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxsplit
+from fxsplit.comparison import compare, pipeline_step, unsplit_step
 from fxsplit.errors import BrokenFact, FxsplitError, InputError, PlanError, TraceError
-from fxsplit.verify import compare, pipeline_step, unsplit_step
+from fxsplit.inputs import Example
 from tests.models import FAST, Mlp, Residual
 
 mse = F.mse_loss
@@ -81,15 +82,23 @@ class Modes(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with self.mode():
             x = self.a(x)
-        result: Tensor = self.b(x)
+        result: Tensor = self.b(x.float())
         return result
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, partial(torch.autocast, "cpu", torch.bfloat16)])
-def test_modes_inside_forward_are_refused(mode: Any) -> None:
-    """A graph does not record them: it would train what the model freezes, or compute in another type."""
-    with pytest.raises(TraceError, match="changes grad mode or autocast for a part of the model"):
-        fxsplit.compile(Modes(mode), 2, example_inputs=vectors())
+def test_modes_inside_forward_are_kept(mode: Any) -> None:
+    """A symbolic trace does not record them: it would train what the model freezes, or compute in another type."""
+    model, x = Modes(mode), vectors().float()
+    unsplit = copy.deepcopy(model)
+    with fxsplit.compile(model, 2, example_inputs=x, n_microbatches=1, passes=FAST) as pipe:
+        assert pipe.traced[Example].front_end == "export"
+        assert torch.equal(pipe(x), unsplit(x))
+        pipe(x).sum().backward()
+    unsplit(x).sum().backward()
+    for a, b in zip(model.parameters(), unsplit.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None)
+        assert a.grad is None or torch.allclose(a.grad, b.grad, rtol=1e-5)  # type: ignore[arg-type]
 
 
 class Assigns(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxsplit
-from fxsplit.verify import compare, pipeline_step, relative_difference, unsplit_step
+from fxsplit.comparison import compare, pipeline_step, relative_difference, unsplit_step
 from tests.models import FAST, Buffers, Chunked, LateReader, ManyInputs, Mlp, ModeDependent, Residual, Tied
 
 TIGHT = 1e-10

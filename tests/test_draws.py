@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxsplit
-from fxsplit.verify import compare, pipeline_step
+from fxsplit.comparison import compare, pipeline_step
 from tests.models import FAST
 
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxsplit
+from fxsplit.comparison import compare, pipeline_step, unsplit_step
 from fxsplit.passes import Profile
 from fxsplit.trace import capture
-from fxsplit.verify import compare, pipeline_step, unsplit_step
 from tests.models import FAST
 
 mse = F.mse_loss
@@ -354,7 +354,6 @@ class Remembers(nn.Module):
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("made", "writes in place to '_tensor_constant0', a constant of the graph"),
         ("plain", "writes in place to 'plain', a constant"),
         ("parameter", "forward.. of Remembers writes to parameter 'a.weight'"),
     ],

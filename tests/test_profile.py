@@ -59,7 +59,7 @@ def test_equal_operators_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_what_stays_together_and_what_keeps_its_order() -> None:
     tied = costs_of(Tied(), torch.randn(8, 8))
-    assert tied.together == (("first", "last", "first_weight"), ("first_weight", "linear"))
+    assert tied.together == (("first_weight", "linear"),)
     chunked = costs_of(Chunked(), torch.randn(8, 8))
     assert chunked.together == (("chunk", "getitem", "getitem_1", "getitem_2"),)
     late = costs_of(LateReader(), torch.randn(8, 8))

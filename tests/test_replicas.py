@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxsplit
+from fxsplit.comparison import compare, pipeline_step, unsplit_step
 from fxsplit.errors import InputError, PlanError, ScheduleError
 from fxsplit.plans import CostModel, price
 from fxsplit.runtime import replicas
 from fxsplit.schedule import Times, simulate, verify
 from fxsplit.schedule.generate import REPLICABLE, enough, replicated
-from fxsplit.verify import compare, pipeline_step, unsplit_step
 from fxsplit.workload import Workload
 from tests.models import FAST, Mlp, Residual
 

@@ -205,7 +205,7 @@ def test_ctrl_c_stops_within_two_seconds_and_the_pipeline_is_usable_again() -> N
 def test_repeated_gpu_equals_unsplit() -> None:
     import copy
 
-    from fxsplit.verify import compare, pipeline_step, unsplit_step
+    from fxsplit.comparison import compare, pipeline_step, unsplit_step
     from tests.models import Residual
 
     model = Residual().double().cuda()

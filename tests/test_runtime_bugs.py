@@ -15,13 +15,13 @@ from torch.nn import functional as F
 
 import fxsplit
 from fxsplit import cli
+from fxsplit.comparison import compare, pipeline_step, unsplit_step
 from fxsplit.errors import ScheduleError
 from fxsplit.runtime.execute import Saved, backward
 from fxsplit.runtime.gradients import Sums
 from fxsplit.runtime.halves import backward_inputs, backward_weights
 from fxsplit.schedule.action import Action
 from fxsplit.schedule.torch_csv import read_csv
-from fxsplit.verify import compare, pipeline_step, unsplit_step
 from tests.models import FAST
 
 HALVED = ["ZB-H1", "ZBVZeroBubble"]

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 
 import fxsplit
 from fxsplit import zoo
+from fxsplit.comparison import Outcome, compare, pipeline_step, unsplit_step
 from fxsplit.schedule import RUNNABLE
-from fxsplit.verify import Outcome, compare, pipeline_step, unsplit_step
 
 TOLERANCE = 1e-10
 CHAIN = "profile{repeats=1},augment,order,partition,emit"

@@ -19,7 +19,7 @@ from fxsplit.runtime.execute import Packet
 from fxsplit.runtime.gradients import accumulate
 from fxsplit.runtime.job import Job, Tape
 from fxsplit.runtime.loss import BatchLoss
-from fxsplit.runtime.microbatches import join, split
+from fxsplit.runtime.microbatches import join, split, spread
 from fxsplit.runtime.program import Program
 from fxsplit.runtime.replay import Backward, Replay
 from fxsplit.runtime.streams import handed_over
@@ -56,12 +56,12 @@ class Engine:
         )
         with self._alone(), whole_batch(program.noted):
             self._workers.run(job)
-        outputs, wanted = _joined(job, rows)
+        outputs, wanted = _joined(job, rows, program.joined)
         if not any(wanted):
             return outputs
         inputs = [t for t in tensors if t.requires_grad]
         trained = program.trained()
-        leaves = [leaf for part in trained for leaf in part]
+        leaves = list(dict.fromkeys(leaf for part in trained for leaf in part))  # stages may share one
         backward = self._backward(program, trained, tape, rows, tensors)
         joined: tuple[Tensor, ...] = Replay.apply(backward, outputs, wanted, *inputs, *leaves)  # type: ignore[no-untyped-call]
         return list(joined)
@@ -96,7 +96,7 @@ class Engine:
             sums = job.total()
             handed_over(list(sums.totals.values()))
             accumulate(sums)
-        return _joined(job, rows)[0] if keep else []
+        return _joined(job, rows, program.joined)[0] if keep else []
 
     def _backward(
         self,
@@ -114,7 +114,10 @@ class Engine:
                     "this pipeline's outputs have been backwarded already and their activations are freed: call the "
                     "pipeline again, or add the losses and call backward() once (retain_graph is not supported)"
                 )
-            columns = [[None] * len(rows) if g is None else split(g, rows) for g in gradients]
+            columns = [
+                [None] * len(rows) if g is None else spread(g, rows, dim)
+                for g, dim in zip(gradients, program.joined, strict=True)
+            ]
             job = Job(
                 program,
                 program.passes(len(rows)).only(BACKWARD),
@@ -129,12 +132,12 @@ class Engine:
             finally:
                 tape.clear()
             of_inputs = [
-                _join_gradients([g[i] for g in job.returned], split(t, rows))
-                for i, t in enumerate(tensors)
+                _join_gradients([g[i] for g in job.returned], split(t, rows, spec.batch_dim), spec.batch_dim)
+                for i, (t, spec) in enumerate(zip(tensors, program.inputs.specs, strict=True))
                 if t.requires_grad
             ]
             sums = job.total()
-            of_leaves = [sums.totals.get(leaf) for part in trained for leaf in part]
+            of_leaves = [sums.totals.get(leaf) for leaf in dict.fromkeys(leaf for part in trained for leaf in part)]
             handed_over(of_leaves)
             return [*of_inputs, *of_leaves]
 
@@ -143,7 +146,7 @@ class Engine:
 
 def _packets(program: Program, tensors: Sequence[Tensor], rows: Sequence[int]) -> list[Packet]:
     """Return what the first stage gets for each microbatch: views, or copies where the graph writes to its inputs."""
-    columns = [split(t.detach(), rows) for t in tensors]
+    columns = [split(t.detach(), rows, s.batch_dim) for t, s in zip(tensors, program.inputs.specs, strict=True)]
     if program.writes_inputs:  # a piece of one tensor would take a write to another for a write to itself
         copies = {id(t): tuple(piece.clone() for piece in column) for t, column in zip(tensors, columns, strict=True)}
         columns = [copies[id(t)] for t in tensors]  # an input given twice stays one
@@ -151,26 +154,26 @@ def _packets(program: Program, tensors: Sequence[Tensor], rows: Sequence[int]) -
     return [Packet(tuple(c[m] for c in columns), wanted) for m in range(len(rows))]
 
 
-def _joined(job: Job, rows: Sequence[int]) -> tuple[list[Any], list[bool]]:
+def _joined(job: Job, rows: Sequence[int], dims: Sequence[int | None]) -> tuple[list[Any], list[bool]]:
     """Return a job's outputs over all microbatches, and which of them want a gradient."""
     packets = [p for p in job.outputs if p is not None]
     outputs = []
-    for i, column in enumerate(zip(*(p.values for p in packets), strict=True)):
+    for i, (column, dim) in enumerate(zip(zip(*(p.values for p in packets), strict=True), dims, strict=True)):
         for m, (piece, count) in enumerate(zip(column, rows, strict=True)):
-            if piece.shape[:1] != (count,):
+            if dim is not None and piece.shape[dim : dim + 1] != (count,):
                 raise InputError(
                     f"output {i} has shape {tuple(piece.shape)} for microbatch {m} of {count} rows: outputs of "
-                    "microbatches are joined on dimension 0; return one row for each row of the input"
+                    f"microbatches are joined on dimension {dim}; return one row for each row of the input"
                 )
         handed_over(column)
-        outputs.append(join(column))
+        outputs.append(join(column, rows, dim))
     return outputs, [any(flags) for flags in zip(*(p.wanted for p in packets), strict=True)]
 
 
-def _join_gradients(pieces: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor | None:
-    """Return the gradient of a whole batch, zero for microbatches that got none."""
+def _join_gradients(pieces: Sequence[Tensor | None], like: Sequence[Tensor], dim: int | None) -> Tensor | None:
+    """Return the gradient of a whole batch, zero for microbatches that got none; their sum where all share a tensor."""
     if all(p is None for p in pieces):
         return None
     found = [torch.zeros_like(t) if p is None else p for p, t in zip(pieces, like, strict=True)]
     handed_over(found)
-    return join(found)
+    return torch.stack(found).sum(0) if dim is None else torch.cat(found, dim)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fxsplit.context import Context
 from fxsplit.draws import drawing, new_seed, turn
-from fxsplit.errors import stage_error
+from fxsplit.errors import PlanError, stage_error
 from fxsplit.leaves import leaves_above
 from fxsplit.runtime.batch_norm import microbatch
 from fxsplit.runtime.checkpoint import Kept, forward_lightly, loss_leaves
@@ -327,7 +327,13 @@ class Job:
 
 def _versions(program: Program, schedule: Schedule, stepper: Stepper) -> list[list[Replica]]:
     """Return the stages of an asynchronous schedule, each with its versions of weights."""
+    if program.shared:
+        raise PlanError(
+            f"{schedule.name} steps stage by stage, and two stages share a parameter: keep it in one stage, with "
+            "passes='profile{tied=together},augment,order,partition,emit', or choose a schedule that steps at the end"
+        )
+    devices, places = program.machine.devices, program.places
     return [
-        [Versions(replica.stage, program.machine.devices[d], schedule.actions[d], stepper)]
-        for (replica,), (d,) in zip(program.replicas, schedule.homes, strict=True)
+        [Versions(stage, devices[d], places, schedule.actions[d], stepper)]
+        for stage, (d,) in zip(program.stages.stages, schedule.homes, strict=True)
     ]

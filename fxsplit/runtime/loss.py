@@ -2,15 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from fxsplit.errors import InputError
+from fxsplit.structures import plain
 
-LossFn = Callable[[Any, Any], Tensor]
+LossFn = Callable[..., Tensor]
+
+
+def own_loss(outputs: Any) -> Tensor | None:
+    """Return the loss that a model has computed itself: its only output, its first one, or the one called `loss`."""
+    if isinstance(outputs, Mapping):
+        outputs = outputs.get("loss")
+    elif not isinstance(outputs, Tensor) and hasattr(outputs, "loss"):
+        outputs = outputs.loss
+    elif isinstance(outputs, (tuple, list)) and outputs:
+        outputs = outputs[0]
+    number = isinstance(outputs, Tensor) and outputs.ndim == 0 and outputs.is_floating_point()
+    return outputs if number else None
+
+
+def model_loss(outputs: Any) -> Tensor:
+    """Return the loss that is in the outputs; raises InputError where there is none."""
+    loss = own_loss(outputs)
+    if loss is None:
+        raise InputError(
+            "step() needs a loss, and the model returns none of its own: compile with loss_fn=, for example "
+            "fxsplit.compile(model, 2, loss_fn=torch.nn.functional.cross_entropy)"
+        )
+    return loss
+
+
+def sum_of_squares(outputs: Any, target: Any = None) -> Tensor:
+    """Return the sum of squares of all float outputs, a loss that every one of them matters to."""
+    leaves = (leaf for leaf in pytree.tree_leaves(plain(outputs)) if isinstance(leaf, Tensor))
+    return torch.stack([leaf.square().sum() for leaf in leaves if leaf.is_floating_point()]).sum()
+
+
+sum_of_squares.reduction = "sum"  # type: ignore[attr-defined]
 
 
 def reduction_of(loss_fn: LossFn) -> str:
@@ -25,10 +59,12 @@ class BatchLoss:
     A loss function that averages over rows (reduction "mean", or none stated) is weighted by the microbatch's share
     of the rows; one with `reduction == "sum"` is summed. Either way the shares add up to the whole batch's loss. Where
     the optimizer steps between microbatches, `ends` are the last ones before each step, and what goes into one step is
-    a batch of its own.
+    a batch of its own. Without targets the loss is computed from outputs alone.
     """
 
-    def __init__(self, loss_fn: LossFn, targets: Sequence[Any], rows: Sequence[int], ends: Sequence[int] = ()) -> None:
+    def __init__(
+        self, loss_fn: LossFn, targets: Sequence[Any] | None, rows: Sequence[int], ends: Sequence[int] = ()
+    ) -> None:
         reduction = reduction_of(loss_fn)
         if reduction not in ("mean", "batchmean", "sum"):
             raise InputError(f"loss_fn has reduction={reduction!r}: a step needs one number, use 'mean' or 'sum'")
@@ -48,7 +84,8 @@ class BatchLoss:
     def __call__(self, microbatch: int, outputs: Any) -> Tensor:
         """Return the share of one microbatch, from the model's outputs for it."""
         try:
-            loss = self._loss_fn(outputs, self._targets[microbatch])
+            target = () if self._targets is None else (self._targets[microbatch],)
+            loss = self._loss_fn(outputs, *target)
         except Exception as error:
             error.add_note("raised by loss_fn")
             raise

@@ -35,9 +35,9 @@ def sizes(rows: int, n_microbatches: int) -> list[int]:
     return [rows // n_microbatches + (m < rows % n_microbatches) for m in range(n_microbatches)]
 
 
-def split(tensor: Tensor, rows: Sequence[int]) -> tuple[Tensor, ...]:
-    """Return the microbatches of one tensor, as views."""
-    return torch.split(tensor, list(rows))
+def split(tensor: Tensor, rows: Sequence[int], dim: int | None = 0) -> tuple[Tensor, ...]:
+    """Return the microbatches of one tensor, as views; where it has no rows, all of it for each."""
+    return (tensor,) * len(rows) if dim is None else torch.split(tensor, list(rows), dim)
 
 
 def split_tree(value: Any, rows: Sequence[int], what: str) -> list[Any]:
@@ -60,6 +60,17 @@ def split_tree(value: Any, rows: Sequence[int], what: str) -> list[Any]:
     return [pytree.tree_unflatten([c[m] for c in columns], structure) for m in range(len(rows))]
 
 
-def join(pieces: Sequence[Tensor]) -> Tensor:
-    """Return the microbatches of one tensor as one."""
-    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
+def join(pieces: Sequence[Tensor], rows: Sequence[int], dim: int | None = 0) -> Tensor:
+    """Return the microbatches of one tensor as one; of numbers, such as losses, the mean weighted by rows."""
+    if len(pieces) == 1:
+        return pieces[0]
+    if dim is None:
+        return torch.stack([piece * (count / sum(rows)) for piece, count in zip(pieces, rows, strict=True)]).sum()
+    return torch.cat(list(pieces), dim)
+
+
+def spread(gradient: Tensor, rows: Sequence[int], dim: int | None = 0) -> Sequence[Tensor]:
+    """Return the gradient of each piece, from that of what `join` made of them."""
+    if dim is None:
+        return [gradient * (count / sum(rows)) for count in rows]
+    return split(gradient, rows, dim)

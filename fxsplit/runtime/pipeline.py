@@ -15,10 +15,11 @@ from torch.optim import Optimizer
 
 from fxsplit.costs import Costs
 from fxsplit.errors import ClosedError, FxsplitError, InputError
+from fxsplit.inputs import Example, Inputs
 from fxsplit.ir import IR
 from fxsplit.plans import Plan
 from fxsplit.runtime.engine import Engine
-from fxsplit.runtime.loss import BatchLoss, LossFn
+from fxsplit.runtime.loss import BatchLoss, LossFn, model_loss
 from fxsplit.runtime.microbatches import default_microbatches, sizes, split_tree
 from fxsplit.runtime.program import HOOKS, Program
 from fxsplit.runtime.versions import Stepper
@@ -113,6 +114,26 @@ class Pipeline(nn.Module):
         """The IR after the last pass."""
         return self._present().final
 
+    @property
+    def model(self) -> nn.Module:
+        """The unsplit model, whose parameters, buffers, modules and hooks are this pipeline's."""
+        return self._model
+
+    @property
+    def build(self) -> Build:
+        """What compiles this pipeline."""
+        return self._build
+
+    @property
+    def traced(self) -> IR:
+        """The IR before the first pass: the captured graph, and the Example that it was captured with."""
+        return self._present().traced
+
+    def call_of(self, *args: Any, **kwargs: Any) -> tuple[Inputs, list[int]]:
+        """Return how a call's arguments are cut, and the rows of each microbatch."""
+        program, _, rows = self._prepare(args, kwargs)
+        return program.inputs, rows
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the unsplit model's state_dict."""
         return self._model.state_dict(*args, **kwargs)
@@ -157,7 +178,8 @@ class Pipeline(nn.Module):
     ) -> Any:
         """Run one training step in the pipeline's schedule; add gradients to `.grad`; return the loss, detached.
 
-        `target` is a tensor, or tuple or dict of tensors, with one row for each row of the input. The loss is that of
+        `target` is a tensor, or tuple or dict of tensors, with one row for each row of the input. Without a loss_fn the
+        loss is the one that the model itself returns, as Hugging Face's models do for `labels=`. The loss is that of
         the whole batch: microbatches are weighted by their rows, or summed where `loss_fn.reduction` is "sum". With
         `return_outputs` the result is (loss, outputs), both detached. No `.grad` changes when a step fails.
 
@@ -194,12 +216,12 @@ class Pipeline(nn.Module):
         optimizer: Optimizer | None,
     ) -> tuple[Program, BatchLoss, list[Any], Watch | None]:
         """Run one training step."""
-        if self._loss_fn is None:
+        if self._loss_fn is None and target is not None:
             raise InputError(
                 "step() needs a loss: compile with loss_fn=, for example "
                 "fxsplit.compile(model, 2, loss_fn=torch.nn.functional.cross_entropy)"
             )
-        if target is None:
+        if self._loss_fn is not None and target is None:
             raise InputError("step() needs the target of its loss by name: pipe.step(x, target=y)")
         if not torch.is_grad_enabled():
             raise InputError("step() under no_grad has no gradients to compute: call pipe(x) to evaluate")
@@ -212,7 +234,8 @@ class Pipeline(nn.Module):
             )
         schedule = program.schedule(len(rows))
         stepper = _stepper(schedule, optimizer)
-        loss = BatchLoss(self._loss_fn, split_tree(target, rows, "target"), rows, schedule.steps())
+        targets = None if self._loss_fn is None else split_tree(target, rows, "target")
+        loss = BatchLoss(self._loss_fn or model_loss, targets, rows, schedule.steps())
         watch = None if watching is None else watching(schedule)
         return program, loss, self._workers(program).step(program, tensors, rows, loss, keep, watch, stepper), watch
 
@@ -234,13 +257,15 @@ class Pipeline(nn.Module):
         floating = (p.dtype for p in self._model.parameters() if p.is_floating_point())
         program.relink()
         tensors = program.inputs.bind(args, kwargs, next(floating, None))
-        rows = program.inputs.rows(tensors)
+        batch = program.inputs.rows(tensors)
         count = self._fixed_microbatches
-        if count is None and program.n_microbatches is not None and program.n_microbatches <= rows:
+        if count is None and program.n_microbatches is not None and program.n_microbatches <= batch:
             count = program.n_microbatches
         if count is None:
-            count = program.scheduler.nearest(default_microbatches(rows, program.scheduler.n_devices))
-        return program, tensors, sizes(rows, count)
+            count = program.scheduler.nearest(default_microbatches(batch, program.scheduler.n_devices))
+        rows = sizes(batch, count)
+        program.traced[Example].check_shapes(tensors, rows)
+        return program, tensors, rows
 
     def _program(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Program:
         """Return the program of the present mode, compiled on the first call in it."""

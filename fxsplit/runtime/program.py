@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor, fx, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
@@ -87,13 +88,41 @@ class Program:
     @cached_property
     def replicas(self) -> list[list[Replica]]:
         """Each stage as each of its devices runs it."""
-        devices = self.machine.devices
-        return [[Replica(s, devices[d]) for d in home] for s, home in zip(self.stages.stages, self.homes, strict=True)]
+        devices, places = self.machine.devices, self.places
+        pairs = zip(self.stages.stages, self.homes, strict=True)
+        return [[Replica(stage, devices[d], places) for d in home] for stage, home in pairs]
+
+    @property
+    def places(self) -> dict[int, torch.device]:
+        """Where each parameter and buffer lives, by its identity: with the first stage that has it."""
+        places: dict[int, torch.device] = {}
+        for stage in self.stages.stages:
+            for weight in weights(stage.module):
+                places.setdefault(id(weight), stage.torch_device)
+        return places
+
+    @cached_property
+    def shared(self) -> bool:
+        """Whether stages share a parameter."""
+        held = [id(p) for stage in self.stages.stages for p in stage.module.parameters()]
+        return len(set(held)) < len(held)
 
     def result(self, outputs: Sequence[Any]) -> Any:
         """Return the last stage's outputs as the model returns them."""
         plain, returns = self.stages.fill(outputs), self.traced[Example].returns
         return plain if returns is None else pytree.tree_unflatten(pytree.tree_leaves(plain), returns)
+
+    @cached_property
+    def joined(self) -> tuple[int | None, ...]:
+        """For each output of the last stage, the dimension that microbatches are joined on."""
+        of = dict(zip(self._returned, self.traced[Example].joined, strict=True))
+        return tuple(of.get(name, 0) for name in self.stages[-1].outputs)
+
+    @property
+    def _returned(self) -> list[str]:
+        """The names of the values that the graph returns, in the order of its outputs."""
+        leaves = pytree.tree_leaves(self.traced.gm.graph.output_node().args[0])
+        return [leaf.name for leaf in leaves if isinstance(leaf, fx.Node)]
 
     @property
     def writes_inputs(self) -> bool:
@@ -143,7 +172,8 @@ class Program:
     def _whole(self) -> list[tuple[str, nn.Module]]:
         """The modules that stages call."""
         nodes = self.traced.gm.graph.nodes
-        return [(p, self.model.get_submodule(p)) for p in {str(n.target): 0 for n in nodes if n.op == "call_module"}]
+        paths = {str(n.target): 0 for n in nodes if n.op == "call_module"}
+        return [(path, self.traced.gm.get_submodule(path)) for path in paths]
 
     @cached_property
     def _containers(self) -> list[tuple[str, nn.Module]]:
@@ -180,10 +210,10 @@ class Program:
     def place(self) -> None:
         """Move each stage's parameters and buffers to its device, in place: optimizers keep holding them."""
         self.relink()
-        for stage in self.stages.stages:
-            for weight in weights(stage.module):
-                if weight.device != stage.torch_device:
-                    weight.data = weight.data.to(stage.torch_device)
+        places = self.places
+        for weight in {id(w): w for stage in self.stages.stages for w in weights(stage.module)}.values():
+            if weight.device != places[id(weight)]:
+                weight.data = weight.data.to(places[id(weight)])
 
 
 def _is_plain(value: Any) -> bool:

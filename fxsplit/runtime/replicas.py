@@ -1,9 +1,12 @@
-"""Replicas: a stage as one of its devices runs it, with the model's own weights or with copies of them."""
+"""Replicas: a stage as one of its devices runs it, with the model's own weights or with copies of them.
+
+A replicated stage has several, and a weight that several stages read is copied to those that are on other devices.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -14,7 +17,7 @@ from torch import Tensor, fx, nn
 from fxsplit.machine import Device
 from fxsplit.runtime.gradients import Sums
 from fxsplit.schedule.action import Action
-from fxsplit.stages import Stage
+from fxsplit.stages import Stage, weights
 
 NOTHING = nullcontext()
 
@@ -22,15 +25,18 @@ NOTHING = nullcontext()
 class Replica:
     """A stage on one device.
 
-    Where the weights are it runs them; another torch device has copies, which are refreshed before every forward pass
-    and whose gradients go back to the weights.
+    Weights that live on its torch device it shares with the model, and with stages that have them too. Of others it has
+    copies, which are refreshed before every forward pass and whose gradients go back to the weights.
     """
 
-    def __init__(self, stage: Stage, device: Device) -> None:
+    def __init__(self, stage: Stage, device: Device, places: Mapping[int, torch.device]) -> None:
         assert device.torch_device is not None
         self._original = stage.module
-        module = stage.module if _same_place(stage.torch_device, device.torch_device) else _copied(stage.module)
-        self.stage = replace(stage, device_name=device.name, torch_device=device.torch_device, module=module)
+        self._here = device.torch_device
+        foreign = any(not _same_place(places[id(w)], self._here) for w in weights(stage.module))
+        module = _copied(stage.module) if foreign else stage.module
+        self.stage = replace(stage, device_name=device.name, torch_device=self._here, module=module)
+        self._copies: dict[Tensor, Tensor] = {}
         self._owner_of: dict[Tensor, Tensor] = {}
 
     def refresh(self) -> None:
@@ -39,11 +45,21 @@ class Replica:
             return
         for mine, copied in zip(self._original.modules(), self.stage.module.modules(), strict=True):
             copied.training = mine.training
-        self._owner_of = {}
-        for own, other in zip(_tensors(self._original), _tensors(self.stage.module), strict=True):
-            other.data = own.data.to(self.stage.torch_device, non_blocking=True)
-            other.requires_grad_(own.requires_grad)
-            self._owner_of[other] = own
+            for kind in ("_parameters", "_buffers"):
+                held: dict[str, Tensor | None] = getattr(copied, kind)
+                held |= {name: None if w is None else self._local(w) for name, w in getattr(mine, kind).items()}
+        self._owner_of = {local: own for own, local in self._copies.items()}
+
+    def _local(self, own: Tensor) -> Tensor:
+        """Return a weight, or its copy on this device as the weight is now."""
+        if _same_place(own.device, self._here):
+            return own
+        if own not in self._copies:
+            empty = own.detach()[:0] if own.ndim else own.detach()
+            self._copies[own] = nn.Parameter(empty.clone(), False) if isinstance(own, nn.Parameter) else empty.clone()
+        copied = self._copies[own]
+        copied.data = own.data.to(self._here, non_blocking=True, copy=True)
+        return copied.requires_grad_(own.requires_grad)
 
     def using(self, version: int) -> AbstractContextManager[Any]:
         """Return a context in which the stage has the weights of a version; there is one."""
@@ -53,8 +69,7 @@ class Replica:
         """Return the leaves of this replica's graphs for the weights that are `trained`."""
         if not self._owner_of:
             return list(trained)
-        wanted = set(trained)
-        return [leaf for leaf, owner in self._owner_of.items() if owner in wanted]
+        return [self._copies.get(weight, weight) for weight in trained]
 
     def owned(self, sums: Sums) -> Sums:
         """Return sums of this replica's leaves as sums of the model's weights, where those are."""
@@ -77,15 +92,7 @@ def _same_place(one: torch.device, other: torch.device) -> bool:
 
 
 def _copied(module: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy with weights of its own; hooks are the model's."""
+    """Return a copy whose modules can hold other weights; weights and hooks are the model's."""
     hooks = [held for m in module.modules() for key, held in m.__dict__.items() if "_hooks" in key]
-    made = copy.deepcopy(module, {id(held): held for held in hooks if held is not None})
-    for weight in made.parameters():
-        weight.grad = None
-    return made
-
-
-def _tensors(module: nn.Module) -> list[Tensor]:
-    """Return parameters and buffers, each as often as it is held."""
-    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-    return [tensor for _, tensor in named]
+    shared = [*weights(module), *(held for held in hooks if held is not None)]
+    return copy.deepcopy(module, {id(one): one for one in shared})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -46,8 +46,15 @@ class Stepper:
 class Versions(Replica):
     """A stage with as many versions of its weights as the actions in `row` ask for."""
 
-    def __init__(self, stage: Stage, device: Device, row: Sequence[Action], stepper: Stepper) -> None:
-        super().__init__(stage, device)
+    def __init__(
+        self,
+        stage: Stage,
+        device: Device,
+        places: Mapping[int, torch.device],
+        row: Sequence[Action],
+        stepper: Stepper,
+    ) -> None:
+        super().__init__(stage, device, places)
         self._stepper = stepper
         self._left = Counter(a.version for a in row if a.stage == stage.index and a.op in COMPUTES)
         modules = stage.module.modules()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import operator
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from fxsplit.errors import TraceError
 from fxsplit.inputs import Inputs
 from fxsplit.structures import LIBRARIES
+from fxsplit.trace.functions import recorded
 
 
 class InPlaceProxy(fx.Proxy):
@@ -47,11 +49,12 @@ class Tracer(fx.Tracer):
 
     proxy_buffer_attributes = True  # otherwise a write to a buffer would happen once, while tracing
 
-    def __init__(self, inputs: Inputs) -> None:
+    def __init__(self, inputs: Inputs, whole: Sequence[str] = ()) -> None:
         super().__init__()
         self.record_stack_traces = True
         self.failed_in: str | None = None
         self._inputs = inputs
+        self._whole = whole
         self._modes = _modes()
         self._thread = threading.get_ident()
 
@@ -71,8 +74,9 @@ class Tracer(fx.Tracer):
         return super().create_node(*args, **kwargs)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Keep torch's own modules whole, and whatever behaves differently in training and evaluation."""
-        return isinstance(m, (_NormBase, _DropoutNd)) or super().is_leaf_module(m, module_qualified_name)
+        """Keep torch's own modules whole, what behaves differently in training and evaluation, and what is stated."""
+        stated = module_qualified_name in self._whole
+        return stated or isinstance(m, (_NormBase, _DropoutNd)) or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -109,11 +113,14 @@ def _modes() -> tuple[Any, ...]:
     return torch.is_grad_enabled(), hooks, *((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
 
 
-def symbolic_trace(model: nn.Module, inputs: Inputs) -> fx.GraphModule:
-    """Return the graph of `model` in its present mode; raises TraceError naming file, line and submodule."""
-    tracer = Tracer(inputs)
+def symbolic_trace(model: nn.Module, inputs: Inputs, whole: Sequence[str] = ()) -> fx.GraphModule:
+    """Return the graph of `model` in its present mode, in which the submodules `whole` are one call each.
+
+    Raises TraceError naming file, line and submodule.
+    """
+    tracer = Tracer(inputs, whole)
     try:
-        with _one_trace:
+        with _one_trace, recorded(partial(tracer.create_proxy, "call_function")):
             graph = tracer.trace(model)
     except Exception as error:
         raise _explain(model, tracer, error) from error
@@ -141,7 +148,7 @@ def _explain(model: nn.Module, tracer: Tracer, error: Exception) -> TraceError:
     module = f"submodule {tracer.failed_in!r}" if tracer.failed_in else "its own forward()"
     what = f"symbolic tracing cannot follow {type(model).__name__} in {module} at {place}: {error}"
     if isinstance(error, TraceError):
-        return TraceError(what)
+        return TraceError(what, submodule=tracer.failed_in)
     advice = next((a for sign, a in ADVICE.items() if sign in str(error)), ADVICE[""])
     wrap = "or mark the function with torch.fx.wrap: it stays one node"
-    return TraceError(f"{what.rstrip('.')}. {advice}, {wrap}")
+    return TraceError(f"{what.rstrip('.')}. {advice}, {wrap}", submodule=tracer.failed_in)

@@ -1,0 +1,151 @@
+"""The second front end: torch.export, for models whose Python symbolic tracing cannot follow.
+
+The exported program is called with the tensors of the example, one argument each, and takes any number of rows; its
+other sizes, its dtypes and its mode are the example's. It fetches the model's own parameters and buffers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from fxsplit.errors import TraceError
+from fxsplit.inputs import Inputs
+from fxsplit.structures import LIBRARIES, plain
+from fxsplit.trace.functions import marked
+from fxsplit.trace.inlining import inlined
+
+Bounds = tuple[int, "int | None"]
+LEAST_ROWS = 2
+"""One row is taken for a constant by torch.export; a program of several rows runs with one."""
+
+
+def export(model: nn.Module, inputs: Inputs, tensors: Sequence[Tensor]) -> tuple[fx.GraphModule, Bounds]:
+    """Return the graph of `model` in its present mode, and between which numbers of rows it is right.
+
+    `tensors` are rows of the example, at least LEAST_ROWS of them. Raises TraceError naming file and line.
+    """
+    shapes = tuple(
+        {spec.batch_dim: torch.export.Dim.DYNAMIC} if spec.batch_dim is not None else None for spec in inputs.specs
+    )
+    clones = tuple(t.detach().clone() for t in tensors)  # a tensor given twice would become one argument
+    try:
+        with _called_with_tensors(model, inputs), _NeverDropped(), marked() as calls, _checkpoints() as lost, _quiet():
+            program = torch.export.export(model, clones, strict=False, dynamic_shapes=shapes)
+            module = program.module(check_guards=False)
+    except Exception as error:
+        raise _explain(model, error) from error
+    if lost:
+        warnings.warn(
+            f"forward() of {type(model).__name__} changes what is saved for backward, as checkpoint() does, which its "
+            "graph does not: gradients are the same, and compile(checkpoint='always') keeps as little",
+            stacklevel=2,
+        )
+    graph, held, returned = inlined(module, model, [spec.name for spec in inputs.specs], calls)
+    structure = program.call_spec.out_spec
+    assert structure is not None
+    graph.output(pytree.tree_unflatten(returned, structure))
+    return fx.GraphModule(held, graph, class_name=type(model).__name__), _bounds(program)
+
+
+def _bounds(program: torch.export.ExportedProgram) -> Bounds:
+    """Return the fewest and the most rows that the program is right for; forward() takes another branch beyond."""
+    least, most = 1, None
+    for found in program.range_constraints.values():
+        low, high = int(found.lower), None if found.upper > 2**31 else int(found.upper)
+        least = low if low > LEAST_ROWS and low > least else least
+        most = high if high is not None and (most is None or high < most) else most
+    return least, most
+
+
+@contextmanager
+def _called_with_tensors(model: nn.Module, inputs: Inputs) -> Iterator[None]:
+    """Let forward() take one positional argument for each tensor, and return plain containers."""
+    original = model.forward
+    own = model.__dict__.get("forward")
+
+    def forward(*tensors: Tensor) -> Any:
+        call = inputs.call(tensors)
+        return plain(original(*call.args, **call.kwargs))
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    names = [inspect.Parameter(f"in_{i}", kind) for i, _ in enumerate(inputs.specs)]
+    forward.__signature__ = inspect.Signature(names)  # type: ignore[attr-defined]
+    model.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        del model.__dict__["forward"]
+        if own is not None:
+            model.__dict__["forward"] = own
+
+
+class _NeverDropped(TorchFunctionMode):
+    """Answers `torch.rand([]) < 0.0`, as layer drop with rate 0 asks to decide Python's flow: never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._draws: list[Tensor] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        below = getattr(func, "__name__", "") in ("lt", "__lt__") and len(args) == 2
+        if below and isinstance(args[1], (int, float)) and args[1] <= 0 and any(args[0] is d for d in self._draws):
+            return False
+        made = func(*args, **(kwargs or {}))
+        if func is torch.rand:
+            self._draws.append(made)
+        return made
+
+
+@contextmanager
+def _checkpoints() -> Iterator[list[None]]:
+    """Yield a list that is not empty once the block has put hooks on what is saved for backward."""
+    entered: list[None] = []
+    own = saved_tensors_hooks.__enter__
+
+    def enter(hooks: saved_tensors_hooks) -> None:
+        entered.append(None)
+        own(hooks)
+
+    saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
+    try:
+        yield entered
+    finally:
+        saved_tensors_hooks.__enter__ = own  # type: ignore[method-assign]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what torch.export prints of a failure; the error says it."""
+    with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _explain(model: nn.Module, error: Exception) -> TraceError:
+    """Return a TraceError that points at the user's line in which exporting stopped."""
+    if isinstance(error, TraceError):
+        return error
+    frames = []
+    traceback = error.__traceback__
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if not code.co_filename.startswith((*LIBRARIES, "<")) and "site-packages/torch" not in code.co_filename:
+            frames.append(f"{code.co_filename}:{traceback.tb_lineno}")
+        traceback = traceback.tb_next
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    place = f" at {frames[-1]}" if frames else ""
+    return TraceError(f"torch.export cannot follow {type(model).__name__}{place}: {(lines or ['no reason given'])[0]}")

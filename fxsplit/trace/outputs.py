@@ -1,0 +1,107 @@
+"""What a graph returns: tensors in plain containers, each with the dimension that microbatches are joined on."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from fxsplit.errors import InputError
+from fxsplit.inputs import Inputs
+from fxsplit.observe import preserved, tensor_text
+from fxsplit.structures import plain
+
+
+def batch_dims_of(
+    model: nn.Module, mine: nn.Module, inputs: Inputs, tensors: Sequence[Tensor], outputs: Sequence[Any]
+) -> tuple[int | None, ...]:
+    """Return the dimension of each output tensor that holds the rows; None for a number, of which the mean is taken.
+
+    Where several dimensions are as long, the model, `mine`, is run on twice as many rows. Raises InputError for what is
+    neither a batch nor the same for every microbatch.
+    """
+    rows = inputs.rows(tensors)
+    likely = [_dims(model, i, value, rows) for i, value in enumerate(outputs)]
+    twice: Sequence[Any] = outputs
+    if any(len(dims) > 1 for dims in likely):
+        with torch.no_grad(), preserved(mine):
+            call = inputs.call([t.detach() for t in inputs.doubled(tensors)])
+            twice = pytree.tree_leaves(plain(mine.forward(*call.args, **call.kwargs)))
+    found: list[int | None] = []
+    for i, (dims, value, other) in enumerate(zip(likely, outputs, twice, strict=True)):
+        if not isinstance(value, Tensor):
+            continue
+        if len(dims) > 1 and other is not value:
+            dims = [d for d in dims if other.shape[d] == 2 * rows]
+            if len(dims) != 1:
+                raise _no_batch(model, i, value, rows)
+        found.append(dims[0] if dims else None)
+    return tuple(found)
+
+
+def _dims(model: nn.Module, position: int, value: Any, rows: int) -> list[int]:
+    """Return the dimensions of an output that are as long as the batch; none for a number."""
+    if isinstance(value, Tensor):
+        dims = [d for d, length in enumerate(value.shape) if length == rows]
+        if not dims and not (value.ndim == 0 and value.is_floating_point()):
+            raise _no_batch(model, position, value, rows)
+        return dims
+    if value is not None and not isinstance(value, (str, bool)):
+        raise InputError(
+            f"output {position} of {type(model).__name__} is {value!r}, neither a tensor nor the same for every "
+            "microbatch: return tensors only"
+        )
+    return []
+
+
+def _no_batch(model: nn.Module, position: int, value: Tensor, rows: int) -> InputError:
+    """Return the error for an output that cannot be joined."""
+    return InputError(
+        f"output {position} of {type(model).__name__} has shape {tuple(value.shape)} for {rows} rows: outputs of "
+        "microbatches are joined on the dimension that holds the rows (or averaged, if they are single numbers such as "
+        "a loss); return one row for each row of the input, reduce outside"
+    )
+
+
+def unpack_output(gm: fx.GraphModule, value: Any) -> None:
+    """Let the graph return tensors in plain containers where a node makes a container of them, as named tuples do."""
+    output = gm.graph.output_node()
+
+    def unpack(made: Any, value: Any) -> Any:
+        if isinstance(made, fx.Node) and isinstance(value, (tuple, list, dict)):
+            keys = value.keys() if isinstance(value, dict) else range(len(value))
+            parts = {k: gm.graph.call_function(operator.getitem, (made, k)) for k in keys}
+            made = parts if isinstance(value, dict) else [*parts.values()]
+        if isinstance(value, dict):
+            return {k: unpack(made[k], v) for k, v in value.items()}
+        if isinstance(value, (tuple, list)):
+            items = [unpack(m, v) for m, v in zip(made, value, strict=True)]
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        if not isinstance(value, Tensor):
+            return value  # a constant, such as a field of a named tuple that is None
+        if isinstance(made, fx.Node):
+            made.meta.setdefault("fxsplit_shape", tensor_text(value))
+        return made
+
+    with gm.graph.inserting_before(output):
+        output.args = (unpack(output.args[0], value),)
+    gm.recompile()
+
+
+class ShapeRecorder(fx.Interpreter):
+    """Notes dtype and shape of every value in the nodes of `graph`, of which `gm` may be a copy, for dumps."""
+
+    def __init__(self, gm: fx.GraphModule, original: fx.GraphModule) -> None:
+        super().__init__(gm)
+        self._nodes = {n.name: n for n in original.graph.nodes}
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one node and note what it made."""
+        value = super().run_node(n)
+        text = tensor_text(value) if isinstance(value, Tensor) else type(value).__name__
+        self._nodes[n.name].meta["fxsplit_shape"] = text
+        return value

@@ -1,0 +1,54 @@
+"""Capturing and checking run the model, and leave no trace on it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from fxsplit.errors import TraceError
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Restore the attributes of every module after the block: compiling must leave no trace on the model."""
+    before = [(m, dict(m.__dict__)) for m in model.modules()]
+    values = [v for _, held in before for name, v in held.items() if not name.startswith("_")]
+    contents = [(v, copy.copy(v)) for v in values if type(v) in (list, dict, set)]
+    tensors = [(v, v.detach().clone()) for v in values if isinstance(v, Tensor)]  # neither parameters nor buffers
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+        for tensor, value in tensors:
+            tensor.detach().copy_(value)
+        for collection, kept in contents:
+            collection.clear()
+            collection.extend(kept) if isinstance(collection, list) else collection.update(kept)
+
+
+@contextmanager
+def unassigned(model: nn.Module) -> Iterator[None]:
+    """Restore parameters and buffers that the block assigned, and raise TraceError naming one.
+
+    A graph cannot assign: it would lose the new value, and tracing would leave a placeholder in the model.
+    """
+    before = [(path, held, dict(held)) for path, m in model.named_modules() for held in (m._parameters, m._buffers)]
+    assigned = []
+    try:
+        yield
+    finally:
+        for path, held, kept in before:
+            names = [name for name in {**held, **kept} if held.get(name) is not kept.get(name)]
+            assigned += [f"{path}.{name}".removeprefix(".") for name in names]
+            held.clear()
+            held.update(kept)
+    if assigned:
+        raise TraceError(
+            f"forward() of {type(model).__name__} assigns to {assigned[0]!r}, which a graph cannot hold: write it in "
+            "place, for example self.count.add_(1) for self.count += 1"
+        )

@@ -1,0 +1,205 @@
+"""verify(): prove on copies in float64 that a pipeline is its model: outputs, every gradient, every buffer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.rnn import RNNBase
+from torch.utils import _pytree as pytree
+
+from fxsplit.comparison import Difference, Outcome, differences, pipeline_step, unsplit_step
+from fxsplit.driver import alike
+from fxsplit.errors import InputError
+from fxsplit.inputs import Example, as_call
+from fxsplit.observe import preserved
+from fxsplit.runtime import Pipeline
+from fxsplit.runtime.loss import model_loss, own_loss, sum_of_squares
+
+STEPS = 2
+"""The second step starts from weights and buffers that the first one has changed."""
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
+"""Sums in another order differ by rounding, which layers amplify; a lost gradient differs by its own size."""
+STEP_SIZE = 0.01
+"""How far a step goes along the steepest gradient, as a share of the largest weight."""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was compared, the largest relative difference of each over all steps, and what the pipeline is.
+
+    `by_nature` are names of gradients and buffers in which the unsplit model itself, run on microbatches, differs from
+    its run on the whole batch, as batch norm does.
+    """
+
+    differences: tuple[Difference, ...]
+    by_nature: tuple[str, ...]
+    dtype: torch.dtype
+    front_end: str
+    nodes: int
+    stages: int
+    n_microbatches: int
+
+    @property
+    def offending(self) -> tuple[Difference, ...]:
+        """What differs by more than rounding."""
+        return tuple(d for d in self.differences if not d.value <= TOLERANCE[self.dtype])
+
+    @property
+    def equal(self) -> bool:
+        """Whether the pipeline is the model."""
+        return not self.offending
+
+    @property
+    def largest(self) -> float:
+        """The largest relative difference."""
+        return max((d.value for d in self.differences), default=0.0)
+
+
+def verify(pipe: Pipeline, inputs: Any, more: Mapping[str, Any] | None = None) -> Verification:
+    """Train copies of a pipeline and of its model for two steps on one batch, and compare all they leave behind.
+
+    inputs: one whole batch, as `compile` takes it; `more` are keyword arguments besides. The copies are in float64 (in
+    float32 where the model refuses that) and drop nothing; the loss is the model's own if it returns one, else the sum
+    of squares of all float outputs.
+    Neither the pipeline nor its model are changed. Raises InputError for a model that draws random numbers otherwise.
+    """
+    args, kwargs = as_call(inputs)
+    kwargs |= more or {}
+    with undropped():
+        try:
+            return _verified(pipe, *_as(torch.float64, pipe.model, args, kwargs), torch.float64)
+        except _Refused:
+            return _verified(pipe, *_as(torch.float32, pipe.model, args, kwargs), torch.float32)
+
+
+class _Refused(Exception):
+    """The model does not run in a dtype."""
+
+
+def _verified(pipe: Pipeline, model: nn.Module, call: Any, dtype: torch.dtype) -> Verification:
+    """Compare copies of `model`, which has that dtype as its inputs have."""
+    args, kwargs = call
+    unsplit, whole = copy.deepcopy(model), copy.deepcopy(model)
+    first = _outputs(unsplit, args, kwargs, dtype)
+    if not _same(first, _outputs(unsplit, args, kwargs, dtype)):
+        raise InputError(
+            f"{type(model).__name__} draws random numbers besides dropout, so no two runs of it are equal: verify it "
+            "with such rates at 0, or in evaluation, pipe.eval()"
+        )
+    loss_fn = sum_of_squares if own_loss(first) is None else None
+    found: dict[tuple[str, str], float] = {}
+    with alike(pipe, model, loss_fn) as split:
+        split.compile_for(*args, **kwargs)
+        how, rows = split.call_of(*args, **kwargs)
+        target = torch.zeros(sum(rows)) if loss_fn else None
+
+        def step(trained: nn.Module, pieces: Sequence[int]) -> Outcome:
+            return unsplit_step(trained, args, target, loss_fn or model_loss, pieces, kwargs, how)
+
+        for _ in range(STEPS):
+            mine = pipeline_step(split, args, target, kwargs)
+            expected = step(unsplit, rows)
+            for difference in differences(mine, expected):
+                key = difference.kind, difference.name
+                found[key] = max(found.get(key, 0.0), difference.value)
+            others = differences(step(whole, [sum(rows)]), expected)
+            for trained in (model, unsplit, whole):
+                _update(trained)
+        tolerance = 1e3 * TOLERANCE[dtype]
+        example = split.traced[Example]
+        nodes = sum(n.op not in ("placeholder", "output") for n in split.traced.gm.graph.nodes)
+        return Verification(
+            tuple(Difference(kind, name, value) for (kind, name), value in found.items()),
+            tuple(d.name for d in others if d.kind != "output" and d.value > tolerance),
+            dtype,
+            example.front_end,
+            nodes,
+            len(split.stages),
+            len(rows),
+        )
+
+
+def _as(dtype: torch.dtype, model: nn.Module, args: Sequence[Any], kwargs: Any) -> tuple[nn.Module, Any]:
+    """Return a copy of the model, and the call, in a dtype."""
+    copied = copy.deepcopy(model).to(dtype)
+    for module in copied.modules():
+        if isinstance(module, RNNBase):
+            module.dropout = 0.0
+    for parameter in copied.parameters():
+        parameter.grad = None
+
+    def convert(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return copied, pytree.tree_map(convert, (tuple(args), dict(kwargs)))
+
+
+def _outputs(model: nn.Module, args: Any, kwargs: Any, dtype: torch.dtype) -> Any:
+    """Return what the model returns, without a trace on it; raises _Refused where it does not run in a dtype."""
+    try:
+        with torch.no_grad(), preserved(model):
+            torch.manual_seed(torch.seed())  # inside preserved(): the caller's generator is as it was afterwards
+            outputs = model(*args, **kwargs)
+    except RuntimeError as error:
+        if dtype is torch.float64:
+            raise _Refused from error
+        raise
+    finite = all(bool(t.isfinite().all()) for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor))
+    if dtype is torch.float64 and not finite:  # a mask of float32's least number, for example
+        raise _Refused
+    return outputs
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Return whether two outputs are equal."""
+    pairs = zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True)
+    return all(torch.equal(torch.nan_to_num(x), torch.nan_to_num(y)) for x, y in pairs if isinstance(x, Tensor))
+
+
+def _update(model: nn.Module) -> None:
+    """Step down the gradients, all by the same rate, and forget them: those that are rounding alone stay that."""
+    trained = [w for w in model.parameters() if w.grad is not None and w.numel()]
+    with torch.no_grad():
+        steepest = max((float(w.grad.abs().max()) for w in trained if w.grad is not None), default=0.0)
+        largest = max((float(w.abs().max()) for w in trained), default=0.0)
+        for weight in trained:
+            if weight.grad is not None and steepest > 0.0:
+                weight.sub_(weight.grad * (STEP_SIZE * largest / steepest))
+            weight.grad = None
+
+
+@contextmanager
+def undropped() -> Iterator[None]:
+    """Let torch's dropout functions and modules drop nothing inside the block."""
+    names = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+    own = {name: getattr(F, name) for name in (*names, "scaled_dot_product_attention")}
+
+    def kept(function: Any) -> Any:
+        @wraps(function)
+        def keep(input: Tensor, p: float = 0.0, training: bool = False, inplace: bool = False) -> Any:
+            return function(input, 0.0, training, inplace)
+
+        return keep
+
+    @wraps(own["scaled_dot_product_attention"])
+    def attend(query: Any, key: Any, value: Any, mask: Any = None, p: float = 0.0, *more: Any, **named: Any) -> Any:
+        named = {"attn_mask": mask, **named, "dropout_p": 0.0}
+        named |= dict(zip(("is_causal", "scale"), more, strict=False))
+        return own["scaled_dot_product_attention"](query, key, value, **named)
+
+    for name in names:
+        setattr(F, name, kept(own[name]))
+    F.scaled_dot_product_attention = attend  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for name, function in own.items():
+            setattr(F, name, function)

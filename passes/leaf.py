@@ -1,0 +1,36 @@
+"""leaf: keep a submodule whole, as one node; tracing asks for it before any pass runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fxsplit.errors import ChainError, TraceError
+from fxsplit.ir import IR
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """Keep the submodule under `path` whole: it is one call in the graph, and lies in one stage."""
+
+    path: str = ""
+
+    name: ClassVar[str] = "leaf"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.path, str) or not self.path:
+            raise ChainError(f"leaf{{path={self.path!r}}}: give the path of a submodule, such as 'encoder.attn'")
+
+    def __call__(self, ir: IR) -> IR:
+        """Return the graph as it is; raises TraceError where the submodule is not one call in it."""
+        if not any(n.op == "call_module" and n.target == self.path for n in ir.gm.graph.nodes):
+            raise TraceError(
+                f"submodule {self.path!r} is no call of the graph: forward() does not call it, or calls it inside of "
+                "another one that is whole, or the model could only be exported (which follows every submodule)"
+            )
+        return ir
+
+
+def leaf(path: str) -> Leaf:
+    """Return a pass that keeps the submodule under `path` whole: `passes=[fxsplit.leaf("encoder.attn"), *DEFAULT]`."""
+    return Leaf(path)
