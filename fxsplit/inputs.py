@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -13,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from fxsplit.errors import InputError
 from fxsplit.ir import IR
+from fxsplit.structures import learn
 
 
 class Replicate:
@@ -239,9 +241,15 @@ def _flatten(
             "and a dict keyword arguments"
         ) from error
     bound.apply_defaults()
+    learn(dict(bound.arguments))
     pairs, structure = pytree.tree_flatten_with_path(dict(bound.arguments))
-    names = ["_".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path) for path, _ in pairs]
+    names = [re.sub(r"\W", "_", "_".join(_key(k) for k in path)) for path, _ in pairs]
     return names, [value for _, value in pairs], structure
+
+
+def _key(entry: Any) -> str:
+    """Return one step on the way to a leaf: a key, a position or a field."""
+    return str(next((getattr(entry, kind) for kind in ("key", "idx", "name") if hasattr(entry, kind)), entry))
 
 
 def _check(spec: TensorSpec, value: Tensor, dtype: torch.dtype | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,20 @@ def rebuild(value: Any, leaf: Callable[[Any], Any]) -> Any:
     if isinstance(value, dict):
         return {k: rebuild(v, leaf) for k, v in value.items()}
     if is_dataclass(value) and not isinstance(value, type) and type(value) in pytree.SUPPORTED_NODES:
-        return {f.name: rebuild(getattr(value, f.name), leaf) for f in fields(value) if f.init}
+        held = {f.name: getattr(value, f.name) for f in fields(value) if f.init}
+        return {name: rebuild(v, leaf) for name, v in held.items() if v is not None}  # as torch's pytrees have them
     return leaf(value)
+
+
+def containers(value: Any) -> Any:
+    """Return a value in plain containers, whatever its leaves."""
+    learn(value)
+    return rebuild(value, lambda leaf: leaf)
 
 
 def plain(value: Any) -> Any:
     """Return what a model returns in plain containers, without what no pipeline can hand on (see `settled`)."""
-    return rebuild(settled(value)[0], lambda leaf: leaf)
+    return containers(settled(value)[0])
 
 
 def settled(value: Any) -> tuple[Any, list[str]]:
@@ -43,7 +50,7 @@ def settled(value: Any) -> tuple[Any, list[str]]:
     A language model returns a cache of keys and values unless it is told not to. Dataclasses become known to torch's
     pytrees.
     """
-    _learn(value)
+    learn(value)
     if isinstance(value, dict):
         unknown = [name for name, held in value.items() if not _is_known(held)]
         kept = {name: held for name, held in value.items() if name not in unknown}
@@ -54,12 +61,17 @@ def settled(value: Any) -> tuple[Any, list[str]]:
     return value, []
 
 
-def _learn(value: Any) -> None:
+def learn(value: Any) -> None:
     """Let torch's pytrees know the dataclasses in `value`."""
-    if is_dataclass(value) and not isinstance(value, type) and type(value) not in pytree.SUPPORTED_NODES:
-        pytree.register_dataclass(type(value))
-    for child in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
-        _learn(child)
+    children: Iterable[Any] = ()
+    if is_dataclass(value) and not isinstance(value, type):
+        if type(value) not in pytree.SUPPORTED_NODES:
+            pytree.register_dataclass(type(value))
+        children = (getattr(value, f.name) for f in fields(value))
+    elif isinstance(value, (dict, list, tuple)):
+        children = value.values() if isinstance(value, dict) else value
+    for child in children:
+        learn(child)
 
 
 def _is_known(value: Any) -> bool:

@@ -137,7 +137,9 @@ def _as(dtype: torch.dtype, model: nn.Module, args: Sequence[Any], kwargs: Any) 
         parameter.grad = None
 
     def convert(value: Any) -> Any:
-        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+        if not isinstance(value, Tensor):
+            return value
+        return value.detach().to(dtype) if value.is_floating_point() else value
 
     return copied, pytree.tree_map(convert, (tuple(args), dict(kwargs)))
 

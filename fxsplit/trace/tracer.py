@@ -16,7 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from fxsplit.errors import TraceError
 from fxsplit.inputs import Inputs
-from fxsplit.structures import LIBRARIES
+from fxsplit.structures import LIBRARIES, containers
 from fxsplit.trace.functions import recorded
 
 
@@ -101,9 +101,12 @@ class Tracer(fx.Tracer):
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
     ) -> tuple[Callable[..., Any], list[Any]]:
-        """Return a function of the root alone that calls it with one placeholder for each tensor argument."""
+        """Return a function of the root alone that calls it with one placeholder for each tensor argument.
+
+        What it returns is in plain containers: fx would make a dataclass a node.
+        """
         bound = self._inputs.call([self.create_proxy("placeholder", s.name, (), {}) for s in self._inputs.specs])
-        return lambda root: root_fn(root, *bound.args, **bound.kwargs), [self.root]
+        return lambda root: containers(root_fn(root, *bound.args, **bound.kwargs)), [self.root]
 
 
 def _modes() -> tuple[Any, ...]:
