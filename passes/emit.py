@@ -11,8 +11,10 @@ from torch import fx, nn
 from fxsplit.costs import Costs
 from fxsplit.draws import Draw
 from fxsplit.errors import PlanError
+from fxsplit.inputs import Example
 from fxsplit.ir import IR
 from fxsplit.machine import Machine
+from fxsplit.placement import settle
 from fxsplit.plans import Plan
 from fxsplit.stages import Ref, Stage, Stages
 from fxsplit.structures import rebuild
@@ -38,6 +40,7 @@ class Emit:
                 "partition{free=false}"
             )
         places = machine.torch_devices()
+        captured_on = ir[Example].tensors[0].device
         costs = ir.get(Costs)
         drawing = {n.name for n in costs.nodes if n.draws} if costs else set()
         outputs = _boundaries(ir.gm.graph, plan)
@@ -46,8 +49,9 @@ class Emit:
         for index, stage_plan in enumerate(plan.stages):
             takes = tuple(inputs) if index == 0 else outputs[index - 1]
             module = _stage_module(ir.gm, index, set(stage_plan.nodes), drawing, takes, outputs[index])
-            device = machine.devices[stage_plan.devices[0]]
-            stages.append(Stage(index, device.name, places[stage_plan.devices[0]], module, takes, outputs[index]))
+            number = stage_plan.devices[0]
+            settle(module, captured_on, places[number])
+            stages.append(Stage(index, machine.devices[number].name, places[number], module, takes, outputs[index]))
         last = stages[-1].outputs
         result = rebuild(
             ir.gm.graph.output_node().args[0], lambda v: Ref(last.index(v.name)) if isinstance(v, fx.Node) else v

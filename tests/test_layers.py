@@ -17,7 +17,7 @@ ROWS: list[set[str]] = [
     {"ir", "kernels"},
     {
         *("machine", "inputs", "draws", "leaves", "observe", "dependences", "costs", "context", "measure"),
-        *("blocks", "antichains", "states", "workload", "plans", "stages"),
+        *("blocks", "antichains", "states", "workload", "plans", "stages", "placement"),
     },
     {"planner", "formats"},
     {"trace", "text", "spec", "manager", "observers", "schedule", "runtime"},

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxsplit.machine import Device
+from fxsplit.placement import settle
 from fxsplit.runtime.gradients import Sums
 from fxsplit.schedule.action import Action
 from fxsplit.stages import Stage, weights
@@ -34,7 +35,10 @@ class Replica:
         self._original = stage.module
         self._here = device.torch_device
         foreign = any(not _same_place(places[id(w)], self._here) for w in weights(stage.module))
-        module = _copied(stage.module) if foreign else stage.module
+        module = stage.module
+        if foreign:
+            module = _copied(stage.module)
+            settle(module, stage.torch_device, self._here)
         self.stage = replace(stage, device_name=device.name, torch_device=self._here, module=module)
         self._copies: dict[Tensor, Tensor] = {}
         self._owner_of: dict[Tensor, Tensor] = {}

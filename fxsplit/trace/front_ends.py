@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 from fxsplit.errors import TraceError
 from fxsplit.inputs import Inputs
+from fxsplit.placement import with_constant_devices
 from fxsplit.trace.exporter import LEAST_ROWS, Bounds, export
 from fxsplit.trace.given import taken
 from fxsplit.trace.tracer import symbolic_trace
@@ -51,7 +52,7 @@ def graph_of(
     def traced(whole: Sequence[str], name: str) -> Graph:
         with unassigned(model):
             gm = symbolic_trace(model, inputs, whole)
-        return check(Graph(gm, name))
+        return check(Graph(with_constant_devices(gm, tensors[0].device), name))
 
     try:
         return traced(leaves, "symbolic_trace")
