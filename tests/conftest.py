@@ -1,10 +1,15 @@
-"""Fixtures for all tests: seeds, two intra-op threads at most, and no worker thread left behind."""
+"""Settings and fixtures for all tests: one intra-op thread, seeds, and no worker thread left behind."""
 
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Iterator
+
+# Read when torch is loaded. OpenMP's threads spin at barriers while they wait: where others want
+# the cores too, a test takes many times as long with two threads as with one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch

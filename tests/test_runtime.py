@@ -155,14 +155,19 @@ def test_stages_run_at_the_same_time() -> None:
 
 def test_workers_leave_the_callers_threads_alone() -> None:
     before = torch.get_num_threads()
-    with fxsplit.compile(Mlp(), 2, example_inputs=torch.randn(8, 8)) as pipe:
-        pipe(torch.randn(8, 8))
-        assert torch.get_num_threads() == before
-        counts: list[int] = []
-        thread = threading.Thread(target=lambda: counts.append(torch.get_num_threads()))
-        thread.start()
-        thread.join()
-        assert counts == [before]
+    theirs = fxsplit.Machine.of(["cpu"] * 2).intraop_threads() + 2  # no number that a worker would set
+    torch.set_num_threads(theirs)
+    try:
+        with fxsplit.compile(Mlp(), 2, example_inputs=torch.randn(8, 8)) as pipe:
+            pipe(torch.randn(8, 8))
+            assert torch.get_num_threads() == theirs
+            counts: list[int] = []
+            thread = threading.Thread(target=lambda: counts.append(torch.get_num_threads()))
+            thread.start()
+            thread.join()
+            assert counts == [theirs]
+    finally:
+        torch.set_num_threads(before)
 
 
 CTRL_C = """
