@@ -8,7 +8,8 @@ order of the threads.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -88,6 +89,13 @@ CASES = [  # by network, since what is expected of one is computed once
     for devices, schedule in [*((2, schedule) for schedule in RUNNABLE), (3, "1F1B"), (4, "GPipe")]
     if devices == 2 or name not in SLOW
 ]
+
+
+@pytest.fixture(autouse=True)
+def collected() -> Iterator[None]:
+    """A pipeline is part of cycles, and here of gigabytes."""
+    yield
+    gc.collect()
 
 
 @pytest.mark.parametrize(("name", "devices", "schedule"), CASES)
