@@ -6,10 +6,15 @@ import gc
 import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
-# Read when torch is loaded. OpenMP's threads spin at barriers while they wait: where others want
+# Both are read when torch and numba are loaded. OpenMP's threads spin at barriers while they wait: where others want
 # the cores too, a test takes many times as long with two threads as with one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    # numba numbers the files of its cache without a lock: processes that compile one kernel at once mix them up.
+    cache = Path(__file__).parent.parent / ".pytest_cache" / f"numba-{worker}"
+    os.environ.setdefault("NUMBA_CACHE_DIR", str(cache))
 
 import pytest
 import torch
