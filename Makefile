@@ -13,7 +13,7 @@ demo: .venv/ready
 	$(BIN)/fxsplit demo
 
 test: .venv/ready
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -1,10 +1,20 @@
-"""Fixtures for all tests: seeds, two intra-op threads at most, and no worker thread left behind."""
+"""Settings and fixtures for all tests: one intra-op thread, seeds, and no worker thread left behind."""
 
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
+
+# Both are read when torch and numba are loaded. OpenMP's threads spin at barriers while they wait: where others want
+# the cores too, a test takes many times as long with two threads as with one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    # numba numbers the files of its cache without a lock: processes that compile one kernel at once mix them up.
+    cache = Path(__file__).parent.parent / ".pytest_cache" / f"numba-{worker}"
+    os.environ.setdefault("NUMBA_CACHE_DIR", str(cache))
 
 import pytest
 import torch
@@ -15,9 +25,13 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
+def workers() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("fxsplit-worker")]
+
+
 @pytest.fixture(autouse=True)
 def no_thread_left() -> Iterator[None]:
     yield
-    gc.collect()
-    left = [t.name for t in threading.enumerate() if t.name.startswith("fxsplit-worker")]
-    assert not left, f"worker threads outlive their pipeline: {left}"
+    if workers():  # beside torch, a collection takes longer than most tests
+        gc.collect()
+    assert not workers(), f"worker threads outlive their pipeline: {workers()}"

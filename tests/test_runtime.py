@@ -9,6 +9,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -130,39 +132,47 @@ class Sleeps(nn.Module):
 
 
 def nap(x: Tensor) -> Tensor:
-    time.sleep(nap_s)
+    pause(nap_s)
     return x * 1.0
 
 
 nap_s = 0.001
+pause: Callable[[float], object] = time.sleep
 torch.fx.wrap("nap")
 
 
-def test_stages_run_at_the_same_time() -> None:
-    """Eight microbatches of two stages that sleep: together they take little more than one stage alone."""
-    global nap_s
-    nap_s = 0.02
-    try:
-        with fxsplit.compile(Sleeps(), 2, n_microbatches=8, passes=FAST) as pipe, torch.no_grad():
-            x = torch.randn(8, 4)
-            pipe(x)
-            begin = time.perf_counter()
-            pipe(x)
-            assert time.perf_counter() - begin < 0.75 * 16 * nap_s
-    finally:
-        nap_s = 0.001
+def test_stages_run_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While stage 1 is in one of eight microbatches, stage 0 is in the next: each waits there for the other."""
+    both, turns = threading.Barrier(2), Counter[str]()
+
+    def meet(_: float) -> None:
+        worker = threading.current_thread().name
+        turns[worker] += 1
+        if turns[worker] != {"fxsplit-worker-0": 1, "fxsplit-worker-1": 8}[worker]:
+            both.wait(timeout=60)
+
+    monkeypatch.setitem(globals(), "nap_s", 0.02)  # so that the plan gives each stage one nap
+    with fxsplit.compile(Sleeps(), 2, example_inputs=torch.randn(8, 4), n_microbatches=8, passes=FAST) as pipe:
+        monkeypatch.setitem(globals(), "pause", meet)
+        pipe(torch.randn(8, 4))
+    assert turns == {"fxsplit-worker-0": 8, "fxsplit-worker-1": 8}
 
 
 def test_workers_leave_the_callers_threads_alone() -> None:
     before = torch.get_num_threads()
-    with fxsplit.compile(Mlp(), 2, example_inputs=torch.randn(8, 8)) as pipe:
-        pipe(torch.randn(8, 8))
-        assert torch.get_num_threads() == before
-        counts: list[int] = []
-        thread = threading.Thread(target=lambda: counts.append(torch.get_num_threads()))
-        thread.start()
-        thread.join()
-        assert counts == [before]
+    theirs = fxsplit.Machine.of(["cpu"] * 2).intraop_threads() + 2  # no number that a worker would set
+    torch.set_num_threads(theirs)
+    try:
+        with fxsplit.compile(Mlp(), 2, example_inputs=torch.randn(8, 8)) as pipe:
+            pipe(torch.randn(8, 8))
+            assert torch.get_num_threads() == theirs
+            counts: list[int] = []
+            thread = threading.Thread(target=lambda: counts.append(torch.get_num_threads()))
+            thread.start()
+            thread.join()
+            assert counts == [theirs]
+    finally:
+        torch.set_num_threads(before)
 
 
 CTRL_C = """
