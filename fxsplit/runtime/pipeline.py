@@ -129,6 +129,11 @@ class Pipeline(nn.Module):
         """The IR before the first pass: the captured graph, and the Example that it was captured with."""
         return self._present().traced
 
+    @property
+    def front_end(self) -> str:
+        """How the model became a graph: symbolic_trace (perhaps with submodules kept whole), export or graph_module."""
+        return self.traced[Example].front_end
+
     def call_of(self, *args: Any, **kwargs: Any) -> tuple[Inputs, list[int]]:
         """Return how a call's arguments are cut, and the rows of each microbatch."""
         program, _, rows = self._prepare(args, kwargs)

@@ -12,7 +12,7 @@ _declared: list[torch.library.Library] = []  # a library's declarations live as 
 
 def torchvision_model(name: str, **options: object) -> nn.Module:
     """Return torchvision's model `name` with random weights; raises FxsplitError where torchvision is missing."""
-    _declare_detection_operators()
+    declare_detection_operators()
     try:
         from torchvision import models
     except ImportError as error:
@@ -23,7 +23,7 @@ def torchvision_model(name: str, **options: object) -> nn.Module:
     return model
 
 
-def _declare_detection_operators() -> None:
+def declare_detection_operators() -> None:
     """Declare the two operators that torchvision annotates while it is imported.
 
     Wheels of torchvision are built for CUDA: beside a CPU build of torch their compiled part does not load, and the

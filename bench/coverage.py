@@ -1,0 +1,115 @@
+"""Which models people have fxsplit takes: trained on two CPU devices, and compared with the unsplit model in float64.
+
+python -m bench.coverage --suite torchvision --suite timm --suite hugging_face    # prints one table for bench/README.md
+
+Needs torchvision, timm and transformers beside fxsplit; no weights are fetched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import os
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import fxsplit
+
+SUITES = {
+    "torchvision": ("torchvision_models", "TORCHVISION"),
+    "timm": ("timm_models", "TIMM"),
+    "hugging_face": ("hugging_face", "HUGGING_FACE"),
+}
+CHAIN = "profile{repeats=1},augment,order,partition,emit"
+STEPS = ("traced", "planned", "run", "equal")
+"""How far a model may come."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """How far one model came, and why no further."""
+
+    name: str
+    reached: str
+    front_end: str = ""
+    nodes: int = 0
+    largest: float = 0.0
+    dtype: str = ""
+    reason: str = ""
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        come = STEPS.index(self.reached) if self.reached in STEPS else -1
+        marks = " | ".join("yes" if i <= come else "**no**" for i, _ in enumerate(STEPS))
+        found = f"{self.largest:.0e} ({self.dtype})" if self.dtype else self.reason
+        return f"| {self.name} | {self.front_end} | {self.nodes or ''} | {marks} | {found} |"
+
+
+def measured(name: str, model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Row:
+    """Compile, train two steps, compare."""
+    begin = time.perf_counter()
+    reached, front_end, nodes = "", "", 0
+    try:
+        with fxsplit.compile(model, ["cpu"] * 2, n_microbatches=2, passes=CHAIN) as pipe:
+            pipe.compile_for(*args, **kwargs)
+            nodes = len(pipe.costs.nodes)
+            front_end, reached = pipe.front_end, "planned"
+            found = fxsplit.verify(pipe, args, kwargs)
+            dtype = str(found.dtype).removeprefix("torch.")
+            reached = "equal" if found.equal else "run"
+            reason = "" if found.equal else f"differs in {found.offending[0].name}"
+            seconds = time.perf_counter() - begin
+            return Row(name, reached, front_end, nodes, found.largest, dtype, reason, seconds)
+    except Exception as error:  # a table of what happens must go on
+        reason = f"{type(error).__name__}: {_last(str(error))}"
+        return Row(name, reached or "none", front_end, nodes, 0.0, "", reason, time.perf_counter() - begin)
+
+
+def _last(text: str) -> str:
+    """Return the end of a message, where the last front end tells why, on one line."""
+    line = " ".join(text.split("nor does torch.export help: ")[-1].split())
+    return line.replace("|", "/")[:200]
+
+
+def rows(suite: str, only: list[str]) -> Iterator[Row]:
+    """Measure one suite after another model."""
+    module, table = SUITES[suite]
+    factories = getattr(importlib.import_module(f"bench.coverage_models.{module}"), table)
+    for name, factory in factories.items():
+        if only and name not in only:
+            continue
+        torch.manual_seed(0)
+        yield measured(name, *factory())
+        gc.collect()
+
+
+def main() -> None:
+    """Print a table for each suite, and its counts."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--suite", action="append", choices=SUITES, help="default: all")
+    parser.add_argument("--only", action="append", default=[], metavar="MODEL", help="default: all of a suite")
+    arguments = parser.parse_args()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    for suite in arguments.suite or SUITES:
+        print(f"\n### {suite}\n\n| model | front end | nodes | {' | '.join(STEPS)} | largest difference, or reason |")
+        print("|---|---|---|---|---|---|---|---|", flush=True)
+        reached: Counter[str] = Counter()
+        for row in rows(suite, arguments.only):
+            reached[row.reached] += 1
+            print(row, flush=True)
+            print(f"{row.name}: {row.reached} in {row.seconds:.1f} s", file=sys.stderr, flush=True)
+        print(f"\n{reached['equal']} of {sum(reached.values())} equal.", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Models people have, each as a factory of (model, args, kwargs)."""
