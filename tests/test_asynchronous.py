@@ -123,7 +123,8 @@ def test_asynchronous_is_delayed_sgd(
     model = model.double()
     unsplit = copy.deepcopy(model)
     make = OPTIMIZERS[optimizer]
-    options: Any = {"passes": FAST, "n_microbatches": count, "schedule": schedule, "checkpoint": checkpoint}
+    chain = FAST.replace("repeats=1", "repeats=1,tied=together")
+    options: Any = {"passes": chain, "n_microbatches": count, "schedule": schedule, "checkpoint": checkpoint}
     with fxsplit.compile(model, ["cpu"] * devices, example_inputs=x, loss_fn=F.cross_entropy, **options) as pipe:
         stage_of = stages_of(pipe, model)
         made = generate(schedule, devices, count)

@@ -6,6 +6,7 @@ import copy
 import threading
 from collections.abc import Callable, Sequence
 from functools import cache
+from math import inf
 from typing import Any
 
 import pytest
@@ -17,7 +18,6 @@ import fxsplit
 from fxsplit.comparison import compare, pipeline_step, unsplit_step
 from fxsplit.errors import InputError, PlanError, ScheduleError
 from fxsplit.plans import CostModel, price
-from fxsplit.runtime import replicas
 from fxsplit.schedule import Times, simulate, verify
 from fxsplit.schedule.generate import REPLICABLE, enough, replicated
 from fxsplit.workload import Workload
@@ -61,11 +61,18 @@ def case(name: str) -> tuple[nn.Module, Tensor, Tensor]:
     return Mlp(layers=6).double(), torch.randn(11, 8, dtype=torch.float64), torch.randint(0, 3, (11,))
 
 
+def machine(counts: Sequence[int], shared: bool) -> fxsplit.Machine:
+    """Replicas that share the weights, or have copies as they do on different GPUs.
+
+    To torch, "cpu:0" is another device than "cpu" although the memory is the same.
+    """
+    first = {sum(counts[:i]) for i in range(len(counts))}
+    places = [torch.device("cpu" if shared or d in first else "cpu:0") for d in range(sum(counts))]
+    return fxsplit.Machine.of([fxsplit.Device(f"cpu:{d}", place) for d, place in enumerate(places)], bytes_per_s=inf)
+
+
 @pytest.fixture(params=[True, False], ids=["shared", "copied"])
-def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Replicas share the weights, or have copies as they do on different GPUs."""
-    if not request.param:
-        monkeypatch.setattr(replicas, "_same_place", lambda one, other: False)
+def shared(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
@@ -80,13 +87,13 @@ def profile(name: str) -> fxsplit.Costs:
 @pytest.mark.parametrize("counts", [(1, 3, 1), (2, 1), (1, 2), (3,)])
 @pytest.mark.parametrize("name", ["residual", "mlp"])
 def test_replicated_stages_are_the_unsplit_model(
-    name: str, counts: tuple[int, ...], schedule: str, place: bool
+    name: str, counts: tuple[int, ...], schedule: str, shared: bool
 ) -> None:
     """Two steps of an optimizer, so that copies must follow; batch norm's statistics in microbatches' order."""
     model, x, y = case(name)
     unsplit = copy.deepcopy(model)
     options: Any = {"n_microbatches": 5, "schedule": schedule, "passes": chain(counts), "costs": profile(name)}
-    with fxsplit.compile(model, ["cpu"] * sum(counts), loss_fn=F.cross_entropy, **options) as pipe:
+    with fxsplit.compile(model, machine(counts, shared), loss_fn=F.cross_entropy, **options) as pipe:
         pipe.compile_for(x)
         assert [len(s.devices) for s in pipe.plan.stages] == list(counts)
         for _ in range(2):
@@ -109,12 +116,12 @@ def test_replicated_stages_are_the_unsplit_model(
 
 @pytest.mark.parametrize("name", ["residual", "mlp"])
 @pytest.mark.parametrize("devices", [2, 4])
-def test_chimera_is_the_unsplit_model(name: str, devices: int, place: bool) -> None:
+def test_chimera_is_the_unsplit_model(name: str, devices: int, shared: bool) -> None:
     """Every stage lives on two devices, and each has half of the microbatches."""
     model, x, y = case(name)
     unsplit = copy.deepcopy(model)
     options: Any = {"n_microbatches": 4, "schedule": "Chimera", "costs": profile(name), "loss_fn": F.cross_entropy}
-    with fxsplit.compile(model, ["cpu"] * devices, **options) as pipe:
+    with fxsplit.compile(model, machine([devices // 2] * 2, shared), **options) as pipe:
         for _ in range(2):
             found = pipeline_step(pipe, [x], y)
             expected = unsplit_step(unsplit, [x], y, F.cross_entropy, 4)

@@ -58,9 +58,9 @@ def case(name: str) -> tuple[nn.Module, Tensor, Tensor, int]:
     return model, x, target, n_microbatches
 
 
-@lru_cache(maxsize=1)
-def expected(name: str) -> Outcome:
-    model, x, target, n_microbatches = case(name)
+@lru_cache(maxsize=2)
+def expected(name: str, n_microbatches: int) -> Outcome:
+    model, x, target, _ = case(name)
     return unsplit_step(copy.deepcopy(model), [x], target, cross_entropy, n_microbatches)
 
 
@@ -103,6 +103,8 @@ def collected() -> Iterator[None]:
 @pytest.mark.parametrize(("name", "devices", "schedule"), CASES)
 def test_training_step_equals_unsplit(name: str, devices: int, schedule: str) -> None:
     model, x, target, n_microbatches = case(name)
+    if schedule == "Chimera":  # half of the microbatches in either direction
+        n_microbatches = 2
     with fxsplit.compile(
         copy.deepcopy(model),
         ["cpu"] * devices,
@@ -111,7 +113,7 @@ def test_training_step_equals_unsplit(name: str, devices: int, schedule: str) ->
         loss_fn=cross_entropy,
         costs=profile(name),
     ) as pipe:
-        found = compare(pipeline_step(pipe, [x], target), expected(name))
+        found = compare(pipeline_step(pipe, [x], target), expected(name, n_microbatches))
         assert len(pipe.plan.stages) in (devices, 2 * devices)
         assert found.largest <= TOLERANCE, f"{found} at {found.worst}"
         assert list(pipe.state_dict()) == list(model.state_dict())
@@ -141,7 +143,7 @@ def test_cuts_fall_inside_blocks(name: str) -> None:
     with fxsplit.compile(
         split, 2, n_microbatches=n_microbatches, loss_fn=cross_entropy, costs=costs, passes=chain
     ) as pipe:
-        found = compare(pipeline_step(pipe, [x], target), expected(name))
+        found = compare(pipeline_step(pipe, [x], target), expected(name, n_microbatches))
         assert _inside_a_block(pipe.plan, costs)
         assert found.largest <= TOLERANCE, f"{found} at {found.worst}"
 
