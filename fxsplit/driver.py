@@ -50,6 +50,7 @@ def compile(
     loss_fn: LossFn | None = None,
     checkpoint: str = "plan",
     deferred_batch_norm: bool = False,
+    stage_backend: str | None = None,
     chunks: Chunks | None = None,
     passes: str | Chain | Iterable[Pass] = DEFAULT,
     costs: Costs | str | os.PathLike[str] | None = None,
@@ -70,6 +71,8 @@ def compile(
     checkpoint: when a stage keeps no activations and runs forward again before its backward: "never", "always",
         "except_last" (for all microbatches but the last), or "plan" (where partition{recompute=} says so).
     deferred_batch_norm: let running statistics change once a batch, by all of it, and not by each microbatch.
+    stage_backend: what torch.compile compiles each stage with, such as "inductor" (default: stages run as they are).
+        Costs are measured without it.
     chunks: argument (or part of one) -> the dimension that holds its batch, or fxsplit.Replicate where all microbatches
         share it. What is not stated is found: the first dimension where that is as long as the batch.
     passes: the chain, as a Chain, a list, or text such as "profile{repeats=3},augment,order,partition,emit".
@@ -102,18 +105,22 @@ def compile(
     if stated is not None and schedule != AUTO:
         ways[0].schedule(stated)
     check_when(checkpoint)
+    if stage_backend is not None and stage_backend not in torch.compiler.list_backends(()):
+        backends = ", ".join(torch.compiler.list_backends())
+        raise InputError(f"stage_backend={stage_backend!r} is none of torch.compile's: give one of {backends}")
     compiler = _Compiler(
-        model,
-        machine,
-        ways,
-        stated,
-        n_microbatches == AUTO,
-        checkpoint,
-        deferred_batch_norm,
-        chunks,
-        chain,
-        known,
-        dump,
+        model=model,
+        machine=machine,
+        schedulers=ways,
+        n_microbatches=stated,
+        any_number=n_microbatches == AUTO,
+        checkpoint=checkpoint,
+        deferred_batch_norm=deferred_batch_norm,
+        stage_backend=stage_backend,
+        chunks=chunks,
+        chain=chain,
+        costs=known,
+        dump=dump,
     )
     pipeline = Pipeline(model, compiler, stated, loss_fn)
     if example_inputs is not None:
@@ -140,6 +147,7 @@ class _Compiler:
     any_number: bool
     checkpoint: str
     deferred_batch_norm: bool
+    stage_backend: str | None
     chunks: Chunks | None
     chain: Chain
     costs: Costs | None
@@ -187,6 +195,7 @@ class _Compiler:
             final=final,
             alone=alone,
             checkpoint=self.checkpoint,
+            stage_backend=self.stage_backend,
         )
         program.schedule(count)  # raises for a plan that the schedule cannot run
         note(program.stages, self._check_replicas(chosen, traced, final), self.deferred_batch_norm)

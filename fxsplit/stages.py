@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,7 +16,10 @@ from fxsplit.structures import rebuild
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """One stage: `module(*inputs)` returns the tuple of `outputs`; both name values of the original graph."""
+    """One stage: `module(*inputs)` returns the tuple of `outputs`; both name values of the original graph.
+
+    `compiled` is the same function as a compiler of torch's has made it, where one was asked for.
+    """
 
     index: int
     device_name: str
@@ -24,6 +27,11 @@ class Stage:
     module: fx.GraphModule
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    compiled: Callable[..., Any] | None = None
+
+    def __call__(self, *values: Any) -> Any:
+        """Run the stage."""
+        return (self.module if self.compiled is None else self.compiled)(*values)
 
     @property
     def code(self) -> str:

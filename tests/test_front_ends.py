@@ -349,3 +349,28 @@ def test_constants_follow_their_stage(branches: bool) -> None:
             settle(stage.module, torch.device("cpu"), here)
             values = stage.module.to(here)(*values)
             assert all(v.device == here for v in values if isinstance(v, Tensor)) and "cpu')" not in stage.code
+
+
+class RegistersItsOwn(nn.Module):
+    """Puts hooks on its submodules when it is first called, as libraries do to collect what passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 3)
+        self.ready = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.ready:
+            self.inner.register_forward_hook(lambda module, args, output: None)
+            self.ready = True
+        out: Tensor = self.head(self.inner(x))
+        return out
+
+
+def test_hooks_that_compiling_made_the_model_register_are_gone() -> None:
+    model, x = RegistersItsOwn(), torch.randn(6, 8)
+    with fxsplit.compile(model, 2, example_inputs=x, n_microbatches=2, passes=FAST) as pipe:
+        assert not model.inner._forward_hooks and not model.ready and "forward" not in vars(model)
+        torch.testing.assert_close(pipe(x), model(x))
+        with pytest.raises(InputError, match="submodule 'inner' has hooks"):
+            pipe(x)

@@ -51,7 +51,7 @@ def forward(stage: Stage, packet: Packet, writes: bool = False) -> Saved:
         for v, wanted in zip(packet.values, packet.wanted, strict=True)
     )
     given = [v.clone() if writes and isinstance(v, Tensor) and v.requires_grad else v for v in inputs]
-    return Saved(inputs, stage.module(*given))
+    return Saved(inputs, stage(*given))
 
 
 def backward(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -42,6 +43,7 @@ class Program:
     `alone` says that weights are not where the other mode's program has them, so that one must be compiled again.
     `n_microbatches` is how many were chosen, where neither the user nor the batch says. `checkpoint` is when stages
     keep no activations; `written` the buffers that those stages are known to write.
+    `stage_backend` is what compiles each stage.
     """
 
     model: nn.Module
@@ -56,6 +58,7 @@ class Program:
     alone: bool = False
     n_microbatches: int | None = None
     checkpoint: str = "plan"
+    stage_backend: str | None = None
     written: dict[int, set[str]] = field(default_factory=dict)
     _schedules: dict[int, Schedule] = field(default_factory=dict)
     _passes: dict[int, Schedule] = field(default_factory=dict)
@@ -88,9 +91,9 @@ class Program:
     @cached_property
     def replicas(self) -> list[list[Replica]]:
         """Each stage as each of its devices runs it."""
-        devices, places = self.machine.devices, self.places
+        devices, places, backend = self.machine.devices, self.places, self.stage_backend
         pairs = zip(self.stages.stages, self.homes, strict=True)
-        return [[Replica(stage, devices[d], places) for d in home] for stage, home in pairs]
+        return [[Replica(stage, devices[d], places, backend) for d in home] for stage, home in pairs]
 
     @property
     def places(self) -> dict[int, torch.device]:
@@ -155,9 +158,13 @@ class Program:
         return [[w for w in weights(s.module) if w.requires_grad] for s in self.stages.stages]
 
     def check_hooks(self) -> None:
-        """Raise InputError for a hook on a module whose inside is cut into stages: nothing would call it."""
+        """Raise InputError for a hook on a module whose inside is cut into stages: nothing would call it.
+
+        One that the model's own library has registered belongs to its forward(), and what it does is in the graph.
+        """
         for path, module in self._containers:
-            if any(module.__dict__[kind] for kind in HOOKS):
+            hooks = [hook for kind in HOOKS for hook in module.__dict__[kind].values()]
+            if not all(_is_the_librarys(hook, self.model) for hook in hooks):
                 raise InputError(
                     f"submodule {path!r} has hooks, and its inside is cut into stages, so they would never run: put "
                     f"them on modules that stay whole, such as {self._leaf!r}, or remove them"
@@ -214,6 +221,13 @@ class Program:
         for weight in {id(w): w for stage in self.stages.stages for w in weights(stage.module)}.values():
             if weight.device != places[id(weight)]:
                 weight.data = weight.data.to(places[id(weight)])
+
+
+def _is_the_librarys(hook: Callable[..., Any], model: nn.Module) -> bool:
+    """Return whether a hook comes from the installed package that the model's class comes from."""
+    package = type(model).__module__.partition(".")[0]
+    file = getattr(sys.modules.get(package), "__file__", None) or ""
+    return "site-packages" in file and getattr(hook, "__module__", "").partition(".")[0] == package
 
 
 def _is_plain(value: Any) -> bool:

@@ -30,7 +30,9 @@ class Replica:
     copies, which are refreshed before every forward pass and whose gradients go back to the weights.
     """
 
-    def __init__(self, stage: Stage, device: Device, places: Mapping[int, torch.device]) -> None:
+    def __init__(
+        self, stage: Stage, device: Device, places: Mapping[int, torch.device], backend: str | None = None
+    ) -> None:
         assert device.torch_device is not None
         self._original = stage.module
         self._here = device.torch_device
@@ -39,7 +41,8 @@ class Replica:
         if foreign:
             module = _copied(stage.module)
             settle(module, stage.torch_device, self._here)
-        self.stage = replace(stage, device_name=device.name, torch_device=self._here, module=module)
+        compiled = None if backend is None else torch.compile(module, backend=backend)
+        self.stage = replace(stage, device_name=device.name, torch_device=self._here, module=module, compiled=compiled)
         self._copies: dict[Tensor, Tensor] = {}
         self._owner_of: dict[Tensor, Tensor] = {}
 

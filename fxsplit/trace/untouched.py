@@ -13,8 +13,10 @@ from fxsplit.errors import TraceError
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Restore the attributes of every module after the block: compiling must leave no trace on the model."""
+    """Restore attributes and hooks of every module after the block: compiling must leave no trace on the model."""
     before = [(m, dict(m.__dict__)) for m in model.modules()]
+    registries = [held for m, _ in before for key, held in m.__dict__.items() if "_hooks" in key and held is not None]
+    hooks = [(held, dict(held)) for held in registries if isinstance(held, dict)]
     values = [v for _, held in before for name, v in held.items() if not name.startswith("_")]
     contents = [(v, copy.copy(v)) for v in values if type(v) in (list, dict, set)]
     tensors = [(v, v.detach().clone()) for v in values if isinstance(v, Tensor)]  # neither parameters nor buffers
@@ -26,6 +28,9 @@ def untouched(model: nn.Module) -> Iterator[None]:
             module.__dict__.update(attributes)
         for tensor, value in tensors:
             tensor.detach().copy_(value)
+        for registered, own in hooks:
+            registered.clear()
+            registered.update(own)
         for collection, kept in contents:
             collection.clear()
             collection.extend(kept) if isinstance(collection, list) else collection.update(kept)
