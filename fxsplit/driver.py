@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from fxsplit import passes as standard
 from fxsplit.choice import AUTO, Candidate, counts, schedulers, step_ms
 from fxsplit.costs import Costs, KnownCosts
 from fxsplit.dependences import keeps_order, together, weights_of
-from fxsplit.errors import ChainError, InputError, PlanError
+from fxsplit.errors import ChainError, InputError, NoFit, PlanError
 from fxsplit.inputs import Chunks, Example, Inputs, as_call
 from fxsplit.ir import IR, Fact, Pass, pass_name
 from fxsplit.machine import Device, DeviceLike, Machine
@@ -238,7 +239,7 @@ class _Compiler:
         self, ways: Sequence[Candidate], args: Sequence[Any], kwargs: Mapping[str, Any], batch: int
     ) -> tuple[Candidate, Costs | None]:
         """Return the candidate whose step the simulator finds shortest, of those whose plans fit in memory."""
-        refused: PlanError | None = None
+        refused: list[tuple[float, Candidate, PlanError]] = []
         found: list[tuple[float, Candidate, Costs | None]] = []
         for count in sorted({way.n_microbatches for way in ways}):
             traced = self._captured(args, kwargs, sizes(batch, count)[0])
@@ -250,7 +251,7 @@ class _Compiler:
                     if final.get(Plan) is not None and final.get(Stages) is not None:
                         self._check_replicas(way, traced, final)
                 except PlanError as error:
-                    refused = error
+                    refused.append((getattr(error, "short_bytes", inf), way, error))
                     continue
                 known = costs.found or known
                 if final.get(Plan) is None:
@@ -258,7 +259,8 @@ class _Compiler:
                 found.append((step_ms(final[Plan], way), way, known))
         if not found:
             tried = ", ".join(str(way) for way in ways)
-            raise PlanError(f"no schedule fits; the last of {tried} says: {refused}")
+            short, way, reason = min(refused, key=lambda entry: entry[0])
+            raise NoFit(f"none of {tried} fits; nearest is {way}: {reason}", short) from reason
         _, way, known = min(found, key=lambda entry: entry[0])
         return way, known
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from types import GetSetDescriptorType, MemberDescriptorType
 
@@ -46,7 +47,14 @@ class PlanError(FxsplitError):
 
 
 class NoFit(PlanError):
-    """The graph fits no plan for these devices: too little memory, or more devices than stages can be made for."""
+    """The graph fits no plan for these devices: too little memory, or more devices than stages can be made for.
+
+    `short_bytes` is what the best plan lacks of a device's memory, where that is why.
+    """
+
+    def __init__(self, message: str, short_bytes: float = math.inf) -> None:
+        super().__init__(message)
+        self.short_bytes = short_bytes
 
 
 class ScheduleError(FxsplitError, ValueError):

@@ -46,5 +46,6 @@ def misfit(problems: Sequence[Problem], chains: Antichains, machine: Machine, cl
         f"no plan fits in memory{some}: even the best leaves stage {worst} of {len(loads)} on {device.name} short by "
         f"{size(loads[worst])} ({loads[worst]:.0f} bytes): it needs {size(need)} of {size(device.memory_bytes)}; use "
         "more devices, more and smaller microbatches, schedule='1F1B', or partition{optimizer_factor=} if your "
-        "optimizer keeps less than Adam"
+        "optimizer keeps less than Adam",
+        short_bytes=float(loads[worst]),
     )
