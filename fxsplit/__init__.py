@@ -8,11 +8,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # each is imported when it is first used: planning from a profile needs no torch
+    from fxsplit.chunks import Replicate as Replicate
     from fxsplit.costs import Costs as Costs
     from fxsplit.driver import DEFAULT as DEFAULT
     from fxsplit.driver import compile as compile
     from fxsplit.errors import FxsplitError as FxsplitError
-    from fxsplit.inputs import Replicate as Replicate
     from fxsplit.ir import IR as IR
     from fxsplit.ir import Fact as Fact
     from fxsplit.ir import Pass as Pass
@@ -36,7 +36,7 @@ _HOME = {
     "profile": "profiling",
     "verify": "verification",
     "leaf": "passes.leaf",
-    "Replicate": "inputs",
+    "Replicate": "chunks",
     "Pipeline": "runtime",
     "Machine": "machine",
     "Device": "machine",

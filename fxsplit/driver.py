@@ -14,10 +14,11 @@ from torch import nn
 
 from fxsplit import passes as standard
 from fxsplit.choice import AUTO, Candidate, counts, schedulers, step_ms
+from fxsplit.chunks import Chunks
 from fxsplit.costs import Costs, KnownCosts
 from fxsplit.dependences import keeps_order, together, weights_of
 from fxsplit.errors import ChainError, InputError, NoFit, PlanError
-from fxsplit.inputs import Chunks, Example, Inputs, as_call
+from fxsplit.inputs import Example, Inputs, as_call
 from fxsplit.ir import IR, Fact, Pass, pass_name
 from fxsplit.machine import Device, DeviceLike, Machine
 from fxsplit.manager import run

@@ -16,7 +16,7 @@ ROWS: list[set[str]] = [
     {"errors", "progress", "structures"},
     {"ir", "kernels"},
     {
-        *("machine", "inputs", "draws", "leaves", "observe", "dependences", "costs", "context", "measure"),
+        *("machine", "chunks", "inputs", "draws", "leaves", "observe", "dependences", "costs", "context", "measure"),
         *("blocks", "antichains", "states", "workload", "plans", "stages", "placement"),
     },
     {"planner", "formats"},

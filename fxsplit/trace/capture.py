@@ -9,8 +9,9 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from fxsplit.chunks import Chunks
 from fxsplit.errors import InputError
-from fxsplit.inputs import Chunks, Example, Inputs
+from fxsplit.inputs import Example, Inputs
 from fxsplit.ir import IR
 from fxsplit.trace.check import checked
 from fxsplit.trace.front_ends import Graph, graph_of
