@@ -90,6 +90,30 @@ def test_an_exported_graph_is_the_models_own() -> None:
         assert pipe.traced[Example].front_end == "export"
 
 
+def test_an_exported_graph_follows_the_models_dtype() -> None:
+    """Its conversions are of the dtypes there were; another needs another graph."""
+
+    class Converts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.a, self.b = nn.Embedding(5, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            if ids.shape[1] > 100:
+                return ids
+            h = torch.tanh(self.a(self.embed(ids))).to(self.b.weight.dtype)
+            out: Tensor = self.b(h + torch.linspace(0, 1, 8, dtype=h.dtype))
+            return out
+
+    model, ids = Converts(), torch.randint(0, 5, (6, 3))
+    with fxsplit.compile(model, 2, example_inputs=ids, n_microbatches=2, passes=FAST) as pipe:
+        torch.testing.assert_close(pipe(ids), model(ids))
+        model.double()
+        with pytest.warns(UserWarning, match="compiling again, because attribute 'a.bias.dtype'"):
+            found = pipe(ids)
+        torch.testing.assert_close(found, model(ids), rtol=1e-12, atol=1e-12)
+
+
 def test_a_graph_module_is_taken_as_it_is() -> None:
     class Whole(nn.Module):
         def __init__(self) -> None:

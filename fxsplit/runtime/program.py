@@ -201,6 +201,8 @@ class Program:
             found |= {f"{path}.{n}": repr(v) for n, v in module.__dict__.items() if n not in _TORCHS and _is_plain(v)}
             if "forward" in module.__dict__:
                 found[f"{path}.forward"] = str(id(module.__dict__["forward"]))
+        if self.traced[Example].fixed:  # an exported graph converts to the dtypes that there were
+            found |= {f"{path}.dtype": str(p.dtype) for path, p in self.model.named_parameters()}
         return {name.removeprefix("."): value for name, value in found.items()}
 
     def relink(self) -> None:
