@@ -104,11 +104,12 @@ def _joined(outputs: Sequence[Any], rows: Sequence[int]) -> Any:
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest relative difference of one output, gradient or buffer."""
+    """The largest relative difference of one output, gradient or buffer, and what rounding alone would make of it."""
 
     kind: str
     name: str
     value: float
+    rounding: float = 0.0
 
 
 def differences(found: Outcome, expected: Outcome) -> list[Difference]:
