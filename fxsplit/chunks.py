@@ -15,17 +15,20 @@ class Replicate:
 
 Chunks = Mapping[str, "int | type[Replicate]"]
 """By argument, or part of one: the dimension that is cut into microbatches, or Replicate."""
+TARGET = "target"
+"""What the target of `step` is called in `chunks`."""
 
 
-def batch_dims(tensors: Mapping[str, Tensor], chunks: Chunks) -> dict[str, int | None]:
+def batch_dims(tensors: Mapping[str, Tensor], roots: Mapping[str, str], chunks: Chunks) -> dict[str, int | None]:
     """Return, for each tensor, the dimension that holds the batch; None where every microbatch gets all of it.
 
-    What is not stated is found: the rows are those of the first tensor. A tensor with as many in its first dimension is
-    cut there, one that has them nowhere is replicated, and one that has them elsewhere must be stated.
+    `roots` is the argument that each tensor is in. What is not stated is found: the rows are those of the first tensor.
+    A tensor with as many in its first dimension is cut there, one that has them nowhere is replicated, and one that has
+    them elsewhere must be stated.
     """
-    stated = {name: _stated(name, chunks) for name in tensors}
+    stated = {name: stated_dim(name, roots[name], chunks) for name in tensors}
     for key in chunks:
-        if not any(name == key or name.startswith(f"{key}_") for name in tensors):
+        if key != TARGET and key not in tensors and key not in roots.values():
             raise InputError(f"chunks={{{key!r}: ...}} names no tensor argument: there are {', '.join(tensors)}")
     for name, dim in stated.items():
         if isinstance(dim, int) and not 0 <= dim < tensors[name].ndim:
@@ -53,12 +56,11 @@ def batch_dims(tensors: Mapping[str, Tensor], chunks: Chunks) -> dict[str, int |
     return found
 
 
-def _stated(name: str, chunks: Chunks) -> int | type[Replicate] | None:
-    """Return what `chunks` says of a tensor, by its name or that of the argument that it is in."""
-    keys = [key for key in chunks if name == key or name.startswith(f"{key}_")]
-    if not keys:
+def stated_dim(name: str, root: str, chunks: Chunks) -> int | type[Replicate] | None:
+    """Return what `chunks` says of a tensor, by its name or else by that of the argument that it is in."""
+    rule = chunks.get(name, chunks.get(root))
+    if rule is None:
         return None
-    rule = chunks[max(keys, key=len)]
     if rule is not Replicate and type(rule) is not int:
         raise InputError(f"chunks={{{name!r}: {rule!r}}}: give the number of a dimension, or fxsplit.Replicate")
     return rule

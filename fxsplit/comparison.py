@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from fxsplit.inputs import Inputs
 from fxsplit.runtime import Pipeline
 from fxsplit.runtime.loss import reduction_of
-from fxsplit.runtime.microbatches import join, sizes, split, split_tree
+from fxsplit.runtime.microbatches import join, sizes, split, split_target
 from fxsplit.structures import plain
 
 ROUNDING = 1e-5
@@ -66,18 +66,19 @@ def unsplit_step(
     n_microbatches: int | Sequence[int],
     kwargs: Mapping[str, Any] | None = None,
     inputs: Inputs | None = None,
+    joined: Sequence[int | None] | None = None,
 ) -> Outcome:
     """Run the unsplit model forward and backward on one microbatch after another.
 
-    `inputs` are how the model is called (default: every tensor is cut on its first dimension); without a target the
-    loss is that of the outputs alone.
+    `inputs` are how the model is called (default: every tensor is cut on its first dimension), `joined` the dimension
+    that each output is joined on; without a target the loss is that of the outputs alone.
     """
     inputs = inputs or Inputs.of(model, args, kwargs or {})[0]
     tensors = inputs.bind(args, kwargs or {}, None)
     batch = inputs.rows(tensors)
     rows = sizes(batch, n_microbatches) if isinstance(n_microbatches, int) else list(n_microbatches)
     columns = [split(t, rows, spec.batch_dim) for t, spec in zip(tensors, inputs.specs, strict=True)]
-    targets = [()] * len(rows) if target is None else [(t,) for t in split_tree(target, rows, "target")]
+    targets = [()] * len(rows) if target is None else [(t,) for t in split_target(target, rows, inputs)]
     outputs = []
     for m, count in enumerate(rows):
         call = inputs.call([column[m] for column in columns])
@@ -85,20 +86,21 @@ def unsplit_step(
         weight = 1.0 if reduction_of(loss_fn) == "sum" else count / batch
         (loss_fn(output, *targets[m]) * weight).backward()
         outputs.append(pytree.tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, plain(output)))
-    return _outcome(model, _joined(outputs, rows))
+    return _outcome(model, _joined(outputs, rows, joined))
 
 
-def _joined(outputs: Sequence[Any], rows: Sequence[int]) -> Any:
-    """Return the outputs of all microbatches as those of one batch."""
+def _joined(outputs: Sequence[Any], rows: Sequence[int], dims: Sequence[int | None] | None) -> Any:
+    """Return the outputs of all microbatches as those of one batch; on the first dimension if `dims` are unknown."""
     first, structure = pytree.tree_flatten(outputs[0])
     columns = zip(*(pytree.tree_leaves(output) for output in outputs), strict=True)
     whole = []
+    of = iter(dims) if dims is not None else None
     for leaf, column in zip(first, columns, strict=True):
         if not isinstance(leaf, Tensor):
             whole.append(leaf)
             continue
-        dims = [d for d in range(leaf.ndim) if all(t.shape[d] == r for t, r in zip(column, rows, strict=True))]
-        whole.append(join(column, rows, dims[0] if dims else None))
+        dim = next(of) if of is not None else (0 if leaf.ndim else None)
+        whole.append(join(column, rows, dim))
     return pytree.tree_unflatten(whole, structure)
 
 

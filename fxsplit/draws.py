@@ -31,12 +31,16 @@ class Draw(nn.Module):
         self.call = call
         self._key = name
 
+    @property
+    def idle(self) -> bool:
+        """Whether this is a module in evaluation, which draws nothing."""
+        return isinstance(self.call, nn.Module) and not self.call.training
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the wrapped call returns."""
         turn = getattr(_turn, "now", None)
-        idle = isinstance(self.call, nn.Module) and not self.call.training
         call = self.call if not isinstance(self.call, str) else lambda x, *a, **k: getattr(x, self.call)(*a, **k)
-        if turn is None or idle:
+        if turn is None or self.idle:
             return call(*args, **kwargs)
         with drawing(turn[0], turn[1], self._key, (args, kwargs)):
             return call(*args, **kwargs)

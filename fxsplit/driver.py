@@ -30,7 +30,7 @@ from fxsplit.runtime.batch_norm import check_writes, note
 from fxsplit.runtime.checkpoint import check_when
 from fxsplit.runtime.loss import LossFn
 from fxsplit.runtime.microbatches import default_microbatches, sizes
-from fxsplit.schedule.catalogue import Scheduler, find_schedule
+from fxsplit.schedule.catalogue import ASYNCHRONOUS, Scheduler, find_schedule
 from fxsplit.schedule.of_plan import replicas_of
 from fxsplit.spec import Chain, as_chain
 from fxsplit.stages import Stages, weights
@@ -132,10 +132,19 @@ def compile(
 
 
 def alike(pipe: Pipeline, model: nn.Module, loss_fn: LossFn | None) -> Pipeline:
-    """Return another model as a pipeline with the same options; it measures its own costs."""
+    """Return another model as a pipeline with the same options, to be compared with it; it measures its own costs.
+
+    Raises InputError for a schedule whose weights change between microbatches.
+    """
     compiler = pipe.build
     assert isinstance(compiler, _Compiler)
-    return Pipeline(model, replace(compiler, model=model, costs=None, dump=None), compiler.n_microbatches, loss_fn)
+    for scheduler in compiler.schedulers:
+        if scheduler.name in ASYNCHRONOUS:
+            raise InputError(
+                f"{scheduler.name} trains another way than the model by itself: verify a pipeline with 1F1B"
+            )
+    changed = replace(compiler, model=model, costs=None, dump=None, deferred_batch_norm=False)
+    return Pipeline(model, changed, compiler.n_microbatches, loss_fn)
 
 
 @dataclass(frozen=True, eq=False)

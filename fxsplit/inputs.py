@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -57,6 +57,7 @@ class Inputs:
     signature: inspect.Signature
     structure: pytree.TreeSpec
     leaves: tuple[Any, ...]
+    chunks: Chunks = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -68,14 +69,15 @@ class Inputs:
         among them, or when it is not clear where the batch is.
         """
         signature = inspect.signature(model.forward)
-        names, values, structure = _flatten(signature, args, kwargs)
+        names, values, structure, roots = _flatten(signature, args, kwargs)
         tensors = [v for v in values if isinstance(v, Tensor)]
-        found = batch_dims({n: v for n, v in zip(names, values, strict=True) if isinstance(v, Tensor)}, chunks or {})
+        named = {n: v for n, v in zip(names, values, strict=True) if isinstance(v, Tensor)}
+        found = batch_dims(named, dict(zip(names, roots, strict=True)), chunks or {})
         leaves = [
             TensorSpec(name, v.dtype, v.device, tuple(v.shape), found[name]) if isinstance(v, Tensor) else v
             for name, v in zip(names, values, strict=True)
         ]
-        inputs = cls(signature, structure, tuple(leaves))
+        inputs = cls(signature, structure, tuple(leaves), chunks or {})
         inputs.rows(tensors)
         return inputs, tensors
 
@@ -114,7 +116,7 @@ class Inputs:
         `dtype` is the floating type the parameters have now: an input may follow the model to it. Raises InputError,
         naming the argument, where the call has another structure, constant, dtype, device or number of dimensions.
         """
-        names, values, structure = _flatten(self.signature, args, kwargs)
+        names, values, structure, _ = _flatten(self.signature, args, kwargs)
         if structure != self.structure:
             raise InputError(
                 f"this pipeline was compiled for arguments ({_describe(self.leaves)}) and is called with others "
@@ -173,7 +175,7 @@ class Example:
     of them that the graph fetches. `returns`: the model's own containers (an OrderedDict, for example), where the graph
     returns plain ones. `joined`: for each output the dimension that microbatches are joined on, or None for a number,
     of which they are averaged by rows. `fixed`: the graph, made by `front_end`, is for these shapes alone, but for rows
-    between the two numbers of `bounds`.
+    between the two numbers of `bounds` that `guard` raises no AssertionError for.
     """
 
     inputs: Inputs
@@ -186,6 +188,7 @@ class Example:
     front_end: str = "symbolic_trace"
     fixed: bool = False
     bounds: tuple[int, int | None] = (1, None)
+    guard: Callable[..., Any] | None = None
 
     made_by: ClassVar[str] = "trace"
     given: ClassVar[bool] = True
@@ -204,6 +207,8 @@ class Example:
                 f"a microbatch has {odd} rows, and forward() takes another branch there than in the graph, which is "
                 f"for {least} to {'any number of' if most is None else most} rows: choose n_microbatches accordingly"
             )
+        for count in set(rows) if self.guard is not None else ():
+            self._check_guard(count)
         for spec, tensor in zip(self.inputs.specs, tensors, strict=True) if self.fixed else ():
             if [n for d, n in enumerate(tensor.shape) if d != spec.batch_dim] != [
                 n for d, n in enumerate(spec.shape) if d != spec.batch_dim
@@ -217,6 +222,18 @@ class Example:
     def verify(self, ir: IR) -> None:
         """Hold for any graph: the placeholders are checked when the graph runs."""
 
+    def _check_guard(self, rows: int) -> None:
+        """Raise InputError where forward() takes another branch than in the graph for microbatches of so many rows."""
+        specs = [(s, [rows if d == s.batch_dim else n for d, n in enumerate(s.shape)]) for s in self.inputs.specs]
+        try:
+            assert self.guard is not None
+            self.guard(*(torch.empty(shape, dtype=s.dtype, device="meta") for s, shape in specs))
+        except AssertionError as error:
+            raise InputError(
+                f"a microbatch has {rows} rows, and forward() takes another branch there than in the graph ({error}): "
+                "choose n_microbatches so that all are like the example's"
+            ) from error
+
     def __str__(self) -> str:
         pairs = zip(self.inputs.specs, self.tensors, strict=True)
         return "\n".join(f"{spec.name}: {str(t.dtype)[6:]}{list(t.shape)}" for spec, t in pairs)
@@ -224,8 +241,8 @@ class Example:
 
 def _flatten(
     signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[list[str], list[Any], pytree.TreeSpec]:
-    """Return names, values and structure of a call, the same however its arguments were passed."""
+) -> tuple[list[str], list[Any], pytree.TreeSpec, list[str]]:
+    """Return names, values and structure of a call, the same however its arguments were passed; and their arguments."""
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -236,8 +253,13 @@ def _flatten(
     bound.apply_defaults()
     learn(dict(bound.arguments))
     pairs, structure = pytree.tree_flatten_with_path(dict(bound.arguments))
-    names = [re.sub(r"\W", "_", "_".join(_key(k) for k in path)) for path, _ in pairs]
-    return names, [value for _, value in pairs], structure
+    names: dict[str, None] = {}
+    for path, _ in pairs:
+        name = re.sub(r"\W", "_", "_".join(_key(k) for k in path))
+        while name in names:  # an argument x_0 beside a list x
+            name += "_"
+        names[name] = None
+    return list(names), [value for _, value in pairs], structure, [_key(path[0]) for path, _ in pairs]
 
 
 def _key(entry: Any) -> str:

@@ -22,6 +22,7 @@ from fxsplit.inputs import Example, as_call
 from fxsplit.observe import preserved
 from fxsplit.runtime import Pipeline
 from fxsplit.runtime.loss import model_loss, own_loss, sum_of_squares
+from fxsplit.structures import plain
 
 STEPS = 2
 """The second step starts from weights and buffers that the first one has changed."""
@@ -72,11 +73,12 @@ def verify(pipe: Pipeline, inputs: Any, more: Mapping[str, Any] | None = None) -
     inputs: one whole batch, as `compile` takes it; `more` are keyword arguments besides. The copies are in float64 (in
     float32 where the model refuses that) and drop nothing; the loss is the model's own if it returns one, else the sum
     of squares of all float outputs.
-    Neither the pipeline nor its model are changed. Raises InputError for a model that draws random numbers otherwise.
+    A model that is frozen as a whole is thawed, and batch norm is not deferred. Neither the pipeline nor its model are
+    changed. Raises InputError for a model that draws random numbers otherwise, and for asynchronous schedules.
     """
     args, kwargs = as_call(inputs)
     kwargs |= more or {}
-    with undropped():
+    with undropped(), torch.random.fork_rng():
         try:
             return _verified(pipe, *_as(torch.float64, pipe.model, args, kwargs), torch.float64)
         except _Refused:
@@ -99,15 +101,18 @@ def _verified(pipe: Pipeline, model: nn.Module, call: Any, dtype: torch.dtype) -
             "with such rates at 0, or in evaluation, pipe.eval()"
         )
     loss_fn = sum_of_squares if own_loss(first) is None else None
+    if not any(isinstance(t, Tensor) and t.is_floating_point() for t in pytree.tree_leaves(plain(first))):
+        raise InputError(f"{type(model).__name__} returns no floating-point tensor, so it has no gradients to compare")
     found: dict[tuple[str, str], float] = {}
     rounding: dict[tuple[str, str], float] = {}
     with alike(pipe, model, loss_fn) as split:
         split.compile_for(*args, **kwargs)
         how, rows = split.call_of(*args, **kwargs)
-        target = torch.zeros(sum(rows)) if loss_fn else None
+        joined = split.traced[Example].joined
+        target = () if loss_fn else None
 
         def step(trained: nn.Module, pieces: Sequence[int]) -> Outcome:
-            return unsplit_step(trained, args, target, loss_fn or model_loss, pieces, kwargs, how)
+            return unsplit_step(trained, args, target, loss_fn or model_loss, pieces, kwargs, how, joined)
 
         for _ in range(STEPS):
             expected = step(unsplit, rows)
@@ -151,8 +156,11 @@ def _as(dtype: torch.dtype, model: nn.Module, args: Sequence[Any], kwargs: Any) 
     for module in copied.modules():
         if isinstance(module, RNNBase):
             module.dropout = 0.0
+    frozen = not any(parameter.requires_grad for parameter in copied.parameters())
     for parameter in copied.parameters():
         parameter.grad = None
+        if frozen and parameter.is_floating_point():  # there would be nothing to compare
+            parameter.requires_grad_()
 
     def convert(value: Any) -> Any:
         if not isinstance(value, Tensor):

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from fxsplit.chunks import TARGET, Replicate, stated_dim
 from fxsplit.errors import InputError
+from fxsplit.inputs import Inputs
 
 MICROBATCHES_PER_DEVICE = 2
 ROWS_PER_MICROBATCH = 4
@@ -40,23 +42,28 @@ def split(tensor: Tensor, rows: Sequence[int], dim: int | None = 0) -> tuple[Ten
     return (tensor,) * len(rows) if dim is None else torch.split(tensor, list(rows), dim)
 
 
-def split_tree(value: Any, rows: Sequence[int], what: str) -> list[Any]:
-    """Return one tree for each microbatch: tensors are cut on dimension 0, everything else is repeated.
+def split_target(target: Any, rows: Sequence[int], inputs: Inputs | None = None) -> list[Any]:
+    """Return one target for each microbatch: tensors are cut where they have the rows, everything else is repeated.
 
-    Raises InputError when a tensor has another number of rows than the batch.
+    That is their first dimension, the one stated for "target" in `chunks=`, or the only one that is as long where an
+    input has its batch elsewhere too. Raises InputError when a tensor has another number of rows than the batch.
     """
-    leaves, structure = pytree.tree_flatten(value)
+    leaves, structure = pytree.tree_flatten(target)
+    stated = stated_dim(TARGET, TARGET, inputs.chunks) if inputs else None
+    elsewhere = inputs is not None and any(s.batch_dim for s in inputs.specs)
     columns: list[Sequence[Any]] = []
     for leaf in leaves:
-        if not isinstance(leaf, Tensor):
+        if not isinstance(leaf, Tensor) or stated is Replicate:
             columns.append([leaf] * len(rows))
             continue
-        if leaf.ndim == 0 or leaf.shape[0] != sum(rows):
+        dims = [d for d, length in enumerate(leaf.shape) if length == sum(rows)]
+        wanted = [d for d in dims if d == (stated or 0)] if isinstance(stated, int) or not elsewhere else dims
+        if len(wanted) != 1:
             raise InputError(
-                f"{what} has shape {tuple(leaf.shape)} and the batch has {sum(rows)} rows: give one row of {what} "
-                "for each row of the input"
+                f"target has shape {tuple(leaf.shape)} and the batch has {sum(rows)} rows: give one row of target for "
+                "each row of the input, or state the dimension that holds them, chunks={'target': 1}"
             )
-        columns.append(split(leaf, rows))
+        columns.append(split(leaf, rows, wanted[0]))
     return [pytree.tree_unflatten([c[m] for c in columns], structure) for m in range(len(rows))]
 
 

@@ -20,7 +20,7 @@ from fxsplit.ir import IR
 from fxsplit.plans import Plan
 from fxsplit.runtime.engine import Engine
 from fxsplit.runtime.loss import BatchLoss, LossFn, model_loss
-from fxsplit.runtime.microbatches import default_microbatches, sizes, split_tree
+from fxsplit.runtime.microbatches import default_microbatches, sizes, split_target
 from fxsplit.runtime.program import HOOKS, Program
 from fxsplit.runtime.versions import Stepper
 from fxsplit.runtime.watch import Watch
@@ -239,7 +239,7 @@ class Pipeline(nn.Module):
             )
         schedule = program.schedule(len(rows))
         stepper = _stepper(schedule, optimizer)
-        targets = None if self._loss_fn is None else split_tree(target, rows, "target")
+        targets = None if self._loss_fn is None else split_target(target, rows, program.inputs)
         loss = BatchLoss(self._loss_fn or model_loss, targets, rows, schedule.steps())
         watch = None if watching is None else watching(schedule)
         return program, loss, self._workers(program).step(program, tensors, rows, loss, keep, watch, stepper), watch

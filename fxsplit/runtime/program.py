@@ -151,7 +151,7 @@ class Program:
     @cached_property
     def draws(self) -> bool:
         """Whether any stage takes random numbers."""
-        return any(isinstance(m, Draw) for s in self.stages.stages for m in s.module.children())
+        return any(isinstance(m, Draw) and not m.idle for s in self.stages.stages for m in s.module.children())
 
     def trained(self) -> list[list[Tensor]]:
         """Return, for each stage, its leaves that want a gradient now; a frozen parameter may be thawed later."""
@@ -199,8 +199,18 @@ class Program:
             held = {**module._parameters, **module._buffers}
             found |= {f"{path}.{name}": "None" for name, value in held.items() if value is None}
             found |= {f"{path}.{n}": repr(v) for n, v in module.__dict__.items() if n not in _TORCHS and _is_plain(v)}
+            tensors = ((n, v) for n, v in module.__dict__.items() if isinstance(v, Tensor))
+            found |= {f"{path}.{n}": f"tensor {id(v):#x}" for n, v in tensors}
             if "forward" in module.__dict__:
                 found[f"{path}.forward"] = str(id(module.__dict__["forward"]))
+        first: dict[int, str] = {}
+        weights = (
+            *self.model.named_parameters(remove_duplicate=False),
+            *self.model.named_buffers(remove_duplicate=False),
+        )
+        for path, tensor in weights:  # what is one weight with two names is one in the graph
+            if first.setdefault(id(tensor), path) != path:
+                found[f"{path} as"] = first[id(tensor)]
         if self.traced[Example].fixed:  # an exported graph converts to the dtypes that there were
             found |= {f"{path}.dtype": str(p.dtype) for path, p in self.model.named_parameters()}
         return {name.removeprefix("."): value for name, value in found.items()}

@@ -46,7 +46,11 @@ def capture(
                 found["joined"] = checked(model, graph.gm, inputs, inputs.narrow(tensors, 2))["joined"]
         return replace(graph, findings=found)
 
+    def check_one(graph: Graph) -> Graph:
+        with unassigned(model):
+            return replace(graph, findings=checked(model, graph.gm, inputs, inputs.narrow(tensors, 1)))
+
     with untouched(model):
-        graph = graph_of(model, inputs, tensors, rows, leaves, check)
-    example = replace(example, front_end=graph.front_end, fixed=graph.fixed, bounds=graph.bounds)
+        graph = graph_of(model, inputs, tensors, rows, leaves, check, check_one)
+    example = replace(example, front_end=graph.front_end, fixed=graph.fixed, bounds=graph.bounds, guard=graph.guard)
     return IR(graph.gm).learn(replace(example, **graph.findings))

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
 from fxsplit.errors import TraceError
@@ -100,8 +99,8 @@ def _check_weights(model: nn.Module, weights: Mapping[str, tuple[Tensor, Tensor]
 def _rewritten(model: nn.Module, mine: nn.Module, traced: fx.GraphModule, changed: Sequence[Tensor]) -> tuple[str, ...]:
     """Return the paths of buffers that each call writes and that something may save for backward.
 
-    Those are what the graph fetches, and what normalisation from outside torch holds; torch's own saves no state of
-    its own. Raises TraceError for a write to a tensor that is no buffer: a graph would keep it from call to call.
+    Those are what the graph fetches, and what modules from outside torch hold; torch's own save no state of their own.
+    Raises TraceError for a write to a tensor that is no buffer: a graph would keep it from call to call.
     """
     memory = {storage_id(t) for t in changed}
     held = {storage_id(b) for b in mine.buffers()}
@@ -114,8 +113,8 @@ def _rewritten(model: nn.Module, mine: nn.Module, traced: fx.GraphModule, change
                 "as a buffer if it is meant to last"
             )
     for path, module in mine.named_modules():
-        if isinstance(module, _NormBase) and not type(module).__module__.startswith("torch."):
-            own = ((f"{path}.{name}".removeprefix("."), b) for name, b in module.named_buffers())
+        if not type(module).__module__.startswith("torch."):
+            own = ((f"{path}.{name}".removeprefix("."), b) for name, b in module.named_buffers(recurse=False))
             found |= {name: b for name, b in own if storage_id(b) in memory}
     return tuple(found)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,27 +24,31 @@ from torch.utils import _pytree as pytree
 from fxsplit.errors import TraceError
 from fxsplit.inputs import Inputs
 from fxsplit.structures import LIBRARIES, plain
-from fxsplit.trace.functions import marked
+from fxsplit.trace.functions import marked, one_trace
 from fxsplit.trace.inlining import inlined
 
 Bounds = tuple[int, "int | None"]
+Guard = Callable[..., Any] | None
 LEAST_ROWS = 2
 """One row is taken for a constant by torch.export; a program of several rows runs with one."""
 
 
-def export(model: nn.Module, inputs: Inputs, tensors: Sequence[Tensor]) -> tuple[fx.GraphModule, Bounds]:
-    """Return the graph of `model` in its present mode, and between which numbers of rows it is right.
+def export(model: nn.Module, inputs: Inputs, tensors: Sequence[Tensor]) -> tuple[fx.GraphModule, Bounds, Guard]:
+    """Return the graph of `model` in its present mode, and for which numbers of rows it is right.
 
-    `tensors` are rows of the example, at least LEAST_ROWS of them. Raises TraceError naming file and line.
+    Those are numbers between bounds that the guard, called with tensors of such shapes, does not raise for. `tensors`
+    are rows of the example, at least LEAST_ROWS of them. Raises TraceError naming file and line.
     """
     shapes = tuple(
         {spec.batch_dim: torch.export.Dim.DYNAMIC} if spec.batch_dim is not None else None for spec in inputs.specs
     )
     clones = tuple(t.detach().clone() for t in tensors)  # a tensor given twice would become one argument
     try:
-        with _called_with_tensors(model, inputs), _NeverDropped(), marked() as calls, _checkpoints() as lost, _quiet():
-            program = torch.export.export(model, clones, strict=False, dynamic_shapes=shapes)
+        with one_trace, _called_with_tensors(model, inputs), _NeverDropped(), _quiet():
+            with marked() as calls, _checkpoints() as lost:
+                program = torch.export.export(model, clones, strict=False, dynamic_shapes=shapes)
             module = program.module(check_guards=False)
+            guard = getattr(program.module(), "_guards_fn", None)
     except Exception as error:
         raise _explain(model, error) from error
     if lost:
@@ -56,15 +61,15 @@ def export(model: nn.Module, inputs: Inputs, tensors: Sequence[Tensor]) -> tuple
     structure = program.call_spec.out_spec
     assert structure is not None
     graph.output(pytree.tree_unflatten(returned, structure))
-    return fx.GraphModule(held, graph, class_name=type(model).__name__), _bounds(program)
+    return fx.GraphModule(held, graph, class_name=type(model).__name__), _bounds(program), guard
 
 
 def _bounds(program: torch.export.ExportedProgram) -> Bounds:
     """Return the fewest and the most rows that the program is right for; forward() takes another branch beyond."""
-    least, most = 1, None
+    least, most = LEAST_ROWS, None
     for found in program.range_constraints.values():
         low, high = int(found.lower), None if found.upper > 2**31 else int(found.upper)
-        least = low if low > LEAST_ROWS and low > least else least
+        least = max(least, low)
         most = high if high is not None and (most is None or high < most) else most
     return least, most
 
@@ -114,10 +119,11 @@ class _NeverDropped(TorchFunctionMode):
 def _checkpoints() -> Iterator[list[None]]:
     """Yield a list that is not empty once the block has put hooks on what is saved for backward."""
     entered: list[None] = []
-    own = saved_tensors_hooks.__enter__
+    own, thread = saved_tensors_hooks.__enter__, threading.get_ident()
 
     def enter(hooks: saved_tensors_hooks) -> None:
-        entered.append(None)
+        if threading.get_ident() == thread:
+            entered.append(None)
         own(hooks)
 
     saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, fx, nn
 
-from fxsplit.errors import TraceError
+from fxsplit.errors import FxsplitError, TraceError
 from fxsplit.inputs import Inputs
 from fxsplit.placement import with_constant_devices
-from fxsplit.trace.exporter import LEAST_ROWS, Bounds, export
+from fxsplit.trace.exporter import LEAST_ROWS, Bounds, Guard, export
 from fxsplit.trace.given import taken
 from fxsplit.trace.tracer import symbolic_trace
 from fxsplit.trace.untouched import unassigned
@@ -29,6 +29,7 @@ class Graph:
     front_end: str
     fixed: bool = False
     bounds: Bounds = (1, None)
+    guard: Guard = None
     findings: dict[str, Any] = field(default_factory=dict)
 
 
@@ -37,14 +38,20 @@ Check = Callable[[Graph], Graph]
 
 
 def graph_of(
-    model: nn.Module, inputs: Inputs, tensors: Sequence[Tensor], rows: int, leaves: Sequence[str], check: Check
+    model: nn.Module,
+    inputs: Inputs,
+    tensors: Sequence[Tensor],
+    rows: int,
+    leaves: Sequence[str],
+    check: Check,
+    check_one: Check,
 ) -> Graph:
     """Return the first graph that is the model; raises TraceError saying why there is none.
 
     A GraphModule is taken as it is. Otherwise the model is traced symbolically, with `leaves` whole; exported where
     that fails; and where that fails too, traced with the submodules whole that tracing cannot follow.
     """
-    if isinstance(model, fx.GraphModule):
+    if isinstance(model, fx.GraphModule) and type(model.graph._codegen) is fx.graph.CodeGen:  # not an exported one
         return check(Graph(taken(model, inputs), "graph_module"))
     for path in leaves:
         _submodule(model, path)
@@ -62,8 +69,9 @@ def graph_of(
         count = max(rows, LEAST_ROWS)
         given = inputs.narrow(tensors, count) if inputs.rows(tensors) >= count else inputs.doubled(tensors)
         with unassigned(model):
-            gm, bounds = export(model, inputs, given)
-        return check(Graph(gm, "export", fixed=True, bounds=bounds))
+            gm, bounds, guard = export(model, inputs, given)
+        found = Graph(gm, "export", fixed=True, bounds=bounds, guard=guard)
+        return check(_with_one_row(found, check_one) if bounds[0] == LEAST_ROWS else found)
     except TraceError as error:
         second = error
     whole, failed = list(leaves), first
@@ -82,6 +90,15 @@ def graph_of(
             )
         return found
     raise TraceError(f"{first}; nor does torch.export help: {second}") from first
+
+
+def _with_one_row(graph: Graph, check_one: Check) -> Graph:
+    """Return an exported graph as one for a single row too, if it is: torch.export has not looked at that."""
+    try:
+        check_one(graph)
+    except (FxsplitError, ValueError, RuntimeError):  # the model itself may want several, as batch norm does
+        return graph
+    return replace(graph, bounds=(1, graph.bounds[1]))
 
 
 def _submodule(model: nn.Module, path: str) -> None:

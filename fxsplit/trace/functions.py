@@ -22,6 +22,9 @@ Record = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Makes a node of a call."""
 Call = Callable[..., Any]
 
+one_trace = threading.RLock()
+"""Front ends patch torch for as long as they trace, so they take turns."""
+
 torch.library.define("fxsplit::enter", "(Tensor x, int call) -> Tensor")
 torch.library.define("fxsplit::leave", "(Tensor x, int call, int output) -> Tensor")
 torch.library.impl("fxsplit::enter", "CompositeExplicitAutograd", lambda x, call: x.clone())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,24 +21,40 @@ TOLERANCE = 1e-5
 def check_gradients(model: nn.Module, both: nn.ModuleList, inputs: Inputs, tensors: Sequence[Tensor]) -> None:
     """Raise TraceError unless the graph has the model's gradients, for the sum of squares of all outputs.
 
-    `both` are the model and the graph, on one device. A model that cannot itself run backward is not asked.
+    Those of the inputs too, and of what is frozen now and may be thawed. `both` are the model and the graph, on one
+    device. A model that cannot itself run backward is not asked.
     """
     mine, traced = both[0], both[1]
     assert isinstance(traced, fx.GraphModule)
-    trained = {name: p for name, p in mine.named_parameters() if p.requires_grad}
+    named = {name: p for name, p in mine.named_parameters() if p.is_floating_point()}
 
     def own(*given: Tensor) -> Any:
         call = inputs.call(given)
         return mine.forward(*call.args, **call.kwargs)
 
-    wanted = _gradients(both, own, tensors, list(trained.values()), or_none=True)
-    if wanted is None:
+    for thawed in (True, False):
+        trained = {name: p for name, p in named.items() if thawed or p.requires_grad}
+        with _wanting(list(trained.values())):
+            wanted = _gradients(both, own, tensors, list(trained.values()), thawed, or_none=True)
+            if wanted is None:
+                continue
+            found = _gradients(
+                both, fx.Interpreter(traced).run, tensors, list(trained.values()), thawed, or_none=thawed
+            )
+        if found is None:
+            continue  # what nobody wants now cannot be had: not a reason to refuse
+        names = [*trained, *(f"argument {s.name}" for s in inputs.specs)]
+        _compare(model, names, wanted, found)
         return
-    found = _gradients(both, fx.Interpreter(traced).run, tensors, list(trained.values()))
-    assert found is not None
+
+
+def _compare(model: nn.Module, names: list[str], wanted: Sequence[Any], found: Sequence[Any]) -> None:
+    """Raise TraceError for the first gradient that differs."""
     largest = max((float(torch.nan_to_num(g).abs().max()) for g in wanted if g is not None and g.numel()), default=0.0)
-    for name, a, b in zip(trained, wanted, found, strict=True):
-        a, b = (torch.zeros_like(trained[name]) if g is None else g for g in (a, b))
+    for name, a, b in zip(names, wanted, found, strict=False):
+        if a is None and b is None:
+            continue
+        a, b = torch.zeros_like(b) if a is None else a, torch.zeros_like(a) if b is None else b
         if not torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE * largest, equal_nan=True):
             raise TraceError(
                 f"the graph of {type(model).__name__} has another gradient for {name!r} than the model: tracing lost a "
@@ -46,24 +63,41 @@ def check_gradients(model: nn.Module, both: nn.ModuleList, inputs: Inputs, tenso
             )
 
 
+@contextmanager
+def _wanting(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Let parameters want gradients inside the block."""
+    frozen = [p for p in parameters if not p.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_()
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
 def _gradients(
     both: nn.ModuleList,
     run: Callable[..., Any],
     tensors: Sequence[Tensor],
     trained: Sequence[Tensor],
+    of_inputs: bool,
     or_none: bool = False,
 ) -> Sequence[Tensor | None] | None:
-    """Return the gradients of `trained`; None where nothing depends on them, or where the backward fails `or_none`."""
+    """Return the gradients of `trained` and `of_inputs`; None where nothing depends on them, or `or_none` it fails."""
     with preserved(both), torch.enable_grad():
-        outputs = [o for o in pytree.tree_leaves(run(*(t.detach().clone() for t in tensors))) if _is_trained(o)]
-        if not outputs:
-            return None if or_none else [None] * len(trained)
+        leaves = [t.detach().clone().requires_grad_(of_inputs and t.is_floating_point()) for t in tensors]
         try:
-            return torch.autograd.grad(sum(o.square().sum() for o in outputs), trained, allow_unused=True)
+            outputs = [o for o in pytree.tree_leaves(run(*(leaf.clone() for leaf in leaves))) if _is_trained(o)]
+            if not outputs:
+                return None if or_none else [None] * (len(trained) + len(leaves))
+            ends = [*trained, *(leaf for leaf in leaves if leaf.requires_grad)]
+            found = iter(torch.autograd.grad(sum(o.square().sum() for o in outputs), ends, allow_unused=True))
         except RuntimeError:
             if or_none:
                 return None
             raise
+    return [*(next(found) for _ in trained), *(next(found) if leaf.requires_grad else None for leaf in leaves)]
 
 
 def _is_trained(value: Any) -> bool:

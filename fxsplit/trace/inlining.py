@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fxsplit.errors import TraceError
 from fxsplit.trace.functions import enter, leave
 
 aten = torch.ops.aten
@@ -127,6 +128,16 @@ class _Writer:
             results = self.write(inside, values)
             known = {id(v) for v in given}
             return tuple(self._detached(v) if id(v) not in known else v for v in results)
+        for part_inside in (m for m in inside.modules() if isinstance(m, fx.GraphModule)):
+            if marked := next((n for n in part_inside.graph.nodes if n.target is enter), None):
+                name = self._calls[marked.args[1]].__name__  # type: ignore[index]
+                raise TraceError(
+                    f"{name} is an autograd.Function called in a block of autocast or without gradients, in which an "
+                    "exported graph loses its backward: keep the module that calls it whole, fxsplit.leaf('its.path')"
+                )
+            for idle in [n for n in part_inside.graph.nodes if n.target in ASSERTS]:
+                part_inside.graph.erase_node(idle)
+            part_inside.recompile()
         self._regions += 1
         name = f"region_{self._regions}"
         self.held[name] = Region(node.target, options, inside)  # type: ignore[arg-type]
@@ -181,8 +192,12 @@ def _batch_norms(program: fx.GraphModule, model: nn.Module) -> dict[fx.Node, str
     for node in program.graph.nodes:
         if node.target is aten.batch_norm.default and isinstance(node.args[3], fx.Node):
             calls.setdefault(str(node.args[3].target).removesuffix(".running_mean"), []).append(node)
-        elif node.target is aten.add_.Tensor and str(node.args[0].target).endswith("num_batches_tracked"):
-            counts.setdefault(str(node.args[0].target).removesuffix(".num_batches_tracked"), []).append(node)
+        elif node.target is aten.add_.Tensor:
+            counted = node.args[0]
+            while counted.target is aten.add_.Tensor:  # the second call of a layer counts on
+                counted = counted.args[0]
+            if str(counted.target).endswith("num_batches_tracked"):
+                counts.setdefault(str(counted.target).removesuffix(".num_batches_tracked"), []).append(node)
     whole: dict[fx.Node, str | None] = {}
     for path, nodes in calls.items():
         parent = next((m for name, m in model.named_modules(remove_duplicate=False) if name == path), None)

@@ -21,22 +21,22 @@ def batch_dims_of(
 ) -> tuple[int | None, ...]:
     """Return the dimension of each output tensor that holds the rows; None for a number, of which the mean is taken.
 
-    Where several dimensions are as long, the model, `mine`, is run on twice as many rows. Raises InputError for what is
-    neither a batch nor the same for every microbatch.
+    That is one which becomes twice as long where the model, `mine`, is given every row twice. Raises InputError for
+    what is neither a batch nor the same for every microbatch.
     """
     rows = inputs.rows(tensors)
     likely = [_dims(model, i, value, rows) for i, value in enumerate(outputs)]
     twice: Sequence[Any] = outputs
-    if any(len(dims) > 1 for dims in likely):
+    if any(likely):
         with torch.no_grad(), preserved(mine):
-            call = inputs.call([t.detach() for t in inputs.doubled(tensors)])
+            call = inputs.call([t.detach().clone() for t in inputs.doubled(tensors)])
             twice = pytree.tree_leaves(plain(mine.forward(*call.args, **call.kwargs)))
     found: list[int | None] = []
     for i, (dims, value, other) in enumerate(zip(likely, outputs, twice, strict=True)):
         if not isinstance(value, Tensor):
             continue
-        if len(dims) > 1 and other is not value:
-            dims = [d for d in dims if other.shape[d] == 2 * rows]
+        if dims:
+            dims = [d for d in dims if isinstance(other, Tensor) and other.shape[d : d + 1] == (2 * rows,)]
             if len(dims) != 1:
                 raise _no_batch(model, i, value, rows)
         found.append(dims[0] if dims else None)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import operator
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from fxsplit.errors import TraceError
 from fxsplit.inputs import Inputs
 from fxsplit.structures import LIBRARIES, containers
-from fxsplit.trace.functions import recorded
+from fxsplit.trace.functions import one_trace, recorded
 
 
 class InPlaceProxy(fx.Proxy):
@@ -35,9 +36,6 @@ def _in_place(name: str) -> Callable[[InPlaceProxy, Any], Any]:
 
 for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"):
     setattr(InPlaceProxy, f"__{_name}__", _in_place(_name))
-
-_one_trace = threading.Lock()
-"""fx patches nn.Module for as long as it traces, so tracers take turns."""
 
 
 class Tracer(fx.Tracer):
@@ -65,12 +63,7 @@ class Tracer(fx.Tracer):
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         """Add a node; raises TraceError inside a block that changes modes, which a graph does not record."""
         if _modes() != self._modes:
-            raise TraceError(
-                "forward() changes grad mode or autocast for a part of the model, or what it saves for backward (as "
-                "checkpoint() does), which a graph cannot hold; in place of no_grad() use .detach() on the result, or "
-                "requires_grad_(False) on the parameters; in place of autocast convert with .to(dtype); in place of "
-                "checkpoint(f, x) call f(x)"
-            )
+            raise TraceError(MODES)
         return super().create_node(*args, **kwargs)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -109,6 +102,40 @@ class Tracer(fx.Tracer):
         return lambda root: containers(root_fn(root, *bound.args, **bound.kwargs)), [self.root]
 
 
+MODES = (
+    "forward() changes grad mode or autocast for a part of the model, or what it saves for backward (as checkpoint() "
+    "does), which a graph cannot hold; in place of no_grad() use .detach() on the result, or requires_grad_(False) on "
+    "the parameters; in place of autocast convert with .to(dtype); in place of checkpoint(f, x) call f(x)"
+)
+
+
+@contextmanager
+def _modes_refused() -> Iterator[None]:
+    """Raise TraceError where this thread enters a block with a mode, also one that is the mode there is already.
+
+    autocast(enabled=False) changes nothing while tracing, and everything for a caller that runs under autocast.
+    """
+    thread = threading.get_ident()
+    kinds = (torch.autocast, torch.no_grad, torch.enable_grad)
+    own = [(kind, kind.__enter__) for kind in kinds]
+
+    def refusing(enter: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def entered(mode: Any) -> Any:
+            if threading.get_ident() == thread:
+                raise TraceError(MODES)
+            return enter(mode)
+
+        return entered
+
+    for kind, enter in own:
+        kind.__enter__ = refusing(enter)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for kind, enter in own:
+            kind.__enter__ = enter  # type: ignore[method-assign]
+
+
 def _modes() -> tuple[Any, ...]:
     """Return the modes that change what an operator computes, records or saves."""
     kinds = ("cpu", "cuda")
@@ -123,7 +150,7 @@ def symbolic_trace(model: nn.Module, inputs: Inputs, whole: Sequence[str] = ()) 
     """
     tracer = Tracer(inputs, whole)
     try:
-        with _one_trace, recorded(partial(tracer.create_proxy, "call_function")):
+        with one_trace, _modes_refused(), recorded(partial(tracer.create_proxy, "call_function")):
             graph = tracer.trace(model)
     except Exception as error:
         raise _explain(model, tracer, error) from error

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -18,7 +20,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
     registries = [held for m, _ in before for key, held in m.__dict__.items() if "_hooks" in key and held is not None]
     hooks = [(held, dict(held)) for held in registries if isinstance(held, dict)]
     values = [v for _, held in before for name, v in held.items() if not name.startswith("_")]
-    contents = [(v, copy.copy(v)) for v in values if type(v) in (list, dict, set)]
+    contents = [(v, copy.copy(v)) for v in _collections(values)]
     tensors = [(v, v.detach().clone()) for v in values if isinstance(v, Tensor)]  # neither parameters nor buffers
     try:
         yield
@@ -33,7 +35,21 @@ def untouched(model: nn.Module) -> Iterator[None]:
             registered.update(own)
         for collection, kept in contents:
             collection.clear()
-            collection.extend(kept) if isinstance(collection, list) else collection.update(kept)
+            collection.extend(kept) if isinstance(collection, (list, deque)) else collection.update(kept)
+
+
+def _collections(values: Iterable[Any]) -> list[Any]:
+    """Return the lists, dicts, sets and deques among values, and in each other."""
+    found: dict[int, Any] = {}
+    left = list(values)
+    while left:
+        value = left.pop()
+        if isinstance(value, (list, dict, set, deque)) and id(value) not in found:
+            found[id(value)] = value
+        elif not isinstance(value, tuple):
+            continue
+        left += value.values() if isinstance(value, dict) else value
+    return list(found.values())
 
 
 @contextmanager
