@@ -130,7 +130,7 @@ class _Writer:
             return tuple(self._detached(v) if id(v) not in known else v for v in results)
         for part_inside in (m for m in inside.modules() if isinstance(m, fx.GraphModule)):
             if marked := next((n for n in part_inside.graph.nodes if n.target is enter), None):
-                name = self._calls[marked.args[1]].__name__  # type: ignore[index]
+                name = self._calls[marked.args[1]].__name__
                 raise TraceError(
                     f"{name} is an autograd.Function called in a block of autocast or without gradients, in which an "
                     "exported graph loses its backward: keep the module that calls it whole, fxsplit.leaf('its.path')"
