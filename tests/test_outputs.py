@@ -53,14 +53,9 @@ class DropsRows(nn.Module):
 
 
 def test_one_row_does_not_hide_an_output_that_is_no_batch() -> None:
-    for rows, count in ((4, 4), (2, 2)):
-        with pytest.raises(InputError, match=r"has shape \(1, 3\) for [12] rows"):
+    for rows, count in ((4, 4), (2, 2), (1, 1)):
+        with pytest.raises(InputError, match=r"has shape \(1, 3\) for 1 rows"):
             fxsplit.compile(DropsRows(), 2, example_inputs=vectors(rows), n_microbatches=count, passes=FAST)
-    with (
-        fxsplit.compile(DropsRows(), 2, example_inputs=vectors(1), passes=FAST) as pipe,
-        pytest.raises(InputError, match=r"has shape \(1, 3\) for microbatch 0 of 4 rows"),
-    ):
-        pipe(vectors(8))
 
 
 class Known(dict[str, Any]):
