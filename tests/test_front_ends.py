@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -403,3 +404,18 @@ def test_hooks_that_compiling_made_the_model_register_are_gone() -> None:
             pytest.raises(InputError, match="submodule 'inner' has hooks"),
         ):
             pipe(x)
+
+
+def test_a_model_in_several_places_is_exported_from_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is once stages are on GPUs and another mode is compiled; the graph is of the model all the same."""
+    from fxsplit.trace import exporter
+
+    def copied(module: nn.Module, tensors: list[Tensor]) -> tuple[nn.Module, list[Tensor]]:
+        return copy.deepcopy(module), [t.clone() for t in tensors]
+
+    monkeypatch.setattr(exporter, "on_one_device", copied)
+    model, x = Branches(), torch.randn(6, 8)
+    with fxsplit.compile(model, 2, example_inputs=x, n_microbatches=2, passes=FAST) as pipe:
+        held = {id(w) for s in pipe.stages.stages for w in (*s.module.parameters(), *s.module.buffers())}
+        assert {id(w) for w in (*model.parameters(), *model.buffers())} <= held
+        assert pipe.front_end == "export" and fxsplit.verify(pipe, x).equal

@@ -11,7 +11,7 @@ import inspect
 import io
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,8 @@ from torch.utils import _pytree as pytree
 
 from fxsplit.errors import TraceError
 from fxsplit.inputs import Inputs
+from fxsplit.observe import on_one_device
+from fxsplit.placement import settle
 from fxsplit.structures import LIBRARIES, plain
 from fxsplit.trace.functions import marked, one_trace
 from fxsplit.trace.inlining import inlined
@@ -42,11 +44,12 @@ def export(model: nn.Module, inputs: Inputs, tensors: Sequence[Tensor]) -> tuple
     shapes = tuple(
         {spec.batch_dim: torch.export.Dim.DYNAMIC} if spec.batch_dim is not None else None for spec in inputs.specs
     )
-    clones = tuple(t.detach().clone() for t in tensors)  # a tensor given twice would become one argument
+    whole, given = on_one_device(model, tensors)
+    clones = tuple(t.detach().clone() for t in given)  # a tensor given twice would become one argument
     try:
-        with one_trace, _called_with_tensors(model, inputs), _NeverDropped(), _quiet():
+        with one_trace, _called_with_tensors(whole, inputs), _NeverDropped(), _quiet():
             with marked() as calls, _checkpoints() as lost:
-                program = torch.export.export(model, clones, strict=False, dynamic_shapes=shapes)
+                program = torch.export.export(whole, clones, strict=False, dynamic_shapes=shapes)
             module = program.module(check_guards=False)
             guard = getattr(program.module(), "_guards_fn", None)
     except Exception as error:
@@ -57,11 +60,19 @@ def export(model: nn.Module, inputs: Inputs, tensors: Sequence[Tensor]) -> tuple
             "graph does not: gradients are the same, and compile(checkpoint='always') keeps as little",
             stacklevel=2,
         )
-    graph, held, returned = inlined(module, model, [spec.name for spec in inputs.specs], calls)
+    graph, held, returned = inlined(module, whole, [spec.name for spec in inputs.specs], calls)
     structure = program.call_spec.out_spec
     assert structure is not None
     graph.output(pytree.tree_unflatten(returned, structure))
-    return fx.GraphModule(held, graph, class_name=type(model).__name__), _bounds(program), guard
+    made = fx.GraphModule(held if whole is model else _of(model, held), graph, class_name=type(model).__name__)
+    settle(made, given[0].device, tensors[0].device)
+    return made, _bounds(program), guard
+
+
+def _of(model: nn.Module, held: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a graph of a copy fetches and calls as the model itself has it."""
+    own = {**dict(model.named_modules()), **dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {path: own.get(path, value) for path, value in held.items()}
 
 
 def _bounds(program: torch.export.ExportedProgram) -> Bounds:
