@@ -49,7 +49,8 @@ def graph_of(
     """Return the first graph that is the model; raises TraceError saying why there is none.
 
     A GraphModule is taken as it is. Otherwise the model is traced symbolically, with `leaves` whole; exported where
-    that fails; and where that fails too, traced with the submodules whole that tracing cannot follow.
+    that fails; and where that fails too, traced with the submodules whole that tracing cannot follow. `check` compares
+    a graph with the model, `check_one` does so on a single row.
     """
     if isinstance(model, fx.GraphModule) and type(model.graph._codegen) is fx.graph.CodeGen:  # not an exported one
         return check(Graph(taken(model, inputs), "graph_module"))
