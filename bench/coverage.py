@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 import fxsplit
+from fxsplit.commands.verify import CHAIN
 from fxsplit.comparison import compare, pipeline_step, unsplit_step
 from fxsplit.runtime.loss import sum_of_squares
 from fxsplit.verification import TOLERANCE
@@ -31,7 +32,6 @@ SUITES = {
     "timm": ("timm_models", "TIMM"),
     "hugging_face": ("hugging_face", "HUGGING_FACE"),
 }
-CHAIN = "profile{repeats=1},augment,order,partition,emit"
 LARGE = 3e8
 """Parameters from which on a model is not copied into float64: on 24 GB there would be no room for it."""
 STEPS = ("traced", "planned", "run", "equal")

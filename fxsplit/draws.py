@@ -72,6 +72,12 @@ def turn(seed: int, microbatch: int) -> Iterator[None]:
         _turn.now = before
 
 
+def current_microbatch() -> int:
+    """Return the microbatch whose turn it is in this thread; the first, outside of any turn."""
+    now = getattr(_turn, "now", None)
+    return 0 if now is None else int(now[1])
+
+
 def new_seed() -> int:
     """Return a seed for one batch, drawn from the calling thread's generator."""
     return int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))

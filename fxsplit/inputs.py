@@ -189,6 +189,7 @@ class Example:
     fixed: bool = False
     bounds: tuple[int, int | None] = (1, None)
     guard: Callable[..., Any] | None = None
+    _passed: set[int] = field(default_factory=set, compare=False, repr=False)
 
     made_by: ClassVar[str] = "trace"
     given: ClassVar[bool] = True
@@ -207,8 +208,9 @@ class Example:
                 f"a microbatch has {odd} rows, and forward() takes another branch there than in the graph, which is "
                 f"for {least} to {'any number of' if most is None else most} rows: choose n_microbatches accordingly"
             )
-        for count in set(rows) if self.guard is not None else ():
+        for count in set(rows) - self._passed if self.guard is not None else ():
             self._check_guard(count)
+            self._passed.add(count)
         for spec, tensor in zip(self.inputs.specs, tensors, strict=True) if self.fixed else ():
             if [n for d, n in enumerate(tensor.shape) if d != spec.batch_dim] != [
                 n for d, n in enumerate(spec.shape) if d != spec.batch_dim

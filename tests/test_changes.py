@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import fxsplit
 from fxsplit.errors import ClosedError, InputError, StageError
@@ -110,23 +109,6 @@ def test_weights_stay_where_they_are_however_a_mode_reaches_them(first: bool) ->
         homes = [{id(w) for w in s.module.parameters()} for s in pipe.stages.stages]
         torch.testing.assert_close(pipe.train(not first)(x), model(x))
         assert [{id(w) for w in s.module.parameters()} for s in pipe.stages.stages] == homes
-
-
-class Checkpoints(Mlp):
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(checkpoint(self.layers[0], x, use_reentrant=False))
-        result: Tensor = self.layers[3](self.layers[2](torch.tanh(self.layers[1](x))))
-        return result
-
-
-def test_checkpointing_inside_the_model_is_noticed() -> None:
-    """A graph computes the same and keeps more; who asked for less is told."""
-    x = vectors()
-    with (
-        pytest.warns(UserWarning, match="changes what is saved for backward, as checkpoint"),
-        fxsplit.compile(Checkpoints(), 2, example_inputs=x, passes=FAST) as pipe,
-    ):
-        torch.testing.assert_close(pipe(x), pipe.model(x))
 
 
 def test_compiling_beside_a_running_pipeline() -> None:

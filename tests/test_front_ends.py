@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import fxsplit
 from fxsplit.errors import InputError, TraceError
 from fxsplit.inputs import Example
-from tests.models import FAST
+from tests.models import FAST, Mlp
 
 
 def proven(model: nn.Module, *args: Any, passes: Any = FAST, n: int = 2, **kwargs: Any) -> str:
@@ -337,3 +338,20 @@ def test_deferred_batch_norm_of_an_exported_graph() -> None:
         pipe(x)
     torch.testing.assert_close(model.norm.running_mean, 0.1 * expected)
     assert int(model.norm.num_batches_tracked) == 1  # type: ignore[arg-type]
+
+
+class Checkpoints(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(checkpoint(self.layers[0], x, use_reentrant=False))
+        result: Tensor = self.layers[3](self.layers[2](torch.tanh(self.layers[1](x))))
+        return result
+
+
+def test_checkpointing_inside_the_model_is_noticed() -> None:
+    """A graph computes the same and keeps more; who asked for less is told."""
+    x = torch.randn(8, 8)
+    with (
+        pytest.warns(UserWarning, match="changes what is saved for backward, as checkpoint"),
+        fxsplit.compile(Checkpoints(), 2, example_inputs=x, passes=FAST) as pipe,
+    ):
+        torch.testing.assert_close(pipe(x), pipe.model(x))

@@ -83,6 +83,17 @@ def profile(name: str) -> fxsplit.Costs:
         return pipe.costs
 
 
+def assert_trains_as(pipe: fxsplit.Pipeline, unsplit: nn.Module, x: Tensor, y: Tensor, n_microbatches: int) -> None:
+    """Two steps of an optimizer, so that copies must follow."""
+    for _ in range(2):
+        found = pipeline_step(pipe, [x], y)
+        expected = unsplit_step(unsplit, [x], y, F.cross_entropy, n_microbatches)
+        assert compare(found, expected).largest <= TOLERANCE, compare(found, expected)
+        for m in (pipe.model, unsplit):
+            torch.optim.SGD(m.parameters(), 0.1).step()
+            m.zero_grad()
+
+
 @pytest.mark.parametrize("schedule", REPLICABLE)
 @pytest.mark.parametrize("counts", [(1, 3, 1), (2, 1), (1, 2), (3,)])
 @pytest.mark.parametrize("name", ["residual", "mlp"])
@@ -96,13 +107,7 @@ def test_replicated_stages_are_the_unsplit_model(
     with fxsplit.compile(model, machine(counts, shared), loss_fn=F.cross_entropy, **options) as pipe:
         pipe.compile_for(x)
         assert [len(s.devices) for s in pipe.plan.stages] == list(counts)
-        for _ in range(2):
-            found = pipeline_step(pipe, [x], y)
-            expected = unsplit_step(unsplit, [x], y, F.cross_entropy, 5)
-            assert compare(found, expected).largest <= TOLERANCE, compare(found, expected)
-            for m in (model, unsplit):
-                torch.optim.SGD(m.parameters(), 0.1).step()
-                m.zero_grad()
+        assert_trains_as(pipe, unsplit, x, y, 5)
         assert list(pipe.state_dict()) == list(unsplit.state_dict())
         F.cross_entropy(pipe(x), y).backward()
         pieces = zip(x.split([3, 2, 2, 2, 2]), y.split([3, 2, 2, 2, 2]), strict=True)
@@ -122,13 +127,7 @@ def test_chimera_is_the_unsplit_model(name: str, devices: int, shared: bool) -> 
     unsplit = copy.deepcopy(model)
     options: Any = {"n_microbatches": 4, "schedule": "Chimera", "costs": profile(name), "loss_fn": F.cross_entropy}
     with fxsplit.compile(model, machine([devices // 2] * 2, shared), **options) as pipe:
-        for _ in range(2):
-            found = pipeline_step(pipe, [x], y)
-            expected = unsplit_step(unsplit, [x], y, F.cross_entropy, 4)
-            assert compare(found, expected).largest <= TOLERANCE, compare(found, expected)
-            for m in (model, unsplit):
-                torch.optim.SGD(m.parameters(), 0.1).step()
-                m.zero_grad()
+        assert_trains_as(pipe, unsplit, x, y, 4)
 
 
 def test_replicas_deal_with_less_memory() -> None:

@@ -16,6 +16,8 @@ from fxsplit.schedule import RUNNABLE
 if TYPE_CHECKING:  # torch takes a second to load, and --help needs none of it
     from fxsplit.verification import Verification
 
+CHAIN = "profile{repeats=1},augment,order,partition,emit"
+"""What is compared does not depend on how well the costs are measured."""
 SHOWN = 10
 """How many names are listed of what agrees."""
 
@@ -28,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", type=int, default=2, metavar="N", help="CPU devices (default: %(default)s)")
     parser.add_argument("--n-microbatches", type=int, metavar="M", help="default: two a device, where rows allow")
     parser.add_argument("--schedule", default="1F1B", metavar="NAME", help=f"one of {', '.join(RUNNABLE)}")
-    parser.add_argument("--passes", metavar="CHAIN", help="default: profile{repeats=1},augment,order,partition,emit")
+    parser.add_argument("--passes", default=CHAIN, metavar="CHAIN", help="default: %(default)s")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -45,7 +47,7 @@ def main(arguments: argparse.Namespace) -> int:
             ["cpu"] * arguments.devices,
             n_microbatches=arguments.n_microbatches,
             schedule=arguments.schedule,
-            passes=arguments.passes or "profile{repeats=1},augment,order,partition,emit",
+            passes=arguments.passes,
         ) as pipe:
             found = verify(pipe, args, kwargs)
     for text in dict.fromkeys(str(w.message) for w in said if w.category is UserWarning):

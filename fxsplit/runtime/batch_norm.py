@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fxsplit.draws import current_microbatch
 from fxsplit.errors import InputError, PlanError
 from fxsplit.stages import Stages
 
@@ -54,7 +55,7 @@ class Noted(nn.Module):
             self._check(outputs, args, kwargs)
         if not getattr(_here, "again", False):
             mean, variance, _ = _statistics(twin)
-            calls = self._calls.setdefault(getattr(_here, "microbatch", 0), [])
+            calls = self._calls.setdefault(current_microbatch(), [])
             calls.append((x.numel() // x.shape[1], mean, variance))
         return outputs
 
@@ -162,16 +163,6 @@ def whole_batch(norms: Sequence[Noted]) -> Iterator[None]:
     yield
     for norm in norms:
         norm.finish()
-
-
-@contextmanager
-def microbatch(number: int) -> Iterator[None]:
-    """Let what this thread notes in the block be of a microbatch."""
-    _here.microbatch = number
-    try:
-        yield
-    finally:
-        _here.microbatch = 0
 
 
 @contextmanager

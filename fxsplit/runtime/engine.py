@@ -61,7 +61,7 @@ class Engine:
             return outputs
         inputs = [t for t in tensors if t.requires_grad]
         trained = program.trained()
-        leaves = list(dict.fromkeys(leaf for part in trained for leaf in part))  # stages may share one
+        leaves = _leaves(trained)
         backward = self._backward(program, trained, tape, rows, tensors)
         joined: tuple[Tensor, ...] = Replay.apply(backward, outputs, wanted, *inputs, *leaves)  # type: ignore[no-untyped-call]
         return list(joined)
@@ -89,7 +89,7 @@ class Engine:
         trained = program.trained()
         schedule = program.schedule(len(rows))
         job = Job(program, schedule, Context.here(), {}, packets, loss.seed, trained, finish, keep, watch, stepper)
-        watched = [leaf for part in trained for leaf in part if stepper is None]  # others step on leaves of their own
+        watched = _leaves(trained) if stepper is None else []  # versions of weights are leaves of their own
         with self._alone():
             with muted(watched), whole_batch(program.noted):
                 self._workers.run(job)
@@ -127,7 +127,7 @@ class Engine:
                 trained=trained,
             )
             try:
-                with self._alone(), muted(leaf for part in trained for leaf in part):
+                with self._alone(), muted(_leaves(trained)):
                     self._workers.run(job)
             finally:
                 tape.clear()
@@ -137,11 +137,16 @@ class Engine:
                 if t.requires_grad
             ]
             sums = job.total()
-            of_leaves = [sums.totals.get(leaf) for leaf in dict.fromkeys(leaf for part in trained for leaf in part)]
+            of_leaves = [sums.totals.get(leaf) for leaf in _leaves(trained)]
             handed_over(of_leaves)
             return [*of_inputs, *of_leaves]
 
         return backward
+
+
+def _leaves(trained: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Return the leaves of all stages, each once: stages may share one."""
+    return list(dict.fromkeys(leaf for part in trained for leaf in part))
 
 
 def _packets(program: Program, tensors: Sequence[Tensor], rows: Sequence[int]) -> list[Packet]:

@@ -16,7 +16,6 @@ from fxsplit.context import Context
 from fxsplit.draws import drawing, new_seed, turn
 from fxsplit.errors import PlanError, stage_error
 from fxsplit.leaves import leaves_above
-from fxsplit.runtime.batch_norm import microbatch
 from fxsplit.runtime.checkpoint import Kept, forward_lightly, loss_leaves
 from fxsplit.runtime.execute import Packet, Saved, backward, failing_node, forward
 from fxsplit.runtime.gradients import Sums, merged
@@ -160,6 +159,10 @@ class Job:
         for inbox in self._inboxes:
             inbox.put(None)
 
+    def _at(self, action: Action) -> tuple[Replica, Sums]:
+        """Return the replica that does an action, and the sums of its gradients."""
+        return self._replicas[action.stage][action.replica], self.sums[action.stage][action.replica]
+
     def _forward(self, action: Action, device: int, stream: Stream, arrived: dict[Action, Any]) -> None:
         """Run a stage forward on a microbatch and hand its outputs on."""
         stage, m = action.stage, action.microbatch
@@ -184,7 +187,7 @@ class Job:
     def _run(self, action: Action, packet: Packet) -> tuple[Kept | None, tuple[Any, ...], tuple[Any, ...]]:
         """Run a stage forward; return what is kept if activations are not, its inputs, and its outputs."""
         program, stage, m = self._program, action.stage, action.microbatch
-        replica = self._replicas[stage][action.replica]
+        replica, _ = self._at(action)
         emitted, writes = replica.stage, program.writes_inputs
         if self._grad and program.checkpoints(stage, m, self._schedule.n_microbatches):
             around = partial(self._surroundings, m)
@@ -205,7 +208,6 @@ class Job:
             return NOTHING
         stack = ExitStack()
         stack.enter_context(turn(self._seed, m))
-        stack.enter_context(microbatch(m))
         stack.enter_context(copied(rewritten, self._context.hooks))
         return stack
 
@@ -222,7 +224,7 @@ class Job:
     def _backward(self, action: Action, device: int, stream: Stream, arrived: dict[Action, Any]) -> None:
         """Run a stage backward on a microbatch and hand its inputs' gradients back."""
         gradients = self._gradients(action, device, stream, arrived)
-        replica, sums = self._replicas[action.stage][action.replica], self.sums[action.stage][action.replica]
+        replica, sums = self._at(action)
         with self._context.backward(), replica.using(action.version):
             saved, gradients = self._restored(action, gradients)
             of_inputs = backward(saved, gradients, replica.leaves(self._trained[action.stage], action.version), sums)
@@ -233,7 +235,7 @@ class Job:
         """Compute the gradients of a stage's inputs on a microbatch and hand them back."""
         gradients = self._gradients(action, device, stream, arrived)
         key = action.stage, action.microbatch
-        replica, sums = self._replicas[action.stage][action.replica], self.sums[action.stage][action.replica]
+        replica, sums = self._at(action)
         with self._context.backward(), replica.using(action.version):
             saved, gradients = self._restored(action, gradients)
             trained = replica.leaves(self._trained[action.stage], action.version)
@@ -247,7 +249,7 @@ class Job:
         """Compute the gradients of a stage's weights on a microbatch, from what the gradients of its inputs left."""
         key = action.stage, action.microbatch
         with self._context.backward():
-            backward_weights(self._rests.pop(key), self.sums[action.stage][action.replica])
+            backward_weights(self._rests.pop(key), self._at(action)[1])
         del self._tape[key]
 
     def _reduce(self, action: Action, device: int, stream: Stream, arrived: dict[Action, Any]) -> None:
@@ -266,18 +268,18 @@ class Job:
 
     def _step(self, action: Action, device: int, stream: Stream, arrived: dict[Action, Any]) -> None:
         """Let the optimizer make a version of a stage's weights from the gradients there are."""
-        sums = self.sums[action.stage]
-        found, sums[action.replica] = sums[action.replica], Sums()
-        self._replicas[action.stage][action.replica].step(action, found)
+        replica, found = self._at(action)
+        self.sums[action.stage][action.replica] = Sums()
+        replica.step(action, found)
 
     def _restored(self, action: Action, gradients: Sequence[Tensor | None]) -> tuple[Saved, Sequence[Tensor | None]]:
         """Return what a backward starts from, and with which gradients; a checkpointed stage runs forward again."""
         saved = self._tape[action.stage, action.microbatch]
         if isinstance(saved, Saved):
             return saved, gradients
+        replica, sums = self._at(action)
         if saved.head is not None:
-            gradients = backward(saved.head, gradients, (), self.sums[action.stage][action.replica])
-        replica = self._replicas[action.stage][action.replica]
+            gradients = backward(saved.head, gradients, (), sums)
         return saved.again(replica.stage, self._program.writes_inputs), gradients
 
     def _gradients(self, action: Action, device: int, stream: Stream, arrived: dict[Action, Any]) -> Any:
@@ -316,7 +318,7 @@ class Job:
 
     def _where(self, action: Action, error: Exception) -> str:
         """Return stage, device, microbatch and node of a failure, for its message."""
-        stage = self._replicas[action.stage][action.replica].stage
+        stage = self._at(action)[0].stage
         what = WORDS[action.op]
         nodes = self._program.plan.stages[stage.index].nodes
         node = failing_node(error, stage) or (f", one of nodes {nodes[0]!r} .. {nodes[-1]!r}" if nodes else "")

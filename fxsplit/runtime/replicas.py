@@ -36,7 +36,7 @@ class Replica:
         assert device.torch_device is not None
         self._original = stage.module
         self._here = device.torch_device
-        foreign = any(not _same_place(places[id(w)], self._here) for w in weights(stage.module))
+        foreign = any(places[id(w)] != self._here for w in weights(stage.module))
         module = stage.module
         if foreign:
             module = _copied(stage.module)
@@ -59,7 +59,7 @@ class Replica:
 
     def _local(self, own: Tensor) -> Tensor:
         """Return a weight, or its copy on this device as the weight is now."""
-        if _same_place(own.device, self._here):
+        if own.device == self._here:
             return own
         if own not in self._copies:
             empty = own.detach()[:0] if own.ndim else own.detach()
@@ -91,11 +91,6 @@ class Replica:
     def step(self, action: Action, sums: Sums) -> None:
         """Let the optimizer step; only stages with versions of their weights can."""
         raise AssertionError(f"{action} of a schedule whose steps wait for the whole batch")
-
-
-def _same_place(one: torch.device, other: torch.device) -> bool:
-    """Return whether two devices can share a weight."""
-    return one == other
 
 
 def _copied(module: fx.GraphModule) -> fx.GraphModule:
