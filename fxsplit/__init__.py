@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # each is imported when it is first used: planning from a pro
     from fxsplit.runtime import Pipeline as Pipeline
     from fxsplit.spec import Chain as Chain
     from fxsplit.stages import Stages as Stages
+    from fxsplit.standins import without_weights as without_weights
     from fxsplit.verification import verify as verify
     from fxsplit.workload import Pins as Pins
 
@@ -35,6 +36,7 @@ _HOME = {
     "plan": "planning",
     "profile": "profiling",
     "verify": "verification",
+    "without_weights": "standins",
     "leaf": "passes.leaf",
     "Replicate": "chunks",
     "Pipeline": "runtime",

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
@@ -90,12 +91,11 @@ def may_draw(call: Any) -> bool:
     return any(isinstance(m, _DropoutNd) or bool(getattr(m, "dropout", 0.0)) for m in call.modules())
 
 
-def generator_states() -> list[Tensor]:
+def generator_states() -> list[bytes]:
     """Return the states of all default generators there are: what they are before and after tells who draws."""
-    gpus = (
-        [torch.cuda.get_rng_state(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_initialized() else []
-    )
-    return [torch.get_rng_state(), *gpus]
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with unset_fake_temporarily():  # a state is a tensor, and would have no values among stand-ins
+        return [state.numpy().tobytes() for state in (torch.get_rng_state(), *map(torch.cuda.get_rng_state, gpus))]
 
 
 def _generator_of(arguments: Any) -> Generator:

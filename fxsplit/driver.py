@@ -30,10 +30,12 @@ from fxsplit.runtime.batch_norm import check_writes, note
 from fxsplit.runtime.checkpoint import check_when
 from fxsplit.runtime.loss import LossFn
 from fxsplit.runtime.microbatches import default_microbatches, sizes
+from fxsplit.runtime.weight_files import WeightFiles
 from fxsplit.schedule.catalogue import ASYNCHRONOUS, Scheduler, find_schedule
 from fxsplit.schedule.of_plan import replicas_of
 from fxsplit.spec import Chain, as_chain
-from fxsplit.stages import Stages, weights
+from fxsplit.stages import Stages
+from fxsplit.stages import weights as weights_in
 from fxsplit.trace import capture, same_graph
 from fxsplit.workload import Pins, Workload
 
@@ -54,6 +56,7 @@ def compile(
     deferred_batch_norm: bool = False,
     stage_backend: str | None = None,
     chunks: Chunks | None = None,
+    weights: str | os.PathLike[str] | None = None,
     passes: str | Chain | Iterable[Pass] = DEFAULT,
     costs: Costs | str | os.PathLike[str] | None = None,
     dump: str | os.PathLike[str] | None = None,
@@ -77,6 +80,9 @@ def compile(
         Costs are measured without it.
     chunks: argument (or part of one) -> the dimension that holds its batch, or fxsplit.Replicate where all microbatches
         share it. What is not stated is found: the first dimension where that is as long as the batch.
+    weights: a safetensors checkpoint of the model (a file, an index of several, or their folder), whose tensors are
+        read one by one to the device of their stage. The model may be on the meta device, built inside
+        `fxsplit.without_weights()`: then it is captured and measured by its shapes, one operator at a time.
     passes: the chain, as a Chain, a list, or text such as "profile{repeats=3},augment,order,partition,emit".
     costs: a saved profile (or its path) to plan from in place of measuring.
     dump: a folder for the IR's text before the first and after every pass (also FXSPLIT_DUMP).
@@ -124,7 +130,8 @@ def compile(
         costs=known,
         dump=dump,
     )
-    pipeline = Pipeline(model, compiler, stated, loss_fn)
+    files = None if weights is None else WeightFiles(weights)
+    pipeline = Pipeline(model, compiler, stated, loss_fn, files)
     if example_inputs is not None:
         args, kwargs = as_call(example_inputs)
         pipeline.compile_for(*args, **kwargs)
@@ -176,7 +183,7 @@ class _Compiler:
         with torch.inference_mode(False), torch.enable_grad(), progress_bar():
             chosen, known = self._chosen(args, kwargs, batch, other)
             count = chosen.n_microbatches
-            traced = self._captured(args, kwargs, sizes(batch, count)[0])
+            traced = self._captured(args, kwargs, sizes(batch, count)[0], other)
             if other is not None and _serves(other, traced):
                 return other
             costs = _KeepCosts()
@@ -212,10 +219,11 @@ class _Compiler:
         note(program.stages, self._check_replicas(chosen, traced, final), self.deferred_batch_norm)
         return program
 
-    def _captured(self, args: Sequence[Any], kwargs: Mapping[str, Any], rows: int) -> IR:
+    def _captured(self, args: Sequence[Any], kwargs: Mapping[str, Any], rows: int, other: Program | None) -> IR:
         """Return the graph of the model's present mode, for microbatches of so many rows."""
+        from_shapes = other is not None and other.traced[Example].from_shapes
         leaves = [step.path for step in self.chain if isinstance(step, standard.Leaf)]
-        return capture(self.model, args, kwargs, rows, self.chunks, leaves)
+        return capture(self.model, args, kwargs, rows, self.chunks, leaves, from_shapes)
 
     def _check_replicas(self, way: Candidate, traced: IR, final: IR) -> list[bool]:
         """Return which stages have several devices; raises PlanError for one that cannot."""
@@ -252,7 +260,7 @@ class _Compiler:
         refused: list[tuple[float, Candidate, PlanError]] = []
         found: list[tuple[float, Candidate, Costs | None]] = []
         for count in sorted({way.n_microbatches for way in ways}):
-            traced = self._captured(args, kwargs, sizes(batch, count)[0])
+            traced = self._captured(args, kwargs, sizes(batch, count)[0], None)
             known = self.costs
             for way in (way for way in ways if way.n_microbatches == count):
                 costs = _KeepCosts()
@@ -321,7 +329,7 @@ def _serves(other: Program, traced: IR) -> bool:
         return False
     if other.costs is None:
         return True
-    seen = observe(traced.gm, traced[Example].tensors)
+    seen = observe(traced.gm, here.tensors, from_shapes=here.from_shapes)
     stage_of = other.plan.stage_of()
     parted = [c for c in together(traced.gm, seen) if len({stage_of.get(name) for name in c}) > 1]
     crossed = [(a, b) for a, b in keeps_order(traced.gm, seen) if stage_of.get(a, 0) > stage_of.get(b, 0)]
@@ -336,7 +344,7 @@ def _pins(traced: IR, other: Program) -> Pins:
     """
     homes: dict[int, set[int]] = {}
     for stage in other.stages.stages:
-        for weight in weights(stage.module):
+        for weight in weights_in(stage.module):
             homes.setdefault(storage_id(weight), set()).add(stage.index)
     alone = {storage: next(iter(stages)) for storage, stages in homes.items() if len(stages) == 1}
     pinned = {n.name: alone.get(storage_id(w)) for n in traced.gm.graph.nodes for w in weights_of(traced.gm, n)}

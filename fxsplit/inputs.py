@@ -175,7 +175,7 @@ class Example:
     of them that the graph fetches. `returns`: the model's own containers (an OrderedDict, for example), where the graph
     returns plain ones. `joined`: for each output the dimension that microbatches are joined on, or None for a number,
     of which they are averaged by rows. `fixed`: the graph, made by `front_end`, is for these shapes alone, but for rows
-    between the two numbers of `bounds` that `guard` raises no AssertionError for.
+    between the two numbers of `bounds` that `guard` raises no AssertionError for. `from_shapes`: nothing was computed.
     """
 
     inputs: Inputs
@@ -189,6 +189,7 @@ class Example:
     fixed: bool = False
     bounds: tuple[int, int | None] = (1, None)
     guard: Callable[..., Any] | None = None
+    from_shapes: bool = False
     _passed: set[int] = field(default_factory=set, compare=False, repr=False)
 
     made_by: ClassVar[str] = "trace"

@@ -60,8 +60,7 @@ class Sweep(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         """Run one node; time it, and keep what its backward needs, if that is asked for."""
-        if _stop.is_set():
-            raise InterruptedError("profiling was interrupted")
+        check_stop()
         if not n.op.startswith("call"):
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
@@ -128,6 +127,12 @@ class Clock:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter() * 1000.0
+
+
+def check_stop() -> None:
+    """Raise InterruptedError once the thread that waits for the measurement has been interrupted."""
+    if _stop.is_set():
+        raise InterruptedError("profiling was interrupted")
 
 
 def time_nodes(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, fx, nn
@@ -15,8 +14,8 @@ from torch.utils import _pytree as pytree
 from fxsplit.draws import generator_states, may_draw
 from fxsplit.errors import TraceError
 from fxsplit.leaves import leaves_above, muted
+from fxsplit.standins import Snapshot, is_stand_in, runnable
 
-M = TypeVar("M", bound=nn.Module)
 CUTS = ("detach_", "requires_grad_")
 """Methods that write to what autograd knows of a tensor, and not to its memory."""
 
@@ -72,7 +71,7 @@ class Observer(fx.Interpreter):
             self._visit(n, self._callable(n), args, kwargs)
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         before = [t._version for t in tensors]
-        buffers = [(t, t.detach().clone()) for t in tensors if storage_id(t) in self._buffers]
+        buffers = Snapshot(t for t in tensors if storage_id(t) in self._buffers)
         generators = generator_states()
         saved: list[UntypedStorage] = []
         # Nothing is kept in the graph itself, which no one will backward: it would keep this list, and leak.
@@ -80,10 +79,10 @@ class Observer(fx.Interpreter):
             value = super().run_node(n)
         seen = _describe(value)
         written = [t for t, version in zip(tensors, before, strict=True) if t._version != version]
-        written += [t for t, kept in buffers if not torch.equal(t, kept)]  # batch norm's kernels count no version
+        written += buffers.changed()  # batch norm's kernels count no version
         written += tensors[:1] if n.op == "call_method" and n.target in CUTS else []
         seen.mutates = tuple(dict.fromkeys(self._memory.owners.get(storage_id(t), n.name) for t in written))
-        drew = any(not torch.equal(a, b) for a, b in zip(generators, generator_states(), strict=True))
+        drew = generators != generator_states()
         seen.draws = drew or (n.op == "call_module" and may_draw(self._callable(n)))
         made = [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
         seen.owners = tuple(dict.fromkeys(self._memory.owners.setdefault(storage_id(t), n.name) for t in made))
@@ -109,16 +108,20 @@ class Observer(fx.Interpreter):
                 owner.kept_bytes += storage.nbytes()
 
 
-def observe(gm: fx.GraphModule, tensors: Sequence[Tensor], visit: Visit | None = None) -> dict[str, Observation]:
-    """Return what each node of `gm` does with copies of `tensors`, in grad mode; nothing of it lasts."""
-    gm, tensors = on_one_device(gm, tensors)
-    observer = Observer(gm, visit)
-    leaves = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
-    with preserved(gm), torch.enable_grad():
+def observe(
+    gm: fx.GraphModule, tensors: Sequence[Tensor], visit: Visit | None = None, from_shapes: bool = False
+) -> dict[str, Observation]:
+    """Return what each node of `gm` does with copies of `tensors`, in grad mode; nothing of it lasts.
+
+    `from_shapes`: it is not run, and what it would do is told from the shapes of its weights and of `tensors`.
+    """
+    with runnable(gm, tensors, from_shapes) as (own, given), preserved(own), torch.enable_grad():
+        observer = Observer(own, visit)
+        leaves = [t.detach().requires_grad_(t.requires_grad) for t in given]
         result = observer.run(*(leaf.clone() for leaf in leaves))  # a leaf could not be written to in place
-    known = {id(t) for t in (*gm.parameters(), *gm.buffers(), *leaves)}
-    outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
-    foreign = next((leaf for t in outputs for leaf in leaves_above(t) if id(leaf) not in known), None)
+        known = {id(t) for t in (*own.parameters(), *own.buffers(), *leaves)}
+        outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
+        foreign = next((leaf for t in outputs for leaf in leaves_above(t) if id(leaf) not in known), None)
     if foreign is not None:
         raise TraceError(
             f"the model trains a tensor ({tensor_text(foreign)}) that is none of its parameters, so no stage would own "
@@ -127,33 +130,20 @@ def observe(gm: fx.GraphModule, tensors: Sequence[Tensor], visit: Visit | None =
     return observer.seen
 
 
-def on_one_device(module: M, tensors: Sequence[Tensor]) -> tuple[M, list[Tensor]]:
-    """Return the module and inputs for it, or copies in host memory where its weights are on several devices.
-
-    So they are once stages have been placed, and the module cannot run as one any more.
-    """
-    devices = {w.device for w in (*module.parameters(), *module.buffers())}
-    if len(devices) <= 1:
-        return module, list(tensors)
-    return copy.deepcopy(module).to("cpu"), [t.detach().cpu().requires_grad_(t.requires_grad) for t in tensors]
-
-
 @contextmanager
 def preserved(module: nn.Module) -> Iterator[None]:
     """Restore the buffers of `module` and the random generators after the block, and run no gradient hooks in it.
 
     Observing must leave no trace.
     """
-    buffers = [(b, b.detach().clone()) for b in module.buffers()]
-    gpus = sorted({b.device.index for b, _ in buffers if b.device.type == "cuda"})
+    buffers = Snapshot(module.buffers())
+    gpus = sorted({b.device.index for b in module.buffers() if b.device.type == "cuda"})
+    imagined = any(is_stand_in(w) for w in (*module.parameters(), *module.buffers()))  # they restore generators
     try:
-        with torch.random.fork_rng(devices=gpus), muted(module.parameters()):
+        with nullcontext() if imagined else torch.random.fork_rng(devices=gpus), muted(module.parameters()):
             yield
     finally:
-        with torch.no_grad():
-            for buffer, value in buffers:
-                if not torch.equal(buffer, value):
-                    buffer.copy_(value)
+        buffers.restore()
 
 
 def storage_id(tensor: Tensor) -> int:

@@ -22,6 +22,7 @@ from fxsplit.inputs import Example, as_call
 from fxsplit.observe import preserved
 from fxsplit.runtime import Pipeline
 from fxsplit.runtime.loss import model_loss, own_loss, sum_of_squares
+from fxsplit.standins import without_values
 from fxsplit.structures import plain
 
 STEPS = 2
@@ -79,6 +80,8 @@ def verify(pipe: Pipeline, inputs: Any, more: Mapping[str, Any] | None = None) -
     Neither the pipeline nor its model are changed. Raises InputError for a model that draws random numbers otherwise,
     and for asynchronous schedules.
     """
+    if without_values(pipe.model):
+        raise InputError(f"{type(pipe.model).__name__} has no values yet, it is on the meta device: load its weights")
     args, kwargs = as_call(inputs)
     kwargs |= more or {}
     with undropped(), torch.random.fork_rng():

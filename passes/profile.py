@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
+from fxsplit.alone import Call, time_alone
 from fxsplit.costs import Costs, InputCost, KnownCosts, NodeCost
 from fxsplit.dependences import TIED, keeps_order, together, weights_of
 from fxsplit.errors import ChainError, ProfileError
@@ -20,13 +21,18 @@ from fxsplit.machine import Machine
 from fxsplit.measure import WARM_UP, in_worker_thread, signature, time_nodes
 from fxsplit.observe import Observation, observe, preserved
 from fxsplit.progress import track
+from fxsplit.stages import weights
+
+Times = dict[str, tuple[float, float]]
+"""Forward and backward milliseconds of nodes."""
 
 
 @dataclass(frozen=True)
 class Profile:
     """Measure the graph on the kind of device it will run on, with the threads each device will have.
 
-    Of the operators with the same signature one is measured, as the median of `repeats` steps after a warm-up.
+    Of the operators with the same signature one is measured, as the median of `repeats` steps after a warm-up. Where
+    the weights are not in memory, or are more than the device has, that is done with one operator at a time.
     Neither buffers nor random generators nor gradients are left changed. A parameter with several users may be in
     several stages, which share it or have copies and sum its gradients, unless those are `tied` together.
     """
@@ -48,11 +54,15 @@ class Profile:
         """Learn Costs; uses what KnownCosts has of them, and raises ProfileError when those are another model's."""
         machine, example, known = ir[Machine], ir[Example], ir.get(KnownCosts)
         signatures: dict[str, str] = {}
+        calls: dict[str, Call] = {}
+        alone = example.from_shapes or _too_big(ir.gm, machine)
 
         def visit(node: fx.Node, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             signatures[node.name] = signature(call, str(node.target), args, kwargs)
+            if alone:
+                calls[node.name] = Call(call, args, kwargs)
 
-        seen = observe(ir.gm, example.tensors, visit)
+        seen = observe(ir.gm, example.tensors, visit, example.from_shapes)
         times = dict(known.times) if known else {}
         first = {key: name for name, key in reversed(signatures.items()) if key not in times}
         kind = machine.torch_devices()[0].type
@@ -68,23 +78,30 @@ class Profile:
                 f"{name!r}, {key[:160]}; profile this model (leave costs= out) and save pipe.costs"
             )
         if first:
-            measured = self._measure(ir.gm, seen, set(first.values()), example, machine)
+            device = machine.torch_devices()[0]
+            if alone:
+                once = {name: replace(calls[name], writes=bool(seen[name].mutates)) for name in first.values()}
+                measured = self._measured(ir.gm, machine, len(once), partial(time_alone, once, device, self.repeats))
+            else:
+                sweeps = partial(time_nodes, ir.gm, seen, set(first.values()), example.tensors, device, self.repeats)
+                measured = self._measured(ir.gm, machine, WARM_UP + self.repeats, sweeps)
             times |= {key: measured[name] for key, name in first.items()}
         return ir.learn(_costs(ir.gm, seen, signatures, times, example, machine, self.tied))
 
-    def _measure(
-        self, gm: fx.GraphModule, seen: dict[str, Observation], timed: set[str], example: Example, machine: Machine
-    ) -> dict[str, tuple[float, float]]:
-        """Return the forward and backward milliseconds of the nodes in `timed`."""
-        device = machine.torch_devices()[0]
-        ticks = track(range(WARM_UP + self.repeats), "profiling")
-
-        def run() -> dict[str, tuple[float, float]]:
-            tick = partial(next, ticks)
-            return time_nodes(gm, seen, timed, example.tensors, device, self.repeats, tick)
-
+    def _measured(
+        self, gm: fx.GraphModule, machine: Machine, turns: int, run: Callable[[Callable[[], object]], Times]
+    ) -> Times:
+        """Return what `run` measures, which calls what it is given in each of its turns."""
+        tick = partial(next, track(range(turns), "profiling"))
         with preserved(gm), torch.enable_grad():
-            return in_worker_thread(run, machine.intraop_threads())
+            return in_worker_thread(partial(run, tick), machine.intraop_threads())
+
+
+def _too_big(gm: fx.GraphModule, machine: Machine) -> bool:
+    """Return whether weights and their gradients, which are elsewhere, do not fit on the device to measure on."""
+    device = machine.devices[0]
+    elsewhere = [w for w in weights(gm) if w.device != device.torch_device]
+    return 2.0 * sum(w.nbytes for w in elsewhere) > device.memory_bytes
 
 
 def _costs(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -84,10 +86,11 @@ def test_a_model_in_several_places_is_exported_from_a_copy(monkeypatch: pytest.M
     """As it is once stages are on GPUs and another mode is compiled; the graph is of the model all the same."""
     from fxsplit.trace import exporter
 
-    def copied(module: nn.Module, tensors: list[Tensor]) -> tuple[nn.Module, list[Tensor]]:
-        return copy.deepcopy(module), [t.clone() for t in tensors]
+    @contextmanager
+    def copied(module: nn.Module, tensors: list[Tensor], _: bool) -> Iterator[tuple[nn.Module, list[Tensor]]]:
+        yield copy.deepcopy(module), [t.clone() for t in tensors]
 
-    monkeypatch.setattr(exporter, "on_one_device", copied)
+    monkeypatch.setattr(exporter, "runnable", copied)
     model, x = Branches(), torch.randn(6, 8)
     with fxsplit.compile(model, 2, example_inputs=x, n_microbatches=2, passes=FAST) as pipe:
         held = {id(w) for s in pipe.stages.stages for w in (*s.module.parameters(), *s.module.buffers())}

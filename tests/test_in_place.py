@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import fxsplit
 from fxsplit.comparison import compare, pipeline_step, unsplit_step
 from fxsplit.passes import Profile
+from fxsplit.standins import runnable
 from fxsplit.trace import capture
 from tests.models import FAST
 
@@ -269,15 +270,14 @@ def test_the_profiler_shows_readers_what_was_written(model: type[nn.Module]) -> 
 
 def test_weights_on_several_devices_are_observed_in_host_memory() -> None:
     """As in the second mode of a model that is spread over GPUs; without one, a meta tensor is another device."""
-    from fxsplit.observe import on_one_device
-
     split = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    same, _ = on_one_device(split, [torch.zeros(2, 8)])
-    assert same is split
+    with runnable(split, [torch.zeros(2, 8)], from_shapes=False) as (same, _):
+        assert same is split
     meta = nn.Sequential(nn.Linear(8, 8), nn.ReLU().to("meta"))
     meta.register_buffer("elsewhere", torch.empty(0, device="meta"))
-    with pytest.raises(NotImplementedError, match="meta tensor"):  # a copy to the host is what is tried
-        on_one_device(meta, [torch.zeros(2, 8)])
+    host = pytest.raises(NotImplementedError, match="meta tensor")  # a copy to the host is what is tried
+    with host, runnable(meta, [torch.zeros(2, 8)], from_shapes=False):
+        pass
 
 
 @pytest.mark.gpu

@@ -143,6 +143,7 @@ HUGGING_FACE_CONFIGS: dict[str, dict[str, Any]] = {
         "num_sparse_encoder_layers": 1,
         "num_sparse_decoder_layers": 1,
         "num_experts": 2,
+        "router_jitter_noise": 0.0,
     },
     "BartForConditionalGeneration": {},
     "MBartForConditionalGeneration": {},

@@ -24,6 +24,7 @@ from fxsplit.runtime.microbatches import default_microbatches, sizes, split_targ
 from fxsplit.runtime.program import HOOKS, Program
 from fxsplit.runtime.versions import Stepper
 from fxsplit.runtime.watch import Watch
+from fxsplit.runtime.weight_files import WeightFiles
 from fxsplit.schedule import Schedule, simulate
 from fxsplit.schedule.memory import memory
 from fxsplit.schedule.of_plan import footprints_of, times_of
@@ -53,15 +54,23 @@ class Pipeline(nn.Module):
     _engine: Engine | None
     _closed: bool
     _process: int
+    _weights: WeightFiles | None
 
-    def __init__(self, model: nn.Module, build: Build, n_microbatches: int | None, loss_fn: LossFn | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        build: Build,
+        n_microbatches: int | None,
+        loss_fn: LossFn | None,
+        weights: WeightFiles | None = None,
+    ) -> None:
         super().__init__()
         for key in nn.Module().__dict__.keys() - {"training", "_is_full_backward_hook"}:
             self.__dict__[key] = model.__dict__[key]
         # Past nn.Module's own attribute handling, which would register the model as a submodule.
         self.__dict__ |= {"_model": model, "_build": build, "_fixed_microbatches": n_microbatches, "_loss_fn": loss_fn}
         self.__dict__ |= {"_programs": {}, "_attributes": {}, "_compiled_modules": [], "_compiling": threading.RLock()}
-        self.__dict__ |= {"_engine": None, "_closed": False, "_process": os.getpid()}
+        self.__dict__ |= {"_engine": None, "_closed": False, "_process": os.getpid(), "_weights": weights}
 
     # What the module is
 
@@ -149,6 +158,23 @@ class Pipeline(nn.Module):
         for program in self._programs.values():
             program.place()
         return result
+
+    def load_weights(self, path: str | os.PathLike[str], *, strict: bool = True) -> None:
+        """Load a safetensors checkpoint, each tensor straight to the device of its stage, one after another.
+
+        path: a .safetensors file, an index (.safetensors.index.json) beside its files, or the folder of either, with
+        the names and dtypes of the model's state_dict. Parameters stay the same objects, those on the meta device too.
+
+        Raises InputError, before anything is loaded, for what is missing, of another shape or dtype, or, if `strict`,
+        too much.
+        """
+        files = WeightFiles(path)
+        if not self._programs:
+            raise InputError(
+                "this pipeline compiles on its first call, and its weights have no places yet: compile with "
+                "example_inputs=, or give the checkpoint as compile(weights=path)"
+            )
+        files.load(self._model, self._present().placed(), strict)
 
     def __repr__(self) -> str:
         name = type(self._model).__name__
@@ -261,6 +287,7 @@ class Pipeline(nn.Module):
         program = self._program(args, kwargs)
         floating = (p.dtype for p in self._model.parameters() if p.is_floating_point())
         program.relink()
+        program.check_weights()
         tensors = program.inputs.bind(args, kwargs, next(floating, None))
         batch = program.inputs.rows(tensors)
         count = self._fixed_microbatches
@@ -289,6 +316,9 @@ class Pipeline(nn.Module):
                 if program.alone:
                     self._programs.clear()
                 program.place()
+                if self._weights is not None:
+                    self._weights.load(self._model, program.placed(), strict=True)
+                    self.__dict__["_weights"] = None
                 self._programs[self.training] = program
                 self._attributes[self.training] = program.attributes()
             program = self._programs[self.training]

@@ -227,12 +227,30 @@ class Program:
         return [(m, str(n.target)) for m in modules for n in m.graph.nodes if n.op == "get_attr"]
 
     def place(self) -> None:
-        """Move each stage's parameters and buffers to its device, in place: optimizers keep holding them."""
+        """Move each stage's parameters and buffers to its device, in place: optimizers keep holding them.
+
+        Those that have no values yet stay where they are.
+        """
         self.relink()
+        for weight, device in self.placed():
+            if weight.device != device and not weight.is_meta:
+                weight.data = weight.data.to(device)
+
+    def placed(self) -> list[tuple[Tensor, torch.device]]:
+        """Return each parameter and buffer with the device it belongs on, stage by stage."""
         places = self.places
-        for weight in {id(w): w for stage in self.stages.stages for w in weights(stage.module)}.values():
-            if weight.device != places[id(weight)]:
-                weight.data = weight.data.to(places[id(weight)])
+        held = {id(w): w for stage in self.stages.stages for w in weights(stage.module)}
+        return [(w, places[key]) for key, w in held.items()]
+
+    def check_weights(self) -> None:
+        """Raise InputError for a parameter or buffer without values."""
+        if self.traced[Example].from_shapes and any(w.is_meta for w, _ in self.placed()):
+            named = (*self.model.named_parameters(), *self.model.named_buffers())
+            name = next((name for name, w in named if w.is_meta), "a constant")
+            raise InputError(
+                f"{name!r} has no values yet, it is on the meta device: give the checkpoint, compile(weights=path) or "
+                "pipe.load_weights(path), or pipe.load_state_dict(state, assign=True)"
+            )
 
 
 def _is_the_librarys(hook: Callable[..., Any], model: nn.Module) -> bool:

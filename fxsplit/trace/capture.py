@@ -13,6 +13,7 @@ from fxsplit.chunks import Chunks
 from fxsplit.errors import InputError
 from fxsplit.inputs import Example, Inputs
 from fxsplit.ir import IR
+from fxsplit.standins import without_values
 from fxsplit.trace.check import checked
 from fxsplit.trace.front_ends import Graph, graph_of
 from fxsplit.trace.untouched import unassigned, untouched
@@ -25,32 +26,37 @@ def capture(
     rows: int,
     chunks: Chunks | None = None,
     leaves: Sequence[str] = (),
+    from_shapes: bool = False,
 ) -> IR:
     """Return the IR of `model(*args, **kwargs)` in its present mode, with its first `rows` rows as the Example.
 
-    `leaves` are paths of submodules that stay whole. Raises TraceError when no front end can follow the model, or when
-    a graph computes anything else than the model does, InputError when an output is no batch.
+    `leaves` are paths of submodules that stay whole. `from_shapes`: nothing is computed, and the graph is checked as
+    far as shapes say; so it is with a model on the meta device. Raises TraceError when no front end can follow the
+    model, or when a graph computes anything else than the model does, InputError when an output is no batch.
     """
     lazy = next((path for path, w in (*model.named_parameters(), *model.named_buffers()) if is_lazy(w)), None)
     if lazy is not None:
         raise InputError(f"{lazy!r} has no shape yet: call {type(model).__name__} once, then compile it")
+    from_shapes = from_shapes or without_values(model)
     inputs, tensors = Inputs.of(model, args, kwargs, chunks)
     batch = inputs.rows(tensors)
     own = inputs.narrow(tensors, rows)
-    example = Example(inputs, tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in own))
+    clones = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in own)
+    example = Example(inputs, clones, from_shapes=from_shapes)
 
     def check(graph: Graph) -> Graph:
         with unassigned(model):
-            found = checked(model, graph.gm, inputs, own)
+            found = checked(model, graph.gm, inputs, own, from_shapes)
             if rows == 1 and batch > 1:  # one row alone would not show an output that is no batch
-                found["joined"] = checked(model, graph.gm, inputs, inputs.narrow(tensors, 2))["joined"]
+                two = inputs.narrow(tensors, 2)
+                found["joined"] = checked(model, graph.gm, inputs, two, from_shapes)["joined"]
         return replace(graph, findings=found)
 
     def check_one(graph: Graph) -> Graph:
         with unassigned(model):
-            return replace(graph, findings=checked(model, graph.gm, inputs, inputs.narrow(tensors, 1)))
+            return replace(graph, findings=checked(model, graph.gm, inputs, inputs.narrow(tensors, 1), from_shapes))
 
     with untouched(model):
-        graph = graph_of(model, inputs, tensors, rows, leaves, check, check_one)
+        graph = graph_of(model, inputs, tensors, rows, leaves, from_shapes, check, check_one)
     example = replace(example, front_end=graph.front_end, fixed=graph.fixed, bounds=graph.bounds, guard=graph.guard)
     return IR(graph.gm).learn(replace(example, **graph.findings))

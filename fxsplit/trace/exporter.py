@@ -23,11 +23,12 @@ from torch.utils import _pytree as pytree
 
 from fxsplit.errors import TraceError
 from fxsplit.inputs import Inputs
-from fxsplit.observe import on_one_device
 from fxsplit.placement import settle
+from fxsplit.standins import is_stand_in, runnable
 from fxsplit.structures import LIBRARIES, plain
 from fxsplit.trace.functions import marked, one_trace
 from fxsplit.trace.inlining import inlined
+from fxsplit.trace.whole import Wholes
 
 Bounds = tuple[int, "int | None"]
 Guard = Callable[..., Any] | None
@@ -35,44 +36,60 @@ LEAST_ROWS = 2
 """One row is taken for a constant by torch.export; a program of several rows runs with one."""
 
 
-def export(model: nn.Module, inputs: Inputs, tensors: Sequence[Tensor]) -> tuple[fx.GraphModule, Bounds, Guard]:
+def export(
+    model: nn.Module,
+    inputs: Inputs,
+    tensors: Sequence[Tensor],
+    from_shapes: bool = False,
+    paths: Sequence[str] = (),
+) -> tuple[fx.GraphModule, Bounds, Guard]:
     """Return the graph of `model` in its present mode, and for which numbers of rows it is right.
 
     Those are numbers between bounds that the guard, called with tensors of such shapes, does not raise for. `tensors`
-    are rows of the example, at least LEAST_ROWS of them. Raises TraceError naming file and line.
+    are rows of the example, at least LEAST_ROWS of them; the submodules `paths` stay whole. Raises TraceError naming
+    file, line and submodule.
     """
     shapes = tuple(
         {spec.batch_dim: torch.export.Dim.DYNAMIC} if spec.batch_dim is not None else None for spec in inputs.specs
     )
-    whole, given = on_one_device(model, tensors)
-    clones = tuple(t.detach().clone() for t in given)  # a tensor given twice would become one argument
-    try:
-        with one_trace, _called_with_tensors(whole, inputs), _NeverDropped(), _quiet():
-            with marked() as calls, _checkpoints() as lost:
-                program = torch.export.export(whole, clones, strict=False, dynamic_shapes=shapes)
-            module = program.module(check_guards=False)
-            guard = getattr(program.module(), "_guards_fn", None)
-    except Exception as error:
-        raise _explain(model, error) from error
+    with runnable(model, tensors, from_shapes) as (whole, given):
+        if paths and from_shapes:
+            raise TraceError(f"submodule {paths[0]!r} can stay whole in an exported graph only once it has weights")
+        wholes = Wholes(whole, paths, inputs, given)
+        clones = tuple(t.detach().clone() for t in given)  # a tensor given twice would become one argument
+        try:
+            with one_trace, _called_with_tensors(whole, inputs, wholes), _NeverDropped(), _quiet():
+                with marked() as calls, _checkpoints() as lost, wholes.exporting(), _unconverted():
+                    program = torch.export.export(whole, clones, strict=False, dynamic_shapes=shapes)
+                module = program.module(check_guards=False)
+                guard = getattr(program.module(), "_guards_fn", None)
+        except Exception as error:
+            raise _explain(model, whole, error) from error
+        graph, held, returned = inlined(module, whole, [spec.name for spec in inputs.specs], calls, wholes.calls)
     if lost:
         warnings.warn(
             f"forward() of {type(model).__name__} changes what is saved for backward, as checkpoint() does, which its "
             "graph does not: gradients are the same, and compile(checkpoint='always') keeps as little",
             stacklevel=2,
         )
-    graph, held, returned = inlined(module, whole, [spec.name for spec in inputs.specs], calls)
     structure = program.call_spec.out_spec
     assert structure is not None
     graph.output(pytree.tree_unflatten(returned, structure))
-    made = fx.GraphModule(held if whole is model else _of(model, held), graph, class_name=type(model).__name__)
+    made = fx.GraphModule(_of(model, held), graph, class_name=type(model).__name__)
     settle(made, given[0].device, tensors[0].device)
     return made, _bounds(program), guard
 
 
 def _of(model: nn.Module, held: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a graph of a copy fetches and calls as the model itself has it."""
+    """Return what a graph, perhaps of a copy or of stand-ins, fetches and calls as the model itself has it."""
     own = {**dict(model.named_modules()), **dict(model.named_parameters()), **dict(model.named_buffers())}
-    return {path: own.get(path, value) for path, value in held.items()}
+    found = {path: own.get(path, value) for path, value in held.items()}
+    if lost := next((path for path, value in found.items() if isinstance(value, Tensor) and is_stand_in(value)), None):
+        raise TraceError(
+            f"forward() of {type(model).__name__} makes a constant ({lost}) whose value is not known before its "
+            "weights are loaded: register it as a buffer"
+        )
+    return found
 
 
 def _bounds(program: torch.export.ExportedProgram) -> Bounds:
@@ -86,12 +103,14 @@ def _bounds(program: torch.export.ExportedProgram) -> Bounds:
 
 
 @contextmanager
-def _called_with_tensors(model: nn.Module, inputs: Inputs) -> Iterator[None]:
+def _called_with_tensors(model: nn.Module, inputs: Inputs, wholes: Wholes) -> Iterator[None]:
     """Let forward() take one positional argument for each tensor, and return plain containers."""
     original = model.forward
     own = model.__dict__.get("forward")
 
     def forward(*tensors: Tensor) -> Any:
+        pairs = zip(inputs.specs, tensors, strict=True)
+        wholes.called_with(next(t.shape[s.batch_dim] for s, t in pairs if s.batch_dim is not None))
         call = inputs.call(tensors)
         return plain(original(*call.args, **call.kwargs))
 
@@ -145,6 +164,28 @@ def _checkpoints() -> Iterator[list[None]]:
 
 
 @contextmanager
+def _unconverted() -> Iterator[None]:
+    """Let module.to(...) inside forward() do nothing where it would change nothing: torch.export cannot follow it."""
+    own, thread = nn.Module.to, threading.get_ident()
+
+    def to(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        parsed: Any = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype, _, layout = parsed
+        weights = (*module.parameters(), *module.buffers())
+        there = all(device in (None, w.device) for w in weights)
+        same = all(dtype in (None, w.dtype) or not w.is_floating_point() for w in weights)
+        if threading.get_ident() == thread and there and same and layout is None:
+            return module
+        return own(module, *args, **kwargs)
+
+    nn.Module.to = to  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.to = own  # type: ignore[method-assign]
+
+
+@contextmanager
 def _quiet() -> Iterator[None]:
     """Keep what torch.export prints of a failure; the error says it."""
     with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
@@ -152,17 +193,21 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _explain(model: nn.Module, error: Exception) -> TraceError:
-    """Return a TraceError that points at the user's line in which exporting stopped."""
+def _explain(model: nn.Module, whole: nn.Module, error: Exception) -> TraceError:
+    """Return a TraceError that points at the user's line, and names the submodule, in which exporting stopped."""
     if isinstance(error, TraceError):
         return error
     frames = []
+    submodule = None
+    paths = {id(m): path for path, m in whole.named_modules()}
     traceback = error.__traceback__
     while traceback is not None:
         code = traceback.tb_frame.f_code
+        submodule = paths.get(id(traceback.tb_frame.f_locals.get("self")), submodule)
         if not code.co_filename.startswith((*LIBRARIES, "<")) and "site-packages/torch" not in code.co_filename:
             frames.append(f"{code.co_filename}:{traceback.tb_lineno}")
         traceback = traceback.tb_next
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     place = f" at {frames[-1]}" if frames else ""
-    return TraceError(f"torch.export cannot follow {type(model).__name__}{place}: {(lines or ['no reason given'])[0]}")
+    reason = (lines or ["no reason given"])[0]
+    return TraceError(f"torch.export cannot follow {type(model).__name__}{place}: {reason}", submodule=submodule)

@@ -1,4 +1,4 @@
-"""The front ends, in the order they are tried: symbolic tracing, torch.export, symbolic tracing around what fails."""
+"""The front ends, in the order they are tried: symbolic tracing, torch.export, and both around what fails."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ def graph_of(
     tensors: Sequence[Tensor],
     rows: int,
     leaves: Sequence[str],
+    from_shapes: bool,
     check: Check,
     check_one: Check,
 ) -> Graph:
@@ -62,35 +63,48 @@ def graph_of(
             gm = symbolic_trace(model, inputs, whole)
         return check(Graph(with_constant_devices(gm, tensors[0].device), name))
 
-    try:
-        return traced(leaves, "symbolic_trace")
-    except TraceError as error:
-        first = error
-    try:
+    def exported(whole: Sequence[str], name: str) -> Graph:
         count = max(rows, LEAST_ROWS)
         given = inputs.narrow(tensors, count) if inputs.rows(tensors) >= count else inputs.doubled(tensors)
         with unassigned(model):
-            gm, bounds, guard = export(model, inputs, given)
-        found = Graph(gm, "export", fixed=True, bounds=bounds, guard=guard)
+            gm, bounds, guard = export(model, inputs, given, from_shapes, whole)
+        found = Graph(gm, name, fixed=True, bounds=bounds, guard=guard)
         return check(_with_one_row(found, check_one) if bounds[0] == LEAST_ROWS else found)
-    except TraceError as error:
-        second = error
-    whole, failed = list(leaves), first
-    while failed.submodule and failed.submodule not in whole and len(whole) < len(leaves) + MOST_LEAVES:
+
+    failures = []
+    for front_end, name in ((traced, "symbolic_trace"), (exported, "export")):
+        try:
+            return front_end(leaves, name)
+        except TraceError as error:
+            failures.append(error)
+    first, second = failures
+    for front_end, name, failed in ((traced, "symbolic_trace", first), (exported, "export", second)):
+        found = _with_leaves(front_end, name, failed, leaves)
+        if found is not None:
+            graph, whole = found
+            for path in whole:
+                warnings.warn(
+                    f"submodule {path!r} of {type(model).__name__} stays whole, as no front end can follow it ({first};"
+                    f" {second}); fxsplit.leaf({path!r}) in passes= says that this is meant",
+                    stacklevel=2,
+                )
+            return graph
+    raise TraceError(f"{first}; nor does torch.export help: {second}") from first
+
+
+def _with_leaves(
+    front_end: Callable[[Sequence[str], str], Graph], name: str, failed: TraceError, leaves: Sequence[str]
+) -> tuple[Graph, list[str]] | None:
+    """Return the graph in which the submodules stay whole that a front end fails in, and those; None if that fails."""
+    whole: list[str] = []
+    while failed.submodule and failed.submodule not in (*leaves, *whole) and len(whole) < MOST_LEAVES:
+        whole = [path for path in whole if not path.startswith(f"{failed.submodule}.")]
         whole.append(failed.submodule)
         try:
-            found = traced(whole, "symbolic_trace, with submodules kept whole")
+            return front_end([*leaves, *whole], f"{name}, with submodules kept whole"), whole
         except TraceError as error:
             failed = error
-            continue
-        for path in whole[len(leaves) :]:
-            warnings.warn(
-                f"submodule {path!r} of {type(model).__name__} stays whole, as no front end can follow it ({first}); "
-                f"fxsplit.leaf({path!r}) in passes= says that this is meant",
-                stacklevel=2,
-            )
-        return found
-    raise TraceError(f"{first}; nor does torch.export help: {second}") from first
+    return None
 
 
 def _with_one_row(graph: Graph, check_one: Check) -> Graph:

@@ -13,9 +13,16 @@ from torch.utils import _pytree as pytree
 from fxsplit.errors import TraceError
 from fxsplit.inputs import Inputs
 from fxsplit.observe import preserved
+from fxsplit.standins import has_values
 
 TOLERANCE = 1e-5
 """The same operators in the same order give the same bits; only non-deterministic kernels need any tolerance."""
+
+LOST = (
+    "the graph of {} has another gradient for {!r} than the model: tracing lost a backward, as "
+    "checkpoint(use_reentrant=True), an autograd.Function or a backward hook has its own; keep the module that has it "
+    "whole, fxsplit.leaf('its.path')"
+)
 
 
 def check_gradients(model: nn.Module, both: nn.ModuleList, inputs: Inputs, tensors: Sequence[Tensor]) -> None:
@@ -50,17 +57,18 @@ def check_gradients(model: nn.Module, both: nn.ModuleList, inputs: Inputs, tenso
 
 def _compare(model: nn.Module, names: list[str], wanted: Sequence[Any], found: Sequence[Any]) -> None:
     """Raise TraceError for the first gradient that differs."""
+    if not all(has_values(g) for g in wanted if g is not None):
+        lost = (name for name, a, b in zip(names, wanted, found, strict=False) if a is not None and b is None)
+        if name := next(lost, None):
+            raise TraceError(LOST.format(type(model).__name__, name))
+        return
     largest = max((float(torch.nan_to_num(g).abs().max()) for g in wanted if g is not None and g.numel()), default=0.0)
     for name, a, b in zip(names, wanted, found, strict=False):
         if a is None and b is None:
             continue
         a, b = torch.zeros_like(b) if a is None else a, torch.zeros_like(a) if b is None else b
         if not torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE * largest, equal_nan=True):
-            raise TraceError(
-                f"the graph of {type(model).__name__} has another gradient for {name!r} than the model: tracing lost a "
-                "backward, as checkpoint(use_reentrant=True), an autograd.Function or a backward hook has its own; "
-                "keep the module that has it whole, fxsplit.leaf('its.path')"
-            )
+            raise TraceError(LOST.format(type(model).__name__, name))
 
 
 @contextmanager

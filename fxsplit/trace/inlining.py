@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fxsplit.errors import TraceError
 from fxsplit.trace.functions import enter, leave
+from fxsplit.trace.whole import WholeCall, whole
 
 aten = torch.ops.aten
 END = 2**63 - 1
@@ -36,15 +37,20 @@ class Region(nn.Module):
 
 
 def inlined(
-    program: fx.GraphModule, model: nn.Module, inputs: Sequence[str], calls: Sequence[Callable[..., Any]]
+    program: fx.GraphModule,
+    model: nn.Module,
+    inputs: Sequence[str],
+    calls: Sequence[Callable[..., Any]],
+    wholes: Sequence[WholeCall],
 ) -> tuple[fx.Graph, Held, list[Any]]:
     """Return the program's graph, without its output, with `inputs` as placeholders; what it fetches; what it returns.
 
     Parameters and buffers go by the first name that the model has for them, and each user fetches them itself. Blocks
     without gradients are inlined and their results detached; torch's batch norms are calls of the modules again, and
-    `calls` of autograd.Functions are back between their marks.
+    `calls` of autograd.Functions are back between their marks, those of submodules that stay whole in their operators'
+    place.
     """
-    writer = _Writer(program, model, calls)
+    writer = _Writer(program, model, calls, wholes)
     placeholders = program.graph.find_nodes(op="placeholder")
     values = {node: writer.graph.placeholder(name) for node, name in zip(placeholders, inputs, strict=True)}
     returned = list(writer.write(program, values))
@@ -55,7 +61,13 @@ def inlined(
 class _Writer:
     """Writes one graph from a program and the parts in it."""
 
-    def __init__(self, program: fx.GraphModule, model: nn.Module, calls: Sequence[Callable[..., Any]]) -> None:
+    def __init__(
+        self,
+        program: fx.GraphModule,
+        model: nn.Module,
+        calls: Sequence[Callable[..., Any]],
+        wholes: Sequence[WholeCall],
+    ) -> None:
         self.graph = fx.Graph()
         self.held: Held = {}
         self._model = model
@@ -66,6 +78,8 @@ class _Writer:
         self._calls = calls
         self._entered: dict[int, list[Any]] = {}
         self._called: dict[int, fx.Node] = {}
+        self._wholes = wholes
+        self._submodules: dict[int, fx.Node] = {}
 
     def write(self, part: fx.GraphModule, values: Mapping[fx.Node, Any]) -> Sequence[Any]:
         """Write the nodes of a part, whose placeholders have `values`; return what it returns."""
@@ -110,6 +124,8 @@ class _Writer:
             return use(node.args[0])  # type: ignore[arg-type]
         if node.target is leave:
             return self._left(node)
+        if node.target is whole:
+            return self._whole_call(node, use)
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             return self._region(part, node, use)
         if node.target is operator.getitem and isinstance(values := use(node.args[0]), (tuple, list)):  # type: ignore[arg-type]
@@ -153,6 +169,17 @@ class _Writer:
             self._called[number] = self.graph.call_function(self._calls[number], tuple(self._entered[number]))
             self._called[number].meta = dict(node.meta)
         return self.graph.call_function(operator.getitem, (self._called[number], output))
+
+    def _whole_call(self, node: fx.Node, use: Callable[[fx.Node], Any]) -> fx.Node:
+        """Return an output of a call of a submodule that stays whole."""
+        given, _, _, number, output = node.args
+        assert isinstance(number, int) and isinstance(output, int)
+        call = self._wholes[number]
+        if number not in self._submodules:
+            self.held[call.path] = self._model.get_submodule(call.path)
+            self._submodules[number] = call.write(self.graph, [use(v) for v in given])  # type: ignore[union-attr, arg-type]
+            self._submodules[number].meta = dict(node.meta)
+        return call.output(self.graph, self._submodules[number], output)
 
     def _detached(self, value: Any) -> Any:
         """Return the value without a gradient."""
