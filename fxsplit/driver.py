@@ -287,7 +287,9 @@ class _Compiler:
         machine = self.machine.unrolled(way.scheduler.homes())
         count = way.n_microbatches
         peaks = {k: way.scheduler.in_flight(count, k) for k in range(1, len(machine) + 1)}
-        facts: list[Fact] = [machine, Workload(way.scheduler.name, count, peaks, may_idle=other is not None)]
+        versions = {k: way.scheduler.versions(count, k) for k in peaks if way.scheduler.name in ASYNCHRONOUS}
+        workload = Workload(way.scheduler.name, count, peaks, may_idle=other is not None, versions=versions)
+        facts: list[Fact] = [machine, workload]
         if other is not None:
             facts += [_pins(traced, other)]
             facts += [] if other.costs is None else [KnownCosts(other.costs, complete=False)]

@@ -186,15 +186,16 @@ def price(costs: Costs, machine: Machine, workload: Workload, split: Split, mode
     Forwarded, a value crosses boundary b exactly if it is made (or given) at or before stage b and read after it, or is
     an output made before the last stage. Direct, a stage pays for every value that it shares with another stage.
     r replicas take 1/r of the time each and 4 (r - 1) W / (r^2 bandwidth) to sum W bytes of gradients
-    (Narayanan et al. 2019). Memory = parameters x (WEIGHT_COPIES + optimizer_factor) + buffers + microbatches in flight
-    x (kept activations + boundary values, unless direct); a stage that recomputes keeps activations once.
+    (Narayanan et al. 2019). Memory = parameters x (WEIGHT_COPIES + optimizer_factor + further versions) + buffers +
+    microbatches in flight x (kept activations + boundary values, unless direct); a stage that recomputes keeps
+    activations once.
     """
     last = len(split) - 1
     direct = model.name == "direct"
     stages = [names for names, *_ in split]
     given, taken = _shared(costs, stages) if direct else ([], [])
     crossing, returning = ([], []) if direct else _forwarded(costs, stages)
-    in_flight = workload.in_flight[len(split)]
+    in_flight, versions = workload.in_flight[len(split)], workload.versions_of(len(split))
     plans = []
     for i, (names, devices, recompute) in enumerate(split):
         nodes = [costs.by_name[n] for n in names]
@@ -219,6 +220,7 @@ def price(costs: Costs, machine: Machine, workload: Workload, split: Split, mode
         activations = (min(in_flight[i], 1) if recompute else in_flight[i]) * sum(n.kept_bytes for n in nodes)
         boundary = 0.0 if direct else in_flight[i] * (crossing[i] + crossing[i + 1])
         held = sum(n.parameter_bytes * (WEIGHT_COPIES + model.optimizer_factor) + n.buffer_bytes for n in nodes)
+        parameters = float(sum(n.parameter_bytes for n in nodes))
         plans.append(
             StagePlan(
                 nodes=tuple(names),
@@ -231,11 +233,11 @@ def price(costs: Costs, machine: Machine, workload: Workload, split: Split, mode
                 load_ms=max(busy, receive, send) if model.name == "overlapped" else busy + receive + send,
                 in_bytes=taken[i] if direct else crossing[i],
                 out_bytes=given[i] if direct else crossing[i + 1],
-                memory_bytes=held + activations + boundary,
+                memory_bytes=held + (versions[i] - 1) * parameters + activations + boundary,
                 recompute=recompute,
                 in_gradient_bytes=0.0 if direct else returning[i],
                 out_gradient_bytes=0.0 if direct else returning[i + 1],
-                parameter_bytes=float(sum(n.parameter_bytes for n in nodes)),
+                parameter_bytes=parameters,
                 held_bytes=held,
                 kept_bytes=float(sum(n.kept_bytes for n in nodes)),
             )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from fxsplit.alone import Call, time_alone
 from fxsplit.costs import Costs, InputCost, KnownCosts, NodeCost
@@ -19,7 +19,7 @@ from fxsplit.inputs import Example
 from fxsplit.ir import IR
 from fxsplit.machine import Machine
 from fxsplit.measure import WARM_UP, in_worker_thread, signature, time_nodes
-from fxsplit.observe import Observation, observe, preserved
+from fxsplit.observe import Observation, observe, preserved, storage_id
 from fxsplit.progress import track
 from fxsplit.stages import weights
 
@@ -116,6 +116,7 @@ def _costs(
     """Return what was observed and measured as Costs."""
     nodes, inputs = [], []
     outputs: tuple[str, ...] = ()
+    counted: set[int] = set()
     for node in gm.graph.nodes:
         if node.op == "placeholder":
             inputs.append(InputCost(node.name, seen[node.name].output_bytes, seen[node.name].gradient_bytes))
@@ -123,7 +124,9 @@ def _costs(
             outputs = tuple(dict.fromkeys(n.name for n in node.all_input_nodes))
         else:
             key = signatures.get(node.name, f"get_attr {seen[node.name].text}")
-            nodes.append(_node_cost(gm, node, seen[node.name], key, times.get(key, (0.0, 0.0))))
+            held = [w for w in weights_of(gm, node) if storage_id(w) not in counted]
+            counted |= {storage_id(w) for w in held if tied == "together"}  # in one stage it is there once
+            nodes.append(_node_cost(node, held, seen[node.name], key, times.get(key, (0.0, 0.0))))
     return Costs(
         nodes=tuple(nodes),
         inputs=tuple(inputs),
@@ -140,10 +143,11 @@ def _costs(
     )
 
 
-def _node_cost(gm: fx.GraphModule, node: fx.Node, seen: Observation, key: str, times: tuple[float, float]) -> NodeCost:
-    """Return the cost of one node; what only fetches an attribute takes no time."""
+def _node_cost(
+    node: fx.Node, held: Sequence[Tensor], seen: Observation, key: str, times: tuple[float, float]
+) -> NodeCost:
+    """Return the cost of one node, which holds some weights; what only fetches an attribute takes no time."""
     forward_ms, backward_ms = times
-    weights = list(weights_of(gm, node))
     return NodeCost(
         name=node.name,
         op=f"{node.op}:{node.target if isinstance(node.target, str) else getattr(node.target, '__name__', '?')}",
@@ -155,8 +159,8 @@ def _node_cost(gm: fx.GraphModule, node: fx.Node, seen: Observation, key: str, t
         output_bytes=seen.output_bytes,
         gradient_bytes=seen.gradient_bytes,
         kept_bytes=seen.kept_bytes,
-        parameter_bytes=sum(w.nbytes for w in weights if w.requires_grad),
-        buffer_bytes=sum(w.nbytes for w in weights if not w.requires_grad),
+        parameter_bytes=sum(w.nbytes for w in held if w.requires_grad),
+        buffer_bytes=sum(w.nbytes for w in held if not w.requires_grad),
         draws=seen.draws,
     )
 

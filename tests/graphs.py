@@ -97,8 +97,10 @@ def machines(draw: st.DrawFn, max_devices: int = 4, bounded: bool = True) -> Mac
 
 
 def workload(machine: Machine, n_microbatches: int = 3) -> Workload:
-    """1F1B's demands."""
+    """1F1B's demands; on an odd number of devices PipeDream's, with a version of the weights for each."""
     peaks = {k: tuple(min(n_microbatches, k - s) for s in range(k)) for k in range(1, len(machine) + 1)}
+    if len(machine) % 2:
+        return Workload("PipeDream", n_microbatches, peaks, versions=peaks)
     return Workload("1F1B", n_microbatches, peaks)
 
 

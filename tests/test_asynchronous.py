@@ -14,9 +14,12 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 import fxsplit
-from fxsplit.errors import InputError
-from fxsplit.schedule import Schedule, generate
+from fxsplit.errors import InputError, NoFit
+from fxsplit.machine import Machine
+from fxsplit.schedule import Schedule, generate, simulate
 from fxsplit.schedule.action import FORWARD, STEP
+from fxsplit.schedule.memory import memory, peak
+from fxsplit.schedule.of_plan import footprints_of, times_of
 from fxsplit.stages import weights
 from tests.models import FAST, Mlp, Residual
 
@@ -230,3 +233,26 @@ def test_a_stream_that_fails_says_where_and_leaves_parameters() -> None:
         assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
         assert all(p.grad is None for p in model.parameters())
         pipe.step(x, target=y, optimizer=sgd)
+
+
+@pytest.mark.parametrize("schedule", ["PipeDream", "PipeDream-2BW", "1F1B"])
+def test_a_plan_counts_every_version_of_the_weights(schedule: str) -> None:
+    """What the planner fits into memory is what the simulator sees in use, version for version."""
+    x = torch.randn(16, 8)
+    options: Any = {"schedule": schedule, "n_microbatches": 8, "passes": FAST, "loss_fn": F.mse_loss}
+    with fxsplit.compile(Mlp(), 2, example_inputs=x, **options) as pipe:
+        plan, costs = pipe.plan, pipe.costs
+        made = generate(schedule, len(plan.stages), 8)
+        courses = memory(simulate(made, times_of(plan, made)), footprints_of(plan))
+        for stage, course, versions in zip(plan.stages, courses, made.weight_versions(), strict=True):
+            further = (versions - 1) * stage.parameter_bytes
+            activations = stage.memory_bytes - stage.held_bytes - further
+            assert further == 0 if schedule == "1F1B" else further > 0 or versions == 1
+            assert stage.held_bytes + further < peak(course) <= stage.held_bytes + further + activations
+    least = max(s.memory_bytes for s in plan.stages)
+    with fxsplit.compile(Mlp(), Machine.of(["cpu"] * 2, memory_bytes=least), example_inputs=x, costs=costs, **options):
+        pass
+    without = max(s.memory_bytes - s.parameter_bytes for s in plan.stages)
+    with pytest.raises(NoFit, match="no plan fits in memory"):
+        tight = Machine.of(["cpu"] * 2, memory_bytes=0.8 * without)
+        fxsplit.compile(Mlp(), tight, example_inputs=x, costs=costs, **options)

@@ -224,6 +224,8 @@ def test_tied_weights_are_one_parameter_wherever_they_are_read() -> None:
         with fxsplit.compile(model, 2, example_inputs=ids, n_microbatches=2, passes=passes) as pipe:
             held = [{id(p) for p in s.module.parameters()} for s in pipe.stages.stages]
             assert bool(held[0] & held[1]) == shared
+            counted = sum(n.parameter_bytes for n in pipe.costs.nodes)
+            assert (counted > sum(p.nbytes for p in model.parameters())) == shared, "one stage has it once"
             assert model.head.weight is model.embed.weight
             assert list(pipe.state_dict()) == list(Language().state_dict())
             found = fxsplit.verify(pipe, ids)

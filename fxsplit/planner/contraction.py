@@ -14,7 +14,7 @@ from collections.abc import Collection
 from fxsplit.blocks import Blocks
 from fxsplit.costs import Costs, NodeCost
 
-MOST_COPIES, MOST_IN_FLIGHT = 16.0, 1e3
+MOST_COPIES, MOST_IN_FLIGHT = 32.0, 1e3
 """More of a parameter's and an activation's bytes than any optimizer and schedule makes a device hold."""
 
 CALLER = -1

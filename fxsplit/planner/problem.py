@@ -217,14 +217,14 @@ def pose(
     shape = (len(kinds), len(states))
     start, end, space_start, space_end, space_low = (np.zeros(shape) for _ in range(5))
     start_floor, end_floor = np.full(shape, -inf), np.full(shape, -inf)
-    for k, (speed, host, reduce, receive, send, in_flight, again, _) in enumerate(kinds):
+    for k, (speed, host, reduce, receive, send, in_flight, versions, again, _) in enumerate(kinds):
         busy = (column("host_ms") if host else own + again * column("forward_ms")) / speed + weights * reduce
         start[k], end[k] = busy, busy
         if model.name == "overlapped":
             start_floor[k], end_floor[k] = live * receive, leaving * send
         elif model.name != "direct":
             start[k], end[k] = busy - live * receive, busy + leaving * send
-        held = weights * (WEIGHT_COPIES + model.optimizer_factor) + column("buffer_bytes")
+        held = weights * (WEIGHT_COPIES + model.optimizer_factor + versions - 1.0) + column("buffer_bytes")
         space_low[k] = held + (min(in_flight, 1) if again else in_flight) * column("kept_bytes")
         boundary = 0.0 if model.name == "direct" else in_flight * column("live_bytes")
         space_start[k], space_end[k] = space_low[k] - boundary, space_low[k] + boundary
@@ -265,10 +265,12 @@ def _kind(machine: Machine, workload: Workload, model: CostModel, moves: Moves, 
         receive = 0.0 if move.first else 1.0 / machine.bytes_per_ms(first, max(first - 1, 0))
         send = 0.0 if move.last else 1.0 / machine.bytes_per_ms(last, min(last + 1, len(machine) - 1))
     in_flight = workload.in_flight[moves.n_stages][move.rank] if moves.n_stages else 0
+    versions = workload.versions_of(moves.n_stages)[move.rank] if moves.n_stages else 1
     capacity = min(d.memory_bytes for d in devices)
     host = float(devices[0].host)
     again = float(move.recompute)
-    return speed, host, machine.reduce_ms_per_byte(move.devices), receive, send, in_flight, again, capacity
+    reduce = machine.reduce_ms_per_byte(move.devices)
+    return speed, host, reduce, receive, send, in_flight, versions, again, capacity
 
 
 def _work_with_hosts(states: States, chains: Antichains) -> tuple[Floats, float]:

@@ -105,6 +105,15 @@ class Scheduler:
         except ScheduleError:
             return (n_microbatches,) * n_stages
 
+    def versions(self, n_microbatches: int, n_stages: int) -> tuple[int, ...]:
+        """Return how many versions of its weights each stage keeps at once; one in a plan that could not run."""
+        if self.name not in ASYNCHRONOUS:
+            return (1,) * n_stages
+        try:
+            return self.schedule(n_microbatches, n_stages).weight_versions()
+        except ScheduleError:
+            return (1,) * n_stages
+
     def homes(self, n_stages: int | None = None) -> Homes:
         """Return where the stages live, for any number of microbatches."""
         return self.schedule(self.nearest(2 * self.n_devices), n_stages).homes
