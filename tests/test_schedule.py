@@ -134,6 +134,17 @@ def test_published_figures(name: str, devices: int, microbatches: int, bubble: f
     assert schedule.synchronous and set(schedule.weight_versions()) == {1} and set(schedule.lag()) == {0}
 
 
+@pytest.mark.parametrize("devices", [2, 4, 6, 8])
+@pytest.mark.parametrize("times", [2, 3, 4])
+def test_chimera_concatenates(devices: int, times: int) -> None:
+    """More microbatches than devices: (D - 2) / (3 N / 2 + D - 2) idles, as its authors state; D are held at most."""
+    schedule = generate("Chimera", devices, times * devices)
+    assert simulate(schedule, Times.unit(devices)).bubble == pytest.approx(
+        (devices - 2) / (1.5 * times * devices + devices - 2)
+    )
+    assert max(schedule.peak_activations()) <= devices
+
+
 @pytest.mark.parametrize("devices", [2, 4, 5])
 def test_weight_versions_and_lag(devices: int) -> None:
     stash = generate("PipeDream", devices, 4 * devices)

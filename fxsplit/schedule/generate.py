@@ -125,7 +125,9 @@ def zbv(n_devices: int, n_microbatches: int, stages_per_device: int = 2) -> Sche
 def chimera(n_devices: int, n_microbatches: int, stages_per_device: int = 1) -> Schedule:
     """Return Chimera (Li and Hoefler 2021): two pipelines in opposite directions, each with half of the microbatches.
 
-    Every device has two stages' replicas, whose gradients are summed at the end; backwards come before forwards.
+    Every device has two stages' replicas, whose gradients are summed at the end. With up to a microbatch a device
+    backwards come before forwards; with more, a microbatch that is nearer to the end of its way comes first, so that
+    the next ones fill the gaps that the first ones leave.
     """
     _exactly("Chimera", stages_per_device, 1)
     if n_devices % 2 or n_microbatches % 2:
@@ -133,12 +135,14 @@ def chimera(n_devices: int, n_microbatches: int, stages_per_device: int = 1) -> 
         near = f"{count - 1} or {count + 1}" if count > 1 else "2"
         raise ScheduleError(f"Chimera: {count} {what} do not divide into two directions: give {near}")
     homes = both_ways(n_devices)
-    rows = list_schedule(
-        homes,
-        n_microbatches,
-        order=lambda a: (a.op == FORWARD, a.microbatch),
-        most=lambda device: n_devices,
-    )
+
+    def order(a: Action) -> tuple[int, bool, int]:
+        to_go = 0
+        if n_microbatches > n_devices:
+            to_go = a.microbatch - a.stage if a.op == FORWARD else a.microbatch + 2 * a.stage
+        return to_go, a.op == FORWARD, a.microbatch
+
+    rows = list_schedule(homes, n_microbatches, order, most=lambda device: n_devices)
     return Schedule("Chimera", n_microbatches, homes, _reduced(rows, homes))
 
 
