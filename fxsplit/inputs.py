@@ -172,10 +172,11 @@ class Example:
     """One microbatch to profile with, and what the check of the graph has found.
 
     `written`: the graph writes to its inputs in place. `updated`: the buffers that each call writes, `rewritten` those
-    of them that the graph fetches. `returns`: the model's own containers (an OrderedDict, for example), where the graph
-    returns plain ones. `joined`: for each output the dimension that microbatches are joined on, or None for a number,
-    of which they are averaged by rows. `fixed`: the graph, made by `front_end`, is for these shapes alone, but for rows
-    between the two numbers of `bounds` that `guard` raises no AssertionError for. `from_shapes`: nothing was computed.
+    of them that the graph fetches. `hooking`: modules put hooks on activations. `returns`: the model's own containers
+    (an OrderedDict, for example), where the graph returns plain ones. `joined`: for each output the dimension that
+    microbatches are joined on, or None for a number, of which they are averaged by rows. `fixed`: the graph, made by
+    `front_end`, is for these shapes alone, but for rows between the two numbers of `bounds` that `guard` raises no
+    AssertionError for. `from_shapes`: nothing was computed.
     """
 
     inputs: Inputs
@@ -183,6 +184,7 @@ class Example:
     written: bool = False
     updated: tuple[str, ...] = ()
     rewritten: tuple[str, ...] = ()
+    hooking: bool = False
     returns: pytree.TreeSpec | None = None
     joined: tuple[int | None, ...] = ()
     front_end: str = "symbolic_trace"

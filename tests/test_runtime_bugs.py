@@ -84,6 +84,35 @@ def test_hooks_on_activations_run_once(schedule: str, checkpoint: str) -> None:
     assert largest_difference(model, schedule, checkpoint) < 1e-10
 
 
+class Hooking(nn.LayerNorm):
+    """Stays whole, and puts a hook on what it makes."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        if out.requires_grad:
+            out.register_hook(self.double)
+        return out
+
+    def double(self, gradient: Tensor) -> Tensor:
+        Hooking.calls += 1
+        return gradient * 2
+
+
+@pytest.mark.parametrize("schedule", HALVED)
+def test_hooks_that_a_module_puts_on_activations_itself_run_once(schedule: str) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), Hooking(8)) for _ in range(4)))
+    passes = "".join(f"leaf{{path={i}.1}}," for i in range(4)) + FAST
+    assert largest_difference(model, schedule, passes=passes) < 1e-10
+    x = torch.randn(8, 8)
+    options: Any = {"n_microbatches": 4, "passes": passes, "loss_fn": F.mse_loss, "example_inputs": x}
+    with fxsplit.compile(model, 2, schedule=schedule, **options) as pipe:
+        Hooking.calls = 0
+        pipe.step(x, target=x)
+        assert Hooking.calls == 4 * 4, "layers x microbatches"
+
+
 class Heads(nn.Module):
     """Two outputs, of which a loss may leave one out."""
 

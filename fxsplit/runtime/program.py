@@ -142,9 +142,10 @@ class Program:
         return [m for s in self.stages.stages for m in s.module.children() if isinstance(m, Noted)]
 
     def hooked(self) -> list[bool]:
-        """Whether modules that each stage calls have hooks, which may put others on activations."""
+        """Whether modules that each stage calls put hooks on activations, or have hooks themselves that may do so."""
         return [
-            any(m.__dict__[kind] for m in s.module.modules() for kind in HOOKS if kind in m.__dict__)
+            self.traced[Example].hooking
+            or any(m.__dict__[kind] for m in s.module.modules() for kind in HOOKS if kind in m.__dict__)
             for s in self.stages.stages
         ]
 

@@ -73,7 +73,7 @@ def _compared(
         _compare(model, f"output {i}", a, b)
     for spec, a, b in zip(inputs.specs, given, copies, strict=True):
         _compare(model, f"argument {spec.name!r}, which it writes to,", a, b)
-    check_gradients(model, both, inputs, tensors)
+    hooking = check_gradients(model, both, inputs, tensors)
     joined = batch_dims_of(model, mine, inputs, tensors, wanted)
     unpack_output(gm, got)
     own = pytree.tree_structure(expected)
@@ -91,7 +91,8 @@ def _compared(
         )
     written = [t._version for t in copies] != versions
     returns = None if own == structure else own
-    return {"written": written, "updated": updated, "rewritten": rewritten, "returns": returns, "joined": joined}
+    findings = {"written": written, "updated": updated, "rewritten": rewritten, "hooking": hooking}
+    return {**findings, "returns": returns, "joined": joined}
 
 
 def _check_weights(model: nn.Module, mine: nn.Module, weights: Snapshot) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,11 +26,11 @@ LOST = (
 )
 
 
-def check_gradients(model: nn.Module, both: nn.ModuleList, inputs: Inputs, tensors: Sequence[Tensor]) -> None:
+def check_gradients(model: nn.Module, both: nn.ModuleList, inputs: Inputs, tensors: Sequence[Tensor]) -> bool:
     """Raise TraceError unless the graph has the model's gradients, for the sum of squares of all outputs.
 
     Those of the inputs too, and of what is frozen now and may be thawed. `both` are the model and the graph, on one
-    device. A model that cannot itself run backward is not asked.
+    device. A model that cannot itself run backward is not asked. Returns whether the graph puts hooks on activations.
     """
     mine, traced = both[0], both[1]
     assert isinstance(traced, fx.GraphModule)
@@ -45,14 +46,15 @@ def check_gradients(model: nn.Module, both: nn.ModuleList, inputs: Inputs, tenso
             wanted = _gradients(both, own, tensors, list(trained.values()), thawed, or_none=True)
             if wanted is None:
                 continue
-            found = _gradients(
-                both, fx.Interpreter(traced).run, tensors, list(trained.values()), thawed, or_none=thawed
-            )
+            with _hooks_noted() as hooked:
+                run = fx.Interpreter(traced).run
+                found = _gradients(both, run, tensors, list(trained.values()), thawed, or_none=thawed)
         if found is None:
             continue  # what nobody wants now cannot be had: not a reason to refuse
         names = [*trained, *(f"argument {s.name}" for s in inputs.specs)]
         _compare(model, names, wanted, found)
-        return
+        return bool(hooked)
+    return False
 
 
 def _compare(model: nn.Module, names: list[str], wanted: Sequence[Any], found: Sequence[Any]) -> None:
@@ -69,6 +71,25 @@ def _compare(model: nn.Module, names: list[str], wanted: Sequence[Any], found: S
         a, b = torch.zeros_like(b) if a is None else a, torch.zeros_like(a) if b is None else b
         if not torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE * largest, equal_nan=True):
             raise TraceError(LOST.format(type(model).__name__, name))
+
+
+@contextmanager
+def _hooks_noted() -> Iterator[list[Tensor]]:
+    """Yield the tensors that the block, in this thread, puts hooks on."""
+    own: Any = Tensor.register_hook
+    thread = threading.get_ident()
+    hooked: list[Tensor] = []
+
+    def register_hook(tensor: Tensor, hook: Callable[..., Any]) -> Any:
+        if threading.get_ident() == thread:
+            hooked.append(tensor)
+        return own(tensor, hook)
+
+    Tensor.register_hook = register_hook  # type: ignore[method-assign]
+    try:
+        yield hooked
+    finally:
+        Tensor.register_hook = own  # type: ignore[method-assign]
 
 
 @contextmanager
