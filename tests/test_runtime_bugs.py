@@ -92,10 +92,10 @@ class Hooking(nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)
         if out.requires_grad:
-            out.register_hook(self.double)
+            out.register_hook(self.doubled)
         return out
 
-    def double(self, gradient: Tensor) -> Tensor:
+    def doubled(self, gradient: Tensor) -> Tensor:
         Hooking.calls += 1
         return gradient * 2
 
