@@ -63,19 +63,21 @@ def backward(
     """
     roots = roots_of(saved, gradients)
     inputs = {i: v for i, v in enumerate(saved.inputs) if isinstance(v, Tensor) and v.requires_grad}
-    leaves = list(dict.fromkeys([*inputs.values(), *trained, *saved.extra]))
+    leaves = [*inputs.values(), *trained]
+    leaves += [one for one in saved.extra if all(one is not leaf for leaf in leaves)]
     if not roots or not leaves:
         return [None] * len(saved.inputs)
     with muted(saved.extra):
         found = torch.autograd.grad(
             [value for value, _ in roots], leaves, [gradient for _, gradient in roots], allow_unused=True
         )
-    own = dict(zip(leaves, ours_alone(found), strict=True))
-    of = dict(zip(leaves, found, strict=True))
-    for leaf in leaves[len(inputs) :]:
-        if (gradient := of[leaf]) is not None:
-            sums.add(leaf, gradient, own[leaf])
-    return [of[inputs[i]] if i in inputs else None for i in range(len(saved.inputs))]
+    first = len(sums.totals) < len(leaves) - len(inputs)  # later ones are added to what there is, whosever they are
+    own = ours_alone(found) if first else [False] * len(leaves)
+    for leaf, gradient, alone in zip(leaves[len(inputs) :], found[len(inputs) :], own[len(inputs) :], strict=True):
+        if gradient is not None:
+            sums.add(leaf, gradient, alone)
+    of_inputs = dict(zip(inputs, found, strict=False))
+    return [of_inputs.get(i) for i in range(len(saved.inputs))]
 
 
 def roots_of(saved: Saved, gradients: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:

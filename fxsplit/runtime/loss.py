@@ -98,7 +98,8 @@ class BatchLoss:
                 "parameter frozen, or the output detached inside loss_fn?"
             )
         share = loss * self._weights[microbatch]
-        self._shares[microbatch] = share.detach() * self._of_all[microbatch]
+        of_all = self._of_all[microbatch]
+        self._shares[microbatch] = share.detach() if of_all == 1.0 else share.detach() * of_all
         return share
 
     def seed(self, microbatch: int) -> list[Tensor | None]:
