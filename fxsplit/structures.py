@@ -12,6 +12,8 @@ from torch.utils import _pytree as pytree
 
 LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 """Where frames of a traceback are not the user's: torch and fxsplit."""
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Where a module keeps its hooks."""
 
 
 def rebuild(value: Any, leaf: Callable[[Any], Any]) -> Any:

@@ -299,3 +299,18 @@ def test_absurd_numbers_are_refused_at_once(tmp_path: Path, capsys: pytest.Captu
         (tmp_path / "plan.json").write_text(json.dumps(plan | change))
         assert cli.main(["simulate", "--plan", str(tmp_path / "plan.json")]) == 2
         assert "it must be a whole number" in capsys.readouterr().err
+
+
+def test_hooks_of_a_deferred_batch_norm_are_given_the_module() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    seen: list[tuple[str, nn.Module]] = []
+    model[1].register_forward_pre_hook(lambda m, args: seen.append(("before", m)))
+    model[1].register_forward_hook(lambda m, args, kwargs, out: seen.append(("after", m)), with_kwargs=True)
+    model[1].register_full_backward_hook(lambda m, inputs, outputs: seen.append(("back", m)))
+    x = torch.randn(8, 8)
+    options: Any = {"n_microbatches": 2, "loss_fn": F.mse_loss, "passes": FAST, "deferred_batch_norm": True}
+    with fxsplit.compile(model, 2, example_inputs=x, **options) as pipe:
+        seen.clear()
+        pipe.step(x, target=x)
+    assert all(m is model[1] for _, m in seen)
+    assert sorted(what for what, _ in seen) == ["after"] * 2 + ["back"] * 2 + ["before"] * 2

@@ -10,8 +10,10 @@ from __future__ import annotations
 import copy
 import operator
 import threading
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any, cast
 
 import torch
@@ -21,6 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fxsplit.draws import current_microbatch
 from fxsplit.errors import InputError, PlanError
 from fxsplit.stages import Stages
+from fxsplit.structures import HOOKS
 
 _here = threading.local()
 
@@ -104,7 +107,19 @@ def _twin(norm: _BatchNorm) -> _BatchNorm:
     made = copy.copy(norm)
     made._buffers = {name: None if b is None else b.detach().clone() for name, b in norm._buffers.items()}
     made.momentum = 1.0
+    for kind in (kind for kind in HOOKS if norm.__dict__[kind]):
+        made.__dict__[kind] = OrderedDict((key, _as_of(norm, hook)) for key, hook in norm.__dict__[kind].items())
     return made
+
+
+def _as_of(norm: _BatchNorm, hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook of a twin that is called as one of the batch norm itself."""
+
+    @wraps(hook)
+    def called(_: nn.Module, *args: Any) -> Any:
+        return hook(norm, *args)
+
+    return called
 
 
 def _statistics(norm: _BatchNorm) -> tuple[Tensor, Tensor, Tensor]:

@@ -21,7 +21,7 @@ from fxsplit.plans import Plan
 from fxsplit.runtime.engine import Engine
 from fxsplit.runtime.loss import BatchLoss, LossFn, model_loss
 from fxsplit.runtime.microbatches import default_microbatches, sizes, split_target
-from fxsplit.runtime.program import HOOKS, Program
+from fxsplit.runtime.program import Program
 from fxsplit.runtime.versions import Stepper
 from fxsplit.runtime.watch import Watch
 from fxsplit.runtime.weight_files import WeightFiles
@@ -30,6 +30,7 @@ from fxsplit.schedule.memory import memory
 from fxsplit.schedule.of_plan import footprints_of, times_of
 from fxsplit.schedule.timeline import Timeline
 from fxsplit.stages import Stages
+from fxsplit.structures import HOOKS
 
 Build = Callable[[Sequence[Any], Mapping[str, Any], Program | None], Program]
 """Compiles the model in its present mode for a call, given the program of the other mode if there is one."""

@@ -31,9 +31,9 @@ from fxsplit.schedule.generate import all_then_all
 from fxsplit.schedule.of_plan import replicas_of, schedule_of
 from fxsplit.schedule.schedule import Homes
 from fxsplit.stages import Stages, weights
+from fxsplit.structures import HOOKS
 
 _TORCHS = nn.Module().__dict__.keys() - {"training"}
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True, eq=False)
