@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fxsplit.chunks import Chunks, batch_dims
+from fxsplit.chunks import UNJOINED, Chunks, batch_dims
 from fxsplit.errors import InputError
 from fxsplit.ir import IR
 from fxsplit.structures import learn
@@ -174,9 +174,9 @@ class Example:
     `written`: the graph writes to its inputs in place. `updated`: the buffers that each call writes, `rewritten` those
     of them that the graph fetches. `hooking`: modules put hooks on activations. `returns`: the model's own containers
     (an OrderedDict, for example), where the graph returns plain ones. `joined`: for each output the dimension that
-    microbatches are joined on, or None for a number, of which they are averaged by rows. `fixed`: the graph, made by
-    `front_end`, is for these shapes alone, but for rows between the two numbers of `bounds` that `guard` raises no
-    AssertionError for. `from_shapes`: nothing was computed.
+    microbatches are joined on; None for a number, of which they are averaged by rows; or UNJOINED. `fixed`: the graph,
+    made by `front_end`, is for these shapes alone, but for rows between the two numbers of `bounds` that `guard` raises
+    no AssertionError for. `from_shapes`: nothing was computed.
     """
 
     inputs: Inputs
@@ -204,6 +204,11 @@ class Example:
 
     def check_shapes(self, tensors: Sequence[Tensor], rows: Sequence[int]) -> None:
         """Raise InputError unless the graph is right for tensors of these shapes, in microbatches of these rows."""
+        if len(rows) > 1 and UNJOINED in self.joined:
+            raise InputError(
+                f"output {self.joined.index(UNJOINED)} is not one row for each row of the input, and the pipeline was "
+                f"compiled for one microbatch a batch, not {len(rows)}: compile with n_microbatches=1"
+            )
         least, most = self.bounds
         odd = next((r for r in rows if r < least or (most is not None and r > most)), None)
         if odd is not None:

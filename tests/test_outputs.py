@@ -53,9 +53,43 @@ class DropsRows(nn.Module):
 
 
 def test_one_row_does_not_hide_an_output_that_is_no_batch() -> None:
-    for rows, count in ((4, 4), (2, 2), (1, 1)):
-        with pytest.raises(InputError, match=r"has shape \(1, 3\) for 1 rows"):
+    for rows, count in ((4, 4), (2, 2)):
+        with pytest.raises(InputError, match=r"has shape \(1, 3\) for 1 rows.*n_microbatches=1"):
             fxsplit.compile(DropsRows(), 2, example_inputs=vectors(rows), n_microbatches=count, passes=FAST)
+
+
+class Compares(nn.Module):
+    """Every row with every other, as CLIP does; a list of numbers, and one for each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        similar = torch.tanh(self.a(x)) @ torch.tanh(self.b(y)).T
+        return similar, similar.mean(0, keepdim=True)[:, :2], self.a(x)
+
+
+def test_rows_that_depend_on_each_other_stay_in_one_microbatch() -> None:
+    x, y = vectors(6), vectors(6)
+    with pytest.raises(InputError, match=r"output 1 of Compares has shape \(1, 2\).*n_microbatches=1"):
+        fxsplit.compile(Compares(), 2, example_inputs=(x, y), n_microbatches=2, passes=FAST)
+    model = Compares()
+    options: Any = {"passes": FAST, "loss_fn": lambda out, target: (out[0] - target).square().mean()}
+    with fxsplit.compile(model, 2, example_inputs=(x, y), n_microbatches=1, **options) as pipe:
+        assert fxsplit.verify(pipe, (x, y)).equal
+        for rows in (6, 4):
+            for a, b in zip(pipe(x[:rows], y[:rows]), model(x[:rows], y[:rows]), strict=True):
+                torch.testing.assert_close(a, b)
+        sum(out.square().sum() for out in pipe(x, y)).backward()
+        found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        model.zero_grad()
+        sum(out.square().sum() for out in model(x, y)).backward()
+        torch.testing.assert_close(found, [p.grad for p in model.parameters()])
+        assert pipe.step(x, y, target=torch.eye(6)).isfinite()
+    pipe = fxsplit.compile(model, 1, example_inputs=(x[:1], y[:1]), **options)
+    with pipe, pytest.raises(InputError, match=r"output 0 is not one row for each row.*n_microbatches=1"):
+        pipe(torch.cat([x] * 3), torch.cat([y] * 3))
 
 
 class Known(dict[str, Any]):

@@ -165,7 +165,7 @@ def _joined(job: Job, rows: Sequence[int], dims: Sequence[int | None]) -> tuple[
     outputs = []
     for i, (column, dim) in enumerate(zip(zip(*(p.values for p in packets), strict=True), dims, strict=True)):
         for m, (piece, count) in enumerate(zip(column, rows, strict=True)):
-            if dim is not None and piece.shape[dim : dim + 1] != (count,):
+            if len(rows) > 1 and dim is not None and piece.shape[dim : dim + 1] != (count,):
                 raise InputError(
                     f"output {i} has shape {tuple(piece.shape)} for microbatch {m} of {count} rows: outputs of "
                     f"microbatches are joined on dimension {dim}; return one row for each row of the input"

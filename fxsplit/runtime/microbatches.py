@@ -78,6 +78,8 @@ def join(pieces: Sequence[Tensor], rows: Sequence[int], dim: int | None = 0) -> 
 
 def spread(gradient: Tensor, rows: Sequence[int], dim: int | None = 0) -> Sequence[Tensor]:
     """Return the gradient of each piece, from that of what `join` made of them."""
+    if len(rows) == 1:
+        return [gradient]
     if dim is None:
         return [gradient * (count / sum(rows)) for count in rows]
     return split(gradient, rows, dim)

@@ -40,13 +40,13 @@ def capture(
     from_shapes = from_shapes or without_values(model)
     inputs, tensors = Inputs.of(model, args, kwargs, chunks)
     batch = inputs.rows(tensors)
-    own = inputs.narrow(tensors, rows)
+    own, cut = inputs.narrow(tensors, rows), rows < batch
     clones = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in own)
     example = Example(inputs, clones, from_shapes=from_shapes)
 
     def check(graph: Graph) -> Graph:
         with unassigned(model):
-            found = checked(model, graph.gm, inputs, own, from_shapes)
+            found = checked(model, graph.gm, inputs, own, from_shapes, cut)
             if rows == 1 and batch > 1:  # one row alone would not show an output that is no batch
                 two = inputs.narrow(tensors, 2)
                 found["joined"] = checked(model, graph.gm, inputs, two, from_shapes)["joined"]
@@ -54,7 +54,8 @@ def capture(
 
     def check_one(graph: Graph) -> Graph:
         with unassigned(model):
-            return replace(graph, findings=checked(model, graph.gm, inputs, inputs.narrow(tensors, 1), from_shapes))
+            one = inputs.narrow(tensors, 1)
+            return replace(graph, findings=checked(model, graph.gm, inputs, one, from_shapes, cut))
 
     with untouched(model):
         graph = graph_of(model, inputs, tensors, rows, leaves, from_shapes, check, check_one)

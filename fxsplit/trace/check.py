@@ -21,19 +21,25 @@ from fxsplit.trace.outputs import ShapeRecorder, batch_dims_of, unpack_output
 
 
 def checked(
-    model: nn.Module, gm: fx.GraphModule, inputs: Inputs, tensors: Sequence[Tensor], from_shapes: bool = False
+    model: nn.Module,
+    gm: fx.GraphModule,
+    inputs: Inputs,
+    tensors: Sequence[Tensor],
+    from_shapes: bool = False,
+    cut: bool = True,
 ) -> dict[str, Any]:
     """Run the model and the graph on the same rows, without a trace on either, and compare all they leave behind.
 
-    `from_shapes`: their shapes alone. Returns what the Example is to know of it.
+    `from_shapes`: their shapes alone. `cut`: they are not all rows of a batch, whose outputs have to be joined. Returns
+    what the Example is to know of it.
     """
     pair = nn.ModuleList([model, gm])  # constants of the graph are buffers of gm
     with runnable(pair, tensors, from_shapes) as (both, given):
-        return _compared(model, gm, both, inputs, given)
+        return _compared(model, gm, both, inputs, given, cut)
 
 
 def _compared(
-    model: nn.Module, gm: fx.GraphModule, both: nn.ModuleList, inputs: Inputs, tensors: Sequence[Tensor]
+    model: nn.Module, gm: fx.GraphModule, both: nn.ModuleList, inputs: Inputs, tensors: Sequence[Tensor], cut: bool
 ) -> dict[str, Any]:
     """Do so with `both`, the model and the graph as they can run here."""
     rows = inputs.rows(tensors)
@@ -74,7 +80,7 @@ def _compared(
     for spec, a, b in zip(inputs.specs, given, copies, strict=True):
         _compare(model, f"argument {spec.name!r}, which it writes to,", a, b)
     hooking = check_gradients(model, both, inputs, tensors)
-    joined = batch_dims_of(model, mine, inputs, tensors, wanted)
+    joined = batch_dims_of(model, mine, inputs, tensors, wanted, cut)
     unpack_output(gm, got)
     own = pytree.tree_structure(expected)
     unknown = next((v for v in pytree.tree_leaves(expected) if isinstance(v, (dict, list, tuple))), None)

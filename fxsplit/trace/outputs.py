@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from fxsplit.chunks import UNJOINED
 from fxsplit.errors import InputError
 from fxsplit.inputs import Inputs
 from fxsplit.observe import preserved, tensor_text
@@ -17,15 +18,15 @@ from fxsplit.structures import plain
 
 
 def batch_dims_of(
-    model: nn.Module, mine: nn.Module, inputs: Inputs, tensors: Sequence[Tensor], outputs: Sequence[Any]
+    model: nn.Module, mine: nn.Module, inputs: Inputs, tensors: Sequence[Tensor], outputs: Sequence[Any], cut: bool
 ) -> tuple[int | None, ...]:
     """Return the dimension of each output tensor that holds the rows; None for a number, of which the mean is taken.
 
-    That is one which becomes twice as long where the model, `mine`, is given every row twice. Raises InputError for
-    what is neither a batch nor the same for every microbatch.
+    That is one which becomes twice as long where the model, `mine`, is given every row twice. What is neither a batch
+    nor the same for every microbatch is UNJOINED where a batch is not `cut`; otherwise raises InputError.
     """
     rows = inputs.rows(tensors)
-    likely = [_dims(model, i, value, rows) for i, value in enumerate(outputs)]
+    likely = [_dims(model, i, value, rows, cut) for i, value in enumerate(outputs)]
     twice: Sequence[Any] = outputs
     if any(likely):
         with torch.no_grad(), preserved(mine):
@@ -37,17 +38,18 @@ def batch_dims_of(
             continue
         if dims:
             dims = [d for d in dims if isinstance(other, Tensor) and other.shape[d : d + 1] == (2 * rows,)]
-            if len(dims) != 1:
+            if len(dims) != 1 and cut:
                 raise _no_batch(model, i, value, rows)
-        found.append(dims[0] if dims else None)
+            dims = dims if len(dims) == 1 else [UNJOINED]
+        found.append(dims[0] if dims else None if value.ndim == 0 else UNJOINED)
     return tuple(found)
 
 
-def _dims(model: nn.Module, position: int, value: Any, rows: int) -> list[int]:
+def _dims(model: nn.Module, position: int, value: Any, rows: int, cut: bool) -> list[int]:
     """Return the dimensions of an output that are as long as the batch; none for a number."""
     if isinstance(value, Tensor):
         dims = [d for d, length in enumerate(value.shape) if length == rows]
-        if not dims and not (value.ndim == 0 and value.is_floating_point()):
+        if cut and not dims and not (value.ndim == 0 and value.is_floating_point()):
             raise _no_batch(model, position, value, rows)
         return dims
     if value is not None and not isinstance(value, (str, bool)):
@@ -63,7 +65,7 @@ def _no_batch(model: nn.Module, position: int, value: Tensor, rows: int) -> Inpu
     return InputError(
         f"output {position} of {type(model).__name__} has shape {tuple(value.shape)} for {rows} rows: outputs of "
         "microbatches are joined on the dimension that holds the rows (or averaged, if they are single numbers such as "
-        "a loss); return one row for each row of the input, reduce outside"
+        "a loss); return one row for each row of the input and reduce outside, or compile with n_microbatches=1"
     )
 
 
