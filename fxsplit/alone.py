@@ -67,9 +67,8 @@ def _time(call: Call, device: torch.device, repeats: int) -> tuple[float, float]
     forward, backward = [], []
     for turn in range(WARM_UP + repeats):
         check_stop()
-        given, named = args, kwargs
-        if call.writes:  # a leaf could not be written to in place
-            given, named = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))
+        # Lists of its own for each turn, and copies of what it writes to: nothing may write to a leaf.
+        given, named = pytree.tree_map_only(Tensor, torch.clone if call.writes else _same, (args, kwargs))
         begin = clock.now()
         value = _run(target, given, named)
         middle = clock.now()
@@ -83,6 +82,11 @@ def _time(call: Call, device: torch.device, repeats: int) -> tuple[float, float]
             forward.append(middle - begin)
             backward.append(end - start)
     return median(forward), median(backward)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    """Return a tensor as it is."""
+    return tensor
 
 
 def _run(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

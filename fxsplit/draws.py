@@ -7,12 +7,14 @@ microbatch and the node. The seed comes from the caller's generator: torch.manua
 
 from __future__ import annotations
 
+import random
 import threading
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy
 import torch
 from torch import Generator, Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -96,6 +98,25 @@ def generator_states() -> list[bytes]:
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with unset_fake_temporarily():  # a state is a tensor, and would have no values among stand-ins
         return [state.numpy().tobytes() for state in (torch.get_rng_state(), *map(torch.cuda.get_rng_state, gpus))]
+
+
+def python_states() -> tuple[Any, ...]:
+    """Return the states of Python's and numpy's generators, of whose draws no graph can know."""
+    state: Any = numpy.random.get_state()
+    return random.getstate(), state[1].tobytes(), *state[2:]
+
+
+@contextmanager
+def draws_kept() -> Iterator[None]:
+    """Restore all generators after the block."""
+    python, of_numpy = random.getstate(), numpy.random.get_state()
+    gpus = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    try:
+        with torch.random.fork_rng(devices=gpus):
+            yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(of_numpy)
 
 
 def _generator_of(arguments: Any) -> Generator:

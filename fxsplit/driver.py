@@ -17,7 +17,7 @@ from fxsplit.choice import AUTO, Candidate, counts, schedulers, step_ms
 from fxsplit.chunks import Chunks
 from fxsplit.costs import Costs, KnownCosts
 from fxsplit.dependences import keeps_order, together, weights_of
-from fxsplit.errors import ChainError, InputError, NoFit, PlanError
+from fxsplit.errors import ChainError, InputError, NoFit, PlanError, TraceError
 from fxsplit.inputs import Example, Inputs, as_call
 from fxsplit.ir import IR, Fact, Pass, pass_name
 from fxsplit.machine import Device, DeviceLike, Machine
@@ -36,6 +36,7 @@ from fxsplit.schedule.of_plan import replicas_of
 from fxsplit.spec import Chain, as_chain
 from fxsplit.stages import Stages
 from fxsplit.stages import weights as weights_in
+from fxsplit.standins import without_values
 from fxsplit.trace import capture, same_graph
 from fxsplit.workload import Pins, Workload
 
@@ -150,7 +151,9 @@ def alike(pipe: Pipeline, model: nn.Module, loss_fn: LossFn | None) -> Pipeline:
             raise InputError(
                 f"{scheduler.name} trains another way than the model by itself: verify a pipeline with 1F1B"
             )
-    changed = replace(compiler, model=model, costs=None, dump=None, deferred_batch_norm=False)
+    changed = replace(
+        compiler, model=model, costs=None, dump=None, deferred_batch_norm=False, from_shapes=pipe.from_shapes
+    )
     return Pipeline(model, changed, compiler.n_microbatches, loss_fn)
 
 
@@ -170,6 +173,7 @@ class _Compiler:
     chain: Chain
     costs: Costs | None
     dump: str | os.PathLike[str] | None
+    from_shapes: bool = False
 
     def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any], other: Program | None) -> Program:
         """Return the program of the model's present mode; it shares the stages of the other mode where it can.
@@ -220,10 +224,19 @@ class _Compiler:
         return program
 
     def _captured(self, args: Sequence[Any], kwargs: Mapping[str, Any], rows: int, other: Program | None) -> IR:
-        """Return the graph of the model's present mode, for microbatches of so many rows."""
-        from_shapes = other is not None and other.traced[Example].from_shapes
+        """Return the graph of the model's present mode, for microbatches of so many rows.
+
+        A model that was captured by its shapes is so in its other mode too, unless that needs the weights and has them.
+        """
+        from_shapes = self.from_shapes or (other is not None and other.traced[Example].from_shapes)
         leaves = [step.path for step in self.chain if isinstance(step, standard.Leaf)]
-        return capture(self.model, args, kwargs, rows, self.chunks, leaves, from_shapes)
+        try:
+            return capture(self.model, args, kwargs, rows, self.chunks, leaves, from_shapes)
+        except TraceError:
+            together = len({w.device for w in weights_in(self.model)}) == 1
+            if not from_shapes or not together or without_values(self.model):
+                raise
+            return capture(self.model, args, kwargs, rows, self.chunks, leaves)
 
     def _check_replicas(self, way: Candidate, traced: IR, final: IR) -> list[bool]:
         """Return which stages have several devices; raises PlanError for one that cannot."""

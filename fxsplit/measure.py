@@ -15,14 +15,14 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxsplit.context import Context
-from fxsplit.observe import Observation, tensor_text
+from fxsplit.observe import Interpreter, Observation, tensor_text
 
 R = TypeVar("R")
 WARM_UP = 1
 _stop = threading.Event()
 
 
-class Sweep(fx.Interpreter):
+class Sweep(Interpreter):
     """Runs a graph forward, then backward node by node in reverse, timing the nodes in `timed`.
 
     Each node's inputs are cut off from what made them, so that its backward can run by itself; its caches are as cold

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, fx, nn
+from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.utils import _pytree as pytree
 
 from fxsplit.draws import generator_states, may_draw
@@ -52,7 +53,16 @@ class _Memory:
     alive: list[Any] = field(default_factory=list)  # a freed storage's address would be used again
 
 
-class Observer(fx.Interpreter):
+class Interpreter(fx.Interpreter):
+    """Interprets a graph as its code would run: lists and dicts in it are plain, and functions may write to them."""
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a node."""
+        args, kwargs = super().fetch_args_kwargs_from_env(n)
+        return tuple(_mutable(a) for a in args), {name: _mutable(a) for name, a in kwargs.items()}
+
+
+class Observer(Interpreter):
     """Interprets a graph in the current grad mode and fills `seen`, one Observation for each node."""
 
     def __init__(self, gm: fx.GraphModule, visit: Visit | None = None) -> None:
@@ -154,6 +164,15 @@ def storage_id(tensor: Tensor) -> int:
 def tensor_text(tensor: Tensor) -> str:
     """Return dtype and shape, for example `float32[8, 64]`."""
     return f"{str(tensor.dtype)[6:]}{list(tensor.shape)}"
+
+
+def _mutable(value: Any) -> Any:
+    """Return plain lists and dicts in place of those that fx keeps in nodes; what nodes have made stays what it is."""
+    if isinstance(value, immutable_list):
+        return [_mutable(v) for v in value]
+    if isinstance(value, immutable_dict):
+        return {key: _mutable(v) for key, v in value.items()}
+    return tuple(_mutable(v) for v in value) if type(value) is tuple else value
 
 
 def _no_backward(packed: object) -> Tensor:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn.parameter import is_lazy
 
 M = TypeVar("M", bound=nn.Module)
+P = TypeVar("P", bound=Tensor)
 
 
 def is_stand_in(tensor: Tensor) -> bool:
@@ -39,12 +42,15 @@ def without_weights() -> Iterator[None]:
     Parameters are made one at a time, and what initialises them has nothing to do.
     """
     own, thread = nn.Module.register_parameter, threading.get_ident()
+    made: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
 
     def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and threading.get_ident() == thread and not param.is_meta:
-            attributes = param.__dict__
-            param = nn.Parameter(param.detach().to("meta"), param.requires_grad)
-            param.__dict__.update(attributes)
+        if param is not None and threading.get_ident() == thread and not param.is_meta and not is_lazy(param):
+            of, empty = made.get(id(param), (lambda: None, param))
+            if of() is not param:  # one that is registered twice stays one
+                empty = filled(param, param.detach().to("meta"))
+                made[id(param)] = weakref.ref(param), empty
+            param = empty
         own(module, name, param)
 
     nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
@@ -71,11 +77,21 @@ def runnable(module: M, tensors: Sequence[Tensor], from_shapes: bool) -> Iterato
         yield module, list(tensors)
 
 
+def filled(weight: P, value: Tensor) -> P:
+    """Return a weight of the same class, attributes and strides as another, with a value."""
+    made = torch.empty_strided(weight.shape, weight.stride(), dtype=value.dtype, device=value.device).copy_(value)
+    if isinstance(weight, nn.Parameter):
+        made = torch.Tensor._make_subclass(type(weight), made, weight.requires_grad)
+    made.requires_grad_(weight.requires_grad)
+    made.__dict__.update(weight.__dict__)
+    return cast(P, made)
+
+
 class Snapshot:
     """What tensors hold, to tell later which were written to; of stand-ins it is how often they were."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._kept = [(t, t._version, t.detach().clone() if has_values(t) else None) for t in tensors]
+        self._kept = [(t, *((0, t.detach().clone()) if has_values(t) else (t._version, None))) for t in tensors]
 
     def changed(self) -> list[Tensor]:
         """Return the tensors that are not as they were."""
@@ -91,7 +107,9 @@ class Snapshot:
 
 def _differs(tensor: Tensor, version: int, value: Tensor | None) -> bool:
     """Return whether a tensor is not as it was; some kernels write, and count no version."""
-    return tensor._version != version if value is None else not torch.equal(tensor, value)
+    if value is None:
+        return tensor._version != version
+    return not torch.equal(tensor, value) and not bool(((tensor == value) | (tensor.isnan() & value.isnan())).all())
 
 
 class _Imagining(FakeTensorMode):

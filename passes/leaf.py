@@ -22,11 +22,15 @@ class Leaf:
             raise ChainError(f"leaf{{path={self.path!r}}}: give the path of a submodule, such as 'encoder.attn'")
 
     def __call__(self, ir: IR) -> IR:
-        """Return the graph as it is; raises TraceError where the submodule is not one call in it."""
-        if not any(n.op == "call_module" and n.target == self.path for n in ir.gm.graph.nodes):
+        """Return the graph as it is; raises TraceError where only the inside of the submodule is in it.
+
+        A mode may do without the submodule, or call it inside of another one that is whole.
+        """
+        called = {str(n.target) for n in ir.gm.graph.nodes if n.op == "call_module"}
+        if self.path not in called and any(path.startswith(f"{self.path}.") for path in called):
             raise TraceError(
-                f"submodule {self.path!r} is no call of the graph: forward() does not call it, or calls it inside of "
-                "another one that is whole, or the model could only be exported (which follows every submodule)"
+                f"the inside of submodule {self.path!r} is in the graph, and no call of it: forward() calls its parts "
+                "by themselves; name those"
             )
         return ir
 

@@ -163,10 +163,11 @@ def test_weights_are_read_stage_by_stage(tmp_path: Path, monkeypatch: pytest.Mon
     devices = [fxsplit.Device(f"d{i}", torch.device(["cpu", "cpu:0"][i]), memory_bytes=3.0 * total) for i in range(2)]
     read: list[tuple[str, torch.device]] = []
     give = weight_files._give
+    name_of = {id(p): name for name, p in model.named_parameters()}
 
-    def noting(name: str, weight: Tensor, value: Tensor) -> None:
-        read.append((name, value.device))
-        give(name, weight, value)
+    def noting(weight: Tensor, value: Tensor) -> None:
+        read.append((name_of[id(weight)], value.device))
+        give(weight, value)
 
     monkeypatch.setattr(weight_files, "_give", noting)
     x = torch.randn(4, 64)

@@ -160,3 +160,135 @@ def test_a_length_that_hangs_on_values() -> None:
     x = torch.arange(48.0).reshape(6, 8) - 9
     with pytest.raises(TraceError, match="that do not hang on values"):
         fxsplit.compile(Model(), 2, example_inputs=x, passes="leaf{path=inner}," + FAST, n_microbatches=2)
+
+
+class Beside(nn.Module):
+    """Calls a submodule beside a block that torch.export follows and symbolic tracing does not."""
+
+    def __init__(self, inner: nn.Module, call: Any) -> None:
+        super().__init__()
+        self.a, self.inner, self.b, self.call = nn.Linear(8, 8), inner, nn.Linear(8, 8), call
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            nothing = x * 0
+        out: Tensor = self.b(self.call(self.inner, self.a(x) + nothing))
+        return out
+
+
+class Counts(nn.Module):
+    """Returns how many rows there are, beside what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        if x.sum().item() > 1e9:
+            x = x + 1
+        return self.linear(x), x.shape[0]
+
+
+class Heads(nn.Module):
+    """Returns a transposed tensor, as attention does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x).view(x.shape[0], 2, 4).transpose(1, 2)
+        return out
+
+
+@dataclass
+class Pair:
+    one: Tensor
+    two: Tensor
+
+
+class Adds(nn.Module):
+    def forward(self, pair: Pair) -> Tensor:
+        return pair.one + pair.two
+
+
+def in_a_block(inner: Any, h: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        out: Tensor = inner(h)
+    return out
+
+
+WHOLE = "leaf{path=inner}," + FAST
+
+
+def test_a_number_that_hangs_on_the_rows_is_no_constant() -> None:
+    """Of an earlier batch it would be wrong for every other one: nothing around `inner` can take it along."""
+
+    def share(inner: Any, h: Tensor) -> Tensor:
+        out, rows = inner(h)
+        result: Tensor = out / rows
+        return result
+
+    with pytest.raises(TraceError, match=r"'inner' returns 3 for 3 rows and 6 for twice as many"):
+        fxsplit.compile(Beside(Counts(), share), 2, example_inputs=torch.randn(6, 8), n_microbatches=2, passes=WHOLE)
+
+
+def test_strides_of_what_a_submodule_returns_are_kept() -> None:
+    model = Beside(Heads(), lambda inner, h: inner(h).contiguous().view(h.shape[0], 8))
+    x = torch.randn(6, 8)
+    with fxsplit.compile(model, 2, example_inputs=x, n_microbatches=2, passes=WHOLE) as pipe:
+        assert pipe.front_end == "export" and fxsplit.verify(pipe, x).equal
+
+
+@pytest.mark.parametrize(
+    ("inner", "call", "match"),
+    [
+        (nn.Linear(8, 8), in_a_block, "called in a block of autocast"),
+        (nn.Linear(8, 8), lambda inner, h: torch.stack([inner(row) for row in h]), "is called 3 times for 3 rows"),
+        (nn.Sequential(nn.Linear(8, 8)), lambda inner, h: inner.forward(h), r"or by inner.forward\(\)"),
+        (Adds(), lambda inner, h: inner(Pair(h, h * 2)), "called with a Pair, which a graph cannot hand to it"),
+    ],
+)
+def test_calls_that_a_graph_cannot_hold_are_refused(inner: nn.Module, call: Any, match: str) -> None:
+    with pytest.raises(TraceError, match=match):
+        fxsplit.compile(Beside(inner, call), 2, example_inputs=torch.randn(6, 8), n_microbatches=2, passes=WHOLE)
+
+
+def test_a_leaf_that_one_mode_does_without() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.aux, self.b = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8)), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x)
+            out: Tensor = self.b(h + self.aux(h) if self.training else h)
+            return out
+
+    model, x = Model(), torch.randn(6, 8)
+    with fxsplit.compile(model, 2, example_inputs=x, n_microbatches=2, passes="leaf{path=aux}," + FAST) as pipe:
+        torch.testing.assert_close(pipe(x), model(x))
+        torch.testing.assert_close(pipe.eval()(x), model(x))
+
+
+def test_a_function_may_write_to_a_list_of_its_own() -> None:
+    """As torchvision's Swin3D does with its windows: a graph's own lists cannot be written to."""
+    model, x = Windows(), torch.randn(6, 8)
+    with fxsplit.compile(model, 2, example_inputs=x, **OPTIONS) as pipe:
+        assert fxsplit.verify(pipe, x).equal
+
+
+@torch.fx.wrap
+def shifted(x: Tensor, shifts: list[int]) -> Tensor:
+    shifts[0] = 0
+    return x + sum(shifts)
+
+
+class Windows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.b(shifted(self.a(x), [1, 2]))
+        return out

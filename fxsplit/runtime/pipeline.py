@@ -144,6 +144,11 @@ class Pipeline(nn.Module):
         """How the model became a graph: symbolic_trace (perhaps with submodules kept whole), export or graph_module."""
         return self.traced[Example].front_end
 
+    @property
+    def from_shapes(self) -> bool:
+        """Whether the model was captured by its shapes alone, in any mode."""
+        return any(program.traced[Example].from_shapes for program in self._programs.values())
+
     def call_of(self, *args: Any, **kwargs: Any) -> tuple[Inputs, list[int]]:
         """Return how a call's arguments are cut, and the rows of each microbatch."""
         program, _, rows = self._prepare(args, kwargs)

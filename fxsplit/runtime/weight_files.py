@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path, PurePosixPath
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from fxsplit.errors import InputError
 from fxsplit.leaves import gradient_hooks
+from fxsplit.standins import filled
 
 INDEX = ".index.json"
 
@@ -55,6 +57,7 @@ class WeightFiles:
 
             yield opened
 
+    @torch.inference_mode(False)
     def load(self, model: nn.Module, places: Sequence[tuple[Tensor, torch.device]], strict: bool) -> None:
         """Give each weight of the model its value on its device, in the order of `places`; others in host memory.
 
@@ -70,14 +73,26 @@ class WeightFiles:
         where = {id(weight): device for weight, device in places}
         order = [w for w, _ in places if id(w) in stored]
         rest = [w for w in {id(w): w for w in state.values()}.values() if id(w) not in where]
-        with self._opened() as handles:
+        with self._opened() as handles, torch.no_grad():
             for weight in (*order, *rest):
                 self._check_kind(handles, stored[id(weight)], weight)
+                self._check_tied(handles, [name for name in names[id(weight)] if name in self._file_of])
+                _check_free(stored[id(weight)], weight)
             for weight in (*order, *rest):
                 device = where.get(id(weight), torch.device("cpu") if weight.is_meta else weight.device)
                 value = handles(self._file_of[stored[id(weight)]]).get_tensor(stored[id(weight)])
-                # A copy: what is read is the file's own memory, and would change with it.
-                _give(stored[id(weight)], weight, value.to(device, copy=True))
+                # Always a copy: what is read is the file's own memory, and would change with it.
+                _give(weight, value.to(device))
+
+    def _check_tied(self, handles: Any, names: Sequence[str]) -> None:
+        """Raise InputError where the files hold several values for one weight of several names."""
+        first, *others = (handles(self._file_of[name]).get_tensor(name) for name in names)
+        for name, value in zip(names[1:], others, strict=True):
+            if not torch.equal(first, value):
+                raise InputError(
+                    f"{names[0]!r} and {name!r} are one weight in the model, and have different values in "
+                    f"{self.path.name}: untie them, or save the checkpoint again from a model that has them tied"
+                )
 
     def _check_kind(self, handles: Any, name: str, weight: Tensor) -> None:
         """Raise InputError unless a file has a weight as the model wants it."""
@@ -134,6 +149,13 @@ def _check_names(
     path: Path,
 ) -> None:
     """Raise InputError unless the files hold what the model wants."""
+    held_by_model = {id(w) for w in (*model.parameters(), *model.buffers())}
+    made = next((name for name, w in state.items() if id(w) not in held_by_model), None)
+    if made is not None:
+        raise InputError(
+            f"state_dict() of {type(model).__name__} makes {made!r}, which is none of its parameters or buffers: load "
+            "such a checkpoint with load_state_dict()"
+        )
     missing = [known[0] for known in names.values() if not any(name in held for name in known)]
     if missing:
         raise InputError(
@@ -155,17 +177,21 @@ def _check_names(
         )
 
 
-def _give(name: str, weight: Tensor, value: Tensor) -> None:
-    """Let a weight have a value; it stays the same object, which optimizers may hold, with its attributes."""
+def _check_free(name: str, weight: Tensor) -> None:
+    """Raise InputError for a weight without values that cannot get any and stay the same object."""
     if not weight.is_meta:
-        with torch.no_grad():
-            weight.copy_(value)
         return
     if any(gradient_hooks(weight)):
         raise InputError(f"{name!r} has gradient hooks and no values yet: register hooks after its weights are loaded")
-    fresh = nn.Parameter(value, weight.requires_grad) if isinstance(weight, nn.Parameter) else value
-    fresh.__dict__.update(weight.__dict__)
-    try:
-        torch.utils.swap_tensors(weight, fresh)
-    except RuntimeError as error:
-        raise InputError(f"{name!r} cannot be given values in place ({error}): drop what refers to it") from error
+    if weakref.getweakrefcount(weight) or weight._use_count() > 1:  # type: ignore[attr-defined]
+        raise InputError(
+            f"{name!r} has no values yet, and a weak reference or an autograd graph holds on to it: drop that first"
+        )
+
+
+def _give(weight: Tensor, value: Tensor) -> None:
+    """Let a weight have a value; it stays the same object, which optimizers may hold, with its attributes."""
+    if weight.is_meta:
+        torch.utils.swap_tensors(weight, filled(weight, value))
+    else:
+        weight.copy_(value)

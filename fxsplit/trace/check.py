@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from fxsplit.errors import TraceError
+from fxsplit.errors import FxsplitError, TraceError
 from fxsplit.inputs import Inputs
 from fxsplit.observe import preserved, storage_id, tensor_text
 from fxsplit.standins import Snapshot, has_values, runnable
@@ -35,7 +35,16 @@ def checked(
     """
     pair = nn.ModuleList([model, gm])  # constants of the graph are buffers of gm
     with runnable(pair, tensors, from_shapes) as (both, given):
-        return _compared(model, gm, both, inputs, given, cut)
+        try:
+            return _compared(model, gm, both, inputs, given, cut)
+        except (RuntimeError, ValueError, TypeError) as error:
+            if not from_shapes or isinstance(error, FxsplitError):
+                raise
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise TraceError(
+                f"{type(model).__name__} does not run on shapes alone ({reason}): forward() decides by values, or uses "
+                "a tensor that is neither parameter nor buffer; build it with its weights"
+            ) from error
 
 
 def _compared(

@@ -55,11 +55,11 @@ def export(
     with runnable(model, tensors, from_shapes) as (whole, given):
         if paths and from_shapes:
             raise TraceError(f"submodule {paths[0]!r} can stay whole in an exported graph only once it has weights")
-        wholes = Wholes(whole, paths, inputs, given)
         clones = tuple(t.detach().clone() for t in given)  # a tensor given twice would become one argument
         try:
+            wholes = Wholes(whole, paths, inputs, given)
             with one_trace, _called_with_tensors(whole, inputs, wholes), _NeverDropped(), _quiet():
-                with marked() as calls, _checkpoints() as lost, wholes.exporting(), _unconverted():
+                with marked() as calls, _checkpoints() as lost, wholes.exporting(), _unconverted(), _unhooked():
                     program = torch.export.export(whole, clones, strict=False, dynamic_shapes=shapes)
                 module = program.module(check_guards=False)
                 guard = getattr(program.module(), "_guards_fn", None)
@@ -161,6 +161,24 @@ def _checkpoints() -> Iterator[list[None]]:
         yield entered
     finally:
         saved_tensors_hooks.__enter__ = own  # type: ignore[method-assign]
+
+
+@contextmanager
+def _unhooked() -> Iterator[None]:
+    """Raise RuntimeError where this thread puts a hook on a tensor, which a graph would lose with all it does."""
+    own: Any = Tensor.register_hook
+    thread = threading.get_ident()
+
+    def register_hook(tensor: Tensor, hook: Callable[..., Any]) -> Any:
+        if threading.get_ident() == thread:
+            raise RuntimeError("forward() puts a hook on a tensor, which a graph cannot hold")
+        return own(tensor, hook)
+
+    Tensor.register_hook = register_hook  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Tensor.register_hook = own  # type: ignore[method-assign]
 
 
 @contextmanager

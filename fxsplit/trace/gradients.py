@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from fxsplit.errors import TraceError
 from fxsplit.inputs import Inputs
-from fxsplit.observe import preserved
+from fxsplit.observe import Interpreter, preserved
 from fxsplit.standins import has_values
 
 TOLERANCE = 1e-5
@@ -47,7 +47,7 @@ def check_gradients(model: nn.Module, both: nn.ModuleList, inputs: Inputs, tenso
             if wanted is None:
                 continue
             with _hooks_noted() as hooked:
-                run = fx.Interpreter(traced).run
+                run = Interpreter(traced).run
                 found = _gradients(both, run, tensors, list(trained.values()), thawed, or_none=thawed)
         if found is None:
             continue  # what nobody wants now cannot be had: not a reason to refuse

@@ -151,6 +151,13 @@ class _Writer:
                     f"{name} is an autograd.Function called in a block of autocast or without gradients, in which an "
                     "exported graph loses its backward: keep the module that calls it whole, fxsplit.leaf('its.path')"
                 )
+            if kept := next((n for n in part_inside.graph.nodes if n.target is whole), None):
+                call = self._wholes[kept.args[4]]
+                raise TraceError(
+                    f"submodule {call.path!r} is called in a block of autocast, or of no_grad that writes, and such a "
+                    "block is one call in a graph: keep a module around it whole",
+                    submodule=call.around,
+                )
             for idle in [n for n in part_inside.graph.nodes if n.target in ASSERTS]:
                 part_inside.graph.erase_node(idle)
             part_inside.recompile()
@@ -172,7 +179,7 @@ class _Writer:
 
     def _whole_call(self, node: fx.Node, use: Callable[[fx.Node], Any]) -> fx.Node:
         """Return an output of a call of a submodule that stays whole."""
-        given, _, _, number, output = node.args
+        given, _, _, _, number, output = node.args
         assert isinstance(number, int) and isinstance(output, int)
         call = self._wholes[number]
         if number not in self._submodules:

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from fxsplit.chunks import UNJOINED
 from fxsplit.errors import InputError
 from fxsplit.inputs import Inputs
-from fxsplit.observe import preserved, tensor_text
+from fxsplit.observe import Interpreter, preserved, tensor_text
 from fxsplit.structures import plain
 
 
@@ -94,7 +94,7 @@ def unpack_output(gm: fx.GraphModule, value: Any) -> None:
     gm.recompile()
 
 
-class ShapeRecorder(fx.Interpreter):
+class ShapeRecorder(Interpreter):
     """Notes dtype and shape of every value in the nodes of `graph`, of which `gm` may be a copy, for dumps."""
 
     def __init__(self, gm: fx.GraphModule, original: fx.GraphModule) -> None:

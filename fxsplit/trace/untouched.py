@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
+from fxsplit.draws import draws_kept
 from fxsplit.errors import TraceError
 
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Restore attributes and hooks of every module after the block: compiling must leave no trace on the model."""
+    """Restore attributes and hooks of every module, and generators, after the block: compiling must leave no trace."""
     before = [(m, dict(m.__dict__)) for m in model.modules()]
     registries = [held for m, _ in before for key, held in m.__dict__.items() if "_hooks" in key and held is not None]
     hooks = [(held, dict(held)) for held in registries if isinstance(held, dict)]
@@ -23,7 +24,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
     contents = [(v, copy.copy(v)) for v in _collections(values)]
     tensors = [(v, v.detach().clone()) for v in values if isinstance(v, Tensor)]  # neither parameters nor buffers
     try:
-        yield
+        with draws_kept():
+            yield
     finally:
         for module, attributes in before:
             module.__dict__.clear()
@@ -50,6 +52,18 @@ def _collections(values: Iterable[Any]) -> list[Any]:
             continue
         left += value.values() if isinstance(value, dict) else value
     return list(found.values())
+
+
+@contextmanager
+def undrawn(model: nn.Module, states: Callable[[], Any]) -> Iterator[None]:
+    """Raise TraceError where the block draws random numbers, which would be constants of the graph."""
+    before = states()
+    yield
+    if states() != before:
+        raise TraceError(
+            f"forward() of {type(model).__name__} draws random numbers that do not depend on its inputs, which a graph "
+            "would keep from call to call: draw like an input, torch.randn_like(x), or hand them to the model"
+        )
 
 
 @contextmanager

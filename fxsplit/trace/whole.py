@@ -21,14 +21,23 @@ from torch.utils import _pytree as pytree
 from fxsplit.errors import TraceError
 from fxsplit.inputs import Inputs
 from fxsplit.observe import preserved
+from fxsplit.standins import is_stand_in
 from fxsplit.structures import learn
 
-torch.library.define("fxsplit::whole", "(Tensor[] given, SymInt[] shape, ScalarType dtype, int call, int i) -> Tensor")
-torch.library.impl(
-    "fxsplit::whole",
-    "CompositeExplicitAutograd",
-    lambda given, shape, dtype, call, i: torch.empty(shape, dtype=dtype, device=given[0].device),
+torch.library.define(
+    "fxsplit::whole", "(Tensor[] given, SymInt[] shape, int[] order, ScalarType dtype, int call, int i) -> Tensor"
 )
+
+
+@torch.library.impl("fxsplit::whole", "CompositeExplicitAutograd")
+def _made(given: list[Tensor], shape: list[Any], order: list[int], dtype: torch.dtype, call: int, i: int) -> Tensor:
+    """Return a tensor without values, whose dimensions lie in memory in an `order`, the outermost first."""
+    if not is_stand_in(given[0]):
+        raise AssertionError("a call that stays whole was left out of the graph")
+    inverse = [order.index(d) for d in range(len(order))]
+    return torch.empty([shape[d] for d in order], dtype=dtype, device=given[0].device).permute(inverse)
+
+
 whole = torch.ops.fxsplit.whole.default
 
 CONSTANTS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
@@ -37,9 +46,10 @@ CONSTANTS = (bool, int, float, complex, str, type(None), torch.dtype, torch.devi
 
 @dataclass(frozen=True)
 class WholeCall:
-    """One call of the submodule `path`; `leaves` are its arguments, with Ellipsis for tensors."""
+    """One call of the submodule `path`, by the one `around`; `leaves` are its arguments, with Ellipsis for tensors."""
 
     path: str
+    around: str | None
     leaves: tuple[Any, ...]
     structure: pytree.TreeSpec
     outputs: tuple[tuple[Any, ...], ...]
@@ -72,8 +82,7 @@ class _Returned:
     def of(cls, value: Any) -> _Returned:
         """Return the same without values: tensors are on the meta device."""
         learn(value)
-        value = pytree.tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), value)
-        return cls(*pytree.tree_flatten_with_path(value))
+        return cls(*pytree.tree_flatten_with_path(pytree.tree_map_only(Tensor, lambda t: t.to("meta"), value)))
 
 
 class Wholes:
@@ -87,6 +96,9 @@ class Wholes:
         self._batch: Any = self._rows
         once = _returns(model, self._modules, inputs, tensors) if paths else {}
         twice = _returns(model, self._modules, inputs, inputs.doubled(tensors)) if paths else {}
+        for path in paths:
+            if len(once[path]) != len(twice[path]):
+                raise self._refused(path, f"is called {len(once[path])} times for {self._rows} rows, which can change")
         self._returns = {path: list(zip(once[path], twice[path], strict=True)) for path in paths}
 
     def called_with(self, rows: Any) -> None:
@@ -114,33 +126,31 @@ class Wholes:
         def called(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != thread:
                 return forward(*args, **kwargs)
-            learn((args, kwargs))
-            leaves, structure = pytree.tree_flatten((args, kwargs))
-            odd = next((v for v in leaves if not isinstance(v, (Tensor, *CONSTANTS))), None)
+            odd = _odd((args, kwargs))
             if odd is not None:
-                raise TraceError(
-                    f"submodule {path!r} is called with a {type(odd).__name__}, which a graph cannot hand to it: keep "
-                    "a module around it whole, or one inside of it",
-                    submodule=self._around(path),
-                )
+                raise self._refused(path, f"is called with a {type(odd).__name__}, which a graph cannot hand to it")
+            leaves, structure = pytree.tree_flatten((args, kwargs))
             given = [v for v in leaves if isinstance(v, Tensor)]
-            if not given:
-                raise TraceError(
-                    f"submodule {path!r} is called without a tensor: keep a module around it whole",
-                    submodule=self._around(path),
-                )
+            if not given or not self._returns[path]:
+                raise self._refused(path, f"is called without a tensor, or by {path}.forward()")
             once, twice = next(returned)
             number = len(self.calls)
             places = tuple(key for key, value in once.pairs if isinstance(value, Tensor))
             kept = tuple(... if isinstance(v, Tensor) else v for v in leaves)
-            self.calls.append(WholeCall(path, kept, structure, places))
+            self.calls.append(WholeCall(path, self._around(path), kept, structure, places))
             made: list[Any] = []
+            if once.structure != twice.structure:
+                raise self._refused(path, f"returns other things for {self._rows} rows than for twice as many")
             for (_, a), (_, b) in zip(once.pairs, twice.pairs, strict=True):
                 if isinstance(a, Tensor):
+                    strides = a.stride()
+                    order = sorted(range(a.ndim), key=lambda d, strides=strides: (-strides[d], d))  # type: ignore[misc]
                     index = sum(isinstance(v, Tensor) for v in made)
-                    made.append(whole(given, self._shape(path, a, b), a.dtype, number, index))
-                else:
+                    made.append(whole(given, self._shape(path, a, b), order, a.dtype, number, index))
+                elif type(a) is type(b) and a == b:
                     made.append(a)
+                else:
+                    raise self._refused(path, f"returns {a!r} for {self._rows} rows and {b!r} for twice as many")
             return pytree.tree_unflatten(made, once.structure)
 
         return called
@@ -154,12 +164,17 @@ class Wholes:
             elif b == 2 * a and a % self._rows == 0:
                 shape.append(a // self._rows * self._batch)
             else:
-                raise TraceError(
-                    f"submodule {path!r} returns {tuple(once.shape)} for {self._rows} rows and {tuple(twice.shape)} "
-                    "for twice as many: what follows it needs shapes that do not hang on values",
-                    submodule=self._around(path),
+                raise self._refused(
+                    path,
+                    f"returns {tuple(once.shape)} for {self._rows} rows and {tuple(twice.shape)} for twice as many, and"
+                    " what follows it needs shapes that do not hang on values",
                 )
         return shape
+
+    def _refused(self, path: str, why: str) -> TraceError:
+        """Return the error for a submodule that cannot be one call, which asks for the one around it."""
+        around = self._around(path)
+        return TraceError(f"submodule {path!r} {why}: keep a module around it whole", submodule=around)
 
     def _around(self, path: str) -> str | None:
         """Return the path of the submodule that calls the one under `path`; None where that is the model itself."""
@@ -167,6 +182,17 @@ class Wholes:
             if not isinstance(self._model.get_submodule(path), (nn.ModuleList, nn.ModuleDict)):
                 return path
         return None
+
+
+def _odd(value: Any) -> Any:
+    """Return what in a call's arguments a graph cannot hold; None if there is nothing such."""
+    if isinstance(value, (Tensor, *CONSTANTS)):
+        return None
+    if type(value) in (tuple, list) or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        return next((odd for v in value if (odd := _odd(v)) is not None), None)
+    if type(value) is dict:
+        return next((odd for v in value.values() if (odd := _odd(v)) is not None), None)
+    return value
 
 
 def _returns(
