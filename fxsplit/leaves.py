@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,3 +43,21 @@ def gradient_hooks(leaf: Tensor) -> list[dict[int, Any]]:
     """Return the dictionaries of what watches a leaf's gradient; autograd reads the same objects."""
     found = (leaf._backward_hooks, leaf._post_accumulate_grad_hooks)
     return [hooks for hooks in found if hooks is not None]
+
+
+@contextmanager
+def hooks_seen(seen: Callable[[Tensor], object]) -> Iterator[None]:
+    """Call `seen` with each tensor that the block, in this thread, puts a hook on."""
+    own: Any = Tensor.register_hook
+    thread = threading.get_ident()
+
+    def register_hook(tensor: Tensor, hook: Callable[..., Any]) -> Any:
+        if threading.get_ident() == thread:
+            seen(tensor)
+        return own(tensor, hook)
+
+    Tensor.register_hook = register_hook  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Tensor.register_hook = own  # type: ignore[method-assign]

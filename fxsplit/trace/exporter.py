@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from fxsplit.errors import TraceError
 from fxsplit.inputs import Inputs
+from fxsplit.leaves import hooks_seen
 from fxsplit.placement import settle
 from fxsplit.standins import is_stand_in, runnable
 from fxsplit.structures import LIBRARIES, plain
@@ -59,7 +60,13 @@ def export(
         try:
             wholes = Wholes(whole, paths, inputs, given)
             with one_trace, _called_with_tensors(whole, inputs, wholes), _NeverDropped(), _quiet():
-                with marked() as calls, _checkpoints() as lost, wholes.exporting(), _unconverted(), _unhooked():
+                with (
+                    marked() as calls,
+                    _checkpoints() as lost,
+                    wholes.exporting(),
+                    _unconverted(),
+                    hooks_seen(_refuse_hook),
+                ):
                     program = torch.export.export(whole, clones, strict=False, dynamic_shapes=shapes)
                 module = program.module(check_guards=False)
                 guard = getattr(program.module(), "_guards_fn", None)
@@ -163,22 +170,9 @@ def _checkpoints() -> Iterator[list[None]]:
         saved_tensors_hooks.__enter__ = own  # type: ignore[method-assign]
 
 
-@contextmanager
-def _unhooked() -> Iterator[None]:
-    """Raise RuntimeError where this thread puts a hook on a tensor, which a graph would lose with all it does."""
-    own: Any = Tensor.register_hook
-    thread = threading.get_ident()
-
-    def register_hook(tensor: Tensor, hook: Callable[..., Any]) -> Any:
-        if threading.get_ident() == thread:
-            raise RuntimeError("forward() puts a hook on a tensor, which a graph cannot hold")
-        return own(tensor, hook)
-
-    Tensor.register_hook = register_hook  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Tensor.register_hook = own  # type: ignore[method-assign]
+def _refuse_hook(_: Tensor) -> None:
+    """Raise RuntimeError for a hook that forward() puts on a tensor."""
+    raise RuntimeError("forward() puts a hook on a tensor, which a graph cannot hold")
 
 
 @contextmanager

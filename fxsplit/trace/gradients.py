@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from fxsplit.errors import TraceError
 from fxsplit.inputs import Inputs
+from fxsplit.leaves import hooks_seen
 from fxsplit.observe import Interpreter, preserved
 from fxsplit.standins import has_values
 
@@ -36,6 +36,8 @@ def check_gradients(model: nn.Module, both: nn.ModuleList, inputs: Inputs, tenso
     assert isinstance(traced, fx.GraphModule)
     named = {name: p for name, p in mine.named_parameters() if p.is_floating_point()}
 
+    hooked: list[Tensor] = []
+
     def own(*given: Tensor) -> Any:
         call = inputs.call(given)
         return mine.forward(*call.args, **call.kwargs)
@@ -46,7 +48,7 @@ def check_gradients(model: nn.Module, both: nn.ModuleList, inputs: Inputs, tenso
             wanted = _gradients(both, own, tensors, list(trained.values()), thawed, or_none=True)
             if wanted is None:
                 continue
-            with _hooks_noted() as hooked:
+            with hooks_seen(hooked.append):
                 run = Interpreter(traced).run
                 found = _gradients(both, run, tensors, list(trained.values()), thawed, or_none=thawed)
         if found is None:
@@ -71,25 +73,6 @@ def _compare(model: nn.Module, names: list[str], wanted: Sequence[Any], found: S
         a, b = torch.zeros_like(b) if a is None else a, torch.zeros_like(a) if b is None else b
         if not torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE * largest, equal_nan=True):
             raise TraceError(LOST.format(type(model).__name__, name))
-
-
-@contextmanager
-def _hooks_noted() -> Iterator[list[Tensor]]:
-    """Yield the tensors that the block, in this thread, puts hooks on."""
-    own: Any = Tensor.register_hook
-    thread = threading.get_ident()
-    hooked: list[Tensor] = []
-
-    def register_hook(tensor: Tensor, hook: Callable[..., Any]) -> Any:
-        if threading.get_ident() == thread:
-            hooked.append(tensor)
-        return own(tensor, hook)
-
-    Tensor.register_hook = register_hook  # type: ignore[method-assign]
-    try:
-        yield hooked
-    finally:
-        Tensor.register_hook = own  # type: ignore[method-assign]
 
 
 @contextmanager

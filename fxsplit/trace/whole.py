@@ -143,10 +143,8 @@ class Wholes:
                 raise self._refused(path, f"returns other things for {self._rows} rows than for twice as many")
             for (_, a), (_, b) in zip(once.pairs, twice.pairs, strict=True):
                 if isinstance(a, Tensor):
-                    strides = a.stride()
-                    order = sorted(range(a.ndim), key=lambda d, strides=strides: (-strides[d], d))  # type: ignore[misc]
                     index = sum(isinstance(v, Tensor) for v in made)
-                    made.append(whole(given, self._shape(path, a, b), order, a.dtype, number, index))
+                    made.append(whole(given, self._shape(path, a, b), _order(a), a.dtype, number, index))
                 elif type(a) is type(b) and a == b:
                     made.append(a)
                 else:
@@ -182,6 +180,12 @@ class Wholes:
             if not isinstance(self._model.get_submodule(path), (nn.ModuleList, nn.ModuleDict)):
                 return path
         return None
+
+
+def _order(tensor: Tensor) -> list[int]:
+    """Return a tensor's dimensions as they lie in memory, the outermost first."""
+    strides = tensor.stride()
+    return sorted(range(tensor.ndim), key=lambda d: (-strides[d], d))
 
 
 def _odd(value: Any) -> Any:
