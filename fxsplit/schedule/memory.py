@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fxsplit.schedule.action import BACKWARD, FORWARD, RELEASES, STEP, WEIGHT_GRADIENT
+from fxsplit.schedule.action import BACKWARD, FORWARD, RELEASES, WEIGHT_GRADIENT
 from fxsplit.schedule.simulate import Simulation
 
 Course = tuple[tuple[float, float], ...]
@@ -34,26 +34,20 @@ def memory(simulation: Simulation, footprints: Sequence[Footprint]) -> tuple[Cou
     for device, (row, spans) in enumerate(zip(schedule.actions, simulation.spans, strict=True)):
         now = sum(f.held_bytes for f, home in zip(footprints, schedule.homes, strict=True) if device in home)
         course = [(0.0, now)]
-        used: dict[tuple[int, int], list[int]] = {}
-        newest: dict[tuple[int, int], int] = {}
-        for action, (begin, end) in zip(row, spans, strict=True):
+        kept: dict[tuple[int, int], int] = {}
+        for action, (begin, end), versions in zip(row, spans, schedule.versions(device), strict=True):
             footprint, place = footprints[action.stage], (action.stage, action.replica)
-            using = used.setdefault(place, [])
-            versions = len({newest.get(place, 0), *using})
             if action.op == FORWARD:
                 now += footprint.kept_bytes + footprint.boundary_bytes
                 course.append((begin, now))
-                using.append(action.version)
                 if footprint.recompute:
                     now -= footprint.kept_bytes
             elif footprint.recompute and action.op in (BACKWARD, WEIGHT_GRADIENT):
                 course.append((begin, now + footprint.kept_bytes))
             if action.op in RELEASES:
                 now -= footprint.boundary_bytes + (0.0 if footprint.recompute else footprint.kept_bytes)
-                using.remove(action.version)
-            elif action.op == STEP:
-                newest[place] = action.version
-            now += footprint.parameter_bytes * (len({newest.get(place, 0), *using}) - versions)
+            now += footprint.parameter_bytes * (versions - kept.get(place, 1))
+            kept[place] = versions
             course.append((end, now))
         courses.append(tuple(course))
     return tuple(courses)

@@ -96,22 +96,32 @@ class Schedule:
             share * max((sum(held.values()) for held in self.in_flight(d)), default=0) for d in range(self.n_devices)
         )
 
+    def versions(self, device: int) -> list[int]:
+        """Return, after each of a device's actions, how many versions of the weights its stage keeps there.
+
+        Those are the ones in use and the newest.
+        """
+        newest: dict[tuple[int, int], int] = {}
+        used: dict[tuple[int, int], list[int]] = {}
+        found = []
+        for action in self.actions[device]:
+            place = action.stage, action.replica
+            using = used.setdefault(place, [])
+            if action.op == FORWARD:
+                using.append(action.version)
+            elif action.op in RELEASES:
+                using.remove(action.version)
+            elif action.op == STEP:
+                newest[place] = action.version
+            found.append(len({newest.get(place, 0), *using}))
+        return found
+
     def weight_versions(self) -> tuple[int, ...]:
-        """Return how many versions of its weights each stage keeps at once: those in use and the newest."""
+        """Return how many versions of its weights each stage keeps at once."""
         kept = [1] * self.n_stages
-        for row in self.actions:
-            newest: dict[tuple[int, int], int] = {}
-            used: dict[tuple[int, int], list[int]] = {}
-            for action in row:
-                place = action.stage, action.replica
-                using = used.setdefault(place, [])
-                if action.op == FORWARD:
-                    using.append(action.version)
-                elif action.op in RELEASES:
-                    using.remove(action.version)
-                elif action.op == STEP:
-                    newest[place] = action.version
-                kept[action.stage] = max(kept[action.stage], len({newest.get(place, 0), *using}))
+        for device, row in enumerate(self.actions):
+            for action, versions in zip(row, self.versions(device), strict=True):
+                kept[action.stage] = max(kept[action.stage], versions)
         return tuple(kept)
 
     def lag(self) -> tuple[int, ...]:
