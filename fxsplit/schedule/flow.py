@@ -8,7 +8,6 @@ from fxsplit.schedule.action import (
     RECV_B,
     RECV_F,
     REDUCE,
-    RELEASES,
     SEND_B,
     SEND_F,
     STEP,
@@ -45,7 +44,7 @@ def needs(schedule: Schedule, action: Action) -> list[Need]:
         return [(schedule.gradient(stage, m), None)]
     if op == RECV_B:
         return [(Action(stage + 1, SEND_B, m, replica((stage + 1, m), 0)), stage + 1)]
-    own = [a for row in schedule.actions for a in row if a.stage == stage and a.op in RELEASES]
+    own = schedule.releases.get(stage, [])
     if op == REDUCE:  # the replicas sum together, once all have their own
         return [(plain(a), None) for a in own]
     assert op == STEP

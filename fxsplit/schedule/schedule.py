@@ -47,6 +47,14 @@ class Schedule:
         return frozenset((a.stage, a.microbatch) for row in self.actions for a in row if a.op == INPUT_GRADIENT)
 
     @cached_property
+    def releases(self) -> dict[int, list[Action]]:
+        """The last actions on microbatches, by stage: what a sum of gradients waits for."""
+        found: dict[int, list[Action]] = {}
+        for action in (a for row in self.actions for a in row if a.op in RELEASES):
+            found.setdefault(action.stage, []).append(action)
+        return found
+
+    @cached_property
     def transfers(self) -> bool:
         """Whether transfers between devices are written out; if not they go without saying."""
         return any(a.op in TRANSFERS for row in self.actions for a in row)
