@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -157,6 +157,11 @@ class Inputs:
                 )
         return rows
 
+    def without_rows(self, shapes: Iterable[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of the tensors without the dimension that holds their rows."""
+        pairs = zip(self.specs, shapes, strict=True)
+        return tuple(tuple(n for d, n in enumerate(shape) if d != spec.batch_dim) for spec, shape in pairs)
+
     def doubled(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return each tensor with every row twice."""
         pairs = zip(self.specs, tensors, strict=True)
@@ -202,8 +207,13 @@ class Example:
         """The microbatch size."""
         return self.inputs.rows(self.tensors)
 
-    def check_shapes(self, tensors: Sequence[Tensor], rows: Sequence[int]) -> None:
-        """Raise InputError unless the graph is right for tensors of these shapes, in microbatches of these rows."""
+    def other_shapes(self, tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], ...] | None:
+        """Return the shapes of tensors, but for their rows, where the graph is fixed and for others than these."""
+        shapes = self.inputs.without_rows(t.shape for t in tensors)
+        return shapes if self.fixed and shapes != self.inputs.without_rows(s.shape for s in self.inputs.specs) else None
+
+    def check_rows(self, rows: Sequence[int]) -> None:
+        """Raise InputError unless the graph is right for microbatches of these rows."""
         if len(rows) > 1 and UNJOINED in self.joined:
             raise InputError(
                 f"output {self.joined.index(UNJOINED)} is not one row for each row of the input, and the pipeline was "
@@ -219,15 +229,6 @@ class Example:
         for count in set(rows) - self._passed if self.guard is not None else ():
             self._check_guard(count)
             self._passed.add(count)
-        for spec, tensor in zip(self.inputs.specs, tensors, strict=True) if self.fixed else ():
-            if [n for d, n in enumerate(tensor.shape) if d != spec.batch_dim] != [
-                n for d, n in enumerate(spec.shape) if d != spec.batch_dim
-            ]:
-                raise InputError(
-                    f"argument {spec.name!r} has shape {tuple(tensor.shape)}, and the graph that torch.export made is "
-                    f"for {spec.shape}, with any number of rows in dimension {spec.batch_dim}: pad to that shape, or "
-                    "compile another pipeline for the other"
-                )
 
     def verify(self, ir: IR) -> None:
         """Hold for any graph: the placeholders are checked when the graph runs."""

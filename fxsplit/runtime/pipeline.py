@@ -36,6 +36,10 @@ Build = Callable[[Sequence[Any], Mapping[str, Any], Program | None], Program]
 """Compiles the model in its present mode for a call, given the program of the other mode if there is one."""
 
 
+MOST_SHAPES = 16
+"""Of a model that is exported for each shape anew, so many besides the first."""
+
+
 class Pipeline(nn.Module):
     """A model run as a pipeline of stages.
 
@@ -162,7 +166,8 @@ class Pipeline(nn.Module):
         """Load a state_dict of the unsplit model."""
         result = self._model.load_state_dict(state_dict, strict=strict, assign=assign)
         for program in self._programs.values():
-            program.place()
+            for each in (program, *program.others.values()):
+                each.place()
         return result
 
     def load_weights(self, path: str | os.PathLike[str], *, strict: bool = True) -> None:
@@ -295,6 +300,7 @@ class Pipeline(nn.Module):
         program.relink()
         program.check_weights()
         tensors = program.inputs.bind(args, kwargs, next(floating, None))
+        program = self._for_shapes(program, args, kwargs, tensors)
         batch = program.inputs.rows(tensors)
         count = self._fixed_microbatches
         if count is None and program.n_microbatches is not None and program.n_microbatches <= batch:
@@ -302,8 +308,30 @@ class Pipeline(nn.Module):
         if count is None:
             count = program.scheduler.nearest(default_microbatches(batch, program.scheduler.n_devices))
         rows = sizes(batch, count)
-        program.traced[Example].check_shapes(tensors, rows)
+        program.traced[Example].check_rows(rows)
         return program, tensors, rows
+
+    def _for_shapes(
+        self, program: Program, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
+    ) -> Program:
+        """Return the program for a call's shapes: a graph that was exported is for one, and others are compiled too."""
+        shapes = program.traced[Example].other_shapes(tensors)
+        if shapes is None:
+            return program
+        with self._compiling:
+            if shapes not in program.others:
+                if len(program.others) == MOST_SHAPES:
+                    raise InputError(
+                        f"the model could only be exported, which makes a graph for every shape, and {shapes} (without "
+                        f"rows) is more than {MOST_SHAPES + 1} of them: pad to fewer shapes"
+                    )
+                made = self._build(args, kwargs, program)
+                made.place()
+                if made.alone:  # its weights are elsewhere now
+                    self._programs.clear()
+                    self._programs[self.training] = made
+                program.others[shapes] = made
+            return program.others[shapes]
 
     def _program(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Program:
         """Return the program of the present mode, compiled on the first call in it."""

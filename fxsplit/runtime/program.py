@@ -42,8 +42,8 @@ class Program:
 
     `alone` says that weights are not where the other mode's program has them, so that one must be compiled again.
     `n_microbatches` is how many were chosen, where neither the user nor the batch says. `checkpoint` is when stages
-    keep no activations; `written` the buffers that those stages are known to write.
-    `stage_backend` is what compiles each stage.
+    keep no activations; `written` the buffers that those stages are known to write. `stage_backend` is what compiles
+    each stage. `others` are programs for other shapes, where the graph is for one alone.
     """
 
     model: nn.Module
@@ -60,6 +60,7 @@ class Program:
     checkpoint: str = "plan"
     stage_backend: str | None = None
     written: dict[int, set[str]] = field(default_factory=dict)
+    others: dict[Any, Program] = field(default_factory=dict)
     _schedules: dict[int, Schedule] = field(default_factory=dict)
     _passes: dict[int, Schedule] = field(default_factory=dict)
 

@@ -1,0 +1,72 @@
+"""Sequences of other lengths than the example's."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxsplit
+from fxsplit.errors import InputError
+from fxsplit.runtime import pipeline
+from tests.models import FAST
+
+
+class Sequences(nn.Module):
+    """Decides by the length of its sequences, which only torch.export follows, for each length anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.drop = nn.Embedding(20, 8), nn.BatchNorm1d(8), nn.Dropout(0.0)
+        self.mix, self.head = nn.Linear(8, 8), nn.Linear(8, 20)
+
+    def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        h = self.embed(ids) + torch.arange(ids.shape[1], device=ids.device)[None, :, None] / 10
+        if ids.shape[1] > 4:
+            h = h + self.mix(h)
+        h = self.drop(self.norm(h.transpose(1, 2)).transpose(1, 2))
+        out: Tensor = self.head(h if mask is None else h * mask[..., None])
+        return out
+
+
+def test_other_lengths_of_an_exported_model_are_compiled_on_their_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same weights where they are; gradients and running statistics are those of the unsplit model."""
+    torch.manual_seed(0)
+    model = Sequences().double()
+    unsplit = copy.deepcopy(model)
+    mine, theirs = (torch.optim.SGD(m.parameters(), 0.1) for m in (model, unsplit))
+    loss = lambda out, target: F.cross_entropy(out.flatten(0, 1), target.flatten())  # noqa: E731
+    mask = torch.ones(8, 6, dtype=torch.float64)
+    options: Any = {
+        "n_microbatches": 2,
+        "passes": FAST,
+        "loss_fn": loss,
+        "example_inputs": (torch.ones(8, 6).long(), mask),
+    }
+    with fxsplit.compile(model, 2, **options) as pipe:
+        homes = [{id(p) for p in s.module.parameters()} for s in pipe.stages.stages]
+        for length, rows in ((6, 8), (3, 8), (9, 5), (3, 4), (6, 2)):
+            ids, mask = torch.randint(0, 20, (rows, length)), torch.rand(rows, length, dtype=torch.float64)
+            found = pipe.step(ids, mask, target=ids)
+            sizes = [rows - rows // 2, rows // 2]
+            parts = zip(torch.split(ids, sizes), torch.split(mask, sizes), strict=True)
+            expected = torch.stack([loss(unsplit(i, m), i) * (len(i) / rows) for i, m in parts]).sum()
+            expected.backward()
+            torch.testing.assert_close(found, expected.detach())
+            for optimizer in (mine, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+            for name, value in unsplit.state_dict().items():
+                torch.testing.assert_close(model.state_dict()[name], value)
+        assert homes == [{id(p) for p in s.module.parameters()} for s in pipe.stages.stages]
+        pipe.eval(), unsplit.eval()
+        for length in (6, 4):
+            ids, mask = torch.randint(0, 20, (4, length)), torch.rand(4, length, dtype=torch.float64)
+            torch.testing.assert_close(pipe(ids, mask), unsplit(ids, mask))
+        monkeypatch.setattr(pipeline, "MOST_SHAPES", 1)
+        with pytest.raises(InputError, match=r"a graph for every shape, and \(\(5,\), \(5,\)\).* more than 2 of them"):
+            pipe(torch.ones(2, 5).long(), torch.ones(2, 5, dtype=torch.float64))
