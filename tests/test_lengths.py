@@ -54,7 +54,7 @@ def test_other_lengths_of_an_exported_model_are_compiled_on_their_first_call(mon
             found = pipe.step(ids, mask, target=ids)
             parts = zip(ids.chunk(2), mask.chunk(2), strict=True)
             expected = torch.stack([loss(unsplit(i, m), i) * (len(i) / rows) for i, m in parts]).sum()
-            expected.backward()
+            expected.backward()  # type: ignore[no-untyped-call]
             torch.testing.assert_close(found, expected.detach())
             for optimizer in (mine, theirs):
                 optimizer.step()
