@@ -53,8 +53,8 @@ def test_other_lengths_of_an_exported_model_are_compiled_on_their_first_call(mon
             ids, mask = torch.randint(0, 20, (rows, length)), torch.rand(rows, length, dtype=torch.float64)
             found = pipe.step(ids, mask, target=ids)
             parts = zip(ids.chunk(2), mask.chunk(2), strict=True)
-            expected = torch.stack([loss(unsplit(i, m), i) * (len(i) / rows) for i, m in parts]).sum()
-            expected.backward()  # type: ignore[no-untyped-call]
+            expected = torch.stack([loss(unsplit(i, m), i) * (i.shape[0] / rows) for i, m in parts]).sum()
+            expected.backward()
             torch.testing.assert_close(found, expected.detach())
             for optimizer in (mine, theirs):
                 optimizer.step()
