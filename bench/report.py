@@ -38,6 +38,18 @@ def main(path: str) -> None:
         for name, microseconds in row["extra_info"].get("overhead_us", {}).items():
             print(f"{name}: {microseconds:.1f} us an action more than the unsplit loop")
     _predictions([row["extra_info"] for row in rows if "prediction" in row["extra_info"]])
+    _shapes([row["extra_info"] for row in rows if "shapes" in row["extra_info"]])
+
+
+def _shapes(rows: list[Any]) -> None:
+    """Print one row a network: what it is told to take by its shapes, and how much slower a plan from that is."""
+    if not rows:
+        return
+    print("| network | measured, ms | from shapes, ms | plan's regret |\n|---|---|---|---|")
+    for info in rows:
+        figures = f"{info['measured_ms']:.0f} | {info['told_ms']:.0f} | {100 * info['regret']:.1f} %"
+        print(f"| {info['shapes']} | {figures} |")
+    print()
 
 
 def _runtime(rows: list[Any]) -> None:

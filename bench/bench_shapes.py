@@ -1,0 +1,45 @@
+"""What models without weights are told to cost, one operator at a time, beside what they are measured to cost.
+
+*regret* is how much slower the bottleneck of the plan from shapes is than that of the best plan, both by the measured
+costs.
+"""
+
+from __future__ import annotations
+
+from statistics import median
+
+import pytest
+import torch
+from pytest_benchmark.fixture import BenchmarkFixture
+
+import fxsplit
+from bench.runtime_networks import Case, build
+
+ROUNDS, DEVICES = 3, 4
+
+
+def bottleneck_ms(plan: fxsplit.Plan, costs: fxsplit.Costs) -> float:
+    """Return the time of the slowest stage by these costs."""
+    nodes = ([costs.by_name[name] for name in stage.nodes] for stage in plan.stages)
+    return max(sum(n.forward_ms + n.backward_ms for n in stage) for stage in nodes)
+
+
+@pytest.mark.parametrize("network", ["resnet50", "vgg16", "transformer"])
+def test_from_shapes(benchmark: BenchmarkFixture, network: str) -> None:
+    """Profiles in turn, on one thread."""
+    model, x, _ = build(Case(network, 8, 1))
+    with fxsplit.without_weights():
+        empty, _, _ = build(Case(network, 8, 1))
+    torch.set_num_threads(1)
+    measured, told, regrets = [], [], []
+    for _ in range(ROUNDS):
+        seen, made_up = fxsplit.profile(model, x), fxsplit.profile(empty, x)
+        best, other = fxsplit.plan(seen, DEVICES), fxsplit.plan(made_up, DEVICES)
+        measured.append(seen.total_ms)
+        told.append(made_up.total_ms)
+        regrets.append(bottleneck_ms(other, seen) / bottleneck_ms(best, seen) - 1.0)
+    benchmark.pedantic(lambda: fxsplit.profile(empty, x, repeats=1), rounds=1)
+    benchmark.group = "shapes"
+    benchmark.extra_info.update(
+        shapes=network, measured_ms=median(measured), told_ms=median(told), regret=median(regrets)
+    )
