@@ -119,7 +119,7 @@ def differences(found: Outcome, expected: Outcome) -> list[Difference]:
     made = []
     for kind in ("outputs", "gradients", "buffers"):
         a, b = getattr(found, kind), getattr(expected, kind)
-        sizes = [float(t.detach().double().abs().max()) for t in b.values() if t is not None and t.numel()]
+        sizes = [float(_wide(t).abs().nan_to_num(posinf=0.0).max()) for t in b.values() if t is not None and t.numel()]
         scale = ROUNDING * max(sizes, default=0.0)
         for name in {**a, **b}:
             missing = name not in a or name not in b
@@ -144,12 +144,24 @@ def relative_difference(a: Tensor | None, b: Tensor | None, scale: float = 0.0) 
         return 0.0
     if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
         return math.inf
-    if a.numel() == 0 or torch.equal(a, b):
+    if a.numel() == 0 or (not a.is_sparse and torch.equal(a, b)):
         return 0.0
-    a, b = a.detach().double().cpu(), b.detach().double().cpu()
-    difference = float((a - b).abs().max())
-    size = max(float(b.abs().max()), scale, sys.float_info.min)
+    a, b = _wide(a), _wide(b)
+    alike = (a == b) | (a.isnan() & b.isnan())  # infinities and what is not a number, where both are
+    difference = float(torch.where(alike, 0.0, (a - b).abs()).max())
+    size = max(float(b.abs().nan_to_num(posinf=0.0).max()), scale, sys.float_info.min)
     return difference / size if math.isfinite(difference) else math.inf
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Return a tensor's values in host memory, dense and in double precision."""
+    tensor = tensor.detach().cpu()
+    return (tensor.to_dense() if tensor.is_sparse else tensor).to(wide_dtype(tensor, torch.float64))
+
+
+def wide_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Return a floating dtype, or the complex one of the same precision for a complex tensor."""
+    return dtype.to_complex() if tensor.is_complex() else dtype
 
 
 def _outcome(module: nn.Module, outputs: Any) -> Outcome:

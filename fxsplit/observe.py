@@ -85,8 +85,13 @@ class Observer(Interpreter):
         generators = generator_states()
         saved: list[UntypedStorage] = []
         # Nothing is kept in the graph itself, which no one will backward: it would keep this list, and leak.
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.untyped_storage()), _no_backward):
-            value = super().run_node(n)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.untyped_storage()), _no_backward):
+                value = super().run_node(n)
+        except RuntimeError as error:
+            if "saved tensor hooks" not in str(error):  # torch.func wants none; what it keeps is told by what it reads
+                raise
+            value, saved = super().run_node(n), [t.untyped_storage() for t in tensors]
         seen = _describe(value)
         written = [t for t, version in zip(tensors, before, strict=True) if t._version != version]
         written += buffers.changed()  # batch norm's kernels count no version

@@ -76,6 +76,8 @@ def _schedule(arguments: argparse.Namespace, plan: Plan | None) -> Schedule:
     """Return the schedule that the arguments ask for."""
     if arguments.csv:
         schedule = read_csv(arguments.csv)
+        if arguments.stages_per_device is not None:
+            raise InputError(f"--stages-per-device: the file {arguments.csv!r} says where its stages are")
         given = (arguments.devices, arguments.n_microbatches)
         for name, value, stated in zip(
             ("--devices", "--n-microbatches"), given, (schedule.n_devices, schedule.n_microbatches), strict=True

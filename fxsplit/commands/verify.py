@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from fxsplit.errors import InputError
+from fxsplit.errors import FxsplitError, InputError
 from fxsplit.schedule import RUNNABLE
 
 if TYPE_CHECKING:  # torch takes a second to load, and --help needs none of it
@@ -42,14 +42,20 @@ def main(arguments: argparse.Namespace) -> int:
     model, args, kwargs = _made(arguments.factory)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        with compile(
-            model,
-            ["cpu"] * arguments.devices,
-            n_microbatches=arguments.n_microbatches,
-            schedule=arguments.schedule,
-            passes=arguments.passes,
-        ) as pipe:
-            found = verify(pipe, args, kwargs)
+        try:
+            with compile(
+                model,
+                ["cpu"] * arguments.devices,
+                n_microbatches=arguments.n_microbatches,
+                schedule=arguments.schedule,
+                passes=arguments.passes,
+            ) as pipe:
+                pipe.compile_for(*args, **kwargs)
+                found = verify(pipe, args, kwargs)
+        except FxsplitError:
+            raise
+        except Exception as error:  # the model's own, mostly: nothing has been shown about its pipeline
+            raise InputError(f"{arguments.factory}: {type(error).__name__}: {error}") from error
     for text in dict.fromkeys(str(w.message) for w in said if w.category is UserWarning):
         print(f"fxsplit verify: {text}", file=sys.stderr)
     if arguments.json:
@@ -74,7 +80,10 @@ def _made(name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         raise InputError(f"module {module!r} has no {attribute!r}") from error
     if not callable(factory):
         raise InputError(f"{name!r} is a {type(factory).__name__}: give a function of no arguments")
-    made = factory()
+    try:
+        made = factory()
+    except Exception as error:
+        raise InputError(f"{name!r} raised {type(error).__name__}: {error}; it is called without arguments") from error
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         raise InputError(f"{name!r} returned a {type(made).__name__}: return (model, args) or (model, args, kwargs)")
     model, args, *more = made

@@ -22,7 +22,7 @@ from fxsplit.runtime.engine import Engine
 from fxsplit.runtime.loss import BatchLoss, LossFn, model_loss
 from fxsplit.runtime.microbatches import default_microbatches, sizes, split_target
 from fxsplit.runtime.program import Program
-from fxsplit.runtime.versions import Stepper
+from fxsplit.runtime.versions import stepper_of
 from fxsplit.runtime.watch import Watch
 from fxsplit.runtime.weight_files import WeightFiles
 from fxsplit.schedule import Schedule, simulate
@@ -275,7 +275,7 @@ class Pipeline(nn.Module):
                 "an input of step() wants a gradient, which step() does not return: call pipe(x) and backward()"
             )
         schedule = program.schedule(len(rows))
-        stepper = _stepper(schedule, optimizer)
+        stepper = stepper_of(schedule, optimizer)
         targets = None if self._loss_fn is None else split_target(target, rows, program.inputs)
         loss = BatchLoss(self._loss_fn or model_loss, targets, rows, schedule.steps())
         watch = None if watching is None else watching(schedule)
@@ -388,17 +388,3 @@ class Pipeline(nn.Module):
         if program is None:
             raise InputError("nothing is compiled yet: call the pipeline once, or pass example_inputs= to compile()")
         return program
-
-
-def _stepper(schedule: Schedule, optimizer: Optimizer | None) -> Stepper | None:
-    """Return what steps between microbatches, for schedules that do; raises InputError where it is missing or odd."""
-    if schedule.synchronous:
-        if optimizer is not None:
-            raise InputError(f"{schedule.name} waits for the whole batch: call optimizer.step() after pipe.step(...)")
-        return None
-    if not isinstance(optimizer, Optimizer):
-        raise InputError(
-            f"{schedule.name} steps between microbatches: give the optimizer, pipe.step(x, target=y, optimizer=sgd)"
-        )
-    optimizer.zero_grad(set_to_none=True)
-    return Stepper(optimizer)

@@ -21,6 +21,7 @@ from fxsplit.machine import Device
 from fxsplit.observe import storage_id
 from fxsplit.runtime.gradients import Sums, accumulate
 from fxsplit.runtime.replicas import Replica
+from fxsplit.schedule import Schedule
 from fxsplit.schedule.action import COMPUTES, Action
 from fxsplit.stages import Stage
 
@@ -41,6 +42,20 @@ class Stepper:
             finally:
                 for weight in sums.totals:
                     weight.grad = None
+
+
+def stepper_of(schedule: Schedule, optimizer: Optimizer | None) -> Stepper | None:
+    """Return what steps between microbatches, for schedules that do; raises InputError where it is missing or odd."""
+    if schedule.synchronous:
+        if optimizer is not None:
+            raise InputError(f"{schedule.name} waits for the whole batch: call optimizer.step() after pipe.step(...)")
+        return None
+    if not isinstance(optimizer, Optimizer):
+        raise InputError(
+            f"{schedule.name} steps between microbatches: give the optimizer, pipe.step(x, target=y, optimizer=sgd)"
+        )
+    optimizer.zero_grad(set_to_none=True)
+    return Stepper(optimizer)
 
 
 class Versions(Replica):

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fxsplit.chunks import Chunks
-from fxsplit.errors import InputError
+from fxsplit.errors import InputError, TraceError
 from fxsplit.inputs import Example, Inputs
 from fxsplit.ir import IR
 from fxsplit.standins import without_values
@@ -37,6 +38,12 @@ def capture(
     lazy = next((path for path, w in (*model.named_parameters(), *model.named_buffers()) if is_lazy(w)), None)
     if lazy is not None:
         raise InputError(f"{lazy!r} has no shape yet: call {type(model).__name__} once, then compile it")
+    scripted = next((path for path, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)), None)
+    if scripted is not None:
+        raise TraceError(
+            f"submodule {scripted!r} of {type(model).__name__} is from torch.jit, which keeps its parameters to itself:"
+            " give the model the module that it was scripted from"
+        )
     from_shapes = from_shapes or without_values(model)
     inputs, tensors = Inputs.of(model, args, kwargs, chunks)
     batch = inputs.rows(tensors)

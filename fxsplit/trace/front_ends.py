@@ -16,7 +16,7 @@ from fxsplit.placement import with_constant_devices
 from fxsplit.trace.exporter import LEAST_ROWS, Bounds, Guard, export
 from fxsplit.trace.given import taken
 from fxsplit.trace.tracer import symbolic_trace
-from fxsplit.trace.untouched import unassigned, undrawn
+from fxsplit.trace.untouched import unassigned, undrawn, untouched
 
 MOST_LEAVES = 16
 """After so many submodules that have to stay whole there is little left to split."""
@@ -60,14 +60,15 @@ def graph_of(
         _submodule(model, path)
 
     def traced(whole: Sequence[str], name: str) -> Graph:
-        with unassigned(model), undrawn(model, lambda: (generator_states(), python_states())):
+        draws = undrawn(model, lambda: (generator_states(), python_states()))
+        with untouched(model), unassigned(model), draws:  # a cache would be left with what stands for tensors
             gm = symbolic_trace(model, inputs, whole)
         return check(Graph(with_constant_devices(gm, tensors[0].device), name))
 
     def exported(whole: Sequence[str], name: str) -> Graph:
         count = max(rows, LEAST_ROWS)
         given = inputs.narrow(tensors, count) if inputs.rows(tensors) >= count else inputs.doubled(tensors)
-        with unassigned(model), undrawn(model, python_states):
+        with untouched(model), unassigned(model), undrawn(model, python_states):
             gm, bounds, guard = export(model, inputs, given, from_shapes, whole)
         found = Graph(gm, name, fixed=True, bounds=bounds, guard=guard)
         return check(_with_one_row(found, check_one) if bounds[0] == LEAST_ROWS else found)

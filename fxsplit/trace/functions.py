@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointFunction
+
+from fxsplit.errors import TraceError
 
 TORCHS = ("torch._library.", "torch._functorch.")
 """Where torch defines such functions for operators that a graph does hold."""
@@ -72,6 +75,11 @@ def _applied_by(replace: Callable[[Any, Call, tuple[Any, ...], dict[str, Any]], 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != thread or cls.__module__.startswith(TORCHS):
             return own.__func__(cls, *args, **kwargs)
+        if cls is CheckpointFunction:
+            raise TraceError(
+                "forward() calls checkpoint(use_reentrant=True), whose backward cannot be run in parts: give it "
+                "use_reentrant=False, or leave it out and compile(checkpoint='always')"
+            )
         return replace(cls, own.__func__, args, kwargs)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]

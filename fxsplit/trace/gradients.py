@@ -13,8 +13,9 @@ from torch.utils import _pytree as pytree
 from fxsplit.errors import TraceError
 from fxsplit.inputs import Inputs
 from fxsplit.leaves import hooks_seen
-from fxsplit.observe import Interpreter, preserved
+from fxsplit.observe import preserved
 from fxsplit.standins import has_values
+from fxsplit.trace.outputs import Runner
 
 TOLERANCE = 1e-5
 """The same operators in the same order give the same bits; only non-deterministic kernels need any tolerance."""
@@ -49,7 +50,7 @@ def check_gradients(model: nn.Module, both: nn.ModuleList, inputs: Inputs, tenso
             if wanted is None:
                 continue
             with hooks_seen(hooked.append):
-                run = Interpreter(traced).run
+                run = Runner(traced).run
                 found = _gradients(both, run, tensors, list(trained.values()), thawed, or_none=thawed)
         if found is None:
             continue  # what nobody wants now cannot be had: not a reason to refuse
@@ -66,6 +67,7 @@ def _compare(model: nn.Module, names: list[str], wanted: Sequence[Any], found: S
         if name := next(lost, None):
             raise TraceError(LOST.format(type(model).__name__, name))
         return
+    wanted, found = ([g.to_dense() if g is not None and g.is_sparse else g for g in each] for each in (wanted, found))
     largest = max((float(torch.nan_to_num(g).abs().max()) for g in wanted if g is not None and g.numel()), default=0.0)
     for name, a, b in zip(names, wanted, found, strict=False):
         if a is None and b is None:
@@ -105,7 +107,7 @@ def _gradients(
                 return None if or_none else [None] * (len(trained) + len(leaves))
             ends = [*trained, *(leaf for leaf in leaves if leaf.requires_grad)]
             found = iter(torch.autograd.grad(sum(o.square().sum() for o in outputs), ends, allow_unused=True))
-        except RuntimeError:
+        except (RuntimeError, TraceError):
             if or_none:
                 return None
             raise

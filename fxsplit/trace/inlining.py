@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as pytree
 
 from fxsplit.errors import TraceError
 from fxsplit.trace.functions import enter, leave
+from fxsplit.trace.outputs import submodule_of
 from fxsplit.trace.whole import WholeCall, whole
 
 aten = torch.ops.aten
@@ -113,8 +115,11 @@ class _Writer:
         """Write one node and return what has its value."""
         if node in self._whole:
             path = self._whole[node]
-            if path is None:
-                return None  # the count of batches, which the module counts itself
+            if path is None:  # the count of batches, which the module counts itself
+                counted = node.args[0]
+                while counted.target is aten.add_.Tensor:  # type: ignore[union-attr]
+                    counted = counted.args[0]  # type: ignore[union-attr]
+                return use(counted)  # type: ignore[arg-type]
             self.held[path] = self._model.get_submodule(path)
             written = self.graph.call_module(path, (use(node.args[0]),))  # type: ignore[arg-type]
             written.meta = dict(node.meta)
@@ -139,6 +144,12 @@ class _Writer:
         at = next(i for i, a in enumerate(node.args) if isinstance(a, fx.Node) and _is_part(part, a))
         inside = operator.attrgetter(str(node.args[at].target))(part)  # type: ignore[union-attr]
         options, given = node.args[:at], [fx.node.map_arg(a, use) for a in node.args[at + 1 :]]
+        if any(isinstance(leaf, fx.Node) for leaf in pytree.tree_leaves(options)):
+            raise TraceError(
+                f"forward() calls {node.target}, which decides by values, and a graph cannot hold it: keep the module "
+                "that calls it whole, fxsplit.leaf('its.path')",
+                submodule=submodule_of(node),
+            )
         if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and _can_be_inlined(options, inside):
             values = dict(zip(inside.graph.find_nodes(op="placeholder"), given, strict=True))
             results = self.write(inside, values)

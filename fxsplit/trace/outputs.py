@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxsplit.chunks import UNJOINED
-from fxsplit.errors import InputError
+from fxsplit.errors import FxsplitError, InputError, TraceError
 from fxsplit.inputs import Inputs
 from fxsplit.observe import Interpreter, preserved, tensor_text
 from fxsplit.structures import plain
@@ -28,12 +28,18 @@ def batch_dims_of(
     rows = inputs.rows(tensors)
     likely = [_dims(model, i, value, rows, cut) for i, value in enumerate(outputs)]
     twice: Sequence[Any] = outputs
-    if any(likely):
+    numbers = [value for value in outputs if _is_number(value)]
+    if any(likely) or numbers:
         with torch.no_grad(), preserved(mine):
             call = inputs.call([t.detach().clone() for t in inputs.doubled(tensors)])
             twice = pytree.tree_leaves(plain(mine.forward(*call.args, **call.kwargs)))
     found: list[int | None] = []
     for i, (dims, value, other) in enumerate(zip(likely, outputs, twice, strict=True)):
+        if _is_number(value) and value != other:
+            raise InputError(
+                f"output {i} of {type(model).__name__} is {value!r} for {rows} rows and {other!r} for twice as many, "
+                "and not the same for every microbatch: return tensors only"
+            )
         if not isinstance(value, Tensor):
             continue
         if dims:
@@ -52,12 +58,17 @@ def _dims(model: nn.Module, position: int, value: Any, rows: int, cut: bool) -> 
         if cut and not dims and not (value.ndim == 0 and value.is_floating_point()):
             raise _no_batch(model, position, value, rows)
         return dims
-    if value is not None and not isinstance(value, (str, bool)):
+    if value is not None and not isinstance(value, (str, bool, int, float)):
         raise InputError(
             f"output {position} of {type(model).__name__} is {value!r}, neither a tensor nor the same for every "
             "microbatch: return tensors only"
         )
     return []
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether an output is a number of Python's."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _no_batch(model: nn.Module, position: int, value: Tensor, rows: int) -> InputError:
@@ -94,7 +105,31 @@ def unpack_output(gm: fx.GraphModule, value: Any) -> None:
     gm.recompile()
 
 
-class ShapeRecorder(Interpreter):
+def submodule_of(node: fx.Node) -> str | None:
+    """Return the path of the innermost submodule that a node was made in; None for the model itself."""
+    paths = [str(path) for path, *_ in (node.meta.get("nn_module_stack") or {}).values()]
+    return next((path for path in reversed(paths) if path), None)
+
+
+class Runner(Interpreter):
+    """Runs the graph of a model that has just run by itself: where the graph fails, capturing it has lost something."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one node; raises TraceError naming it."""
+        try:
+            return super().run_node(n)
+        except FxsplitError:
+            raise
+        except Exception as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise TraceError(
+                f"node {n.name!r} of the graph does not run, although the model does ({reason}): keep the module that "
+                f"it is from whole, fxsplit.leaf({submodule_of(n) or 'its.path'!r})",
+                submodule=submodule_of(n),
+            ) from error
+
+
+class ShapeRecorder(Runner):
     """Notes dtype and shape of every value in the nodes of `graph`, of which `gm` may be a copy, for dumps."""
 
     def __init__(self, gm: fx.GraphModule, original: fx.GraphModule) -> None:
