@@ -86,9 +86,9 @@ class WeightFiles:
 
     def _check_tied(self, handles: Any, names: Sequence[str]) -> None:
         """Raise InputError where the files hold several values for one weight of several names."""
-        first, *others = (handles(self._file_of[name]).get_tensor(name) for name in names)
-        for name, value in zip(names[1:], others, strict=True):
-            if not torch.equal(first, value):
+        for name in names[1:]:
+            first, other = (handles(self._file_of[one]).get_tensor(one) for one in (names[0], name))
+            if not torch.equal(first, other):
                 raise InputError(
                     f"{names[0]!r} and {name!r} are one weight in the model, and have different values in "
                     f"{self.path.name}: untie them, or save the checkpoint again from a model that has them tied"
