@@ -68,6 +68,20 @@ class Siamese(nn.Module):
         return out
 
 
+class TeacherFirst(nn.Module):
+    """The same in the other order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.e, self.p = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = self.e(x)
+        out: Tensor = self.p(self.e(x)) + target
+        return out
+
+
 class PerSample(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -120,6 +134,7 @@ def sequential(inner: nn.Module) -> nn.Module:
 def test_models_that_people_have() -> None:
     x = torch.randn(8, 4)
     assert proven(Siamese(), x, torch.randn(8, 4)) == "export"
+    assert proven(TeacherFirst(), x) == "export"
     assert "whole" in proven(sequential(PerSample()), x)
     assert "whole" in proven(sequential(Differentiates()), x)
     proven(sequential(Caches()), x)

@@ -116,10 +116,7 @@ class _Writer:
         if node in self._whole:
             path = self._whole[node]
             if path is None:  # the count of batches, which the module counts itself
-                counted = node.args[0]
-                while counted.target is aten.add_.Tensor:  # type: ignore[union-attr]
-                    counted = counted.args[0]  # type: ignore[union-attr]
-                return use(counted)  # type: ignore[arg-type]
+                return use(_counted(part, node))
             self.held[path] = self._model.get_submodule(path)
             written = self.graph.call_module(path, (use(node.args[0]),))  # type: ignore[arg-type]
             written.meta = dict(node.meta)
@@ -238,9 +235,7 @@ def _batch_norms(program: fx.GraphModule, model: nn.Module) -> dict[fx.Node, str
         if node.target is aten.batch_norm.default and isinstance(node.args[3], fx.Node):
             calls.setdefault(str(node.args[3].target).removesuffix(".running_mean"), []).append(node)
         elif node.target is aten.add_.Tensor:
-            counted = node.args[0]
-            while counted.target is aten.add_.Tensor:  # the second call of a layer counts on
-                counted = counted.args[0]
+            counted = _counted(program, node)
             if str(counted.target).endswith("num_batches_tracked"):
                 counts.setdefault(str(counted.target).removesuffix(".num_batches_tracked"), []).append(node)
     whole: dict[fx.Node, str | None] = {}
@@ -251,6 +246,25 @@ def _batch_norms(program: fx.GraphModule, model: nn.Module) -> dict[fx.Node, str
             whole |= dict.fromkeys(nodes, path)
             whole |= dict.fromkeys(counts.get(path, ()))
     return whole
+
+
+def _counted(program: fx.GraphModule, node: fx.Node) -> fx.Node:
+    """Return what is counted on by a node: the second call of a layer counts on, also one after a block's."""
+    while True:
+        above: Any = node.args[0] if node.args else None
+        if node.target is aten.add_.Tensor and isinstance(above, fx.Node):
+            node = above
+        elif node.target is operator.getitem and isinstance(above.target, torch._ops.HigherOrderOperator):
+            at = next(i for i, a in enumerate(above.args) if isinstance(a, fx.Node) and _is_part(program, a))
+            inside = operator.attrgetter(str(above.args[at].target))(program)
+            result: Any = inside.graph.output_node().args[0][node.args[1]]
+            placeholders = inside.graph.find_nodes(op="placeholder")
+            begin = _counted(inside, result) if isinstance(result, fx.Node) else result
+            if begin not in placeholders:
+                return node
+            node = above.args[at + 1 + placeholders.index(begin)]
+        else:
+            return node
 
 
 def _erase_idle(graph: fx.Graph, returned: set[fx.Node]) -> None:
