@@ -209,8 +209,10 @@ class Example:
 
     def other_shapes(self, tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], ...] | None:
         """Return the shapes of tensors, but for their rows, where the graph is fixed and for others than these."""
+        if not self.fixed:
+            return None
         shapes = self.inputs.without_rows(t.shape for t in tensors)
-        return shapes if self.fixed and shapes != self.inputs.without_rows(s.shape for s in self.inputs.specs) else None
+        return None if shapes == self.inputs.without_rows(s.shape for s in self.inputs.specs) else shapes
 
     def check_rows(self, rows: Sequence[int]) -> None:
         """Raise InputError unless the graph is right for microbatches of these rows."""
