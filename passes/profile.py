@@ -81,20 +81,19 @@ class Profile:
             device = machine.torch_devices()[0]
             if alone:
                 once = {name: replace(calls[name], writes=bool(seen[name].mutates)) for name in first.values()}
-                measured = self._measured(ir.gm, machine, len(once), partial(time_alone, once, device, self.repeats))
+                measured = _measured(ir.gm, machine, len(once), partial(time_alone, once, device, self.repeats))
             else:
                 sweeps = partial(time_nodes, ir.gm, seen, set(first.values()), example.tensors, device, self.repeats)
-                measured = self._measured(ir.gm, machine, WARM_UP + self.repeats, sweeps)
+                measured = _measured(ir.gm, machine, WARM_UP + self.repeats, sweeps)
             times |= {key: measured[name] for key, name in first.items()}
         return ir.learn(_costs(ir.gm, seen, signatures, times, example, machine, self.tied))
 
-    def _measured(
-        self, gm: fx.GraphModule, machine: Machine, turns: int, run: Callable[[Callable[[], object]], Times]
-    ) -> Times:
-        """Return what `run` measures, which calls what it is given in each of its turns."""
-        tick = partial(next, track(range(turns), "profiling"))
-        with preserved(gm), torch.enable_grad():
-            return in_worker_thread(partial(run, tick), machine.intraop_threads())
+
+def _measured(gm: fx.GraphModule, machine: Machine, turns: int, run: Callable[[Callable[[], object]], Times]) -> Times:
+    """Return what `run` measures, which calls what it is given in each of its turns."""
+    tick = partial(next, track(range(turns), "profiling"))
+    with preserved(gm), torch.enable_grad():
+        return in_worker_thread(partial(run, tick), machine.intraop_threads())
 
 
 def _too_big(gm: fx.GraphModule, machine: Machine) -> bool:

@@ -107,8 +107,6 @@ class Scheduler:
 
     def versions(self, n_microbatches: int, n_stages: int) -> tuple[int, ...]:
         """Return how many versions of its weights each stage keeps at once; one in a plan that could not run."""
-        if self.name not in ASYNCHRONOUS:
-            return (1,) * n_stages
         try:
             return self.schedule(n_microbatches, n_stages).weight_versions()
         except ScheduleError:

@@ -138,8 +138,7 @@ class _Writer:
 
     def _region(self, part: fx.GraphModule, node: fx.Node, use: Callable[[fx.Node], Any]) -> Any:
         """Write a block under a mode: its nodes where it only goes without gradients, otherwise one call."""
-        at = next(i for i, a in enumerate(node.args) if isinstance(a, fx.Node) and _is_part(part, a))
-        inside = operator.attrgetter(str(node.args[at].target))(part)  # type: ignore[union-attr]
+        at, inside = _inside(part, node)
         options, given = node.args[:at], [fx.node.map_arg(a, use) for a in node.args[at + 1 :]]
         if any(isinstance(leaf, fx.Node) for leaf in pytree.tree_leaves(options)):
             raise TraceError(
@@ -210,6 +209,12 @@ def _is_part(program: fx.GraphModule, node: fx.Node) -> bool:
     return node.op == "get_attr" and isinstance(operator.attrgetter(str(node.target))(program), fx.GraphModule)
 
 
+def _inside(program: fx.GraphModule, block: fx.Node) -> tuple[int, Any]:
+    """Return which argument of a block is the part it runs, and that part."""
+    at = next(i for i, a in enumerate(block.args) if isinstance(a, fx.Node) and _is_part(program, a))
+    return at, operator.attrgetter(str(block.args[at].target))(program)  # type: ignore[union-attr]
+
+
 def _can_be_inlined(options: Sequence[Any], inside: fx.GraphModule) -> bool:
     """Return whether a block only goes without gradients, and neither writes nor enters other blocks."""
     nodes = list(inside.graph.nodes)
@@ -255,8 +260,7 @@ def _counted(program: fx.GraphModule, node: fx.Node) -> fx.Node:
         if node.target is aten.add_.Tensor and isinstance(above, fx.Node):
             node = above
         elif node.target is operator.getitem and isinstance(above.target, torch._ops.HigherOrderOperator):
-            at = next(i for i, a in enumerate(above.args) if isinstance(a, fx.Node) and _is_part(program, a))
-            inside = operator.attrgetter(str(above.args[at].target))(program)
+            at, inside = _inside(program, above)
             result: Any = inside.graph.output_node().args[0][node.args[1]]
             placeholders = inside.graph.find_nodes(op="placeholder")
             begin = _counted(inside, result) if isinstance(result, fx.Node) else result
