@@ -12,6 +12,8 @@ from torch import Tensor
 
 def leaves_above(root: Tensor, below: Iterable[object] = ()) -> list[Tensor]:
     """Return the leaves that want a gradient of `root`, on the way down to the autograd nodes in `below`."""
+    if root.is_leaf:
+        return [root] if root.requires_grad else []
     found: list[Tensor] = []
     seen = {None, *below}
     stack = [root.grad_fn]

@@ -31,7 +31,9 @@ class Stage:
 
     def __call__(self, *values: Any) -> Any:
         """Run the stage."""
-        return (self.module if self.compiled is None else self.compiled)(*values)
+        if self.compiled is not None:
+            return self.compiled(*values)
+        return nn.Module.__call__(self.module, *values)  # fx's own would print the code that raised
 
     @property
     def code(self) -> str:

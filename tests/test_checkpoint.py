@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxsplit
+from fxsplit.runtime import job
 from fxsplit.runtime.checkpoint import WHEN
 from fxsplit.runtime.execute import Saved
-from fxsplit.runtime.job import Job
 from fxsplit.schedule import RUNNABLE
+from fxsplit.schedule.action import FORWARD
 from tests.models import FAST
 
 
@@ -70,13 +71,13 @@ def test_running_forward_again_changes_nothing(checkpoint: str, schedule: str, s
 def test_what_is_kept(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Activations are dropped for all microbatches, all but the last, or where the plan says so: here in stage 0."""
     kept: dict[tuple[int, int], bool] = {}
-    original = Job._forward
+    original = job._DO[FORWARD]
 
-    def forward(self: Job, action: Any, *rest: Any) -> None:
-        original(self, action, *rest)
-        kept[action.stage, action.microbatch] = isinstance(self._tape[action.stage, action.microbatch], Saved)
+    def forward(running: Any, action: Any, *rest: Any) -> None:
+        original(running, action, *rest)
+        kept[action.stage, action.microbatch] = isinstance(running._tape[action.stage, action.microbatch], Saved)
 
-    monkeypatch.setattr(Job, "_forward", forward)
+    monkeypatch.setitem(job._DO, FORWARD, forward)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     chain = "profile{repeats=1},augment,order,partition{recompute=auto,optimizer_factor=0},emit"
     x = torch.randn(40, 8)

@@ -51,10 +51,10 @@ def test_what_is_not_ours_is_never_written_to() -> None:
     given: list[Any] = [torch.full((3,), float(i)) for i in range(1, 5)]
     before = [g.clone() for g in given]
     for i, gradient in enumerate(given):
-        sums.add(leaf, gradient, own=i == 2)
+        sums.add([(leaf, gradient, i == 2)])
     assert torch.equal(sums.totals[leaf], torch.full((3,), 10.0))
     assert all(torch.equal(a, b) for a, b in zip(given, before, strict=True))
     own = Sums()
-    own.add(leaf, given[0], own=True)
-    own.add(leaf, given[1])
+    own.add([(leaf, given[0], True)])
+    own.add([(leaf, given[1], False)])
     assert own.totals[leaf] is given[0] and torch.equal(given[0], torch.full((3,), 3.0))

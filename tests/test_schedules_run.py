@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import itertools
+import threading
 from collections.abc import Callable
 from math import inf
 from typing import Any
@@ -14,13 +17,12 @@ from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.report import draw
-from fxsplit.runtime import engine
+from fxsplit.runtime import job
 from fxsplit.runtime.execute import Packet, Saved, backward
 from fxsplit.runtime.gradients import Sums
 from fxsplit.runtime.halves import backward_inputs, backward_weights
-from fxsplit.runtime.job import Job
 from fxsplit.schedule import RUNNABLE, generate
-from fxsplit.schedule.action import COMPUTES
+from fxsplit.schedule.action import BACKWARD, COMPUTES
 from tests.models import FAST, Mlp
 
 
@@ -37,23 +39,17 @@ def test_no_more_is_held_than_simulated(schedule: str, devices: int, monkeypatch
     """Count what the tape holds of each stage after every action, in a real step."""
     peaks: dict[int, int] = {}
 
-    class Counting(Job):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
+    def counted(do: Callable[..., None]) -> Callable[..., None]:
+        def done(running: Any, action: Any, *rest: Any) -> None:
+            do(running, action, *rest)
+            replicas = len(running._schedule.homes[action.stage])
+            own = [m for stage, m in list(running._tape) if stage == action.stage]
+            held = sum(m % replicas == action.replica for m in own)
+            peaks[action.stage] = max(peaks.get(action.stage, 0), held)
 
-            def counted(do: Callable[..., None]) -> Callable[..., None]:
-                def done(action: Any, *rest: Any) -> None:
-                    do(action, *rest)
-                    replicas = len(self._schedule.homes[action.stage])
-                    own = [m for stage, m in list(self._tape) if stage == action.stage]
-                    held = sum(m % replicas == action.replica for m in own)
-                    peaks[action.stage] = max(peaks.get(action.stage, 0), held)
+        return done
 
-                return done
-
-            self._do = {op: counted(do) for op, do in self._do.items()}
-
-    monkeypatch.setattr(engine, "Job", Counting)
+    monkeypatch.setattr(job, "_DO", {op: counted(do) for op, do in job._DO.items()})
     options: Any = {"passes": FAST, "loss_fn": mean_square, "schedule": schedule, "n_microbatches": 2 * devices}
     with fxsplit.compile(deep(), ["cpu"] * devices, **options) as pipe:
         x = torch.randn(4 * devices, 8)
@@ -163,9 +159,10 @@ def test_two_halves_are_a_backward(name: str, wanted: bool) -> None:
     once, twice = Sums(), Sums()
     whole = saved()
     gradients = [torch.randn_like(v) for v in whole.outputs]
-    expected = backward(whole, gradients, trained, once)
-    found, rest = backward_inputs(saved(), gradients, trained, twice)
-    early = set(twice.totals)
+    expected, shares = backward(whole, gradients, trained)
+    once.add(shares)
+    found, early, rest = backward_inputs(saved(), gradients, trained)
+    twice.add(early)
     backward_weights(rest, twice)
     for a, b in zip(expected, found, strict=True):
         assert (a is None) == (b is None)
@@ -180,7 +177,7 @@ def test_two_halves_are_a_backward(name: str, wanted: bool) -> None:
 def test_halves_of_nothing() -> None:
     value = torch.ones(2)
     empty = Saved(Packet.of([value]).values, (value,))
-    found, rest = backward_inputs(empty, [torch.ones(2)], [], Sums())
+    found, _, rest = backward_inputs(empty, [torch.ones(2)], [])
     backward_weights(rest, Sums())
     assert found == [None]
 
@@ -208,3 +205,81 @@ def test_a_failing_half_names_its_place() -> None:
         handle.remove()
         assert all(torch.equal(a, p.grad) for a, p in zip(before, model.parameters(), strict=True))  # type: ignore[arg-type]
         pipe.step(x, target=x)
+
+
+def test_a_gradient_is_handed_back_before_the_weights_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stage 0 runs backward while stage 1 still adds its weights' gradients: here that waits for stage 0."""
+    begun = threading.Event()
+    add, back = Sums.add, job._DO[BACKWARD]
+    in_time: list[bool] = []
+    with fxsplit.compile(deep(), 2, loss_fn=mean_square, n_microbatches=1, passes=FAST) as pipe:
+        x = torch.randn(4, 8)
+        pipe.step(x, target=x)
+
+        def added(sums: Sums, shares: Any) -> None:
+            if threading.current_thread().name == "fxsplit-worker-1":
+                in_time.append(begun.wait(20.0))
+            add(sums, shares)
+
+        def backward(running: Any, action: Any, device: int, *rest: Any) -> None:
+            received = running._receive
+
+            def receive(*what: Any) -> Any:
+                found = received(*what)
+                begun.set()
+                return found
+
+            running._receive = receive if device == 0 else received
+            back(running, action, device, *rest)
+
+        monkeypatch.setattr(Sums, "add", added)
+        monkeypatch.setitem(job._DO, BACKWARD, backward)
+        pipe.step(x, target=x)
+    assert in_time == [True]
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1"])
+def test_a_step_leaves_nothing_to_the_garbage_collector(schedule: str) -> None:
+    """A cycle would hold the batch, its outputs and messages until a collection, on a GPU as well."""
+
+    def held() -> int:
+        return sum(issubclass(type(one), (Tensor, Packet, job.Job)) for one in gc.get_objects())
+
+    with fxsplit.compile(deep(), 2, schedule=schedule, loss_fn=mean_square, n_microbatches=4, passes=FAST) as pipe:
+        x = torch.randn(8, 8)
+        pipe.step(x, target=x)
+        gc.collect()
+        gc.disable()
+        try:
+            alive = held()
+            pipe.step(x, target=x)
+            pipe(x).sum().backward()
+            left = held()
+        finally:
+            gc.enable()
+    assert left == alive
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_uneven_microbatches_weigh_by_their_rows(dtype: torch.dtype) -> None:
+    model = deep().to(dtype)
+    x, y = torch.randn(7, 8, dtype=dtype), torch.randn(7, 8, dtype=dtype)
+    alone = copy.deepcopy(model)
+    expected = F.mse_loss(alone(x), y)
+    expected.backward()
+    with fxsplit.compile(model, 2, loss_fn=mean_square, n_microbatches=3, passes=FAST) as pipe:
+        found = pipe.step(x, target=y)
+    assert found.dtype == dtype and not found.requires_grad
+    torch.testing.assert_close(found, expected.detach())
+    for a, b in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_a_loss_that_is_a_parameter_itself() -> None:
+    """Its gradient is the weight it has in the batch; nothing else gets one."""
+    model = deep()
+    extra = nn.Parameter(torch.tensor(3.0))
+    with fxsplit.compile(model, 2, loss_fn=lambda outputs, target: extra, n_microbatches=4, passes=FAST) as pipe:
+        loss = pipe.step(torch.randn(8, 8), target=torch.randn(8, 8))
+    assert float(loss) == 3.0 and float(extra.grad) == 1.0  # type: ignore[arg-type]
+    assert all(p.grad is None for p in model.parameters())

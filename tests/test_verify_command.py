@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import fxsplit
 from fxsplit.cli import main
-from fxsplit.runtime.gradients import Sums
+from fxsplit.runtime.gradients import Share, Sums
 from fxsplit.verification import undropped
 from tests.models import FAST, Mlp
 
@@ -99,8 +100,8 @@ def test_a_wrong_gradient_is_found_and_named(
 ) -> None:
     add = Sums.add
 
-    def doubled(self: Sums, leaf: Tensor, gradient: Tensor, own: bool = False) -> None:
-        add(self, leaf, 2 * gradient if leaf.shape == (3, 8) else gradient, own)
+    def doubled(self: Sums, shares: Iterable[Share]) -> None:
+        add(self, [(leaf, 2 * g if leaf.shape == (3, 8) else g, own) for leaf, g, own in shares])
 
     monkeypatch.setattr(Sums, "add", doubled)
     code, found = answer(capsys, "plain")

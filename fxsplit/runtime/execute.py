@@ -5,20 +5,21 @@ from __future__ import annotations
 import linecache
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fxsplit.leaves import muted
-from fxsplit.runtime.gradients import Sums, ours_alone
+from fxsplit.runtime.gradients import Share, differentiated, ours_alone, shares_of
 from fxsplit.stages import Stage
 from fxsplit.structures import LIBRARIES
 
+NOTHING = nullcontext()
 
-@dataclass(frozen=True)
-class Packet:
+
+class Packet(NamedTuple):
     """Values on their way between stages: detached, with whether a gradient is expected back for each."""
 
     values: tuple[Any, ...]
@@ -31,8 +32,7 @@ class Packet:
         return cls(detached, tuple(isinstance(v, Tensor) and v.requires_grad for v in values))
 
 
-@dataclass(frozen=True)
-class Saved:
+class Saved(NamedTuple):
     """What a stage's backward on one microbatch starts from; `extra` are leaves that only its loss depends on."""
 
     inputs: tuple[Any, ...]
@@ -45,39 +45,37 @@ def forward(stage: Stage, packet: Packet, writes: bool = False) -> Saved:
 
     A stage that `writes` to its inputs in place gets copies of those, since nothing may write to a leaf.
     """
-    grad = torch.is_grad_enabled()
-    inputs = tuple(
-        v.detach().requires_grad_() if grad and wanted else v
-        for v, wanted in zip(packet.values, packet.wanted, strict=True)
-    )
-    given = [v.clone() if writes and isinstance(v, Tensor) and v.requires_grad else v for v in inputs]
-    return Saved(inputs, stage(*given))
+    if not torch.is_grad_enabled():
+        return Saved(packet.values, stage(*packet.values))
+    pairs = zip(packet.values, packet.wanted, strict=True)
+    inputs = tuple([v.detach().requires_grad_() if wanted else v for v, wanted in pairs])
+    if not writes:
+        return Saved(inputs, stage(*inputs))
+    return Saved(inputs, stage(*(v.clone() if isinstance(v, Tensor) and v.requires_grad else v for v in inputs)))
 
 
 def backward(
-    saved: Saved, gradients: Sequence[Tensor | None], trained: Sequence[Tensor], sums: Sums
-) -> list[Tensor | None]:
+    saved: Saved, gradients: Sequence[Tensor | None], trained: Sequence[Tensor], first: bool = True
+) -> tuple[list[Tensor | None], list[Share]]:
     """Run a stage backward from the gradients of its outputs; return those of its inputs (None is no gradient).
 
-    The gradients of `trained`, and of what else the loss depends on, are added to `sums`.
+    The second result are those of `trained` and of what else the loss depends on. Whether they are ours alone is asked
+    only of the `first` ones: later ones are added to what there is, whosever they are.
     """
     roots = roots_of(saved, gradients)
-    inputs = {i: v for i, v in enumerate(saved.inputs) if isinstance(v, Tensor) and v.requires_grad}
-    leaves = [*inputs.values(), *trained]
+    of_inputs: list[Tensor | None] = [None] * len(saved.inputs)
+    wanted = [i for i, v in enumerate(saved.inputs) if isinstance(v, Tensor) and v.requires_grad]
+    leaves = [*(saved.inputs[i] for i in wanted), *trained]
     leaves += [one for one in saved.extra if all(one is not leaf for leaf in leaves)]
     if not roots or not leaves:
-        return [None] * len(saved.inputs)
-    with muted(saved.extra):
-        found = torch.autograd.grad(
-            [value for value, _ in roots], leaves, [gradient for _, gradient in roots], allow_unused=True
-        )
-    first = len(sums.totals) < len(leaves) - len(inputs)  # later ones are added to what there is, whosever they are
+        return of_inputs, []
+    with muted(saved.extra) if saved.extra else NOTHING:
+        found = differentiated([value for value, _ in roots], [gradient for _, gradient in roots], leaves)
     own = ours_alone(found) if first else [False] * len(leaves)
-    for leaf, gradient, alone in zip(leaves[len(inputs) :], found[len(inputs) :], own[len(inputs) :], strict=True):
-        if gradient is not None:
-            sums.add(leaf, gradient, alone)
-    of_inputs = dict(zip(inputs, found, strict=False))
-    return [of_inputs.get(i) for i in range(len(saved.inputs))]
+    for i, gradient in zip(wanted, found, strict=False):
+        of_inputs[i] = gradient
+    at = len(wanted)
+    return of_inputs, shares_of(leaves[at:], found[at:], own[at:])
 
 
 def roots_of(saved: Saved, gradients: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:

@@ -14,14 +14,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from fxsplit.leaves import muted
 from fxsplit.runtime.execute import Saved, roots_of
-from fxsplit.runtime.gradients import Sums, ours_alone
+from fxsplit.runtime.gradients import Share, Sums, differentiated, ours_alone, shares_of
 
 
 @dataclass
@@ -32,15 +31,15 @@ class Rest:
 
 
 def backward_inputs(
-    saved: Saved, gradients: Sequence[Tensor | None], trained: Sequence[Tensor], sums: Sums, whole: bool = False
-) -> tuple[list[Tensor | None], Rest]:
+    saved: Saved, gradients: Sequence[Tensor | None], trained: Sequence[Tensor], whole: bool = False
+) -> tuple[list[Tensor | None], list[Share], Rest]:
     """Return the gradients of a stage's inputs, as `backward` does, and what is left to do for its weights.
 
     With `whole` nothing is left: a node that has hooks would run them in both halves.
     """
     roots = roots_of(saved, gradients)
     if not roots:
-        return [None] * len(saved.inputs), Rest()
+        return [None] * len(saved.inputs), [], Rest()
     inputs = {i: v for i, v in enumerate(saved.inputs) if isinstance(v, Tensor) and v.requires_grad}
     late = [] if whole else [weight for weight in trained if all(weight is not leaf for leaf in saved.extra)]
     nodes, several = _joins([value for value, _ in roots], late)
@@ -49,37 +48,30 @@ def backward_inputs(
     leaves = list(dict.fromkeys([*inputs.values(), *several, *saved.extra]))
     ends: list[Any] = [*leaves, *edges]
     if not ends:
-        return [None] * len(saved.inputs), Rest()
+        return [None] * len(saved.inputs), [], Rest()
     with muted(saved.extra):
-        found = torch.autograd.grad(
-            [value for value, _ in roots],
-            ends,
-            [gradient for _, gradient in roots],
-            retain_graph=bool(edges),
-            allow_unused=True,
+        found = differentiated(
+            [value for value, _ in roots], [gradient for _, gradient in roots], ends, again=bool(edges)
         )
-    own = dict(zip(leaves, ours_alone(found), strict=False))
+    own = ours_alone(found)
+    first, last = len(inputs), len(leaves)
+    shares = shares_of(leaves[first:], found[first:last], own[first:last])
     of = dict(zip(leaves, found, strict=False))
-    for leaf in leaves[len(inputs) :]:
-        if (gradient := of[leaf]) is not None:
-            sums.add(leaf, gradient, own[leaf])
-    arrived = iter(found[len(leaves) :])
+    arrived = iter(found[last:])
     rest = Rest()
     for at, weights in nodes.values():
         known = [(edge, gradient) for edge in at if (gradient := next(arrived)) is not None]
         if known:
             rest.parts.append(([edge for edge, _ in known], weights, [gradient for _, gradient in known]))
-    return [of[inputs[i]] if i in inputs else None for i in range(len(saved.inputs))], rest
+    return [of[inputs[i]] if i in inputs else None for i in range(len(saved.inputs))], shares, rest
 
 
 def backward_weights(rest: Rest, sums: Sums) -> None:
     """Do what is left: add the gradients of the weights to `sums`."""
     while rest.parts:
         edges, weights, gradients = rest.parts.pop()
-        found = torch.autograd.grad(edges, weights, gradients, allow_unused=True)
-        for weight, gradient, own in zip(weights, found, ours_alone(found), strict=True):
-            if gradient is not None:
-                sums.add(weight, gradient, own)
+        found = differentiated(edges, gradients, weights)
+        sums.add(shares_of(weights, found, ours_alone(found)))
 
 
 def _joins(

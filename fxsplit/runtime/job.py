@@ -33,7 +33,7 @@ Tape = dict[tuple[int, int], Saved | Kept]
 """What the backwards of a forward pass start from, by stage and microbatch."""
 
 Finish = Callable[[int, tuple[Any, ...]], Tensor]
-"""Computes a microbatch's share of the loss from the last stage's outputs; its backward starts there."""
+"""Computes a microbatch's loss from the last stage's outputs; its backward starts there."""
 
 Seeds = Callable[[int], Sequence[Tensor | None]]
 """The gradients of the last stage's outputs, by microbatch."""
@@ -104,14 +104,6 @@ class Job:
         self._hooked = program.hooked() if schedule.splits else []
         for replica in (r for replicas in self._replicas for r in replicas if given):
             replica.refresh()
-        self._do = {
-            FORWARD: self._forward,
-            BACKWARD: self._backward,
-            INPUT_GRADIENT: self._input_gradient,
-            WEIGHT_GRADIENT: self._weight_gradient,
-            REDUCE: self._reduce,
-            STEP: self._step,
-        }
         self._failing = threading.Lock()
 
     @property
@@ -126,9 +118,12 @@ class Job:
 
     def run(self, device: int, stream: Stream, ready: Sequence[Any]) -> None:
         """Do a device's actions in order; `ready` are tokens of the caller's work. The first failure stops all."""
+        self._context.variables.copy().run(self._act, device, stream, ready)  # one thread at a time can enter one
+
+    def _act(self, device: int, stream: Stream, ready: Sequence[Any]) -> None:
+        """Do a device's actions, with the caller's context variables."""
         arrived: dict[Action, tuple[Any, Any]] = {}
         action: Action | None = None
-        variables = self._context.variables.copy()  # a context can be entered by one thread at a time
         try:
             with stream.active(), self._context.entered():
                 for token in ready:
@@ -140,7 +135,7 @@ class Job:
                         return
                     if self._watch is not None:
                         self._watch.begin(device, stream)
-                    variables.run(self._do[action.op], action, device, stream, arrived)
+                    _DO[action.op](self, action, device, stream, arrived)
                     if self._watch is not None:
                         self._watch.end(device, stream, action)
                 self.marks[device] = stream.mark()
@@ -177,9 +172,9 @@ class Job:
                 self.outputs[m] = Packet.of(outputs)
             if self._finish is not None:
                 made_by = [v.grad_fn for v in outputs if isinstance(v, Tensor)]
-                share = self._loss(m, outputs)
-                extra = loss_leaves(outputs, leaves_above(share, made_by))
-                head = Saved(inputs if kept is None else outputs, (share,), extra)
+                loss = self._loss(m, outputs)
+                extra = loss_leaves(outputs, leaves_above(loss, made_by))
+                head = Saved(inputs if kept is None else outputs, (loss,), extra)
         if not self._grad:
             return
         self._tape[stage, m] = replace(kept, head=head) if kept is not None else head or Saved(inputs, outputs)
@@ -212,14 +207,14 @@ class Job:
         return stack
 
     def _loss(self, m: int, outputs: tuple[Any, ...]) -> Tensor:
-        """Return a microbatch's share of the loss; one that draws does so in a state of its own, as nodes do."""
+        """Return a microbatch's loss; one that draws does so in a state of its own, as nodes do."""
         assert self._finish is not None
         if not self._program.draws or self._loss_draws is False:
             return self._finish(m, outputs)
         with drawing(self._seed, m, "loss", outputs) as drew:
-            share = self._finish(m, outputs)
+            loss = self._finish(m, outputs)
         self._loss_draws = drew()
-        return share
+        return loss
 
     def _backward(self, action: Action, device: int, stream: Stream, arrived: dict[Action, Any]) -> None:
         """Run a stage backward on a microbatch and hand its inputs' gradients back."""
@@ -227,9 +222,11 @@ class Job:
         replica, sums = self._at(action)
         with self._context.backward(), replica.using(action.version):
             saved, gradients = self._restored(action, gradients)
-            of_inputs = backward(saved, gradients, replica.leaves(self._trained[action.stage], action.version), sums)
+            trained = replica.leaves(self._trained[action.stage], action.version)
+            of_inputs, shares = backward(saved, gradients, trained, first=len(sums.totals) < len(trained))
         del self._tape[action.stage, action.microbatch]
-        self._hand_back(action, of_inputs, stream)
+        self._hand_back(action, of_inputs, stream)  # first: the stage before waits for it
+        sums.add(shares)
 
     def _input_gradient(self, action: Action, device: int, stream: Stream, arrived: dict[Action, Any]) -> None:
         """Compute the gradients of a stage's inputs on a microbatch and hand them back."""
@@ -239,11 +236,11 @@ class Job:
         with self._context.backward(), replica.using(action.version):
             saved, gradients = self._restored(action, gradients)
             trained = replica.leaves(self._trained[action.stage], action.version)
-            of_inputs, self._rests[key] = backward_inputs(
-                saved, gradients, trained, sums, whole=self._hooked[action.stage]
-            )
+            whole = self._hooked[action.stage]
+            of_inputs, shares, self._rests[key] = backward_inputs(saved, gradients, trained, whole)
         self._tape[key] = saved
         self._hand_back(action, of_inputs, stream)
+        sums.add(shares)
 
     def _weight_gradient(self, action: Action, device: int, stream: Stream, arrived: dict[Action, Any]) -> None:
         """Compute the gradients of a stage's weights on a microbatch, from what the gradients of its inputs left."""
@@ -279,7 +276,8 @@ class Job:
             return saved, gradients
         replica, sums = self._at(action)
         if saved.head is not None:
-            gradients = backward(saved.head, gradients, (), sums)
+            gradients, shares = backward(saved.head, gradients, ())
+            sums.add(shares)
         return saved.again(replica.stage, self._program.writes_inputs), gradients
 
     def _gradients(self, action: Action, device: int, stream: Stream, arrived: dict[Action, Any]) -> Any:
@@ -325,6 +323,16 @@ class Job:
         place = f"stage {stage.index} of {self._last + 1} on {stage.device_name}"
         of = "" if action.op == REDUCE else f" of microbatch {action.microbatch}"
         return f"in {place}, {what}{of}{node}"
+
+
+_DO: dict[str, Callable[[Job, Action, int, Stream, dict[Action, Any]], None]] = {
+    FORWARD: Job._forward,
+    BACKWARD: Job._backward,
+    INPUT_GRADIENT: Job._input_gradient,
+    WEIGHT_GRADIENT: Job._weight_gradient,
+    REDUCE: Job._reduce,
+    STEP: Job._step,
+}
 
 
 def _versions(program: Program, schedule: Schedule, stepper: Stepper) -> list[list[Replica]]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fxsplit.errors import InputError
+from fxsplit.runtime.streams import handed_over
 from fxsplit.structures import plain
 
 LossFn = Callable[..., Tensor]
@@ -54,10 +55,10 @@ def reduction_of(loss_fn: LossFn) -> str:
 
 
 class BatchLoss:
-    """Computes each microbatch's share of the loss, on the last stage's worker.
+    """Computes the loss of each microbatch, on the last stage's worker, and what it weighs in the batch's.
 
     A loss function that averages over rows (reduction "mean", or none stated) is weighted by the microbatch's share
-    of the rows; one with `reduction == "sum"` is summed. Either way the shares add up to the whole batch's loss. Where
+    of the rows; one with `reduction == "sum"` is summed. Either way they add up to the whole batch's loss. Where
     the optimizer steps between microbatches, `ends` are the last ones before each step, and what goes into one step is
     a batch of its own. Without targets the loss is computed from outputs alone.
     """
@@ -70,19 +71,19 @@ class BatchLoss:
             raise InputError(f"loss_fn has reduction={reduction!r}: a step needs one number, use 'mean' or 'sum'")
         self._loss_fn = loss_fn
         self._targets = targets
-        self._weights = [1.0] * len(rows)
-        self._of_all = [1.0] * len(rows)  # what a share of its own step's batch is of the whole batch's loss
+        self._weights = [1.0] * len(rows)  # in the loss of its step's batch
+        self._of_all = [1.0] * len(rows)  # and in the whole batch's
         begin = 0
         for end in [*(m + 1 for m in ends), len(rows)]:
             own = sum(rows[begin:end])
             for m in range(begin, end) if reduction != "sum" else ():
-                self._weights[m], self._of_all[m] = rows[m] / own, own / sum(rows)
+                self._weights[m], self._of_all[m] = rows[m] / own, rows[m] / sum(rows)
             begin = end
-        self._shares: list[Tensor | None] = [None] * len(rows)
-        self._one: Tensor | None = None
+        self._losses: list[Tensor | None] = [None] * len(rows)
+        self._seeds: dict[float, Tensor] = {}
 
     def __call__(self, microbatch: int, outputs: Any) -> Tensor:
-        """Return the share of one microbatch, from the model's outputs for it."""
+        """Return the loss of one microbatch, from the model's outputs for it; its weight is in `seed`."""
         try:
             target = () if self._targets is None else (self._targets[microbatch],)
             loss = self._loss_fn(outputs, *target)
@@ -97,17 +98,19 @@ class BatchLoss:
                 "the loss does not depend on anything that wants a gradient, so a step would train nothing: is every "
                 "parameter frozen, or the output detached inside loss_fn?"
             )
-        share = loss * self._weights[microbatch]
-        of_all = self._of_all[microbatch]
-        self._shares[microbatch] = share.detach() if of_all == 1.0 else share.detach() * of_all
-        return share
+        self._losses[microbatch] = loss.detach()
+        return loss
 
     def seed(self, microbatch: int) -> list[Tensor | None]:
-        """Return the gradient the backward of a share starts from."""
-        if self._one is None:
-            self._one = torch.ones_like(self._shares[microbatch])  # type: ignore[arg-type]
-        return [self._one]
+        """Return the gradient that the backward of a microbatch's loss starts from: its weight in the batch's."""
+        weight = self._weights[microbatch]
+        if weight not in self._seeds:
+            self._seeds[weight] = torch.full_like(self._losses[microbatch], weight)  # type: ignore[arg-type]
+        return [self._seeds[weight]]
 
     def total(self) -> Tensor:
         """Return the loss of the whole batch, detached."""
-        return torch.stack([s for s in self._shares if s is not None]).sum()
+        handed_over(self._losses)
+        losses = [loss for loss in self._losses if loss is not None]
+        found = torch.stack([loss.to(losses[0].device) for loss in losses])
+        return (found * found.new_tensor(self._of_all)).sum()

@@ -277,7 +277,7 @@ class Pipeline(nn.Module):
         schedule = program.schedule(len(rows))
         stepper = stepper_of(schedule, optimizer)
         targets = None if self._loss_fn is None else split_target(target, rows, program.inputs)
-        loss = BatchLoss(self._loss_fn or model_loss, targets, rows, schedule.steps())
+        loss = BatchLoss(self._loss_fn or model_loss, targets, rows, schedule.steps)
         watch = None if watching is None else watching(schedule)
         return program, loss, self._workers(program).step(program, tensors, rows, loss, keep, watch, stepper), watch
 

@@ -85,7 +85,7 @@ class Replica:
         found = Sums()
         for leaf, total in sums.totals.items():
             owner = self._owner_of.get(leaf, leaf)
-            found.add(owner, total.to(owner.device, non_blocking=True), own=True)
+            found.add([(owner, total.to(owner.device, non_blocking=True), True)])
         return found
 
     def step(self, action: Action, sums: Sums) -> None:

@@ -59,8 +59,9 @@ class Schedule:
         """Whether transfers between devices are written out; if not they go without saying."""
         return any(a.op in TRANSFERS for row in self.actions for a in row)
 
+    @cached_property
     def steps(self) -> tuple[int, ...]:
-        """Return the last microbatch before each step of the optimizer, which are the same in all stages."""
+        """The last microbatch before each step of the optimizer, which are the same in all stages."""
         return tuple(sorted({a.microbatch for row in self.actions for a in row if a.op == STEP}))
 
     def device_of(self, stage: int, microbatch: int) -> int:
