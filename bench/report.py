@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -69,15 +70,24 @@ def _runtime(rows: list[Any]) -> None:
 
 
 def _predictions(rows: list[Any]) -> None:
-    """Print one row a network: measured over predicted step time under each schedule, and their mean distance."""
+    """Print one row a network: predicted and measured step time under each schedule; how far apart, and in what order.
+
+    Two schedules are out of order where the one predicted to be faster is measured to be slower.
+    """
     if not rows:
         return
-    names = list(dict.fromkeys(info["schedule"] for info in rows))
-    print(f"| work | {' | '.join(names)} |\n|---|" + "---|" * len(names))
-    ratio = {(i["prediction"], i["schedule"]): i["measured_ms"] / i["predicted_ms"] - 1 for i in rows}
-    for work in dict.fromkeys(info["prediction"] for info in rows):
-        print(f"| {work} | " + " | ".join(f"{100 * ratio[work, name]:+.1f} %" for name in names) + " |")
-    print(f"\nmean error {100 * sum(map(abs, ratio.values())) / len(ratio):.1f} %\n")
+    names = list(rows[0]["predicted_ms"])
+    print(f"| work | {' | '.join(names)} | pairs in order | else predicted within |\n|---|" + "---|" * (len(names) + 2))
+    errors: list[float] = []
+    for info in rows:
+        predicted, measured = info["predicted_ms"], info["measured_ms"]
+        errors += [abs(measured[name] / predicted[name] - 1) for name in names]
+        pairs = [sorted(pair, key=predicted.__getitem__) for pair in combinations(names, 2)]
+        turned = [predicted[b] / predicted[a] - 1 for a, b in pairs if measured[b] < measured[a]]
+        cells = " | ".join(f"{predicted[name]:.0f} / {measured[name]:.0f}" for name in names)
+        order = f"{len(pairs) - len(turned)} of {len(pairs)} | {100 * max(turned, default=0):.1f} %"
+        print(f"| {info['prediction']} | {cells} | {order} |")
+    print(f"\nmean error {100 * sum(errors) / len(errors):.1f} %\n")
 
 
 def _planner(rows: list[Any]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fxsplit.errors import ProfileError
-from fxsplit.measure import WARM_UP, Clock, check_stop
+from fxsplit.measure import HALVED, WARM_UP, Clock, NodeTimes, check_stop, halves, times_of
 
 
 @dataclass(frozen=True)
@@ -29,10 +28,8 @@ class Call:
     writes: bool = False
 
 
-def time_alone(
-    calls: Mapping[str, Call], device: torch.device, repeats: int, tick: Callable[[], object]
-) -> dict[str, tuple[float, float]]:
-    """Return the median forward and backward milliseconds of each call; `tick` counts the calls.
+def time_alone(calls: Mapping[str, Call], device: torch.device, repeats: int, tick: Callable[[], object]) -> NodeTimes:
+    """Return the medians of each call; `tick` counts the calls.
 
     Raises ProfileError, naming the node, for one that does not run on made-up values.
     """
@@ -49,7 +46,7 @@ def time_alone(
     return found
 
 
-def _time(call: Call, device: torch.device, repeats: int) -> tuple[float, float]:
+def _time(call: Call, device: torch.device, repeats: int) -> tuple[float, float, float]:
     """Return the median times of one call."""
     made: dict[int, Tensor] = {}
 
@@ -65,7 +62,8 @@ def _time(call: Call, device: torch.device, repeats: int) -> tuple[float, float]
         leaves += [p for p in target.parameters() if p.requires_grad]
     clock = Clock(device)
     forward, backward = [], []
-    for turn in range(WARM_UP + repeats):
+    early = late = 0.0
+    for turn in range(WARM_UP + repeats + HALVED):
         check_stop()
         # Lists of its own for each turn, and copies of what it writes to: nothing may write to a leaf.
         given, named = pytree.tree_map_only(Tensor, torch.clone if call.writes else _same, (args, kwargs))
@@ -74,6 +72,10 @@ def _time(call: Call, device: torch.device, repeats: int) -> tuple[float, float]
         middle = clock.now()
         outputs = [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor) and t.requires_grad]
         seeds = [torch.ones_like(t) for t in outputs]
+        if turn >= WARM_UP + repeats and outputs and leaves:
+            first, second = halves(outputs, leaves, seeds, {}, clock)
+            early, late = early + first, late + second
+            continue
         start = clock.now()
         if outputs and leaves:
             torch.autograd.grad(outputs, leaves, seeds, allow_unused=True)
@@ -81,7 +83,7 @@ def _time(call: Call, device: torch.device, repeats: int) -> tuple[float, float]
         if turn >= WARM_UP:
             forward.append(middle - begin)
             backward.append(end - start)
-    return median(forward), median(backward)
+    return times_of(forward, backward, early, late)
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -25,7 +25,8 @@ class NodeCost:
     it met; `module` is the path of the submodule it belongs to. Times are medians in milliseconds; bytes are of the
     output, of the gradient that returns for it, of what autograd keeps for backward, of its parameters and of its
     buffers (frozen parameters count as buffers: they get no gradient). `draws` says that it takes random numbers.
-    `host_ms` is its time, forward and backward, on a host device, where another tool's profile states it.
+    `host_ms` is its time, forward and backward, on a host device, where another tool's profile states it. `weight_ms`
+    is what of `backward_ms` can be left for later, the gradients of weights alone (None: half of it, not measured).
     """
 
     name: str
@@ -42,6 +43,12 @@ class NodeCost:
     buffer_bytes: float
     draws: bool = False
     host_ms: float = 0.0
+    weight_ms: float | None = None
+
+    @property
+    def late_ms(self) -> float:
+        """What of the backward a second half takes, under schedules that split it."""
+        return self.backward_ms / 2 if self.weight_ms is None else self.weight_ms
 
 
 @dataclass(frozen=True)
@@ -130,8 +137,14 @@ class Costs:
                     )
             for f in fields(node):
                 value = getattr(node, f.name)
-                if f.name.endswith(("_ms", "_bytes")) and not (math.isfinite(value) and value >= 0):
+                unknown = f.name == "weight_ms" and value is None
+                if f.name.endswith(("_ms", "_bytes")) and not (unknown or (math.isfinite(value) and value >= 0)):
                     raise ProfileError(f"node {node.name!r} has {f.name}={value}: give a finite number, zero or more")
+            if node.late_ms > node.backward_ms:
+                raise ProfileError(
+                    f"node {node.name!r} has weight_ms={node.weight_ms}, which is part of backward_ms="
+                    f"{node.backward_ms}: give at most that"
+                )
             known.add(node.name)
         constrained = {n for c in (*self.together, *self.ordered) for n in c}
         constrained |= {n for e in self.exchanges for n in e.nodes}
@@ -220,9 +233,9 @@ class KnownCosts:
     given: ClassVar[bool] = True
 
     @cached_property
-    def times(self) -> dict[str, tuple[float, float]]:
-        """Forward and backward milliseconds by signature."""
-        return {n.signature: (n.forward_ms, n.backward_ms) for n in self.costs.nodes}
+    def times(self) -> dict[str, tuple[float, float, float]]:
+        """Milliseconds by signature: forward, backward, and what of that is for weights alone."""
+        return {n.signature: (n.forward_ms, n.backward_ms, n.late_ms) for n in self.costs.nodes}
 
     def verify(self, ir: IR) -> None:
         """Hold for any graph: `profile` matches the signatures."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any, TypeVar
@@ -15,10 +15,15 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxsplit.context import Context
+from fxsplit.joins import joins
 from fxsplit.observe import Interpreter, Observation, tensor_text
 
 R = TypeVar("R")
 WARM_UP = 1
+HALVED = 2
+"""In how many further sweeps backwards run in two halves, to know what share of them weights' gradients take."""
+NodeTimes = dict[str, tuple[float, float, float]]
+"""The milliseconds of nodes: forward, backward, and what of backward a second half takes, for weights alone."""
 _stop = threading.Event()
 
 
@@ -34,6 +39,7 @@ class Sweep(Interpreter):
         super().__init__(gm)
         self.forward_ms: dict[str, float] = {}
         self.backward_ms: dict[str, float] = {}
+        self.halves_ms: dict[str, tuple[float, float]] = {}
         self._seen = seen
         self._timed = timed
         self._written = {owner for node in seen.values() for owner in node.mutates}
@@ -42,20 +48,17 @@ class Sweep(Interpreter):
         self._islands: list[tuple[str, list[Tensor], list[Tensor]]] = []
         self._totals: dict[Tensor, Tensor] = {}  # accumulating a parameter's gradient is part of its backward
 
-    def sweep(self, *inputs: Tensor) -> None:
-        """Do one step, forward and backward."""
+    def sweep(self, *inputs: Tensor, halved: bool = False) -> None:
+        """Do one step, forward and backward, or with backwards in two halves."""
         self.run(*(t.detach().clone().to(self._device).requires_grad_(t.requires_grad) for t in inputs))
         while self._islands:
             name, leaves, outputs = self._islands.pop()
             seeds = [torch.ones_like(t) for t in outputs]
+            if halved:
+                self.halves_ms[name] = halves(outputs, leaves, seeds, self._totals, self._clock)
+                continue
             begin = self._clock.now()
-            for leaf, gradient in zip(
-                leaves, torch.autograd.grad(outputs, leaves, seeds, allow_unused=True), strict=True
-            ):
-                if isinstance(leaf, nn.Parameter) and gradient is not None:
-                    total = self._totals.setdefault(leaf, gradient)
-                    if total is not gradient:
-                        total.add_(gradient)
+            _accumulate(self._totals, leaves, torch.autograd.grad(outputs, leaves, seeds, allow_unused=True))
             self.backward_ms[name] = self._clock.now() - begin
 
     def run_node(self, n: fx.Node) -> Any:
@@ -103,8 +106,8 @@ class Sweep(Interpreter):
         """Return a function that makes a leaf of an argument, or a copy of one."""
 
         def cut(value: Tensor) -> Tensor:
-            leaf = value.detach().requires_grad_(value.requires_grad)
-            if value.requires_grad:
+            leaf = value if isinstance(value, nn.Parameter) else value.detach().requires_grad_(value.requires_grad)
+            if leaf.requires_grad and all(leaf is not known for known in leaves):
                 leaves.append(leaf)
             return leaf.clone() if copies else leaf
 
@@ -129,6 +132,46 @@ class Clock:
         return time.perf_counter() * 1000.0
 
 
+def halves(
+    outputs: Sequence[Tensor],
+    leaves: Sequence[Tensor],
+    seeds: Sequence[Tensor],
+    totals: dict[Tensor, Tensor],
+    clock: Clock,
+) -> tuple[float, float]:
+    """Return the milliseconds of a backward's two halves, that for inputs and that which is left for weights.
+
+    Gradients of weights are added to `totals`. The second half is 0 where nothing can be left for it.
+    """
+    weights = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
+    nodes, _ = joins(outputs, weights)
+    late = {id(weight) for _, own in nodes.values() for weight in own}
+    first = [leaf for leaf in leaves if id(leaf) not in late]
+    if not nodes:
+        return 1.0, 0.0
+    ends: list[Any] = [*first, *(edge for edges, _ in nodes.values() for edge in edges)]
+    begin = clock.now()
+    found = torch.autograd.grad(outputs, ends, seeds, retain_graph=True, allow_unused=True)
+    _accumulate(totals, first, found[: len(first)])
+    middle = clock.now()
+    arrived = iter(found[len(first) :])
+    for edges, own in nodes.values():
+        known = [(edge, gradient) for edge in edges if (gradient := next(arrived)) is not None]
+        if known:
+            of_own = torch.autograd.grad([e for e, _ in known], own, [g for _, g in known], allow_unused=True)
+            _accumulate(totals, own, of_own)
+    return middle - begin, clock.now() - middle
+
+
+def _accumulate(totals: dict[Tensor, Tensor], leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Add the gradients of parameters to their totals, which is part of a backward."""
+    for leaf, gradient in zip(leaves, gradients, strict=True):
+        if isinstance(leaf, nn.Parameter) and gradient is not None:
+            total = totals.setdefault(leaf, gradient)
+            if total is not gradient:
+                total.add_(gradient)
+
+
 def check_stop() -> None:
     """Raise InterruptedError once the thread that waits for the measurement has been interrupted."""
     if _stop.is_set():
@@ -143,12 +186,13 @@ def time_nodes(
     device: torch.device,
     repeats: int,
     tick: Callable[[], object],
-) -> dict[str, tuple[float, float]]:
-    """Return the median forward and backward milliseconds of the nodes in `timed`; `tick` counts the sweeps."""
+) -> NodeTimes:
+    """Return the medians of the nodes in `timed`; `tick` counts the sweeps."""
     if any(w.device != device for w in (*gm.parameters(), *gm.buffers())):
         gm = copy.deepcopy(gm).to(device)
     forward: dict[str, list[float]] = {name: [] for name in timed}
     backward: dict[str, list[float]] = {name: [] for name in timed}
+    early, late = dict.fromkeys(timed, 0.0), dict.fromkeys(timed, 0.0)
     sweep = Sweep(gm, seen, timed, device)
     for turn in range(WARM_UP + repeats):
         sweep.sweep(*inputs)
@@ -157,7 +201,19 @@ def time_nodes(
             for name in timed:
                 forward[name].append(sweep.forward_ms[name])
                 backward[name].append(sweep.backward_ms.get(name, 0.0))
-    return {name: (median(forward[name]), median(backward[name])) for name in timed}
+    for _ in range(HALVED):
+        sweep.sweep(*inputs, halved=True)
+        tick()
+        for name, (first, second) in sweep.halves_ms.items():
+            early[name] += first
+            late[name] += second
+    return {name: times_of(forward[name], backward[name], early[name], late[name]) for name in timed}
+
+
+def times_of(forward: list[float], backward: list[float], early: float, late: float) -> tuple[float, float, float]:
+    """Return the median forward and backward time, and what of the latter is for weights, by its two halves' times."""
+    both = early + late
+    return median(forward), median(backward), median(backward) * late / both if both else 0.0
 
 
 def in_worker_thread(run: Callable[[], R], intraop_threads: int) -> R:

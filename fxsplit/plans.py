@@ -50,6 +50,7 @@ class StagePlan:
     and gradients back together, and `reduce_ms` the all-reduce of a replicated stage's gradients. `load_ms` is how long
     the stage is busy with one microbatch. `memory_bytes` is what each device holds. A stage that is to `recompute` runs
     forward again before backward, which `backward_ms` includes, and keeps no activations in between.
+    `weight_ms` is what of `backward_ms` can be left for later, the gradients of weights alone.
     `in_bytes` and `out_bytes` are the values that cross its two boundaries, `in_gradient_bytes` and
     `out_gradient_bytes` the gradients that return over them. Of its memory `held_bytes` is always there (weights,
     gradients, optimizer state, buffers), `kept_bytes` once for each microbatch under way.
@@ -72,9 +73,10 @@ class StagePlan:
     parameter_bytes: float = 0.0
     held_bytes: float = 0.0
     kept_bytes: float = 0.0
+    weight_ms: float = 0.0
 
 
-FIGURES = ("forward_ms", "backward_ms", "receive_ms", "send_ms", "reduce_ms", "load_ms", "memory_bytes")
+FIGURES = ("forward_ms", "backward_ms", "weight_ms", "receive_ms", "send_ms", "reduce_ms", "load_ms", "memory_bytes")
 """What a plan says of each stage and `price` can compute again."""
 
 
@@ -204,6 +206,7 @@ def price(costs: Costs, machine: Machine, workload: Workload, split: Split, mode
         host = machine.devices[devices[0]].host
         forward = sum(n.host_ms if host else n.forward_ms for n in nodes) / speed
         backward = 0.0 if host else sum(n.backward_ms + recompute * n.forward_ms for n in nodes) / speed
+        weight = 0.0 if host else sum(n.late_ms for n in nodes) / speed
         receive = send = 0.0
         if model.traffic and direct:
             rate = machine.bytes_per_ms(devices[0], devices[0])
@@ -240,6 +243,7 @@ def price(costs: Costs, machine: Machine, workload: Workload, split: Split, mode
                 parameter_bytes=parameters,
                 held_bytes=held,
                 kept_bytes=float(sum(n.kept_bytes for n in nodes)),
+                weight_ms=weight,
             )
         )
     return tuple(plans)

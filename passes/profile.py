@@ -18,13 +18,10 @@ from fxsplit.errors import ChainError, ProfileError
 from fxsplit.inputs import Example
 from fxsplit.ir import IR
 from fxsplit.machine import Machine
-from fxsplit.measure import WARM_UP, in_worker_thread, signature, time_nodes
+from fxsplit.measure import HALVED, WARM_UP, NodeTimes, in_worker_thread, signature, time_nodes
 from fxsplit.observe import Observation, observe, preserved, storage_id
 from fxsplit.progress import track
 from fxsplit.stages import weights
-
-Times = dict[str, tuple[float, float]]
-"""Forward and backward milliseconds of nodes."""
 
 
 @dataclass(frozen=True)
@@ -84,12 +81,14 @@ class Profile:
                 measured = _measured(ir.gm, machine, len(once), partial(time_alone, once, device, self.repeats))
             else:
                 sweeps = partial(time_nodes, ir.gm, seen, set(first.values()), example.tensors, device, self.repeats)
-                measured = _measured(ir.gm, machine, WARM_UP + self.repeats, sweeps)
+                measured = _measured(ir.gm, machine, WARM_UP + self.repeats + HALVED, sweeps)
             times |= {key: measured[name] for key, name in first.items()}
         return ir.learn(_costs(ir.gm, seen, signatures, times, example, machine, self.tied))
 
 
-def _measured(gm: fx.GraphModule, machine: Machine, turns: int, run: Callable[[Callable[[], object]], Times]) -> Times:
+def _measured(
+    gm: fx.GraphModule, machine: Machine, turns: int, run: Callable[[Callable[[], object]], NodeTimes]
+) -> NodeTimes:
     """Return what `run` measures, which calls what it is given in each of its turns."""
     tick = partial(next, track(range(turns), "profiling"))
     with preserved(gm), torch.enable_grad():
@@ -107,7 +106,7 @@ def _costs(
     gm: fx.GraphModule,
     seen: Mapping[str, Observation],
     signatures: Mapping[str, str],
-    times: Mapping[str, tuple[float, float]],
+    times: NodeTimes,
     example: Example,
     machine: Machine,
     tied: str,
@@ -125,7 +124,7 @@ def _costs(
             key = signatures.get(node.name, f"get_attr {seen[node.name].text}")
             held = [w for w in weights_of(gm, node) if storage_id(w) not in counted]
             counted |= {storage_id(w) for w in held if tied == "together"}  # in one stage it is there once
-            nodes.append(_node_cost(node, held, seen[node.name], key, times.get(key, (0.0, 0.0))))
+            nodes.append(_node_cost(node, held, seen[node.name], key, times.get(key, (0.0, 0.0, 0.0))))
     return Costs(
         nodes=tuple(nodes),
         inputs=tuple(inputs),
@@ -143,10 +142,10 @@ def _costs(
 
 
 def _node_cost(
-    node: fx.Node, held: Sequence[Tensor], seen: Observation, key: str, times: tuple[float, float]
+    node: fx.Node, held: Sequence[Tensor], seen: Observation, key: str, times: tuple[float, float, float]
 ) -> NodeCost:
     """Return the cost of one node, which holds some weights; what only fetches an attribute takes no time."""
-    forward_ms, backward_ms = times
+    forward_ms, backward_ms, weight_ms = times
     return NodeCost(
         name=node.name,
         op=f"{node.op}:{node.target if isinstance(node.target, str) else getattr(node.target, '__name__', '?')}",
@@ -161,6 +160,7 @@ def _node_cost(
         parameter_bytes=sum(w.nbytes for w in held if w.requires_grad),
         buffer_bytes=sum(w.nbytes for w in held if not w.requires_grad),
         draws=seen.draws,
+        weight_ms=weight_ms,
     )
 
 

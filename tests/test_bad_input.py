@@ -233,6 +233,8 @@ def edited(path: Path, change: Any) -> Path:
         (lambda d: d["nodes"][0].pop("kept_bytes"), "is a damaged profile"),
         (lambda d: d["nodes"][0].update(forward_ms=-1), "forward_ms=-1: give a finite number"),
         (lambda d: d["nodes"][0].update(backward_ms=nan), "backward_ms=nan: give a finite number"),
+        (lambda d: d["nodes"][0].update(weight_ms=-2), "weight_ms=-2: give a finite number"),
+        (lambda d: d["nodes"][0].update(weight_ms=1e9), "weight_ms=1000000000.0, which is part of backward_ms"),
         (lambda d: d["nodes"][0].update(forward_ms="1"), "is a damaged profile"),
         (lambda d: d["nodes"][0].update(inputs=["missing"]), "reads 'missing', which no earlier node or input makes"),
         (lambda d: d["nodes"].reverse(), "incomplete or has a cycle"),

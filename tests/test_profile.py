@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 import fxsplit
 from fxsplit.costs import Costs
-from fxsplit.measure import Sweep
+from fxsplit.measure import HALVED, Sweep
 from fxsplit.progress import listening
 from tests.models import FAST, Chunked, LateReader, Mlp, Residual, Tied
 
@@ -31,6 +32,28 @@ def test_bytes_of_a_linear_layer() -> None:
     assert relu.kept_bytes == 4 * 16 * 4 and relu.parameter_bytes == 0
     assert second.forward_ms > 0 and second.backward_ms > 0
     assert costs.inputs[0].output_bytes == 4 * 8 * 4 and costs.inputs[0].gradient_bytes == 0
+
+
+def test_what_of_a_backward_can_wait() -> None:
+    """The gradients of weights, where they are computed by themselves, as in a matrix product, and not in a norm."""
+    layers: list[nn.Module] = [nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 16, bias=False), nn.ReLU()]
+    costs = costs_of(nn.Sequential(*layers, nn.Linear(16, 4).requires_grad_(False)), torch.randn(8, 8))
+    first, norm, second, relu, frozen = costs.nodes
+    assert all(node.backward_ms > 0 for node in costs.nodes)
+    for node in (first, second):
+        assert node.weight_ms is not None and 0 < node.weight_ms < node.backward_ms
+    assert norm.weight_ms == relu.weight_ms == frozen.weight_ms == 0
+
+
+def test_an_earlier_profile_says_nothing_of_halves(tmp_path: Path) -> None:
+    costs = costs_of(Mlp(), torch.randn(8, 8))
+    costs.save(tmp_path / "new.json")
+    data = json.loads((tmp_path / "new.json").read_text())
+    for node in data["nodes"]:
+        del node["weight_ms"]
+    (tmp_path / "old.json").write_text(json.dumps(data))
+    for node in Costs.load(tmp_path / "old.json").nodes:
+        assert node.weight_ms is None and node.late_ms == node.backward_ms / 2
 
 
 def test_frozen_parameters_and_buffers_get_no_gradient() -> None:
@@ -91,7 +114,7 @@ def test_progress_is_told() -> None:
     told: list[tuple[str, int, int]] = []
     with listening(lambda *news: told.append(news)):
         costs_of(Mlp(), torch.randn(8, 8))
-    assert ("profiling", 1, 2) in told
+    assert ("profiling", 1, 1 + 1 + HALVED) in told
 
 
 def test_profiling_leaves_gradients_alone() -> None:

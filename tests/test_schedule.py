@@ -167,6 +167,14 @@ def test_any_placement_can_be_scheduled(counts: list[int], microbatches: int, sp
         list_schedule(homes, microbatches, lambda a: a, lambda d: 0)
 
 
+def test_halves_of_a_backward_take_what_is_said() -> None:
+    """One microbatch through two stages: 1 + 1 forward, I1 = 3, I0 = 1; W0 = 3 ends after W1 = 1."""
+    schedule = generate("ZB-H1", 2, 1)
+    assert simulate(schedule, Times([1, 1], [4, 4])).step_ms == pytest.approx(2 + 2 + 2 + 2)
+    assert simulate(schedule, Times([1, 1], [4, 4], weight_ms=[3, 1])).step_ms == pytest.approx(2 + 3 + 1 + 3)
+    assert simulate(generate("1F1B", 2, 1), Times([1, 1], [4, 4], weight_ms=[3, 1])).step_ms == pytest.approx(10)
+
+
 def test_hops_lengthen_the_step() -> None:
     schedule = generate("GPipe", 2, 1)
     there = Times([1, 1], [2, 2], forward_hop_ms=[0, 0.5], backward_hop_ms=[0, 0.25])

@@ -113,6 +113,10 @@ def test_plans_that_do_not_suit_or_are_damaged(capsys: pytest.CaptureFixture[str
     for change, message in (
         ({"stages": []}, "it has no stages"),
         ({"stages": [{**whole["stages"][0], "forward_ms": -1}]}, "forward_ms of stage 0 is -1"),
+        (
+            {"stages": [{**whole["stages"][0], "weight_ms": 1e9}]},
+            "weight_ms of stage 0 is 1000000000.0",
+        ),
         ({"stages": [{**whole["stages"][0], "devices": ["moon"]}]}, "stage 0 is on 'moon'"),
         ({"cost_model": "free"}, "cost_model is 'free'"),
         ({"stages": 3}, "damaged plan"),
@@ -135,6 +139,12 @@ def test_plans_survive_their_file(model: str, tmp_path: Path) -> None:
     save_plan(made, tmp_path / "plan.json")
     read = read_plan(tmp_path / "plan.json")
     assert read.stages == made.stages and read.model == made.model and str(read) == str(made)
+    older = json.loads((tmp_path / "plan.json").read_text())
+    for stage in older["stages"]:
+        del stage["weight_ms"]
+    (tmp_path / "older.json").write_text(json.dumps(older))
+    for stage in read_plan(tmp_path / "older.json").stages:
+        assert stage.weight_ms == stage.backward_ms / 2
 
 
 def test_overlapped_transfers_take_time_between_devices() -> None:

@@ -87,6 +87,10 @@ def _stage(index: int, data: dict[str, Any], names: list[str]) -> StagePlan:
     for device in data["devices"]:
         if device not in names:
             raise PlanError(f"stage {index} is on {device!r}, which is none of its devices")
+    backward = _number(data["backward_ms"], f"backward_ms of stage {index}")
+    data = {"weight_ms": backward / 2, **data}  # earlier versions did not say
+    if _number(data["weight_ms"], f"weight_ms of stage {index}") > backward:
+        raise PlanError(f"weight_ms of stage {index} is {data['weight_ms']}, and it is part of backward_ms={backward}")
     return StagePlan(
         nodes=tuple(str(n) for n in data["nodes"]),
         devices=tuple(names.index(d) for d in data["devices"]),

@@ -54,7 +54,7 @@ def times_of(plan: Plan, schedule: Schedule) -> Times:
     busy = plan.model.name != "overlapped"
     shares = [_forward_share(s.in_bytes, s.in_gradient_bytes) for s in plan.stages]
     shares.append(_forward_share(plan.stages[-1].out_bytes, plan.stages[-1].out_gradient_bytes))
-    forward, backward, reduce = [], [], []
+    forward, backward, weight, reduce = [], [], [], []
     for i, stage in enumerate(plan.stages):
         # A plan's times are divided among the devices of a stage, and one of them takes as many times as long.
         several = len(stage.devices) if len(schedule.homes[i]) > 1 else 1
@@ -62,6 +62,7 @@ def times_of(plan: Plan, schedule: Schedule) -> Times:
         behind = stage.receive_ms + stage.send_ms - ahead
         forward.append(several * (stage.forward_ms + ahead * busy))
         backward.append(several * (stage.backward_ms + behind * busy))
+        weight.append(several * stage.weight_ms)
         reduce.append(several * stage.reduce_ms)
         if several == 1:
             backward[i] += stage.reduce_ms
@@ -72,6 +73,7 @@ def times_of(plan: Plan, schedule: Schedule) -> Times:
         forward_hop_ms=[hop * share for hop, share in zip(hops, shares, strict=False)],
         backward_hop_ms=[hop * (1 - share) for hop, share in zip(hops, shares, strict=False)],
         reduce_ms=reduce,
+        weight_ms=weight,
     )
 
 

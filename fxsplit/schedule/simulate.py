@@ -25,8 +25,9 @@ from fxsplit.schedule.verify import first_stuck
 class Times:
     """What each action takes, in milliseconds: by stage, and for transfers by the boundary before a stage.
 
-    The gradient of the inputs takes `input_share` of a full backward, that of the weights the rest. `forward_hop_ms[s]`
-    is what a value takes from stage s - 1 to s, `backward_hop_ms[s]` its gradient back; both only between devices.
+    Of a full backward the gradients of weights take `weight_ms` (half of it unless given), those of inputs the rest.
+    `forward_hop_ms[s]` is what a value takes from stage s - 1 to s, `backward_hop_ms[s]` its gradient back; both only
+    between devices.
     """
 
     forward_ms: Sequence[float]
@@ -35,7 +36,7 @@ class Times:
     backward_hop_ms: Sequence[float] = ()
     reduce_ms: Sequence[float] = ()
     step_ms: Sequence[float] = ()
-    input_share: float = 0.5
+    weight_ms: Sequence[float] = ()
 
     @classmethod
     def unit(cls, n_stages: int) -> Times:
@@ -47,9 +48,10 @@ class Times:
         stage = action.stage
         if action.op == FORWARD:
             return self.forward_ms[stage]
-        share = {BACKWARD: 1.0, INPUT_GRADIENT: self.input_share, WEIGHT_GRADIENT: 1.0 - self.input_share}
-        if action.op in share:
-            return share[action.op] * self.backward_ms[stage]
+        if action.op in (BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT):
+            whole = self.backward_ms[stage]
+            late = self.weight_ms[stage] if self.weight_ms else whole / 2
+            return {BACKWARD: whole, INPUT_GRADIENT: whole - late, WEIGHT_GRADIENT: late}[action.op]
         extra = {REDUCE: self.reduce_ms, STEP: self.step_ms}.get(action.op, ())
         return extra[stage] if extra else 0.0
 
