@@ -173,6 +173,8 @@ def test_halves_of_a_backward_take_what_is_said() -> None:
     assert simulate(schedule, Times([1, 1], [4, 4])).step_ms == pytest.approx(2 + 2 + 2 + 2)
     assert simulate(schedule, Times([1, 1], [4, 4], weight_ms=[3, 1])).step_ms == pytest.approx(2 + 3 + 1 + 3)
     assert simulate(generate("1F1B", 2, 1), Times([1, 1], [4, 4], weight_ms=[3, 1])).step_ms == pytest.approx(10)
+    with pytest.raises(ScheduleError, match="has 2 stages, and weight_ms has 1 times"):
+        simulate(schedule, Times([1, 1], [4, 4], weight_ms=[3]))
 
 
 def test_hops_lengthen_the_step() -> None:

@@ -91,9 +91,10 @@ def simulate(schedule: Schedule, times: Times) -> Simulation:
 
     Raises ScheduleError naming the place where nothing can go on (a deadlock).
     """
-    for what, given in (("forward_ms", times.forward_ms), ("backward_ms", times.backward_ms)):
-        if len(given) != schedule.n_stages:
-            raise ScheduleError(f"{schedule.name} has {schedule.n_stages} stages, and {what} has {len(given)} times")
+    for what in ("forward_ms", "backward_ms", "weight_ms"):
+        count = len(getattr(times, what))
+        if count != schedule.n_stages and (count or what != "weight_ms"):
+            raise ScheduleError(f"{schedule.name} has {schedule.n_stages} stages, and {what} has {count} times")
     ends: dict[Action, float] = {}
     spans: list[list[tuple[float, float]]] = [[] for _ in schedule.actions]
     free = [0.0] * schedule.n_devices
