@@ -121,6 +121,7 @@ def _serve(rank: int, case: Case, costs: str, store: str, link: Connection) -> N
     schedule = Schedule1F1B(stage, case.n_microbatches, loss_fn=F.cross_entropy, scale_grads=False)
     link.send(True)
     while link.recv():
+        modules[rank].zero_grad()
         dist.barrier()
         begin = time.perf_counter()
         if rank == 0:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
+
+from fxsplit.patching import Method, patched
 
 
 def leaves_above(root: Tensor, below: Iterable[object] = ()) -> list[Tensor]:
@@ -50,16 +51,13 @@ def gradient_hooks(leaf: Tensor) -> list[dict[int, Any]]:
 @contextmanager
 def hooks_seen(seen: Callable[[Tensor], object]) -> Iterator[None]:
     """Call `seen` with each tensor that the block, in this thread, puts a hook on."""
-    own: Any = Tensor.register_hook
-    thread = threading.get_ident()
 
-    def register_hook(tensor: Tensor, hook: Callable[..., Any]) -> Any:
-        if threading.get_ident() == thread:
+    def seeing(register: Method) -> Method:
+        def registered(tensor: Tensor, hook: Callable[..., Any]) -> Any:
             seen(tensor)
-        return own(tensor, hook)
+            return register(tensor, hook)
 
-    Tensor.register_hook = register_hook  # type: ignore[method-assign]
-    try:
+        return registered
+
+    with patched(Tensor, "register_hook", seeing):
         yield
-    finally:
-        Tensor.register_hook = own  # type: ignore[method-assign]

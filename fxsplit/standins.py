@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +13,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.parameter import is_lazy
+
+from fxsplit.patching import Method, patched
 
 M = TypeVar("M", bound=nn.Module)
 P = TypeVar("P", bound=Tensor)
@@ -41,23 +42,22 @@ def without_weights() -> Iterator[None]:
     Buffers are computed as ever, which `torch.device("meta")` would not do, and which a checkpoint need not have.
     Parameters are made one at a time, and what initialises them has nothing to do.
     """
-    own, thread = nn.Module.register_parameter, threading.get_ident()
     made: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
 
-    def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and threading.get_ident() == thread and not param.is_meta and not is_lazy(param):
-            of, empty = made.get(id(param), (lambda: None, param))
-            if of() is not param:  # one that is registered twice stays one
-                empty = filled(param, param.detach().to("meta"))
-                made[id(param)] = weakref.ref(param), empty
-            param = empty
-        own(module, name, param)
+    def without_memory(register: Method) -> Method:
+        def registered(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+            if param is not None and not param.is_meta and not is_lazy(param):
+                of, empty = made.get(id(param), (lambda: None, param))
+                if of() is not param:  # one that is registered twice stays one
+                    empty = filled(param, param.detach().to("meta"))
+                    made[id(param)] = weakref.ref(param), empty
+                param = empty
+            register(module, name, param)
 
-    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
-    try:
+        return registered
+
+    with patched(nn.Module, "register_parameter", without_memory):
         yield
-    finally:
-        nn.Module.register_parameter = own  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -261,7 +261,7 @@ def test_a_step_leaves_nothing_to_the_garbage_collector(schedule: str) -> None:
     assert left == alive
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_uneven_microbatches_weigh_by_their_rows(dtype: torch.dtype) -> None:
     model = deep().to(dtype)
     x, y = torch.randn(7, 8, dtype=dtype), torch.randn(7, 8, dtype=dtype)

@@ -113,4 +113,5 @@ class BatchLoss:
         handed_over(self._losses)
         losses = [loss for loss in self._losses if loss is not None]
         found = torch.stack([loss.to(losses[0].device) for loss in losses])
-        return (found * found.new_tensor(self._of_all)).sum()
+        weights = torch.tensor(self._of_all, dtype=torch.float64, device=found.device)  # not rounded to half precision
+        return (found * weights).sum().to(found.dtype)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from torch.utils import _pytree as pytree
 from fxsplit.errors import TraceError
 from fxsplit.inputs import Inputs
 from fxsplit.leaves import hooks_seen
+from fxsplit.patching import Method, patched
 from fxsplit.placement import settle
 from fxsplit.standins import is_stand_in, runnable
 from fxsplit.structures import LIBRARIES, plain
@@ -157,18 +157,16 @@ class _NeverDropped(TorchFunctionMode):
 def _checkpoints() -> Iterator[list[None]]:
     """Yield a list that is not empty once the block has put hooks on what is saved for backward."""
     entered: list[None] = []
-    own, thread = saved_tensors_hooks.__enter__, threading.get_ident()
 
-    def enter(hooks: saved_tensors_hooks) -> None:
-        if threading.get_ident() == thread:
+    def noting(enter: Method) -> Method:
+        def noted(hooks: saved_tensors_hooks) -> None:
             entered.append(None)
-        own(hooks)
+            enter(hooks)
 
-    saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
-    try:
+        return noted
+
+    with patched(saved_tensors_hooks, "__enter__", noting):
         yield entered
-    finally:
-        saved_tensors_hooks.__enter__ = own  # type: ignore[method-assign]
 
 
 def _refuse_hook(_: Tensor) -> None:
@@ -179,23 +177,20 @@ def _refuse_hook(_: Tensor) -> None:
 @contextmanager
 def _unconverted() -> Iterator[None]:
     """Let module.to(...) inside forward() do nothing where it would change nothing: torch.export cannot follow it."""
-    own, thread = nn.Module.to, threading.get_ident()
 
-    def to(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        parsed: Any = torch._C._nn._parse_to(*args, **kwargs)
-        device, dtype, _, layout = parsed
-        weights = (*module.parameters(), *module.buffers())
-        there = all(device in (None, w.device) for w in weights)
-        same = all(dtype in (None, w.dtype) or not w.is_floating_point() for w in weights)
-        if threading.get_ident() == thread and there and same and layout is None:
-            return module
-        return own(module, *args, **kwargs)
+    def where_needed(to: Method) -> Method:
+        def converted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            parsed: Any = torch._C._nn._parse_to(*args, **kwargs)
+            device, dtype, _, layout = parsed
+            weights = (*module.parameters(), *module.buffers())
+            there = all(device in (None, w.device) for w in weights)
+            same = all(dtype in (None, w.dtype) or not w.is_floating_point() for w in weights)
+            return module if there and same and layout is None else to(module, *args, **kwargs)
 
-    nn.Module.to = to  # type: ignore[method-assign, assignment]
-    try:
+        return converted
+
+    with patched(nn.Module, "to", where_needed):
         yield
-    finally:
-        nn.Module.to = own  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import operator
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from fxsplit.errors import TraceError
 from fxsplit.inputs import Inputs
+from fxsplit.patching import Method, patched
 from fxsplit.structures import LIBRARIES, containers
 from fxsplit.trace.functions import one_trace, recorded
 
@@ -115,25 +116,17 @@ def _modes_refused() -> Iterator[None]:
 
     autocast(enabled=False) changes nothing while tracing, and everything for a caller that runs under autocast.
     """
-    thread = threading.get_ident()
-    kinds = (torch.autocast, torch.no_grad, torch.enable_grad)
-    own = [(kind, kind.__enter__) for kind in kinds]
 
-    def refusing(enter: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def refusing(enter: Method) -> Method:
         def entered(mode: Any) -> Any:
-            if threading.get_ident() == thread:
-                raise TraceError(MODES)
-            return enter(mode)
+            raise TraceError(MODES)
 
         return entered
 
-    for kind, enter in own:
-        kind.__enter__ = refusing(enter)  # type: ignore[method-assign]
-    try:
+    with ExitStack() as stack:
+        for kind in (torch.autocast, torch.no_grad, torch.enable_grad):
+            stack.enter_context(patched(kind, "__enter__", refusing))
         yield
-    finally:
-        for kind, enter in own:
-            kind.__enter__ = enter  # type: ignore[method-assign]
 
 
 def _modes() -> tuple[Any, ...]:
