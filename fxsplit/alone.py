@@ -73,7 +73,7 @@ def _time(call: Call, device: torch.device, repeats: int) -> tuple[float, float,
         outputs = [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor) and t.requires_grad]
         seeds = [torch.ones_like(t) for t in outputs]
         if turn >= WARM_UP + repeats and outputs and leaves:
-            first, second = halves(outputs, leaves, seeds, {}, clock)
+            first, second = halves(outputs, leaves, seeds, None, clock)
             early, late = early + first, late + second
             continue
         start = clock.now()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 AUTOCAST_DEVICES = ("cpu", "cuda")
+NOTHING = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Context:
     def backward(self) -> AbstractContextManager[Any]:
         """Return a context that leaves autocast for a backward, which a user's loop also runs outside of it."""
         if not self.autocast:
-            return nullcontext()
+            return NOTHING
         stack = ExitStack()
         for device, _ in self.autocast:
             stack.enter_context(torch.autocast(device, enabled=False))

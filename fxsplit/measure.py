@@ -136,12 +136,12 @@ def halves(
     outputs: Sequence[Tensor],
     leaves: Sequence[Tensor],
     seeds: Sequence[Tensor],
-    totals: dict[Tensor, Tensor],
+    totals: dict[Tensor, Tensor] | None,
     clock: Clock,
 ) -> tuple[float, float]:
     """Return the milliseconds of a backward's two halves, that for inputs and that which is left for weights.
 
-    Gradients of weights are added to `totals`. The second half is 0 where nothing can be left for it.
+    Gradients of weights are added to `totals`, if given. The second half is 0 where nothing can be left for it.
     """
     weights = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
     nodes, _ = joins(outputs, weights)
@@ -163,13 +163,22 @@ def halves(
     return middle - begin, clock.now() - middle
 
 
-def _accumulate(totals: dict[Tensor, Tensor], leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+def _accumulate(
+    totals: dict[Tensor, Tensor] | None, leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]
+) -> None:
     """Add the gradients of parameters to their totals, which is part of a backward."""
+    if totals is None:
+        return
     for leaf, gradient in zip(leaves, gradients, strict=True):
-        if isinstance(leaf, nn.Parameter) and gradient is not None:
-            total = totals.setdefault(leaf, gradient)
-            if total is not gradient:
-                total.add_(gradient)
+        if not isinstance(leaf, nn.Parameter) or gradient is None:
+            continue
+        total = totals.get(leaf)
+        if total is None:
+            totals[leaf] = gradient.clone()  # in the warm-up; it may be expanded, or somebody else's
+        elif total.is_sparse:
+            totals[leaf] = gradient + total
+        else:
+            total.add_(gradient)
 
 
 def check_stop() -> None:

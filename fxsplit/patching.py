@@ -8,19 +8,47 @@ from contextlib import contextmanager
 from typing import Any
 
 Method = Callable[..., Any]
+_patches: dict[tuple[type, str], tuple[Any, dict[int, list[Method]]]] = {}
+_lock = threading.Lock()
 
 
 @contextmanager
 def patched(owner: type, name: str, around: Callable[[Method], Method]) -> Iterator[None]:
-    """Let this thread's calls of a method go to what `around` returns of it; other threads' go where they went."""
-    own = owner.__dict__[name]
-    instead, thread = around(own), threading.get_ident()
+    """Let this thread's calls of a method go to what `around` returns of it; other threads' go where they went.
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return (instead if threading.get_ident() == thread else own)(*args, **kwargs)
-
-    setattr(owner, name, call)
+    Blocks of several threads may overlap in any way: the method is itself again when the last one ends.
+    """
+    key, thread = (owner, name), threading.get_ident()
+    with _lock:
+        if key not in _patches:
+            _patches[key] = owner.__dict__[name], {}
+            setattr(owner, name, _dispatching(*_patches[key]))
+        own, instead = _patches[key]
+        mine = instead.setdefault(thread, [_function(own)])
+        mine.append(around(mine[-1]))
     try:
         yield
     finally:
-        setattr(owner, name, own)
+        with _lock:
+            mine.pop()
+            if len(mine) == 1:
+                del instead[thread]
+            if not instead:
+                setattr(owner, name, own)
+                del _patches[key]
+
+
+def _dispatching(own: Any, instead: dict[int, list[Method]]) -> Any:
+    """Return a method, or a classmethod, that calls what the calling thread has put there."""
+    plain = [_function(own)]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return instead.get(threading.get_ident(), plain)[-1](*args, **kwargs)
+
+    return classmethod(call) if isinstance(own, classmethod) else call
+
+
+def _function(own: Any) -> Method:
+    """Return the function of a method or a classmethod."""
+    function: Method = own.__func__ if isinstance(own, classmethod) else own
+    return function

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.costs import Costs
@@ -124,3 +126,32 @@ def test_profiling_leaves_gradients_alone() -> None:
     costs_of(model, torch.randn(8, 8))
     for name, p in model.named_parameters():
         assert p.grad is not None and torch.equal(p.grad, before[name])
+
+
+class Direct(nn.Module):
+    """Reads its parameters itself: one gets an expanded gradient, another a sparse one and a dense one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(8, 8), nn.Parameter(torch.ones(3, 3))
+        self.embed = nn.Embedding(8, 8, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x) * self.scale.sum() + self.scale.sum(0, keepdim=True).sum()
+        out: Tensor = F.linear(h, self.embed.weight) + self.embed(x[:, 0].long().clamp(0, 7))
+        return out
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1"])
+def test_parameters_that_functions_read(schedule: str) -> None:
+    model = Direct().double()
+    alone = copy.deepcopy(model)
+    x = torch.randn(8, 8, dtype=torch.float64)
+    chain = "profile{repeats=2},augment,order,partition,emit"
+    with fxsplit.compile(model, 2, schedule=schedule, loss_fn=F.mse_loss, n_microbatches=2, passes=chain) as pipe:
+        pipe.step(x, target=x)
+    for rows in x.chunk(2):
+        (F.mse_loss(alone(rows), rows) / 2).backward()
+    for a, b in zip(model.parameters(), alone.parameters(), strict=True):
+        assert a.grad is not None and b.grad is not None
+        torch.testing.assert_close(a.grad.to_dense(), b.grad.to_dense())

@@ -5,18 +5,16 @@ from __future__ import annotations
 import linecache
 import traceback
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fxsplit.context import NOTHING
 from fxsplit.leaves import muted
 from fxsplit.runtime.gradients import Share, differentiated, ours_alone, shares_of
 from fxsplit.stages import Stage
 from fxsplit.structures import LIBRARIES
-
-NOTHING = nullcontext()
 
 
 class Packet(NamedTuple):

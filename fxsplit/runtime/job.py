@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fxsplit.context import Context
+from fxsplit.context import NOTHING, Context
 from fxsplit.draws import drawing, new_seed, turn
 from fxsplit.errors import PlanError, stage_error
 from fxsplit.leaves import leaves_above
@@ -21,7 +21,7 @@ from fxsplit.runtime.execute import Packet, Saved, backward, failing_node, forwa
 from fxsplit.runtime.gradients import Sums, merged
 from fxsplit.runtime.halves import Rest, backward_inputs, backward_weights
 from fxsplit.runtime.program import Program
-from fxsplit.runtime.replicas import NOTHING, Replica
+from fxsplit.runtime.replicas import Replica
 from fxsplit.runtime.snapshots import apart, copied
 from fxsplit.runtime.streams import Stream, handed_over
 from fxsplit.runtime.versions import Stepper, Versions

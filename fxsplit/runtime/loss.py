@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -80,7 +81,7 @@ class BatchLoss:
                 self._weights[m], self._of_all[m] = rows[m] / own, rows[m] / sum(rows)
             begin = end
         self._losses: list[Tensor | None] = [None] * len(rows)
-        self._seeds: dict[float, Tensor] = {}
+        self._seeds: dict[tuple[float, int], Tensor] = {}  # of each worker its own: others may be ahead of its device
 
     def __call__(self, microbatch: int, outputs: Any) -> Tensor:
         """Return the loss of one microbatch, from the model's outputs for it; its weight is in `seed`."""
@@ -104,9 +105,10 @@ class BatchLoss:
     def seed(self, microbatch: int) -> list[Tensor | None]:
         """Return the gradient that the backward of a microbatch's loss starts from: its weight in the batch's."""
         weight = self._weights[microbatch]
-        if weight not in self._seeds:
-            self._seeds[weight] = torch.full_like(self._losses[microbatch], weight)  # type: ignore[arg-type]
-        return [self._seeds[weight]]
+        key = weight, threading.get_ident()
+        if key not in self._seeds:
+            self._seeds[key] = torch.full_like(self._losses[microbatch], weight)  # type: ignore[arg-type]
+        return [self._seeds[key]]
 
     def total(self) -> Tensor:
         """Return the loss of the whole batch, detached."""

@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from fxsplit.context import NOTHING
 from fxsplit.machine import Device
 from fxsplit.placement import settle
 from fxsplit.runtime.gradients import Sums
 from fxsplit.schedule.action import Action
 from fxsplit.stages import Stage, weights
-
-NOTHING = nullcontext()
 
 
 class Replica:

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from fxsplit.errors import TraceError
+from fxsplit.patching import Method, patched
 
 TORCHS = ("torch._library.", "torch._functorch.")
 """Where torch defines such functions for operators that a graph does hold."""
@@ -69,24 +70,22 @@ def marked() -> Iterator[list[Call]]:
 @contextmanager
 def _applied_by(replace: Callable[[Any, Call, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
     """Let this thread's calls of the user's own autograd.Functions go to `replace`."""
-    thread = threading.get_ident()
-    own = torch.autograd.Function.__dict__["apply"]
 
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != thread or cls.__module__.startswith(TORCHS):
-            return own.__func__(cls, *args, **kwargs)
-        if cls is CheckpointFunction:
-            raise TraceError(
-                "forward() calls checkpoint(use_reentrant=True), whose backward cannot be run in parts: give it "
-                "use_reentrant=False, or leave it out and compile(checkpoint='always')"
-            )
-        return replace(cls, own.__func__, args, kwargs)
+    def replacing(apply: Method) -> Method:
+        def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            if cls.__module__.startswith(TORCHS):
+                return apply(cls, *args, **kwargs)
+            if cls is CheckpointFunction:
+                raise TraceError(
+                    "forward() calls checkpoint(use_reentrant=True), whose backward cannot be run in parts: give it "
+                    "use_reentrant=False, or leave it out and compile(checkpoint='always')"
+                )
+            return replace(cls, apply, args, kwargs)
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
-    try:
+        return applied
+
+    with patched(torch.autograd.Function, "apply", replacing):
         yield
-    finally:
-        torch.autograd.Function.apply = own  # type: ignore[method-assign]
 
 
 _calls: dict[Any, Call] = {}
