@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fxsplit.errors import ProfileError
-from fxsplit.measure import HALVED, WARM_UP, Clock, NodeTimes, check_stop, halves, times_of
+from fxsplit.measure import HALVED, WARM_UP, Clock, NodeTimes, check_stop, halves, medians_of
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def _time(call: Call, device: torch.device, repeats: int) -> tuple[float, float,
         if turn >= WARM_UP:
             forward.append(middle - begin)
             backward.append(end - start)
-    return times_of(forward, backward, early, late)
+    return medians_of(forward, backward, early, late)
 
 
 def _same(tensor: Tensor) -> Tensor:

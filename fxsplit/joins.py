@@ -19,6 +19,9 @@ from torch.autograd.graph import GradientEdge
 AT_ONCE = ("BatchNorm", "LayerNorm", "GroupNorm", "RmsNorm", "Rnn", "Lstm", "Gru", "Prelu", "Attention", "CppNode")
 """What is in the names of autograd nodes whose kernels compute the gradients of inputs and weights together."""
 
+Part = tuple[list[GradientEdge], list[Tensor], list[Tensor]]
+"""What is left of a backward at one node: the edges into it, the weights to go to, the gradients that arrived."""
+
 
 def joins(
     roots: Sequence[Tensor], trained: Iterable[Tensor]
@@ -60,6 +63,17 @@ def joins(
             numbers = sorted({number for _, number in users[join]})
             nodes[join] = [GradientEdge(join, number) for number in numbers], [weight]
     return nodes, several
+
+
+def parts(nodes: dict[Any, tuple[list[GradientEdge], list[Tensor]]], gradients: Iterable[Tensor | None]) -> list[Part]:
+    """Return what is left to do at nodes, from the gradients at all their edges; nothing where none arrived."""
+    arrived = iter(gradients)
+    found: list[Part] = []
+    for edges, weights in nodes.values():
+        known = [(edge, gradient) for edge in edges if (gradient := next(arrived)) is not None]
+        if known:
+            found.append(([edge for edge, _ in known], weights, [gradient for _, gradient in known]))
+    return found
 
 
 def _join(leaf: Any, users: dict[Any, list[tuple[Any, int]]]) -> Any:

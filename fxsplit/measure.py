@@ -15,7 +15,8 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxsplit.context import Context
-from fxsplit.joins import joins
+from fxsplit.gradients import Sums, shares_of
+from fxsplit.joins import joins, parts
 from fxsplit.observe import Interpreter, Observation, tensor_text
 
 R = TypeVar("R")
@@ -46,7 +47,7 @@ class Sweep(Interpreter):
         self._clock = Clock(device)
         self._device = device
         self._islands: list[tuple[str, list[Tensor], list[Tensor]]] = []
-        self._totals: dict[Tensor, Tensor] = {}  # accumulating a parameter's gradient is part of its backward
+        self._totals = Sums()  # accumulating a parameter's gradient is part of its backward
 
     def sweep(self, *inputs: Tensor, halved: bool = False) -> None:
         """Do one step, forward and backward, or with backwards in two halves."""
@@ -136,7 +137,7 @@ def halves(
     outputs: Sequence[Tensor],
     leaves: Sequence[Tensor],
     seeds: Sequence[Tensor],
-    totals: dict[Tensor, Tensor] | None,
+    totals: Sums | None,
     clock: Clock,
 ) -> tuple[float, float]:
     """Return the milliseconds of a backward's two halves, that for inputs and that which is left for weights.
@@ -154,31 +155,16 @@ def halves(
     found = torch.autograd.grad(outputs, ends, seeds, retain_graph=True, allow_unused=True)
     _accumulate(totals, first, found[: len(first)])
     middle = clock.now()
-    arrived = iter(found[len(first) :])
-    for edges, own in nodes.values():
-        known = [(edge, gradient) for edge in edges if (gradient := next(arrived)) is not None]
-        if known:
-            of_own = torch.autograd.grad([e for e, _ in known], own, [g for _, g in known], allow_unused=True)
-            _accumulate(totals, own, of_own)
+    for edges, own, arrived in parts(nodes, found[len(first) :]):
+        _accumulate(totals, own, torch.autograd.grad(edges, own, arrived, allow_unused=True))
     return middle - begin, clock.now() - middle
 
 
-def _accumulate(
-    totals: dict[Tensor, Tensor] | None, leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]
-) -> None:
-    """Add the gradients of parameters to their totals, which is part of a backward."""
-    if totals is None:
-        return
-    for leaf, gradient in zip(leaves, gradients, strict=True):
-        if not isinstance(leaf, nn.Parameter) or gradient is None:
-            continue
-        total = totals.get(leaf)
-        if total is None:
-            totals[leaf] = gradient.clone()  # in the warm-up; it may be expanded, or somebody else's
-        elif total.is_sparse:
-            totals[leaf] = gradient + total
-        else:
-            total.add_(gradient)
+def _accumulate(totals: Sums | None, leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Add the gradients of parameters to their totals, which is part of a backward; the warm-up copies the first."""
+    if totals is not None:
+        found = shares_of(leaves, gradients, [False] * len(leaves))
+        totals.add(share for share in found if isinstance(share[0], nn.Parameter))
 
 
 def check_stop() -> None:
@@ -216,10 +202,10 @@ def time_nodes(
         for name, (first, second) in sweep.halves_ms.items():
             early[name] += first
             late[name] += second
-    return {name: times_of(forward[name], backward[name], early[name], late[name]) for name in timed}
+    return {name: medians_of(forward[name], backward[name], early[name], late[name]) for name in timed}
 
 
-def times_of(forward: list[float], backward: list[float], early: float, late: float) -> tuple[float, float, float]:
+def medians_of(forward: list[float], backward: list[float], early: float, late: float) -> tuple[float, float, float]:
     """Return the median forward and backward time, and what of the latter is for weights, by its two halves' times."""
     both = early + late
     return median(forward), median(backward), median(backward) * late / both if both else 0.0

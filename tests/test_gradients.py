@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxsplit.runtime.gradients import Sums, ours_alone
+from fxsplit.gradients import Sums, ours_alone
 
 
 def asked(outputs: Tensor, leaves: list[Tensor]) -> list[bool]:

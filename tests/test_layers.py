@@ -17,7 +17,7 @@ ROWS: list[set[str]] = [
     {"ir", "kernels"},
     {
         *("machine", "chunks", "inputs", "draws", "leaves", "observe", "dependences", "costs", "context", "measure"),
-        *("standins", "alone", "joins"),
+        *("standins", "alone", "gradients", "joins"),
         *("blocks", "antichains", "states", "workload", "plans", "stages", "placement"),
     },
     {"planner", "formats"},

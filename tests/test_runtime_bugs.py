@@ -17,8 +17,8 @@ import fxsplit
 from fxsplit import cli
 from fxsplit.comparison import compare, pipeline_step, unsplit_step
 from fxsplit.errors import ScheduleError
+from fxsplit.gradients import Sums
 from fxsplit.runtime.execute import Saved, backward
-from fxsplit.runtime.gradients import Sums
 from fxsplit.runtime.halves import backward_inputs, backward_weights
 from fxsplit.schedule.action import Action
 from fxsplit.schedule.torch_csv import read_csv

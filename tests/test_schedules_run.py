@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxsplit
+from fxsplit.gradients import Sums
 from fxsplit.report import draw
 from fxsplit.runtime import job
 from fxsplit.runtime.execute import Packet, Saved, backward
-from fxsplit.runtime.gradients import Sums
 from fxsplit.runtime.halves import backward_inputs, backward_weights
 from fxsplit.schedule import RUNNABLE, generate
 from fxsplit.schedule.action import BACKWARD, COMPUTES

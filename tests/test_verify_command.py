@@ -13,7 +13,7 @@ from torch import nn
 
 import fxsplit
 from fxsplit.cli import main
-from fxsplit.runtime.gradients import Share, Sums
+from fxsplit.gradients import Share, Sums
 from fxsplit.verification import undropped
 from tests.models import FAST, Mlp
 

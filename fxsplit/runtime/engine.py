@@ -13,10 +13,10 @@ from torch import Tensor
 
 from fxsplit.context import Context
 from fxsplit.errors import FxsplitError, InputError
+from fxsplit.gradients import accumulate
 from fxsplit.leaves import muted
 from fxsplit.runtime.batch_norm import whole_batch
 from fxsplit.runtime.execute import Packet
-from fxsplit.runtime.gradients import accumulate
 from fxsplit.runtime.job import Job, Tape
 from fxsplit.runtime.loss import BatchLoss
 from fxsplit.runtime.microbatches import join, split, spread

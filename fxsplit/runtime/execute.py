@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fxsplit.context import NOTHING
+from fxsplit.gradients import Share, differentiated, ours_alone, shares_of
 from fxsplit.leaves import muted
-from fxsplit.runtime.gradients import Share, differentiated, ours_alone, shares_of
 from fxsplit.stages import Stage
 from fxsplit.structures import LIBRARIES
 

@@ -12,19 +12,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
-from fxsplit.joins import joins
+from fxsplit.gradients import Share, Sums, differentiated, ours_alone, shares_of
+from fxsplit.joins import Part, joins, parts
 from fxsplit.leaves import muted
 from fxsplit.runtime.execute import Saved, roots_of
-from fxsplit.runtime.gradients import Share, Sums, differentiated, ours_alone, shares_of
 
 
 @dataclass
 class Rest:
     """What is left of a backward: for each node at which weights join, the gradients that arrive there."""
 
-    parts: list[tuple[list[GradientEdge], list[Tensor], list[Tensor]]] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
 
 
 def backward_inputs(
@@ -54,12 +53,7 @@ def backward_inputs(
     first, last = len(inputs), len(leaves)
     shares = shares_of(leaves[first:], found[first:last], own[first:last])
     of = dict(zip(leaves, found, strict=False))
-    arrived = iter(found[last:])
-    rest = Rest()
-    for at, weights in nodes.values():
-        known = [(edge, gradient) for edge in at if (gradient := next(arrived)) is not None]
-        if known:
-            rest.parts.append(([edge for edge, _ in known], weights, [gradient for _, gradient in known]))
+    rest = Rest(parts(nodes, found[last:]))
     return [of[inputs[i]] if i in inputs else None for i in range(len(saved.inputs))], shares, rest
 
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from fxsplit.context import NOTHING, Context
 from fxsplit.draws import drawing, new_seed, turn
 from fxsplit.errors import PlanError, stage_error
+from fxsplit.gradients import Sums, merged
 from fxsplit.leaves import leaves_above
 from fxsplit.runtime.checkpoint import Kept, forward_lightly, loss_leaves
 from fxsplit.runtime.execute import Packet, Saved, backward, failing_node, forward
-from fxsplit.runtime.gradients import Sums, merged
 from fxsplit.runtime.halves import Rest, backward_inputs, backward_weights
 from fxsplit.runtime.program import Program
 from fxsplit.runtime.replicas import Replica

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxsplit.context import NOTHING
+from fxsplit.gradients import Sums
 from fxsplit.machine import Device
 from fxsplit.placement import settle
-from fxsplit.runtime.gradients import Sums
 from fxsplit.schedule.action import Action
 from fxsplit.stages import Stage, weights
 

@@ -17,9 +17,9 @@ from torch import Tensor, UntypedStorage
 from torch.optim import Optimizer
 
 from fxsplit.errors import InputError
+from fxsplit.gradients import Sums, accumulate
 from fxsplit.machine import Device
 from fxsplit.observe import storage_id
-from fxsplit.runtime.gradients import Sums, accumulate
 from fxsplit.runtime.replicas import Replica
 from fxsplit.schedule import Schedule
 from fxsplit.schedule.action import COMPUTES, Action
