@@ -19,14 +19,14 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor, nn
 
 import fxsplit
-from fxsplit import zoo
-from fxsplit.antichains import Antichains
-from fxsplit.ir import IR
-from fxsplit.manager import run
+from bench import networks as zoo
+from fxsplit.frontend import capture
+from fxsplit.ir.facts.antichains import Antichains
+from fxsplit.ir.facts.workload import Workload
+from fxsplit.ir.graph import IR
+from fxsplit.ir.manager import run_chain
 from fxsplit.passes import Augment, Emit, Order, Partition, Profile
 from fxsplit.schedule import find_schedule
-from fxsplit.trace import capture
-from fxsplit.workload import Workload
 
 DEVICES = (4, 8)
 MICROBATCHES, ROWS = 8, 2
@@ -45,9 +45,9 @@ def stages_of_the_ir(name: str) -> dict[str, IR]:
     """The IR before each phase that does not depend on the number of devices."""
     model, x = network(name)
     made = {"profile": capture(model, (x,), {}, ROWS).learn(fxsplit.Machine.of(["cpu"] * 8))}
-    made["augment"] = run(made["profile"], [Profile(REPEATS)])
-    made["order"] = run(made["augment"], [Augment()])
-    made["partition"] = run(made["order"], [Order()])
+    made["augment"] = run_chain(made["profile"], [Profile(REPEATS)])
+    made["order"] = run_chain(made["augment"], [Augment()])
+    made["partition"] = run_chain(made["order"], [Order()])
     return made
 
 
@@ -113,7 +113,7 @@ class TestPhases:
 PLAN = """
 import sys, time, fxsplit
 from tests.graphs import Costs, Machine, ir_of, node, workload
-from fxsplit.manager import run
+from fxsplit.ir.manager import run_chain
 from fxsplit.passes import Augment, Order, Partition
 nodes = [node(f"n{i}", [f"n{i - 1}"] if i else []) for i in range(1000)]
 costs = Costs(tuple(nodes), (), ("n999",), rows=1)

@@ -19,20 +19,21 @@ from typing import Any
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
+from bench import networks as zoo
 from bench.bench_compile import stages_of_the_ir
 from bench.peer import optimum_ms, subsets
 from bench.profiles import transformer
-from fxsplit import kernels, zoo
-from fxsplit.antichains import Antichains
-from fxsplit.costs import Costs
+from fxsplit.api.plan import build_machine, make_workload
 from fxsplit.formats import read
-from fxsplit.machine import Machine
-from fxsplit.planner import Options, partition, sequence
+from fxsplit.ir.facts.antichains import Antichains
+from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.facts.machine import Machine
+from fxsplit.ir.facts.plan import Plan
+from fxsplit.ir.facts.states import States
+from fxsplit.planner import Options, kernels, partition, sequence_states
+from fxsplit.planner.planner import Planner
 from fxsplit.planner.search import minimise
-from fxsplit.planner.solve import problems
-from fxsplit.planning import Planner, demands, machine_of
-from fxsplit.plans import Plan
-from fxsplit.states import States
+from fxsplit.planner.solve import pose_problems
 
 FOLDER = Path(os.environ.get("FXSPLIT_PROFILES", "no such folder"))
 WORKLOADS = sorted(FOLDER.glob("dnn_partitioning/*.json"))
@@ -59,11 +60,11 @@ def note(benchmark: BenchmarkFixture, work: str, plan: Plan, **more: Any) -> Non
 def test_dnn_partitioning(benchmark: BenchmarkFixture, path: Path) -> None:
     """Model A on the file's own devices: states and solution, after reading."""
     profile = read(path)
-    machine = machine_of(profile, None, None)
+    machine = build_machine(profile, None, None)
     options = Options(model="direct", free=True, use_all=False)
 
     def plan() -> Plan:
-        return Planner(profile.costs).plan(machine, demands(machine), options)
+        return Planner(profile.costs).plan(machine, make_workload(machine), options)
 
     note(benchmark, path.stem, benchmark.pedantic(plan, rounds=5, warmup_rounds=1))
 
@@ -77,7 +78,7 @@ def test_pipedream(benchmark: BenchmarkFixture, path: Path, devices: int) -> Non
     machine = Machine.planned(devices, 1e9)
 
     def plan() -> Plan:
-        return Planner(costs).plan(machine, demands(machine), PIPEDREAM)
+        return Planner(costs).plan(machine, make_workload(machine), PIPEDREAM)
 
     note(benchmark, f"{path.stem}, {devices} devices", benchmark.pedantic(plan, rounds=5, warmup_rounds=1))
 
@@ -97,7 +98,7 @@ def test_order_and_partition(benchmark: BenchmarkFixture, name: str, devices: in
     options = Options(use_all=devices <= len(chains.blocks))
 
     def plan() -> Plan:
-        return partition(costs, chains, sequence(costs, chains), machine, demands(machine), {}, options)
+        return partition(costs, chains, sequence_states(costs, chains), machine, make_workload(machine), {}, options)
 
     note(benchmark, f"{name}, {devices} devices", benchmark.pedantic(plan, rounds=5, warmup_rounds=1))
 
@@ -114,13 +115,13 @@ def test_beside_the_paper(benchmark: BenchmarkFixture, name: str, devices: int) 
     peer_s = time.perf_counter() - begin
 
     def search() -> float:
-        (problem,) = problems(costs, chains, states, machine, demands(machine), {}, PIPEDREAM)
+        (problem,) = pose_problems(costs, chains, states, machine, make_workload(machine), {}, PIPEDREAM)
         found = minimise(problem, chains)
         assert found is not None
         return max(problem.loads(found.path))
 
     assert benchmark.pedantic(search, rounds=20, warmup_rounds=1) == pytest.approx(peer, rel=1e-9)
-    plan = partition(costs, chains, states, machine, demands(machine), {}, PIPEDREAM)
+    plan = partition(costs, chains, states, machine, make_workload(machine), {}, PIPEDREAM)
     note(benchmark, f"{name}, {devices} devices, beside all pairs", plan, peer_s=peer_s)
 
 
@@ -130,7 +131,7 @@ def test_transformer(benchmark: BenchmarkFixture) -> None:
     machine = Machine.planned(16, 25e9)
 
     def plan() -> Plan:
-        return Planner(costs).plan(machine, demands(machine), Options())
+        return Planner(costs).plan(machine, make_workload(machine), Options())
 
     work = f"transformer, {len(costs.nodes):,} nodes, 16 devices"
     note(benchmark, work, benchmark.pedantic(plan, rounds=3, warmup_rounds=1))
@@ -142,7 +143,7 @@ def test_beyond_the_cap(benchmark: BenchmarkFixture) -> None:
     machine = Machine.planned(16, 25e9)
 
     def plan() -> Plan:
-        return Planner(costs, max_states=5000).plan(machine, demands(machine), Options())
+        return Planner(costs, max_states=5000).plan(machine, make_workload(machine), Options())
 
     note(benchmark, "transformer, at most 5,000 ideals", benchmark.pedantic(plan, rounds=3, warmup_rounds=1))
 
@@ -159,4 +160,6 @@ def test_whole_process(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
 
     benchmark.pedantic(plan, rounds=5, warmup_rounds=1)
     machine = Machine.planned(8)
-    note(benchmark, "resnet50, 8 devices, whole process", Planner(costs).plan(machine, demands(machine), Options()))
+    note(
+        benchmark, "resnet50, 8 devices, whole process", Planner(costs).plan(machine, make_workload(machine), Options())
+    )

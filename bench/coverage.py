@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 import fxsplit
-from fxsplit.commands.verify import CHAIN
-from fxsplit.comparison import compare, pipeline_step, unsplit_step
-from fxsplit.runtime.loss import sum_of_squares
-from fxsplit.verification import TOLERANCE
+from fxsplit.api.compare import compare, run_pipeline_step, run_unsplit_step
+from fxsplit.api.verify import TOLERANCE
+from fxsplit.cli.verify import CHAIN
+from fxsplit.runtime.loss import sum_squares
 
 SUITES = {
     "torchvision": ("torchvision_models", "TORCHVISION"),
@@ -89,12 +89,12 @@ def measured(
 def one_step(pipe: fxsplit.Pipeline, model: torch.nn.Module, args: tuple[Any, ...]) -> float:
     """Return the largest difference after one step in float32, on the one copy of a model that memory holds."""
     buffers = {name: b.clone() for name, b in model.named_buffers()}
-    with fxsplit.compile(model, ["cpu"] * 2, n_microbatches=2, costs=pipe.costs, loss_fn=sum_of_squares) as trained:
-        found = pipeline_step(trained, args, ())
+    with fxsplit.compile(model, ["cpu"] * 2, n_microbatches=2, costs=pipe.costs, loss_fn=sum_squares) as trained:
+        found = run_pipeline_step(trained, args, ())
     model.zero_grad()
     for name, b in model.named_buffers():
         b.copy_(buffers[name])
-    return compare(found, unsplit_step(model, args, (), sum_of_squares, 2)).largest
+    return compare(found, run_unsplit_step(model, args, (), sum_squares, 2)).largest
 
 
 def _last(text: str) -> str:

@@ -16,9 +16,9 @@ import torch
 from torch.nn import functional as F
 
 import fxsplit
+from bench.networks.transformer import Encoder
 from fxsplit.schedule import generate, simulate
 from fxsplit.schedule.of_plan import times_of
-from fxsplit.zoo.transformer import Encoder
 
 WARM_UP, ROUNDS = 3, 10
 

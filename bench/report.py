@@ -8,7 +8,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from fxsplit.zoo import TABLE_1
+from bench.networks import TABLE_1
 
 # The paper's table 1: seconds to partition for 4 / 8 GPUs, by its own method.
 PAPER = {

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fxsplit import zoo
-from fxsplit.zoo.transformer import Encoder
+from bench import networks as zoo
+from bench.networks.transformer import Encoder
 
 
 @dataclass(frozen=True)

@@ -8,49 +8,49 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # each is imported when it is first used: planning from a profile needs no torch
-    from fxsplit.chunks import Replicate as Replicate
-    from fxsplit.costs import Costs as Costs
-    from fxsplit.driver import DEFAULT as DEFAULT
-    from fxsplit.driver import compile as compile
+    from fxsplit.api.compile import DEFAULT as DEFAULT
+    from fxsplit.api.compile import compile as compile
+    from fxsplit.api.pipeline import Pipeline as Pipeline
+    from fxsplit.api.plan import plan as plan
+    from fxsplit.api.profile import profile as profile
+    from fxsplit.api.verify import verify as verify
     from fxsplit.errors import FxsplitError as FxsplitError
-    from fxsplit.ir import IR as IR
-    from fxsplit.ir import Fact as Fact
-    from fxsplit.ir import Pass as Pass
-    from fxsplit.machine import Device as Device
-    from fxsplit.machine import Machine as Machine
+    from fxsplit.ir.chain import Chain as Chain
+    from fxsplit.ir.facts.chunks import Replicate as Replicate
+    from fxsplit.ir.facts.costs import Costs as Costs
+    from fxsplit.ir.facts.machine import Device as Device
+    from fxsplit.ir.facts.machine import Machine as Machine
+    from fxsplit.ir.facts.pins import Pins as Pins
+    from fxsplit.ir.facts.plan import Plan as Plan
+    from fxsplit.ir.facts.stages import Stages as Stages
+    from fxsplit.ir.graph import IR as IR
+    from fxsplit.ir.graph import Fact as Fact
+    from fxsplit.ir.graph import Pass as Pass
     from fxsplit.passes.leaf import leaf as leaf
-    from fxsplit.planning import plan as plan
-    from fxsplit.plans import Plan as Plan
-    from fxsplit.profiling import profile as profile
-    from fxsplit.runtime import Pipeline as Pipeline
-    from fxsplit.spec import Chain as Chain
-    from fxsplit.stages import Stages as Stages
-    from fxsplit.standins import without_weights as without_weights
-    from fxsplit.verification import verify as verify
-    from fxsplit.workload import Pins as Pins
+    from fxsplit.torch_internals.fake_weights import without_weights as without_weights
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "compile": "driver",
-    "plan": "planning",
-    "profile": "profiling",
-    "verify": "verification",
-    "without_weights": "standins",
+    "compile": "api.compile",
+    "plan": "api.plan",
+    "profile": "api.profile",
+    "verify": "api.verify",
+    "without_weights": "torch_internals.fake_weights",
     "leaf": "passes.leaf",
-    "Replicate": "chunks",
-    "Pipeline": "runtime",
-    "Machine": "machine",
-    "Device": "machine",
-    "DEFAULT": "driver",
-    "Chain": "spec",
-    "IR": "ir",
-    "Fact": "ir",
-    "Pass": "ir",
-    "Pins": "workload",
-    "Costs": "costs",
-    "Plan": "plans",
-    "Stages": "stages",
+    "Replicate": "ir.facts.chunks",
+    "Pipeline": "api.pipeline",
+    "Machine": "ir.facts.machine",
+    "Device": "ir.facts.machine",
+    "DEFAULT": "api.compile",
+    "Chain": "ir.chain",
+    "IR": "ir.graph",
+    "Fact": "ir.graph",
+    "Pass": "ir.graph",
+    "Pins": "ir.facts.pins",
+    "Costs": "ir.facts.costs",
+    "Plan": "ir.facts.plan",
+    "Stages": "ir.facts.stages",
     "FxsplitError": "errors",
 }
 """The public names, and the room that each lives in."""

@@ -2,6 +2,6 @@
 
 import sys
 
-from fxsplit.cli import main
+from fxsplit.cli.main import main
 
 sys.exit(main())

@@ -78,7 +78,7 @@ class StageError(FxsplitError):
         return f"{self.__cause__} ({self.where})"
 
 
-def stage_error(original: Exception, where: str) -> StageError:
+def locate_stage_error(original: Exception, where: str) -> StageError:
     """Return an error that is both a StageError and of `original`'s own type, and says `where` it happened."""
     bases = (StageError, type(original))
     try:

@@ -5,7 +5,7 @@ from fxsplit.passes.emit import Emit
 from fxsplit.passes.leaf import Leaf
 from fxsplit.passes.order import Order
 from fxsplit.passes.partition import Partition
-from fxsplit.passes.profile import Profile
+from fxsplit.passes.profile.profile import Profile
 
 PASSES = {p.name: p for p in (Leaf, Profile, Augment, Order, Partition, Emit)}
 """Every pass that comes with fxsplit, by its name in chains."""

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from math import inf
 from typing import ClassVar
 
-from fxsplit.blocks import Blocks
-from fxsplit.costs import Costs
 from fxsplit.errors import ChainError
-from fxsplit.ir import IR
-from fxsplit.machine import Machine
-from fxsplit.planner.lattice import antichains_within
-from fxsplit.workload import Pins
+from fxsplit.ir.facts.blocks import Blocks
+from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.facts.machine import Machine
+from fxsplit.ir.facts.pins import Pins
+from fxsplit.ir.graph import IR
+from fxsplit.planner.lattice import enumerate_within
 
 
 @dataclass(frozen=True)
@@ -38,4 +38,4 @@ class Augment:
         apart = pins.nodes(costs) if pins else {}
         blocks = Blocks.of(costs)
         at_least = len(machine) if machine and machine.uniform else len(blocks)
-        return ir.learn(antichains_within(costs, blocks, self.max_states, memory, apart, at_least))
+        return ir.learn(enumerate_within(costs, blocks, self.max_states, memory, apart, at_least))

@@ -8,16 +8,16 @@ from typing import Any, ClassVar
 
 from torch import fx, nn
 
-from fxsplit.costs import Costs
-from fxsplit.draws import Draw
 from fxsplit.errors import PlanError
-from fxsplit.inputs import Example
-from fxsplit.ir import IR
-from fxsplit.machine import Machine
-from fxsplit.placement import settle
-from fxsplit.plans import Plan
-from fxsplit.stages import Ref, Stage, Stages
-from fxsplit.structures import rebuild
+from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.facts.example import Example
+from fxsplit.ir.facts.machine import Machine
+from fxsplit.ir.facts.plan import Plan
+from fxsplit.ir.facts.stages import Ref, Stage, Stages
+from fxsplit.ir.graph import IR
+from fxsplit.torch_internals.containers import rebuild
+from fxsplit.torch_internals.graph_devices import move_constants
+from fxsplit.torch_internals.rng import Draw
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Emit:
             takes = tuple(inputs) if index == 0 else outputs[index - 1]
             module = _stage_module(ir.gm, index, set(stage_plan.nodes), drawing, takes, outputs[index])
             number = stage_plan.devices[0]
-            settle(module, captured_on, places[number])
+            move_constants(module, captured_on, places[number])
             stages.append(Stage(index, machine.devices[number].name, places[number], module, takes, outputs[index]))
         last = stages[-1].outputs
         result = rebuild(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fxsplit.errors import ChainError, TraceError
-from fxsplit.ir import IR
+from fxsplit.ir.graph import IR
 
 
 @dataclass(frozen=True)

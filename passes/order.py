@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fxsplit.antichains import Antichains
-from fxsplit.costs import Costs
-from fxsplit.ir import IR
-from fxsplit.planner.sequence import sequence
+from fxsplit.ir.facts.antichains import Antichains
+from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.graph import IR
+from fxsplit.planner.sequence import sequence_states
 
 
 @dataclass(frozen=True)
@@ -19,4 +19,4 @@ class Order:
 
     def __call__(self, ir: IR) -> IR:
         """Learn States from Costs and Antichains."""
-        return ir.learn(sequence(ir[Costs], ir[Antichains]))
+        return ir.learn(sequence_states(ir[Costs], ir[Antichains]))

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fxsplit.antichains import Antichains
-from fxsplit.costs import Costs
-from fxsplit.ir import IR
-from fxsplit.machine import Machine
+from fxsplit.ir.facts.antichains import Antichains
+from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.facts.machine import Machine
+from fxsplit.ir.facts.pins import Pins
+from fxsplit.ir.facts.states import States
+from fxsplit.ir.facts.workload import Workload
+from fxsplit.ir.graph import IR
 from fxsplit.planner.solve import Options, partition
-from fxsplit.states import States
-from fxsplit.workload import Pins, Workload
 
 
 @dataclass(frozen=True)

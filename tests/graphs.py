@@ -13,12 +13,12 @@ import torch
 from hypothesis import strategies as st
 from torch import fx
 
-from fxsplit.costs import Costs, Exchange, InputCost, NodeCost
-from fxsplit.ir import IR
-from fxsplit.machine import Device, Machine
+from fxsplit.ir.facts.costs import Costs, Exchange, InputCost, NodeCost
+from fxsplit.ir.facts.machine import Device, Machine
+from fxsplit.ir.facts.price import price_split
+from fxsplit.ir.facts.workload import Workload
+from fxsplit.ir.graph import IR
 from fxsplit.planner import Options
-from fxsplit.plans import price
-from fxsplit.workload import Workload
 
 
 def ir_of(costs: Costs, *facts: object) -> IR:
@@ -166,7 +166,9 @@ def best_bottleneck(costs: Costs, machine: Machine, load: Workload, options: Opt
             stages = [[n.name for n in costs.nodes if n.name in b - a] for a, b in itertools.pairwise(chain)]
             again = {"never": (False,), "always": (True,), "auto": (False, True)}[options.recompute]
             for way, recompute in itertools.product(ways, itertools.product(again, repeat=n_stages)):
-                priced = price(costs, machine, load, list(zip(stages, way, recompute, strict=True)), options.costs)
+                priced = price_split(
+                    costs, machine, load, list(zip(stages, way, recompute, strict=True)), options.costs
+                )
                 if any(s.memory_bytes > machine.devices[d].memory_bytes for s in priced for d in s.devices):
                     continue
                 slowest = max(s.load_ms for s in priced)

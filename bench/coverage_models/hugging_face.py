@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bench.coverage_models.common import LENGTH, ROWS, SIDE, VOCABULARY, Factory, Made, prepared
 from bench.coverage_models.hugging_face_configs import HUGGING_FACE_CONFIGS, TINY
-from fxsplit.zoo.torchvision_models import declare_detection_operators
+from fxsplit.torch_internals.torchvision_operators import declare_detection_operators
 
 
 def hugging_face_config(model_class: Any, use_cache: bool = False, **settings: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from bench.coverage_models.common import ROWS, SIDE, Factory, Made, prepared, quick_init
-from fxsplit.zoo.torchvision_models import declare_detection_operators
+from fxsplit.torch_internals.torchvision_operators import declare_detection_operators
 
 TIMM_ANY_SIZE = """
 caformer_s18 convmixer_768_32 convnext_atto cpubone_nano crossvit_9_240 cs3darknet_s csatv2 davit_tiny densenet121

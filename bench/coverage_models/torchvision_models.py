@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from bench.coverage_models.common import ROWS, SIDE, Factory, Made, prepared, quick_init
-from fxsplit.zoo.torchvision_models import declare_detection_operators
+from fxsplit.torch_internals.torchvision_operators import declare_detection_operators
 
 TORCHVISION_SIZES = {"inception_v3": 299, "maxvit_t": 224, "vit_h_14": 56}
 """The side of an image where 64 pixels do not fit."""

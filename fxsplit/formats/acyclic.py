@@ -8,7 +8,7 @@ from graphlib import CycleError, TopologicalSorter
 from fxsplit.errors import ProfileError
 
 
-def topological(before: Mapping[str, Iterable[str]], name: str) -> list[str]:
+def sort_topologically(before: Mapping[str, Iterable[str]], name: str) -> list[str]:
     """Return the nodes of `before` (each with those it needs) in a topological order; `name` is the file's."""
     try:
         return list(TopologicalSorter(before).static_order())

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from fxsplit.costs import Costs, Exchange, NodeCost
 from fxsplit.errors import ProfileError
-from fxsplit.formats.acyclic import topological
-from fxsplit.formats.profile import TOO_LARGE, Profile
+from fxsplit.formats.acyclic import sort_topologically
+from fxsplit.formats.foreign import TOO_LARGE, Profile
+from fxsplit.ir.facts.costs import Costs, Exchange, NodeCost
 
 BYTES_PER_MS = 2.0**31
 """Where edges state times, a time is written as this many bytes a millisecond over a link that moves as many."""
@@ -34,7 +34,9 @@ def parse(data: Any, name: str, by_bytes: bool) -> Profile:
     for a, b, *_ in edges:
         if not nodes[a]["backward"] and not nodes[b]["backward"] and home[a] != home[b]:
             before[home[b]][home[a]] = None
-    topological(before, name)  # a cycle of forward nodes is an error; one through orphans only keeps them together
+    sort_topologically(
+        before, name
+    )  # a cycle of forward nodes is an error; one through orphans only keeps them together
     for a, b, *_ in edges if extra else ():
         if nodes[a]["backward"] and nodes[b]["backward"] and {home[a], home[b]} & extra and home[a] != home[b]:
             before[home[a]][home[b]] = None  # an orphan's place mirrors that of its neighbours
@@ -42,7 +44,7 @@ def parse(data: Any, name: str, by_bytes: bool) -> Profile:
     for knot in knots:
         for h in knot:
             before[h] = {maker: None for maker in before[h] if maker not in knot}
-    order = topological(_grouped(before, knots), name)
+    order = sort_topologically(_grouped(before, knots), name)
     position = {h: i for i, h in enumerate(order)}
     together = [tuple(sorted(c, key=position.__getitem__)) for c in [*_classes(nodes, home), *knots]]
     members = defaultdict(list)

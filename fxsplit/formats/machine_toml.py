@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fxsplit.errors import InputError
-from fxsplit.machine import Device, Machine
+from fxsplit.ir.facts.machine import Device, Machine
 
 KEYS = {"name", "count", "memory_bytes", "speed", "link_bytes_per_s", "bytes_per_s", "host"}
 

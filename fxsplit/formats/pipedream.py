@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from fxsplit.costs import Costs, InputCost, NodeCost
 from fxsplit.errors import ProfileError
-from fxsplit.formats.acyclic import topological
-from fxsplit.formats.profile import TOO_LARGE, Profile
+from fxsplit.formats.acyclic import sort_topologically
+from fxsplit.formats.foreign import TOO_LARGE, Profile
+from fxsplit.ir.facts.costs import Costs, InputCost, NodeCost
 
 FIGURES = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 _FIGURE = re.compile(r"(\w+)=(\[[^\]]*\]|[^,\s]+)")
@@ -32,7 +32,7 @@ def parse(text: str, name: str) -> Profile:
     for a, b in edges:
         readers[a].append(b)
         makers[b].append(a)
-    order = topological(makers, name)
+    order = sort_topologically(makers, name)
     given = [n for n in order if not makers[n] and nodes[n].description.startswith("Input")]
     own = [n for n in order if n not in set(given)]
     if not own:

@@ -6,10 +6,10 @@ import json
 import os
 from pathlib import Path
 
-from fxsplit.costs import Costs
 from fxsplit.errors import ProfileError
 from fxsplit.formats import dnn_partitioning, pipedream
-from fxsplit.formats.profile import Profile
+from fxsplit.formats.foreign import Profile
+from fxsplit.ir.facts.costs import Costs
 
 
 def read(path: str | os.PathLike[str], by_bytes: bool = False) -> Profile:

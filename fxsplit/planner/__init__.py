@@ -1,21 +1,21 @@
 """The planner: from a profile to the best chain of stages, with its proof; needs neither torch nor a model."""
 
 from fxsplit.planner.clock import Clock
-from fxsplit.planner.contraction import merged
-from fxsplit.planner.lattice import antichains, antichains_within
+from fxsplit.planner.contraction import contract_costless_nodes
+from fxsplit.planner.lattice import antichains, enumerate_within
 from fxsplit.planner.search import beats
-from fxsplit.planner.sequence import sequence
-from fxsplit.planner.solve import Options, least_load, partition, problems
+from fxsplit.planner.sequence import sequence_states
+from fxsplit.planner.solve import Options, bound_by_work, partition, pose_problems
 
 __all__ = [
     "Clock",
     "Options",
     "antichains",
-    "antichains_within",
+    "enumerate_within",
     "beats",
-    "least_load",
-    "merged",
+    "bound_by_work",
+    "contract_costless_nodes",
     "partition",
-    "problems",
-    "sequence",
+    "pose_problems",
+    "sequence_states",
 ]

@@ -8,13 +8,14 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from fxsplit.antichains import Antichains
-from fxsplit.costs import Costs
-from fxsplit.machine import Machine
+from fxsplit.ir.facts.antichains import Antichains
+from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.facts.machine import Machine
+from fxsplit.ir.facts.plan import Plan
+from fxsplit.ir.facts.price import CostModel, price_split
+from fxsplit.ir.facts.states import States
+from fxsplit.ir.facts.workload import Workload
 from fxsplit.planner.dense import first_order
-from fxsplit.plans import CostModel, Plan, price
-from fxsplit.states import States
-from fxsplit.workload import Workload
 
 Floats = NDArray[np.float64]
 
@@ -68,7 +69,7 @@ were free.
 """
 
 
-def baseline(
+def plan_baseline(
     name: str,
     costs: Costs,
     chains: Antichains,
@@ -94,7 +95,7 @@ def baseline(
     cuts = cut(weight, count)
     sets = [set(chains.names(line[at])) for at in cuts]
     stages = [[n.name for n in costs.nodes if n.name in b - a] for a, b in itertools.pairwise(sets)]
-    priced = price(costs, machine, workload, [(names, (i,), False) for i, names in enumerate(stages)], model)
+    priced = price_split(costs, machine, workload, [(names, (i,), False) for i, names in enumerate(stages)], model)
     return Plan(
         stages=priced,
         device_names=tuple(d.name for d in machine.devices),

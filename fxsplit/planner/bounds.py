@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from fxsplit.antichains import Levels
+from fxsplit.ir.facts.antichains import Levels
 from fxsplit.planner.problem import Problem
 
 Floats = NDArray[np.float64]

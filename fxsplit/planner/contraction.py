@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection
 
-from fxsplit.blocks import Blocks
-from fxsplit.costs import Costs, NodeCost
+from fxsplit.ir.facts.blocks import Blocks
+from fxsplit.ir.facts.costs import Costs, NodeCost
 
 MOST_COPIES, MOST_IN_FLIGHT = 32.0, 1e3
 """More of a parameter's and an activation's bytes than any optimizer and schedule makes a device hold."""
@@ -21,7 +21,7 @@ CALLER = -1
 """Makes what the model is given, and reads what it returns."""
 
 
-def merged(costs: Costs, blocks: Blocks, apart: Collection[str], memory_bytes: float) -> Blocks:
+def contract_costless_nodes(costs: Costs, blocks: Blocks, apart: Collection[str], memory_bytes: float) -> Blocks:
     """Return the blocks after joining costless ones to neighbours; nodes in `apart` (pinned ones) stay as they are.
 
     `memory_bytes` is the smallest device's: memory is no cost where the whole graph fits there.
@@ -53,7 +53,7 @@ def memory_may_bind(costs: Costs, memory_bytes: float) -> bool:
     return most > memory_bytes
 
 
-def lightened(costs: Costs, blocks: Blocks, apart: Collection[str], light_ms: float) -> tuple[Blocks, float]:
+def contract_light_nodes(costs: Costs, blocks: Blocks, apart: Collection[str], light_ms: float) -> tuple[Blocks, float]:
     """Return the blocks after light ones join what they follow, and by how much that may slow the best plan, in ms.
 
     A block joins its only predecessor u if u has no other successor, what it sends on is no larger than what it gets
@@ -104,7 +104,7 @@ class _Graph:
             for a in before:
                 mask |= self._ancestors[a]
             self._ancestors.append(mask)
-        self._pins: list[set[int]] = []
+        self.pins_of: list[set[int]] = []
         self._size: list[float] = []
         self._at: dict[int, set[int]] = defaultdict(set)
         for name, forward, backward, readers, is_output in costs.values:
@@ -119,8 +119,8 @@ class _Graph:
         if len(pins) < 2 or size <= 0:
             return
         for pin in pins:
-            self._at[pin].add(len(self._pins))
-        self._pins.append(pins)
+            self._at[pin].add(len(self.pins_of))
+        self.pins_of.append(pins)
         self._size.append(size)
 
     def target(self, b: int) -> int | None:
@@ -161,7 +161,7 @@ class _Graph:
 
     def _between(self, b: int, other: int) -> float:
         """Return the bytes of tensors that are at `b` and `other` alone."""
-        return sum(self._size[t] for t in self._at[b] & self._at[other] if self._pins[t] == {b, other})
+        return sum(self._size[t] for t in self._at[b] & self._at[other] if self.pins_of[t] == {b, other})
 
     def join(self, b: int, target: int) -> None:
         """Make `b` a part of `target`."""
@@ -178,9 +178,9 @@ class _Graph:
             self._before[a].add(target)
             self._after[target].add(a)
         for t in self._at.pop(b, set()):
-            self._pins[t] = self._pins[t] - {b} | {target}
+            self.pins_of[t] = self.pins_of[t] - {b} | {target}
             self._at[target].add(t)
-            if len(self._pins[t]) == 1:
+            if len(self.pins_of[t]) == 1:
                 self._at[target].discard(t)
 
     def groups(self) -> list[list[int]]:

@@ -16,9 +16,9 @@ from operator import or_
 import numpy as np
 from numpy.typing import NDArray
 
-from fxsplit.antichains import Levels
-from fxsplit.blocks import Blocks
-from fxsplit.costs import Costs
+from fxsplit.ir.facts.antichains import Levels
+from fxsplit.ir.facts.blocks import Blocks
+from fxsplit.ir.facts.costs import Costs
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
@@ -31,7 +31,7 @@ CALLER, SINK = -1, -2
 """Who makes what the model is given, and who reads what it returns."""
 
 
-def cut_levels(costs: Costs, blocks: Blocks, count: int = LEVELS) -> tuple[Levels, list[int]]:
+def find_cut_levels(costs: Costs, blocks: Blocks, count: int = LEVELS) -> tuple[Levels, list[int]]:
     """Return the levels with the least bytes that any cut in each sends, and a topological order along light cuts."""
     times = {n.name: n.forward_ms + n.backward_ms for n in costs.nodes}
     work = np.array([sum(times[name] for name in names) for names in blocks.members])

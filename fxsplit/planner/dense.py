@@ -10,11 +10,11 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from fxsplit import kernels
-from fxsplit.antichains import Antichains
-from fxsplit.kernels import SMALL
-from fxsplit.kernels.separable import SLACK
+from fxsplit.ir.facts.antichains import Antichains
+from fxsplit.planner import kernels
 from fxsplit.planner.clock import Clock, OutOfTime
+from fxsplit.planner.kernels import SMALL
+from fxsplit.planner.kernels.separable import SLACK
 from fxsplit.planner.problem import Path, Problem
 
 Bools = NDArray[np.bool_]

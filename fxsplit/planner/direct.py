@@ -11,16 +11,16 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from fxsplit import kernels
-from fxsplit.antichains import Antichains
-from fxsplit.blocks import csr
-from fxsplit.costs import Costs
-from fxsplit.machine import Machine
+from fxsplit.ir.facts.antichains import Antichains
+from fxsplit.ir.facts.blocks import build_csr
+from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.facts.machine import Machine
+from fxsplit.ir.facts.price import CostModel
+from fxsplit.planner import kernels
 from fxsplit.planner.clock import Clock
 from fxsplit.planner.dense import line_of, membership
 from fxsplit.planner.moves import Moves
 from fxsplit.planner.problem import Bools, Floats, Path, Problem
-from fxsplit.plans import CostModel
 
 Ints = NDArray[np.int32]
 FEW = 1e4
@@ -204,7 +204,7 @@ def direct(
     rate = np.zeros(problem.capacity.size)
     for move, kind in zip(problem.moves.moves, problem.kind, strict=True):
         rate[kind] = 1.0 / machine.bytes_per_ms(move.devices[0], move.devices[0])
-    pointer, flat = csr(pins)
+    pointer, flat = build_csr(pins)
     known = {f.name: getattr(problem, f.name) for f in fields(problem)}
     return DirectProblem(
         **known,

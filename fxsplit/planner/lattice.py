@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from fxsplit import kernels
-from fxsplit.antichains import Antichains
-from fxsplit.blocks import Blocks, Ints, csr
-from fxsplit.costs import Costs
-from fxsplit.planner.contraction import lightened, memory_may_bind
-from fxsplit.planner.cuts import cut_levels
+from fxsplit.ir.facts.antichains import Antichains
+from fxsplit.ir.facts.blocks import Blocks, Ints, build_csr
+from fxsplit.ir.facts.costs import Costs
+from fxsplit.planner import kernels
+from fxsplit.planner.contraction import contract_light_nodes, memory_may_bind
+from fxsplit.planner.cuts import find_cut_levels
 
 
 def antichains(costs: Costs, max_states: int, blocks: Blocks | None = None) -> Antichains:
@@ -23,7 +23,7 @@ def antichains(costs: Costs, max_states: int, blocks: Blocks | None = None) -> A
     """
     blocks = blocks or Blocks.of(costs)
     indegree = np.array([len(b) for b in blocks.before], np.int32)
-    parent, last, complete = kernels.enumerate_ideals(indegree, *csr(blocks.after), max_states)
+    parent, last, complete = kernels.enumerate_ideals(indegree, *build_csr(blocks.after), max_states)
     if not complete:
         parent = np.arange(-1, len(blocks), dtype=np.int32)
         last = np.arange(-1, len(blocks), dtype=np.int32)
@@ -36,7 +36,7 @@ LIGHT = (1e-5, 1e-4, 1e-3, 1e-2)
 """Shares of all work that nodes may take to count as light, tried in turn until the ideals are few enough."""
 
 
-def antichains_within(
+def enumerate_within(
     costs: Costs, blocks: Blocks, max_states: int, memory_bytes: float, apart: Collection[str], at_least: int
 ) -> Antichains:
     """Return every ideal, of as many blocks (`at_least` so many) as can be kept apart with at most `max_states` ideals.
@@ -49,13 +49,13 @@ def antichains_within(
     if found.complete:
         return found
     for share in () if memory_may_bind(costs, memory_bytes) else LIGHT:
-        smaller, slack = lightened(costs, blocks, apart, share * costs.total_ms)
+        smaller, slack = contract_light_nodes(costs, blocks, apart, share * costs.total_ms)
         if len(smaller) < at_least:
             break
         fewer = antichains(costs, max_states, smaller)
         if fewer.complete:
             return replace(fewer, slack_ms=slack)
-    levels, order = cut_levels(costs, blocks)
+    levels, order = find_cut_levels(costs, blocks)
     return replace(antichains(costs, 1, blocks.reordered(order)), levels=levels)
 
 
@@ -86,4 +86,6 @@ def _live(costs: Costs, blocks: Blocks, parent: Ints, last: Ints) -> NDArray[np.
     for exchange in costs.exchanges:
         add(exchange.nodes, False, False, 0.0, exchange.output_bytes)
     sizes = np.array(size, np.float64).reshape(-1, 2)
-    return kernels.live_bytes(parent, last, *csr(pins), np.array(inside, np.int32), np.array(total, np.int32), sizes)
+    return kernels.live_bytes(
+        parent, last, *build_csr(pins), np.array(inside, np.int32), np.array(total, np.int32), sizes
+    )

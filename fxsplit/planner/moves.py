@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from fxsplit.errors import PlanError
-from fxsplit.machine import Machine
+from fxsplit.ir.facts.machine import Machine
 
 MAX_CONFIGURATIONS = 4096
 
@@ -50,7 +50,7 @@ class Moves:
 
 
 @lru_cache(maxsize=128)  # a search over schedules asks for the same moves again and again
-def moves_of(
+def list_moves(
     machine: Machine,
     replicated: bool,
     use_all: bool,

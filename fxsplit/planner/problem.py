@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fxsplit import kernels
-from fxsplit.antichains import Antichains
 from fxsplit.errors import PlanError
-from fxsplit.machine import Machine
+from fxsplit.ir.facts.antichains import Antichains
+from fxsplit.ir.facts.machine import Machine
+from fxsplit.ir.facts.price import WEIGHT_COPIES, CostModel
+from fxsplit.ir.facts.states import States
+from fxsplit.ir.facts.workload import Workload
+from fxsplit.planner import kernels
 from fxsplit.planner.clock import Clock
 from fxsplit.planner.moves import Move, Moves, powers
-from fxsplit.plans import WEIGHT_COPIES, CostModel
-from fxsplit.states import States
-from fxsplit.workload import Workload
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -196,7 +196,7 @@ class Problem:
         )
 
 
-def pose(
+def pose_problem(
     states: States,
     chains: Antichains,
     machine: Machine,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 
-from fxsplit.antichains import Antichains
-from fxsplit.kernels import SMALL
+from fxsplit.ir.facts.antichains import Antichains
 from fxsplit.planner.clock import Clock, OutOfTime
 from fxsplit.planner.dense import best_line, best_path, first_order
+from fxsplit.planner.kernels import SMALL
 from fxsplit.planner.problem import Path, Problem
 
 SLACK = 1e-9

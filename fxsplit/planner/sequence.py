@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from fxsplit import kernels
-from fxsplit.antichains import Antichains
-from fxsplit.costs import Costs
-from fxsplit.states import SUMMED, States
+from fxsplit.ir.facts.antichains import Antichains
+from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.facts.states import SUMMED, States
+from fxsplit.planner import kernels
 
 
-def sequence(costs: Costs, chains: Antichains) -> States:
+def sequence_states(costs: Costs, chains: Antichains) -> States:
     """Return the ideals as states: every measured figure summed over each, and the states just below it."""
     weight = np.zeros((len(chains.blocks), len(SUMMED)), np.float64)
     for block, names in enumerate(chains.blocks.members):

@@ -6,20 +6,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite
 
-from fxsplit.antichains import Antichains
-from fxsplit.costs import Costs
 from fxsplit.errors import ChainError, NoFit, PlanError
-from fxsplit.machine import Machine
+from fxsplit.ir.facts.antichains import Antichains
+from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.facts.machine import Machine
+from fxsplit.ir.facts.plan import Plan
+from fxsplit.ir.facts.price import COST_MODELS, CostModel, Split, price_split
+from fxsplit.ir.facts.states import States
+from fxsplit.ir.facts.workload import Workload
 from fxsplit.planner.bounds import level_bound
 from fxsplit.planner.clock import Clock, OutOfTime
 from fxsplit.planner.direct import direct
-from fxsplit.planner.misfit import misfit
-from fxsplit.planner.moves import moves_of
-from fxsplit.planner.problem import Path, Problem, pose
+from fxsplit.planner.moves import list_moves
+from fxsplit.planner.no_plan import explain_misfit
+from fxsplit.planner.problem import Path, Problem, pose_problem
 from fxsplit.planner.search import Found, minimise
-from fxsplit.plans import COST_MODELS, CostModel, Plan, Split, price
-from fxsplit.states import States
-from fxsplit.workload import Workload
 
 RECOMPUTE = ("never", "always", "auto")
 
@@ -83,9 +84,9 @@ def partition(
     best: Found | None = None
     lower, hurried = inf, False
     posed = []
-    for problem in problems(costs, chains, states, machine, workload, pinned, options, never):
+    for problem in pose_problems(costs, chains, states, machine, workload, pinned, options, never):
         if best is not None and clock.over:
-            lower = min(lower, least_load(costs, machine))
+            lower = min(lower, bound_by_work(costs, machine))
             break
         posed.append(problem)
         try:
@@ -100,14 +101,16 @@ def partition(
     if best is None and hurried:
         raise PlanError(f"no plan was found within time_limit={options.time_limit} s: allow more time, or fewer states")
     if best is None:
-        raise misfit(posed, chains, machine, clock)
+        raise explain_misfit(posed, chains, machine, clock)
     if not chains.complete:  # what was found is the best of one order alone
         lower = min(lower, *(_bound(problem, chains, best.load) for problem in posed))
-    priced = price(costs, machine, workload, _split(costs, chains, best.path), options.costs)
+    priced = price_split(costs, machine, workload, _split(costs, chains, best.path), options.costs)
     reached = max(s.load_ms for s in priced)
     if chains.slack_ms:
         # Keeping light nodes together may empty a stage, so plans that leave devices idle bound those that do not.
-        idle = list(problems(costs, chains, states, machine, workload, pinned, replace(options, use_all=False), never))
+        idle = list(
+            pose_problems(costs, chains, states, machine, workload, pinned, replace(options, use_all=False), never)
+        )
         bounds = [_lower_bound(p, chains, clock) for p in idle]
         slack = chains.slack_ms / min(d.speed for d in machine.devices)
         lower = max(min([lower, *bounds]) - slack, min(p.lower_bound(joined=True) for p in idle))
@@ -125,7 +128,7 @@ def partition(
     )
 
 
-def least_load(costs: Costs, machine: Machine) -> float:
+def bound_by_work(costs: Costs, machine: Machine) -> float:
     """Return a load that no plan beats, from the work alone: all of it, shared among devices by their speed."""
     if any(d.host for d in machine.devices):
         return 0.0
@@ -155,7 +158,7 @@ def _split(costs: Costs, chains: Antichains, path: Path) -> Split:
     return [(names, move.devices, move.recompute) for names, (_, move) in zip(nodes, path, strict=True)]
 
 
-def problems(
+def pose_problems(
     costs: Costs,
     chains: Antichains,
     states: States,
@@ -169,10 +172,10 @@ def problems(
     for n_stages in _stage_counts(costs, machine, options):
         replicated = options.model == "replicated"
         named = frozenset(pinned.values())
-        moves = moves_of(machine, replicated, options.use_all, options.free, n_stages, options.recompute, named)
+        moves = list_moves(machine, replicated, options.use_all, options.free, n_stages, options.recompute, named)
         if not moves.final:
             continue
-        problem = pose(states, chains, machine, workload, options.costs, moves, pinned)
+        problem = pose_problem(states, chains, machine, workload, options.costs, moves, pinned)
         for names in never:
             problem.allowed[:, _number(chains, names)] = False
         if options.model == "direct":

@@ -1,6 +1,5 @@
 """Movement: microbatches go through the stages, one worker a device."""
 
-from fxsplit.runtime.pipeline import Pipeline
 from fxsplit.runtime.program import Program
 
-__all__ = ["Pipeline", "Program"]
+__all__ = ["Program"]

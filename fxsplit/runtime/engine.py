@@ -11,22 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxsplit.context import Context
 from fxsplit.errors import FxsplitError, InputError
-from fxsplit.gradients import accumulate
-from fxsplit.leaves import muted
-from fxsplit.runtime.batch_norm import whole_batch
-from fxsplit.runtime.execute import Packet
+from fxsplit.runtime.autograd_node import Backward, Replay
+from fxsplit.runtime.backends.threads import Workers
 from fxsplit.runtime.job import Job, Tape
 from fxsplit.runtime.loss import BatchLoss
 from fxsplit.runtime.microbatches import join, split, spread
 from fxsplit.runtime.program import Program
-from fxsplit.runtime.replay import Backward, Replay
-from fxsplit.runtime.streams import handed_over
-from fxsplit.runtime.versions import Stepper
-from fxsplit.runtime.watch import Watch
-from fxsplit.runtime.workers import Workers
+from fxsplit.runtime.stage.run import Packet
+from fxsplit.runtime.stage.weight_versions import Stepper
+from fxsplit.runtime.stopwatch import Watch
+from fxsplit.runtime.streams import hand_over
 from fxsplit.schedule.action import BACKWARD, FORWARD
+from fxsplit.torch_internals.batch_norm import count_as_one_batch
+from fxsplit.torch_internals.grad_leaves import mute
+from fxsplit.torch_internals.grad_sums import accumulate
+from fxsplit.torch_internals.thread_modes import Context
 
 
 class Engine:
@@ -54,7 +54,7 @@ class Engine:
         job = Job(
             program, program.passes(len(rows)).only(FORWARD), Context.here(), tape, _packets(program, tensors, rows)
         )
-        with self._alone(), whole_batch(program.noted):
+        with self._alone(), count_as_one_batch(program.noted):
             self._workers.run(job)
         outputs, wanted = _joined(job, rows, program.joined)
         if not any(wanted):
@@ -91,10 +91,10 @@ class Engine:
         job = Job(program, schedule, Context.here(), {}, packets, loss.seed, trained, finish, keep, watch, stepper)
         watched = _leaves(trained) if stepper is None else []  # versions of weights are leaves of their own
         with self._alone():
-            with muted(watched), whole_batch(program.noted):
+            with mute(watched), count_as_one_batch(program.noted):
                 self._workers.run(job)
             sums = job.total()
-            handed_over(list(sums.totals.values()))
+            hand_over(list(sums.totals.values()))
             accumulate(sums)
         return _joined(job, rows, program.joined)[0] if keep else []
 
@@ -127,7 +127,7 @@ class Engine:
                 trained=trained,
             )
             try:
-                with self._alone(), muted(_leaves(trained)):
+                with self._alone(), mute(_leaves(trained)):
                     self._workers.run(job)
             finally:
                 tape.clear()
@@ -138,7 +138,7 @@ class Engine:
             ]
             sums = job.total()
             of_leaves = [sums.totals.get(leaf) for leaf in _leaves(trained)]
-            handed_over(of_leaves)
+            hand_over(of_leaves)
             return [*of_inputs, *of_leaves]
 
         return backward
@@ -170,7 +170,7 @@ def _joined(job: Job, rows: Sequence[int], dims: Sequence[int | None]) -> tuple[
                     f"output {i} has shape {tuple(piece.shape)} for microbatch {m} of {count} rows: outputs of "
                     f"microbatches are joined on dimension {dim}; return one row for each row of the input"
                 )
-        handed_over(column)
+        hand_over(column)
         outputs.append(join(column, rows, dim))
     return outputs, [any(flags) for flags in zip(*(p.wanted for p in packets), strict=True)]
 
@@ -180,5 +180,5 @@ def _join_gradients(pieces: Sequence[Tensor | None], like: Sequence[Tensor], dim
     if all(p is None for p in pieces):
         return None
     found = [torch.zeros_like(t) if p is None else p for p, t in zip(pieces, like, strict=True)]
-    handed_over(found)
+    hand_over(found)
     return torch.stack(found).sum(0) if dim is None else torch.cat(found, dim)

@@ -12,22 +12,22 @@ from typing import Any
 
 from torch import Tensor
 
-from fxsplit.context import NOTHING, Context
-from fxsplit.draws import drawing, new_seed, turn
-from fxsplit.errors import PlanError, stage_error
-from fxsplit.gradients import Sums, merged
-from fxsplit.leaves import leaves_above
-from fxsplit.runtime.checkpoint import Kept, forward_lightly, loss_leaves
-from fxsplit.runtime.execute import Packet, Saved, backward, failing_node, forward
-from fxsplit.runtime.halves import Rest, backward_inputs, backward_weights
+from fxsplit.errors import PlanError, locate_stage_error
 from fxsplit.runtime.program import Program
-from fxsplit.runtime.replicas import Replica
-from fxsplit.runtime.snapshots import apart, copied
-from fxsplit.runtime.streams import Stream, handed_over
-from fxsplit.runtime.versions import Stepper, Versions
-from fxsplit.runtime.watch import Watch
+from fxsplit.runtime.stage.buffer_copies import clone_outputs, save_buffer_copies
+from fxsplit.runtime.stage.recompute import Kept, forward_without_activations, list_loss_leaves
+from fxsplit.runtime.stage.replica import Replica
+from fxsplit.runtime.stage.run import Packet, Saved, backward, find_failing_node, forward
+from fxsplit.runtime.stage.split_backward import Rest, backward_inputs, backward_weights
+from fxsplit.runtime.stage.weight_versions import Stepper, Versions
+from fxsplit.runtime.stopwatch import Watch
+from fxsplit.runtime.streams import Stream, hand_over
 from fxsplit.schedule.action import BACKWARD, FORWARD, INPUT_GRADIENT, REDUCE, STEP, WEIGHT_GRADIENT, Action
 from fxsplit.schedule.schedule import Schedule
+from fxsplit.torch_internals.grad_leaves import find_leaves
+from fxsplit.torch_internals.grad_sums import Sums, merge_sums
+from fxsplit.torch_internals.rng import draw_alone, new_seed, take_turn
+from fxsplit.torch_internals.thread_modes import NOTHING, Context
 
 Tape = dict[tuple[int, int], Saved | Kept]
 """What the backwards of a forward pass start from, by stage and microbatch."""
@@ -114,7 +114,7 @@ class Job:
     def total(self) -> Sums:
         """Return one sum of all stages' gradients, in their replicas' place; a loss may depend on any of them."""
         pairs = zip(self._replicas, self.sums, strict=True)
-        return merged([r.owned(s) for replicas, sums in pairs for r, s in zip(replicas, sums, strict=True)])
+        return merge_sums([r.owned(s) for replicas, sums in pairs for r, s in zip(replicas, sums, strict=True)])
 
     def run(self, device: int, stream: Stream, ready: Sequence[Any]) -> None:
         """Do a device's actions in order; `ready` are tokens of the caller's work. The first failure stops all."""
@@ -142,7 +142,7 @@ class Job:
         except _Stopped:
             return
         except Exception as error:
-            self.fail(stage_error(error, self._where(action, error)) if action else error)
+            self.fail(locate_stage_error(error, self._where(action, error)) if action else error)
         except BaseException as error:  # SystemExit in a model must not leave the others waiting
             self.fail(error)
 
@@ -173,7 +173,7 @@ class Job:
             if self._finish is not None:
                 made_by = [v.grad_fn for v in outputs if isinstance(v, Tensor)]
                 loss = self._loss(m, outputs)
-                extra = loss_leaves(outputs, leaves_above(loss, made_by))
+                extra = list_loss_leaves(outputs, find_leaves(loss, made_by))
                 head = Saved(inputs if kept is None else outputs, (loss,), extra)
         if not self._grad:
             return
@@ -188,13 +188,13 @@ class Job:
             around = partial(self._surroundings, m)
             known = program.written.get(stage)
             with replica.using(action.version):
-                outputs, kept, program.written[stage] = forward_lightly(
+                outputs, kept, program.written[stage] = forward_without_activations(
                     emitted, packet, writes, known, around, self._context
                 )
             return kept, (), outputs
         with self._surroundings(m), replica.using(action.version):
             saved = forward(emitted, packet, writes)
-        return None, saved.inputs, apart(saved.outputs, self._rewritten)
+        return None, saved.inputs, clone_outputs(saved.outputs, self._rewritten)
 
     def _surroundings(self, m: int, more: frozenset[int] = frozenset()) -> AbstractContextManager[Any]:
         """Return what a stage's forward needs around it: draws of its own, copies of what it keeps of buffers."""
@@ -202,8 +202,8 @@ class Job:
         if not self._program.draws and not rewritten and not self._program.noted:
             return NOTHING
         stack = ExitStack()
-        stack.enter_context(turn(self._seed, m))
-        stack.enter_context(copied(rewritten, self._context.hooks))
+        stack.enter_context(take_turn(self._seed, m))
+        stack.enter_context(save_buffer_copies(rewritten, self._context.hooks))
         return stack
 
     def _loss(self, m: int, outputs: tuple[Any, ...]) -> Tensor:
@@ -211,7 +211,7 @@ class Job:
         assert self._finish is not None
         if not self._program.draws or self._loss_draws is False:
             return self._finish(m, outputs)
-        with drawing(self._seed, m, "loss", outputs) as drew:
+        with draw_alone(self._seed, m, "loss", outputs) as drew:
             loss = self._finish(m, outputs)
         self._loss_draws = drew()
         return loss
@@ -259,9 +259,9 @@ class Job:
         parts = [sums[0]]
         for replica in range(1, len(replicas)):
             part: Sums = self._receive(action._replace(replica=replica), device, stream, arrived)
-            handed_over(list(part.totals.values()))
+            hand_over(list(part.totals.values()))
             parts.append(replicas[replica].owned(part))
-        sums[0] = merged(parts)
+        sums[0] = merge_sums(parts)
 
     def _step(self, action: Action, device: int, stream: Stream, arrived: dict[Action, Any]) -> None:
         """Let the optimizer make a version of a stage's weights from the gradients there are."""
@@ -319,7 +319,7 @@ class Job:
         stage = self._at(action)[0].stage
         what = WORDS[action.op]
         nodes = self._program.plan.stages[stage.index].nodes
-        node = failing_node(error, stage) or (f", one of nodes {nodes[0]!r} .. {nodes[-1]!r}" if nodes else "")
+        node = find_failing_node(error, stage) or (f", one of nodes {nodes[0]!r} .. {nodes[-1]!r}" if nodes else "")
         place = f"stage {stage.index} of {self._last + 1} on {stage.device_name}"
         of = "" if action.op == REDUCE else f" of microbatch {action.microbatch}"
         return f"in {place}, {what}{of}{node}"

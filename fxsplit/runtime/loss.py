@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from fxsplit.errors import InputError
-from fxsplit.runtime.streams import handed_over
-from fxsplit.structures import plain
+from fxsplit.runtime.streams import hand_over
+from fxsplit.torch_internals import pytree
+from fxsplit.torch_internals.containers import to_plain_outputs
 
 LossFn = Callable[..., Tensor]
 
 
-def own_loss(outputs: Any) -> Tensor | None:
+def find_own_loss(outputs: Any) -> Tensor | None:
     """Return the loss that a model has computed itself: its only output, its first one, or the one called `loss`."""
     if isinstance(outputs, Mapping):
         outputs = outputs.get("loss")
@@ -29,9 +29,9 @@ def own_loss(outputs: Any) -> Tensor | None:
     return outputs if number else None
 
 
-def model_loss(outputs: Any) -> Tensor:
+def take_model_loss(outputs: Any) -> Tensor:
     """Return the loss that is in the outputs; raises InputError where there is none."""
-    loss = own_loss(outputs)
+    loss = find_own_loss(outputs)
     if loss is None:
         raise InputError(
             "step() needs a loss, and the model returns none of its own: compile with loss_fn=, for example "
@@ -40,16 +40,16 @@ def model_loss(outputs: Any) -> Tensor:
     return loss
 
 
-def sum_of_squares(outputs: Any, target: Any = None) -> Tensor:
+def sum_squares(outputs: Any, target: Any = None) -> Tensor:
     """Return the sum of squares of all float outputs, a loss that every one of them matters to."""
-    leaves = (leaf for leaf in pytree.tree_leaves(plain(outputs)) if isinstance(leaf, Tensor))
+    leaves = (leaf for leaf in pytree.tree_leaves(to_plain_outputs(outputs)) if isinstance(leaf, Tensor))
     return torch.stack([leaf.square().sum() for leaf in leaves if leaf.is_floating_point()]).sum()
 
 
-sum_of_squares.reduction = "sum"  # type: ignore[attr-defined]
+sum_squares.reduction = "sum"  # type: ignore[attr-defined]
 
 
-def reduction_of(loss_fn: LossFn) -> str:
+def find_reduction(loss_fn: LossFn) -> str:
     """Return how a loss function reduces rows: its `reduction`, also one bound by functools.partial; else "mean"."""
     bound = getattr(loss_fn, "keywords", {}).get("reduction")
     return str(bound or getattr(loss_fn, "reduction", "mean"))
@@ -67,7 +67,7 @@ class BatchLoss:
     def __init__(
         self, loss_fn: LossFn, targets: Sequence[Any] | None, rows: Sequence[int], ends: Sequence[int] = ()
     ) -> None:
-        reduction = reduction_of(loss_fn)
+        reduction = find_reduction(loss_fn)
         if reduction not in ("mean", "batchmean", "sum"):
             raise InputError(f"loss_fn has reduction={reduction!r}: a step needs one number, use 'mean' or 'sum'")
         self._loss_fn = loss_fn
@@ -112,7 +112,7 @@ class BatchLoss:
 
     def total(self) -> Tensor:
         """Return the loss of the whole batch, detached."""
-        handed_over(self._losses)
+        hand_over(self._losses)
         losses = [loss for loss in self._losses if loss is not None]
         found = torch.stack([loss.to(losses[0].device) for loss in losses])
         weights = torch.tensor(self._of_all, dtype=torch.float64, device=found.device)  # not rounded to half precision

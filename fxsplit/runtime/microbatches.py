@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from fxsplit.chunks import TARGET, Replicate, stated_dim
 from fxsplit.errors import InputError
-from fxsplit.inputs import Inputs
+from fxsplit.ir.facts.call import Inputs
+from fxsplit.ir.facts.chunks import TARGET, Replicate, find_stated_dim
+from fxsplit.torch_internals import pytree
 
 MICROBATCHES_PER_DEVICE = 2
 ROWS_PER_MICROBATCH = 4
@@ -19,12 +19,12 @@ ROWS_PER_MICROBATCH = 4
 the pipeline better, and small ones waste work and make batch norm's statistics noisy."""
 
 
-def default_microbatches(rows: int, devices: int) -> int:
+def choose_count(rows: int, devices: int) -> int:
     """Return how many microbatches to cut a batch into where the user does not say."""
     return min(rows, MICROBATCHES_PER_DEVICE * devices, max(devices, rows // ROWS_PER_MICROBATCH))
 
 
-def sizes(rows: int, n_microbatches: int) -> list[int]:
+def divide_rows(rows: int, n_microbatches: int) -> list[int]:
     """Return the rows of each microbatch: as even as possible, the larger ones first.
 
     Raises InputError when there are fewer rows than microbatches.
@@ -49,7 +49,7 @@ def split_target(target: Any, rows: Sequence[int], inputs: Inputs | None = None)
     input has its batch elsewhere too. Raises InputError when a tensor has another number of rows than the batch.
     """
     leaves, structure = pytree.tree_flatten(target)
-    stated = stated_dim(TARGET, TARGET, inputs.chunks) if inputs else None
+    stated = find_stated_dim(TARGET, TARGET, inputs.chunks) if inputs else None
     elsewhere = inputs is not None and any(s.batch_dim for s in inputs.specs)
     columns: list[Sequence[Any]] = []
     for leaf in leaves:

@@ -12,26 +12,27 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils import _pytree as pytree
 
-from fxsplit.costs import Costs
-from fxsplit.draws import Draw
 from fxsplit.errors import InputError
-from fxsplit.inputs import Example, Inputs
-from fxsplit.ir import IR
-from fxsplit.machine import Machine
-from fxsplit.observe import storage_id
-from fxsplit.plans import Plan
-from fxsplit.runtime.batch_norm import Noted
-from fxsplit.runtime.checkpoint import WHEN
-from fxsplit.runtime.replicas import Replica
+from fxsplit.ir.facts.call import Inputs
+from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.facts.example import Example
+from fxsplit.ir.facts.machine import Machine
+from fxsplit.ir.facts.plan import Plan
+from fxsplit.ir.facts.stages import Stages, list_weights
+from fxsplit.ir.graph import IR
+from fxsplit.runtime.stage.recompute import WHEN
+from fxsplit.runtime.stage.replica import Replica
 from fxsplit.schedule import Schedule, verify
 from fxsplit.schedule.catalogue import Scheduler
 from fxsplit.schedule.generate import all_then_all
 from fxsplit.schedule.of_plan import replicas_of, schedule_of
 from fxsplit.schedule.schedule import Homes
-from fxsplit.stages import Stages, weights
-from fxsplit.structures import HOOKS
+from fxsplit.torch_internals import pytree
+from fxsplit.torch_internals.batch_norm import Noted
+from fxsplit.torch_internals.containers import HOOKS
+from fxsplit.torch_internals.interpret import get_storage_id
+from fxsplit.torch_internals.rng import Draw
 
 _TORCHS = nn.Module().__dict__.keys() - {"training"}
 
@@ -101,7 +102,7 @@ class Program:
         """Where each parameter and buffer lives, by its identity: with the first stage that has it."""
         places: dict[int, torch.device] = {}
         for stage in self.stages.stages:
-            for weight in weights(stage.module):
+            for weight in list_weights(stage.module):
                 places.setdefault(id(weight), stage.torch_device)
         return places
 
@@ -135,7 +136,9 @@ class Program:
 
     def rewritten(self) -> frozenset[int]:
         """Return the memory of the buffers that each call writes and something may save for backward."""
-        return frozenset(storage_id(operator.attrgetter(path)(self.model)) for path in self.traced[Example].rewritten)
+        return frozenset(
+            get_storage_id(operator.attrgetter(path)(self.model)) for path in self.traced[Example].rewritten
+        )
 
     @cached_property
     def noted(self) -> list[Noted]:
@@ -157,7 +160,7 @@ class Program:
 
     def trained(self) -> list[list[Tensor]]:
         """Return, for each stage, its leaves that want a gradient now; a frozen parameter may be thawed later."""
-        return [[w for w in weights(s.module) if w.requires_grad] for s in self.stages.stages]
+        return [[w for w in list_weights(s.module) if w.requires_grad] for s in self.stages.stages]
 
     def check_hooks(self) -> None:
         """Raise InputError for a hook on a module whose inside is cut into stages: nothing would call it.
@@ -241,7 +244,7 @@ class Program:
     def placed(self) -> list[tuple[Tensor, torch.device]]:
         """Return each parameter and buffer with the device it belongs on, stage by stage."""
         places = self.places
-        held = {id(w): w for stage in self.stages.stages for w in weights(stage.module)}
+        held = {id(w): w for stage in self.stages.stages for w in list_weights(stage.module)}
         return [(w, places[key]) for key, w in held.items()]
 
     def check_weights(self) -> None:

@@ -85,29 +85,29 @@ class CudaStream:
 
     def take(self, tensors: Sequence[Any]) -> list[Any]:
         """Return the values on this device, copying asynchronously."""
-        handed_over(tensors)
+        hand_over(tensors)
         return [v.to(self._device, non_blocking=True) if isinstance(v, Tensor) else v for v in tensors]
 
 
-def stream_of(device: torch.device) -> Stream:
+def make_stream(device: torch.device) -> Stream:
     """Return a stream for one worker's device."""
     return CudaStream(device) if device.type == "cuda" else CpuStream()
 
 
-def caller_marks(devices: Sequence[torch.device]) -> dict[torch.device, Any]:
+def mark_caller(devices: Sequence[torch.device]) -> dict[torch.device, Any]:
     """Return, for each GPU among `devices`, a token for what the calling thread has queued there."""
     gpus = {d for d in devices if d.type == "cuda"}
     return {d: torch.cuda.current_stream(d).record_event() for d in gpus}
 
 
-def caller_waits(marks: Sequence[tuple[torch.device, Any]]) -> None:
+def make_caller_wait(marks: Sequence[tuple[torch.device, Any]]) -> None:
     """Let the calling thread's streams wait for the workers' tokens."""
     for device, token in marks:
         if token is not None:
             torch.cuda.current_stream(device).wait_event(token)
 
 
-def handed_over(values: Sequence[Any]) -> None:
+def hand_over(values: Sequence[Any]) -> None:
     """Keep GPU memory that another thread made until this thread's current stream has read it."""
     for value in values:
         if isinstance(value, Tensor) and value.device.type == "cuda":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fxsplit.errors import ScheduleError
 from fxsplit.schedule.action import BACKWARD, FORWARD, STEP, Action
 from fxsplit.schedule.generate import alternate
-from fxsplit.schedule.placement import line
+from fxsplit.schedule.homes import line
 from fxsplit.schedule.schedule import Schedule
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fxsplit.errors import ScheduleError
 from fxsplit.schedule.action import BACKWARD, FORWARD, INPUT_GRADIENT, REDUCE, WEIGHT_GRADIENT, Action
 from fxsplit.schedule.greedy import Rows, list_schedule
-from fxsplit.schedule.placement import both_ways, line, loop, vee
+from fxsplit.schedule.homes import both_ways, line, loop, vee
 from fxsplit.schedule.schedule import Homes, Schedule
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import inf
 
 from fxsplit.errors import ScheduleError
-from fxsplit.plans import Plan
+from fxsplit.ir.facts.plan import Plan
 from fxsplit.schedule.catalogue import Scheduler
 from fxsplit.schedule.generate import enough, replicated
 from fxsplit.schedule.memory import Footprint

@@ -6,16 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fxsplit.errors import ScheduleError
-from fxsplit.schedule.action import (
-    BACKWARD,
-    FORWARD,
-    INPUT_GRADIENT,
-    RECV_F,
-    REDUCE,
-    STEP,
-    WEIGHT_GRADIENT,
-    Action,
-)
+from fxsplit.schedule.action import BACKWARD, FORWARD, INPUT_GRADIENT, RECV_F, REDUCE, STEP, WEIGHT_GRADIENT, Action
 from fxsplit.schedule.flow import needs, plain
 from fxsplit.schedule.schedule import Schedule
 from fxsplit.schedule.verify import first_stuck

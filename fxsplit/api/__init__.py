@@ -1,0 +1,1 @@
+"""The public verbs: compile, plan, profile, verify."""

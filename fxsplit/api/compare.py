@@ -1,0 +1,174 @@
+"""Compare a pipeline with the unsplit model, run microbatch by microbatch: outputs, gradients, buffers."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxsplit.api.pipeline import Pipeline
+from fxsplit.ir.facts.call import Inputs
+from fxsplit.runtime.loss import find_reduction
+from fxsplit.runtime.microbatches import divide_rows, join, split, split_target
+from fxsplit.torch_internals import pytree
+from fxsplit.torch_internals.containers import to_plain_outputs
+
+ROUNDING = 1e-5
+"""A tensor this much smaller than the largest of its kind is compared on the scale of this share of that one: the
+gradient of a bias before batch norm is zero, and what is computed for it is rounding of larger numbers."""
+
+
+@dataclass(frozen=True)
+class Differences:
+    """The largest relative differences, and the name each was found at."""
+
+    output: float
+    gradient: float
+    buffer: float
+    worst: Mapping[str, str]
+
+    @property
+    def largest(self) -> float:
+        """The largest of the three."""
+        return max(self.output, self.gradient, self.buffer)
+
+    def __str__(self) -> str:
+        return f"output {self.output:.1e}, gradient {self.gradient:.1e}, buffer {self.buffer:.1e}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one training step leaves behind: outputs, gradients and buffers, by name."""
+
+    outputs: Mapping[str, Tensor | None]
+    gradients: Mapping[str, Tensor | None]
+    buffers: Mapping[str, Tensor | None]
+
+
+def run_pipeline_step(
+    pipe: Pipeline, args: Sequence[Any], target: Any = None, kwargs: Mapping[str, Any] | None = None
+) -> Outcome:
+    """Run one training step of a pipeline; without a target its loss is the model's own."""
+    _, outputs = pipe.step(*args, target=target, return_outputs=True, **(kwargs or {}))
+    return _outcome(pipe, outputs)
+
+
+def run_unsplit_step(
+    model: nn.Module,
+    args: Sequence[Any],
+    target: Any,
+    loss_fn: Callable[..., Tensor],
+    n_microbatches: int | Sequence[int],
+    kwargs: Mapping[str, Any] | None = None,
+    inputs: Inputs | None = None,
+    joined: Sequence[int | None] | None = None,
+) -> Outcome:
+    """Run the unsplit model forward and backward on one microbatch after another.
+
+    `inputs` are how the model is called (default: every tensor is cut on its first dimension), `joined` the dimension
+    that each output is joined on; without a target the loss is that of the outputs alone.
+    """
+    inputs = inputs or Inputs.of(model, args, kwargs or {})[0]
+    tensors = inputs.bind(args, kwargs or {}, None)
+    batch = inputs.rows(tensors)
+    rows = divide_rows(batch, n_microbatches) if isinstance(n_microbatches, int) else list(n_microbatches)
+    columns = [split(t, rows, spec.batch_dim) for t, spec in zip(tensors, inputs.specs, strict=True)]
+    targets = [()] * len(rows) if target is None else [(t,) for t in split_target(target, rows, inputs)]
+    outputs = []
+    for m, count in enumerate(rows):
+        call = inputs.call([column[m] for column in columns])
+        output = model(*call.args, **call.kwargs)
+        weight = 1.0 if find_reduction(loss_fn) == "sum" else count / batch
+        (loss_fn(output, *targets[m]) * weight).backward()
+        outputs.append(pytree.tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, to_plain_outputs(output)))
+    return _outcome(model, _joined(outputs, rows, joined))
+
+
+def _joined(outputs: Sequence[Any], rows: Sequence[int], dims: Sequence[int | None] | None) -> Any:
+    """Return the outputs of all microbatches as those of one batch; on the first dimension if `dims` are unknown."""
+    first, structure = pytree.tree_flatten(outputs[0])
+    columns = zip(*(pytree.tree_leaves(output) for output in outputs), strict=True)
+    whole = []
+    of = iter(dims) if dims is not None else None
+    for leaf, column in zip(first, columns, strict=True):
+        if not isinstance(leaf, Tensor):
+            whole.append(leaf)
+            continue
+        dim = next(of) if of is not None else (0 if leaf.ndim else None)
+        whole.append(join(column, rows, dim))
+    return pytree.tree_unflatten(whole, structure)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest relative difference of one output, gradient or buffer, and what rounding alone would make of it."""
+
+    kind: str
+    name: str
+    value: float
+    rounding: float = 0.0
+
+
+def differences(found: Outcome, expected: Outcome) -> list[Difference]:
+    """Return every difference between two steps, by name."""
+    made = []
+    for kind in ("outputs", "gradients", "buffers"):
+        a, b = getattr(found, kind), getattr(expected, kind)
+        sizes = [float(_wide(t).abs().nan_to_num(posinf=0.0).max()) for t in b.values() if t is not None and t.numel()]
+        scale = ROUNDING * max(sizes, default=0.0)
+        for name in {**a, **b}:
+            missing = name not in a or name not in b
+            value = math.inf if missing else measure_difference(a[name], b[name], scale)
+            made.append(Difference(kind.removesuffix("s"), name, value))
+    return made
+
+
+def compare(found: Outcome, expected: Outcome) -> Differences:
+    """Return the largest relative differences between two steps."""
+    worst: dict[str, Difference] = {}
+    for difference in differences(found, expected):
+        if difference.kind not in worst or difference.value > worst[difference.kind].value:
+            worst[difference.kind] = difference
+    largest = {kind: worst[kind].value if kind in worst else 0.0 for kind in ("output", "gradient", "buffer")}
+    return Differences(**largest, worst={kind: d.name for kind, d in worst.items()})
+
+
+def measure_difference(a: Tensor | None, b: Tensor | None, scale: float = 0.0) -> float:
+    """Return max |a - b| / max(max |b|, scale); infinite where only one exists, or shapes or types differ."""
+    if a is None and b is None:
+        return 0.0
+    if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
+        return math.inf
+    if a.numel() == 0 or (not a.is_sparse and torch.equal(a, b)):
+        return 0.0
+    a, b = _wide(a), _wide(b)
+    alike = (a == b) | (a.isnan() & b.isnan())  # infinities and what is not a number, where both are
+    difference = float(torch.where(alike, 0.0, (a - b).abs()).max())
+    size = max(float(b.abs().nan_to_num(posinf=0.0).max()), scale, sys.float_info.min)
+    return difference / size if math.isfinite(difference) else math.inf
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Return a tensor's values in host memory, dense and in double precision."""
+    tensor = tensor.detach().cpu()
+    return (tensor.to_dense() if tensor.is_sparse else tensor).to(wide_dtype(tensor, torch.float64))
+
+
+def wide_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Return a floating dtype, or the complex one of the same precision for a complex tensor."""
+    return dtype.to_complex() if tensor.is_complex() else dtype
+
+
+def _outcome(module: nn.Module, outputs: Any) -> Outcome:
+    """Return what a step that gave `outputs` left in `module`."""
+    leaves = enumerate(pytree.tree_leaves(to_plain_outputs(outputs)))
+    return Outcome(
+        outputs={str(i): t for i, t in leaves if isinstance(t, Tensor)},
+        gradients={name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()},
+        buffers={name: b.clone() for name, b in module.named_buffers()},
+    )

@@ -1,0 +1,41 @@
+"""profile(): what a model costs node by node, measured here, to plan from wherever it will run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxsplit.errors import InputError
+from fxsplit.frontend import capture
+from fxsplit.ir.dump import show_progress
+from fxsplit.ir.facts.call import Inputs, parse_example_inputs
+from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.facts.machine import DeviceLike, Machine
+from fxsplit.ir.manager import run_chain
+from fxsplit.passes import Profile
+from fxsplit.runtime.microbatches import divide_rows
+
+
+def profile(
+    model: nn.Module, example_inputs: Any, *, n_microbatches: int = 1, device: DeviceLike = "cpu", repeats: int = 5
+) -> Costs:
+    """Return the costs of `model` in its present mode, at the size of one of `n_microbatches` pieces of the batch.
+
+    example_inputs: one whole batch as the model would be called: a tensor, a tuple of positional arguments, or a dict
+        of keyword arguments. device: where to measure, such as "cpu" or "cuda:0". repeats: steps to take the median of.
+
+    `costs.save(path)` keeps them; `fxsplit.plan` and `fxsplit plan` take them, and `compile(costs=)`. Raises InputError
+    for a model or batch that does not fit, and what capturing and measuring raise.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}: give a torch.nn.Module")
+    if not (type(n_microbatches) is int and n_microbatches >= 1):
+        raise InputError(f"n_microbatches={n_microbatches!r}: give a number of at least 1")
+    args, kwargs = parse_example_inputs(example_inputs)
+    inputs, tensors = Inputs.of(model, args, kwargs)
+    rows = divide_rows(inputs.rows(tensors), n_microbatches)[0]
+    with torch.inference_mode(False), torch.enable_grad(), show_progress():
+        traced = capture(model, args, kwargs, rows)
+        return run_chain(traced.learn(Machine.of([device])), [Profile(repeats)])[Costs]

@@ -1,0 +1,256 @@
+"""verify(): prove on copies in float64 that a pipeline is its model: outputs, every gradient, every buffer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.rnn import RNNBase
+
+from fxsplit.api.compare import Difference, Outcome, differences, run_pipeline_step, run_unsplit_step, wide_dtype
+from fxsplit.api.compile import recompile_like
+from fxsplit.api.pipeline import Pipeline
+from fxsplit.errors import InputError
+from fxsplit.ir.facts.call import parse_example_inputs
+from fxsplit.ir.facts.example import Example
+from fxsplit.runtime.loss import find_own_loss, sum_squares, take_model_loss
+from fxsplit.torch_internals import pytree
+from fxsplit.torch_internals.containers import to_plain_outputs
+from fxsplit.torch_internals.fake_weights import lacks_values
+from fxsplit.torch_internals.interpret import preserve
+
+STEPS = 2
+"""The second step starts from weights and buffers that the first one has changed."""
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
+"""Sums in another order differ by rounding, which layers amplify; a lost gradient differs by its own size."""
+AMPLIFIED = 10.0
+"""How much more may differ than where the model's weights are off by their own rounding: batch norm over two values,
+for example, makes 1e-8 of 1e-16."""
+MOST = 1e-3
+"""No rounding excuses more than this, which is far less than a gradient that is lost or doubled."""
+RUNS = 3
+"""So often a model is run again before it is believed to draw nothing, as layer drop with a small rate may once."""
+STEP_SIZE = 0.01
+"""How far a step goes along the steepest gradient, as a share of the largest weight."""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was compared, the largest relative difference of each over all steps, and what the pipeline is.
+
+    `by_nature` are names of gradients and buffers in which the unsplit model itself, run on microbatches, differs from
+    its run on the whole batch, as batch norm does.
+    """
+
+    differences: tuple[Difference, ...]
+    by_nature: tuple[str, ...]
+    dtype: torch.dtype
+    front_end: str
+    nodes: int
+    stages: int
+    n_microbatches: int
+
+    @property
+    def offending(self) -> tuple[Difference, ...]:
+        """What differs by more than rounding."""
+        allowed = TOLERANCE[self.dtype]
+        return tuple(d for d in self.differences if not d.value <= max(allowed, min(AMPLIFIED * d.rounding, MOST)))
+
+    @property
+    def equal(self) -> bool:
+        """Whether the pipeline is the model."""
+        return not self.offending
+
+    @property
+    def largest(self) -> float:
+        """The largest relative difference."""
+        return max((d.value for d in self.differences), default=0.0)
+
+
+def verify(pipe: Pipeline, inputs: Any, more: Mapping[str, Any] | None = None) -> Verification:
+    """Train copies of a pipeline and of its model for two steps on one batch, and compare all they leave behind.
+
+    inputs: one whole batch, as `compile` takes it; `more` are keyword arguments besides. The copies are in float64 (in
+    float32 where the model refuses that) and drop nothing; the loss is the model's own if it returns one, else the sum
+    of squares of all float outputs. A model that is frozen as a whole is thawed, and batch norm is not deferred.
+    Neither the pipeline nor its model are changed. Raises InputError for a model that draws random numbers otherwise,
+    and for asynchronous schedules.
+    """
+    if lacks_values(pipe.model):
+        raise InputError(f"{type(pipe.model).__name__} has no values yet, it is on the meta device: load its weights")
+    args, kwargs = parse_example_inputs(inputs)
+    kwargs |= more or {}
+    with disable_dropout(), torch.random.fork_rng():
+        try:
+            return _verified(pipe, *_as(torch.float64, pipe.model, args, kwargs), torch.float64)
+        except _Refused:
+            return _verified(pipe, *_as(torch.float32, pipe.model, args, kwargs), torch.float32)
+
+
+class _Refused(Exception):
+    """The model does not run in a dtype."""
+
+
+def _verified(pipe: Pipeline, model: nn.Module, call: Any, dtype: torch.dtype) -> Verification:
+    """Compare copies of `model`, which has that dtype as its inputs have."""
+    args, kwargs = call
+    unsplit, whole, shaken = (copy.deepcopy(model) for _ in range(3))
+    _shake(shaken)
+    first = _outputs(unsplit, args, kwargs, dtype)
+    if not all(_same(first, _outputs(unsplit, args, kwargs, dtype)) for _ in range(RUNS)):
+        raise InputError(
+            f"{type(model).__name__} draws random numbers besides dropout, so no two runs of it are equal: verify it "
+            "with such rates at 0, or in evaluation, pipe.eval()"
+        )
+    loss_fn = sum_squares if find_own_loss(first) is None else None
+    if not any(isinstance(t, Tensor) and t.is_floating_point() for t in pytree.tree_leaves(to_plain_outputs(first))):
+        raise InputError(f"{type(model).__name__} returns no floating-point tensor, so it has no gradients to compare")
+    found: dict[tuple[str, str], float] = {}
+    rounding: dict[tuple[str, str], float] = {}
+    with recompile_like(pipe, model, loss_fn) as split:
+        split.compile_for(*args, **kwargs)
+        how, rows = split.call_of(*args, **kwargs)
+        joined = split.traced[Example].joined
+        target = () if loss_fn else None
+
+        def step(trained: nn.Module, pieces: Sequence[int]) -> Outcome:
+            own, named = _cloned((args, kwargs))
+            return run_unsplit_step(trained, own, target, loss_fn or take_model_loss, pieces, named, how, joined)
+
+        for _ in range(STEPS):
+            expected = step(unsplit, rows)
+            own, named = _cloned((args, kwargs))
+            _add(found, differences(run_pipeline_step(split, own, target, named), expected))
+            _add(rounding, differences(step(shaken, rows), expected))
+            others = differences(step(whole, [sum(rows)]), expected)
+            for trained in (model, unsplit, whole, shaken):
+                _update(trained)
+        tolerance = 1e3 * TOLERANCE[dtype]
+        example = split.traced[Example]
+        nodes = sum(n.op not in ("placeholder", "output") for n in split.traced.gm.graph.nodes)
+        return Verification(
+            tuple(Difference(*key, value, rounding.get(key, 0.0)) for key, value in found.items()),
+            tuple(d.name for d in others if d.kind != "output" and d.value > tolerance),
+            dtype,
+            example.front_end,
+            nodes,
+            len(split.stages),
+            len(rows),
+        )
+
+
+def _add(found: dict[tuple[str, str], float], more: Sequence[Difference]) -> None:
+    """Keep the largest difference of each name."""
+    for d in more:
+        found[d.kind, d.name] = max(found.get((d.kind, d.name), 0.0), d.value)
+
+
+def _shake(model: nn.Module) -> None:
+    """Change every weight by one unit in its last place, up or down in turn."""
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.is_floating_point():
+                up = torch.arange(weight.numel(), device=weight.device).view(weight.shape) % 2 == 0
+                weight.mul_(1.0 + torch.where(up, 1.0, -1.0).to(weight.dtype) * torch.finfo(weight.dtype).eps)
+
+
+def _as(dtype: torch.dtype, model: nn.Module, args: Sequence[Any], kwargs: Any) -> tuple[nn.Module, Any]:
+    """Return a copy of the model, and the call, in a dtype."""
+    copied = copy.deepcopy(model)._apply(lambda t: t.to(wide_dtype(t, dtype)) if _is_wide(t) else t)
+    for module in copied.modules():
+        if isinstance(module, RNNBase):
+            module.dropout = 0.0
+    frozen = not any(parameter.requires_grad for parameter in copied.parameters())
+    for parameter in copied.parameters():
+        parameter.grad = None
+        if frozen and parameter.is_floating_point():  # there would be nothing to compare
+            parameter.requires_grad_()
+
+    def convert(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.detach().to(wide_dtype(value, dtype)) if _is_wide(value) else value
+
+    return copied, pytree.tree_map(convert, (tuple(args), dict(kwargs)))
+
+
+def _is_wide(tensor: Tensor) -> bool:
+    """Return whether a tensor holds numbers that gradients are computed of."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _outputs(model: nn.Module, args: Any, kwargs: Any, dtype: torch.dtype) -> Any:
+    """Return what the model returns, without a trace on it; raises _Refused where it does not run in a dtype."""
+    try:
+        with torch.no_grad(), preserve(model):
+            torch.manual_seed(torch.seed())  # inside preserved(): the caller's generator is as it was afterwards
+            own, named = _cloned((args, kwargs))
+            outputs = model(*own, **named)
+    except RuntimeError as error:
+        if dtype is torch.float64:
+            raise _Refused from error
+        raise
+    finite = all(bool(t.isfinite().all()) for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor))
+    if dtype is torch.float64 and not finite:  # a mask of float32's least number, for example
+        raise _Refused
+    return outputs
+
+
+def _cloned(call: Any) -> Any:
+    """Return a call with tensors of its own: a model may write to them."""
+    return pytree.tree_map_only(Tensor, torch.clone, call)
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Return whether two outputs are equal."""
+    pairs = zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True)
+    return all(torch.equal(torch.nan_to_num(x), torch.nan_to_num(y)) for x, y in pairs if isinstance(x, Tensor))
+
+
+def _update(model: nn.Module) -> None:
+    """Step down the gradients, all by the same rate, and forget them: those that are rounding alone stay that."""
+    trained = [(w, w.grad) for w in model.parameters() if w.grad is not None and w.numel()]
+    trained = [(w, gradient.to_dense() if gradient.is_sparse else gradient) for w, gradient in trained]
+    with torch.no_grad():
+        steepest = max((float(gradient.abs().max()) for _, gradient in trained), default=0.0)
+        largest = max((float(w.abs().max()) for w, _ in trained), default=0.0)
+        for weight, gradient in trained:
+            if steepest > 0.0:
+                weight.sub_(gradient * (STEP_SIZE * largest / steepest))
+            weight.grad = None
+
+
+@contextmanager
+def disable_dropout() -> Iterator[None]:
+    """Let torch's dropout functions and modules drop nothing inside the block."""
+    names = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+    own = {name: getattr(F, name) for name in (*names, "scaled_dot_product_attention")}
+
+    def kept(function: Any) -> Any:
+        @wraps(function)
+        def keep(input: Tensor, p: float = 0.0, training: bool = False, inplace: bool = False) -> Any:
+            return function(input, 0.0, training, inplace)
+
+        return keep
+
+    @wraps(own["scaled_dot_product_attention"])
+    def attend(query: Any, key: Any, value: Any, mask: Any = None, p: float = 0.0, *more: Any, **named: Any) -> Any:
+        named = {"attn_mask": mask, **named, "dropout_p": 0.0}
+        named |= dict(zip(("is_causal", "scale"), more, strict=False))
+        return own["scaled_dot_product_attention"](query, key, value, **named)
+
+    for name in names:
+        setattr(F, name, kept(own[name]))
+    F.scaled_dot_product_attention = attend  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for name, function in own.items():
+            setattr(F, name, function)

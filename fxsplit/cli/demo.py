@@ -1,0 +1,197 @@
+"""`fxsplit demo`: train torchvision's ResNet-18 as a pipeline on real images, and show that nothing is lost."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fxsplit.api.compare import Differences, compare, run_pipeline_step, run_unsplit_step
+from fxsplit.api.compile import compile
+from fxsplit.api.pipeline import Pipeline
+from fxsplit.errors import FxsplitError
+from fxsplit.ir.facts.machine import Machine
+from fxsplit.schedule import Times, generate, simulate
+from fxsplit.torch_internals.torchvision_operators import declare_detection_operators
+
+GOAL = 0.95
+MAX_EPOCHS = 20
+BATCH, MICROBATCHES, SIDE = 64, 4, 64
+SCHEDULE = "1F1B"
+TIMED_STEPS = 7
+
+
+@dataclass(frozen=True)
+class Digits:
+    """scikit-learn's 1,797 handwritten digits, as float32 images [n, 3, SIDE, SIDE] in [0, 1]."""
+
+    train_x: Tensor
+    train_y: Tensor
+    test_x: Tensor
+    test_y: Tensor
+
+    @classmethod
+    def load(cls) -> Digits:
+        """Return the images, every fifth of them for testing."""
+        try:
+            from sklearn.datasets import load_digits
+        except ImportError as error:
+            raise FxsplitError("the demo needs scikit-learn: pip install 'fxsplit[demo]'") from error
+        data = load_digits()
+        images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16.0
+        x = F.interpolate(images, size=(SIDE, SIDE), mode="bilinear").expand(-1, 3, -1, -1).contiguous()
+        y = torch.tensor(data.target, dtype=torch.int64)
+        test = torch.arange(len(y)) % 5 == 0
+        return cls(x[~test], y[~test], x[test], y[test])
+
+    def batches(self) -> list[tuple[Tensor, Tensor]]:
+        """Return one epoch's batches in a new random order; the last may be smaller."""
+        order = torch.split(torch.randperm(len(self.train_y)), BATCH)
+        return [(self.train_x[i], self.train_y[i]) for i in order]
+
+
+def main(console: Console) -> int:
+    """Run the demo; return 0 if the goal is reached and the pipeline equals the unsplit model."""
+    torch.manual_seed(0)
+    digits = Digits.load()
+    model = _resnet18()
+    x, y = digits.train_x[:BATCH], digits.train_y[:BATCH]
+    console.print(f"ResNet-18 on {len(digits.train_y)} training and {len(digits.test_y)} test images, 2 CPU devices")
+    begin = time.perf_counter()
+    with compile(
+        model, ["cpu", "cpu"], example_inputs=x, n_microbatches=MICROBATCHES, schedule=SCHEDULE, loss_fn=F.cross_entropy
+    ) as pipe:
+        seconds = time.perf_counter() - begin
+        console.print(f"compiled in {seconds:.1f} s ({', '.join(f'{s.text} {s.seconds:.2f}' for s in pipe.ir.steps)})")
+        console.print(f"\n{pipe.plan}\n", highlight=False, soft_wrap=True)
+        proof = prove(model, x, y)
+        console.print(f"largest relative difference from the unsplit model (one step in float64): {proof}")
+        timing = Timing.measure(pipe, model, x, y)
+        console.print(str(timing))
+        accuracy = train(pipe, digits, console)
+    reached = accuracy > GOAL
+    equal = proof.largest < 1e-10
+    console.print(f"test accuracy {accuracy:.2%} ({'over' if reached else 'NOT over'} the goal of {GOAL:.0%})")
+    return 0 if reached and equal else 1
+
+
+def _resnet18() -> nn.Module:
+    """Return torchvision's ResNet-18 for ten classes, with random weights."""
+    declare_detection_operators()
+    try:
+        from torchvision import models
+    except ImportError as error:
+        raise FxsplitError("the demo needs torchvision: pip install 'fxsplit[demo]'") from error
+    model: nn.Module = models.resnet18(weights=None, num_classes=10)
+    return model
+
+
+def prove(model: nn.Module, x: Tensor, y: Tensor) -> Differences:
+    """Return how one training step in float64 differs from the unsplit model's, on copies of `model`."""
+    split, unsplit = copy.deepcopy(model).double(), copy.deepcopy(model).double()
+    x = x[:16].double()
+    y = y[:16]
+    expected = run_unsplit_step(unsplit, [x], y, F.cross_entropy, MICROBATCHES)
+    with compile(split, 2, n_microbatches=MICROBATCHES, schedule=SCHEDULE, loss_fn=F.cross_entropy) as pipe:
+        return compare(run_pipeline_step(pipe, [x], y), expected)
+
+
+def train(pipe: Pipeline, digits: Digits, console: Console) -> float:
+    """Train until the goal is reached; return the accuracy on the test images."""
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.02, momentum=0.9, weight_decay=5e-4)
+    accuracy = 0.0
+    for epoch in range(1, MAX_EPOCHS + 1):
+        pipe.train()
+        losses = []
+        for x, y in track(digits.batches(), f"epoch {epoch}", console=console, transient=True):
+            optimizer.zero_grad()
+            losses.append(pipe.step(x, target=y).item())
+            optimizer.step()
+        pipe.eval()
+        with torch.no_grad():
+            accuracy = float((pipe(digits.test_x).argmax(1) == digits.test_y).float().mean())
+        console.print(f"epoch {epoch}: loss {sum(losses) / len(losses):.3f}, test accuracy {accuracy:.2%}")
+        if accuracy > GOAL:
+            break
+    return accuracy
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Medians of interleaved training steps, in milliseconds."""
+
+    pipeline_ms: float
+    unsplit_ms: float
+    unsplit_all_threads_ms: float
+    predicted_ms: float
+    threads: int
+
+    @classmethod
+    def measure(cls, pipe: Pipeline, model: nn.Module, x: Tensor, y: Tensor) -> Timing:
+        """Time the pipeline against a copy of `model` on whole batches, one after another in turn."""
+        unsplit = copy.deepcopy(model)
+        threads, everything = pipe.ir[Machine].intraop_threads(), torch.get_num_threads()
+
+        def whole() -> None:
+            F.cross_entropy(unsplit(x), y).backward()
+
+        def split() -> None:
+            pipe.step(x, target=y)
+
+        state = copy.deepcopy(pipe.state_dict())
+        samples: dict[str, list[float]] = {"pipeline": [], "one": [], "all": []}
+        for _ in range(TIMED_STEPS):
+            samples["pipeline"].append(_elapsed(split))
+            with _threads(threads):
+                samples["one"].append(_elapsed(whole))
+            with _threads(everything):
+                samples["all"].append(_elapsed(whole))
+        pipe.load_state_dict(state)  # batch norm has seen the timed steps
+        pipe.zero_grad()
+        plan = pipe.plan
+        schedule = generate(SCHEDULE, len(plan.stages), MICROBATCHES)
+        times = Times([s.forward_ms for s in plan.stages], [s.backward_ms for s in plan.stages])
+        predicted = simulate(schedule, times)
+        return cls(
+            median(samples["pipeline"][1:]),
+            median(samples["one"][1:]),
+            median(samples["all"][1:]),
+            predicted.step_ms,
+            threads,
+        )
+
+    def __str__(self) -> str:
+        rate = 1000.0 * BATCH / self.pipeline_ms
+        return (
+            f"throughput {rate:.0f} images/s: {self.unsplit_ms / self.pipeline_ms:.2f} x the unsplit model on one "
+            f"device ({self.threads} thread), {self.unsplit_all_threads_ms / self.pipeline_ms:.2f} x the unsplit model "
+            f"on all threads\nstep time predicted {self.predicted_ms:.1f} ms, measured {self.pipeline_ms:.1f} ms "
+            f"({self.pipeline_ms / self.predicted_ms - 1:+.0%})"
+        )
+
+
+def _elapsed(run: Callable[[], None]) -> float:
+    """Return how many milliseconds `run` takes."""
+    begin = time.perf_counter()
+    run()
+    return 1000.0 * (time.perf_counter() - begin)
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Let operators use `count` threads inside the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

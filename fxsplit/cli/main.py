@@ -1,0 +1,69 @@
+"""The `fxsplit` command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+
+BAD_INPUT = 2
+NO_FIT = 3
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand; return its exit code: 0 done, 1 the goal is missed, 2 bad input, 3 no plan fits."""
+    parser = argparse.ArgumentParser(prog="fxsplit", description="Cut a PyTorch model into stages and pipeline it.")
+    parser.add_argument("--version", action="version", version=f"fxsplit {metadata.version('fxsplit')}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("demo", help="train ResNet-18 as a pipeline on real images, on two CPU devices")
+    commands.add_parser("passes", help="list the passes, their options and the default chain")
+    # What a command needs is loaded when it runs: torch takes seconds, and --help or a plan needs none of it.
+    from fxsplit.cli import explain, plan, simulate, verify
+    from fxsplit.errors import FxsplitError, NoFit
+
+    plan.add_plan_arguments(commands.add_parser("plan", help="the best plan of a profile for a machine"))
+    plan.add_arguments(commands.add_parser("explain", help="why the best plan is as it is"))
+    simulate.add_arguments(commands.add_parser("simulate", help="how long a schedule takes, and what it holds"))
+    verify.add_arguments(commands.add_parser("verify", help="prove that a model's pipeline is the model"))
+    arguments = parser.parse_args(argv)
+    run = {
+        "demo": _demo,
+        "passes": _passes,
+        "plan": plan.main,
+        "explain": explain.main,
+        "simulate": simulate.main,
+        "verify": verify.main,
+    }[arguments.command]
+    try:
+        return run(arguments)
+    except FxsplitError as error:
+        print(f"fxsplit {arguments.command}: {error}", file=sys.stderr)
+        return NO_FIT if isinstance(error, NoFit) else BAD_INPUT
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    """Run the demo."""
+    from rich.console import Console
+
+    from fxsplit.cli import demo
+
+    return demo.main(Console())
+
+
+def _passes(arguments: argparse.Namespace) -> int:
+    """Print every pass with its options and defaults."""
+    import dataclasses
+
+    from fxsplit.api.compile import DEFAULT
+    from fxsplit.passes import PASSES
+
+    for name, kind in PASSES.items():
+        options = ",".join(f"{f.name}={str(f.default).lower()}" for f in dataclasses.fields(kind))
+        print(f"{name + (f'{{{options}}}' if options else ''):<48} {(kind.__doc__ or '').splitlines()[0]}")
+    print(f"\ndefault chain: {DEFAULT}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

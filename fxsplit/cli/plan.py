@@ -1,0 +1,172 @@
+"""`fxsplit plan`: the best plan of a profile for a machine, as a table or JSON; needs neither torch nor the model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import time
+from dataclasses import replace
+from math import inf, isfinite
+from typing import Any
+
+from fxsplit.api.plan import build_machine, make_workload
+from fxsplit.errors import InputError, NoFit
+from fxsplit.formats import Profile, read
+from fxsplit.formats.machine_toml import read_machine
+from fxsplit.formats.plan_json import plan_to_dict
+from fxsplit.ir.facts.machine import LEAST_BYTES_PER_S, Machine
+from fxsplit.ir.facts.plan import Plan
+from fxsplit.ir.facts.price import COST_MODELS
+from fxsplit.planner import Options
+from fxsplit.planner.baselines import BASELINES, plan_baseline
+from fxsplit.planner.planner import MAX_STATES, Planner
+from fxsplit.planner.solve import RECOMPUTE
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what `plan` and `explain` understand."""
+    parser.add_argument("file", help="fxsplit's profile, a PipeDream graph.txt, or a dnn-partitioning JSON")
+    parser.add_argument("--devices", metavar="N|A..B", help="equal devices (default: what the file states, else 2)")
+    parser.add_argument("--machine", metavar="TOML", help="a machine in place of equal devices")
+    parser.add_argument("--cost-model", choices=COST_MODELS, help="what stages pay for (default: the file's own)")
+    parser.add_argument("--bandwidth", type=float, metavar="BYTES_PER_S", help="of every device's link")
+    parser.add_argument("--use-all-devices", action="store_true", help="leave no device idle")
+    parser.add_argument("--no-traffic", action="store_true", help="leave traffic from stage to stage unpriced")
+    parser.add_argument("--free-order", action="store_true", help="take devices in any order")
+    parser.add_argument("--recompute", default="never", choices=RECOMPUTE, help="trade activations for time")
+    parser.add_argument("--schedule", default="1F1B", help="what decides the activations held (default: 1F1B)")
+    parser.add_argument("--microbatches", type=int, metavar="N", help="default: two a device")
+    parser.add_argument("--optimizer-factor", type=float, default=2.0, metavar="X", help="bytes per parameter byte")
+    parser.add_argument(
+        "--pin", action="append", default=[], metavar="NAME=DEVICE", help="put a submodule or node there"
+    )
+    parser.add_argument("--together", action="append", default=[], metavar="A,B", help="never cut between these")
+    parser.add_argument("--max-states", type=int, default=MAX_STATES, metavar="N", help="ideals to enumerate at most")
+    parser.add_argument("--time-limit", type=float, default=inf, metavar="S", help="then the best so far, with its gap")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what only `plan` understands."""
+    add_arguments(parser)
+    parser.add_argument("--baselines", action="store_true", help="price splits by hand beside the plan")
+
+
+class Question:
+    """The arguments, read and checked: a profile, and what to plan for."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        begin = time.perf_counter()
+        if arguments.bandwidth is not None and not arguments.bandwidth >= LEAST_BYTES_PER_S:
+            raise InputError(f"--bandwidth {arguments.bandwidth}: give bytes per second, more than zero")
+        if arguments.microbatches is not None and arguments.microbatches < 1:
+            raise InputError(f"--microbatches {arguments.microbatches}: give at least 1")
+        if arguments.max_states < 1:
+            raise InputError(f"--max-states {arguments.max_states}: give at least 1")
+        self.arguments = arguments
+        by_bytes = arguments.bandwidth is not None or arguments.machine is not None
+        self.profile: Profile = read(arguments.file, by_bytes)
+        pins = dict(_pin(text) for text in arguments.pin)
+        keep = [text.split(",") for text in arguments.together]
+        self.planner = Planner(self.profile.costs, pins, keep, arguments.max_states)
+        self.load_s = time.perf_counter() - begin
+        foreign = self.profile.format == "dnn-partitioning"
+        self.options = Options(
+            model=arguments.cost_model or self.profile.cost_model,
+            use_all=arguments.use_all_devices,
+            traffic=not arguments.no_traffic,
+            free=arguments.free_order or (foreign and not arguments.machine and arguments.cost_model != "replicated"),
+            optimizer_factor=arguments.optimizer_factor,
+            recompute=arguments.recompute,
+            time_limit=arguments.time_limit,
+        )
+
+    def counts(self) -> list[int | None]:
+        """Return the numbers of devices to plan for; None is what the file or the machine states."""
+        text = self.arguments.devices
+        if text is None:
+            return [None]
+        if self.arguments.machine:
+            raise InputError("--devices and --machine both state the devices: give one of them")
+        found = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+        if not 1 <= first <= last:
+            raise InputError(f"--devices {text}: give a number of at least 1, or a range such as 1..16")
+        return list(range(first, last + 1))
+
+    def machine(self, count: int | None) -> Machine:
+        """Return the machine with so many devices."""
+        if self.arguments.machine:
+            machine = read_machine(self.arguments.machine)
+            if self.arguments.bandwidth:
+                machine = replace(machine, links=(self.arguments.bandwidth,) * len(machine.links))
+            return machine
+        return build_machine(self.profile, count, self.arguments.bandwidth)
+
+    def plan(self, count: int | None, planner: Planner | None = None) -> Plan:
+        """Return the best plan for so many devices, by the question's own planner or another."""
+        machine = self.machine(count)
+        workload = make_workload(machine, self.arguments.schedule, self.arguments.microbatches)
+        plan = (planner or self.planner).plan(machine, workload, self.options)
+        if plan.bottleneck_ms >= self.profile.never_ms:
+            raise NoFit("no plan fits: some node runs on hosts alone, and there is no host for it")
+        return plan
+
+    def answer(self, plan: Plan) -> dict[str, Any]:
+        """Return a plan as the object that other programs read; times are in the file's own unit."""
+        answer = plan_to_dict(plan)
+        if self.profile.format == "pipedream":  # its graph counts inputs as nodes
+            answer["stages"][0]["nodes"] = [i.name for i in self.profile.costs.inputs] + answer["stages"][0]["nodes"]
+        return answer | {"unit": self.profile.unit, "seconds": {"load": self.load_s, **self.planner.seconds}}
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Print the plan, or the whole curve where --devices is a range."""
+    question = Question(arguments)
+    counts = question.counts()
+    plans = [(count, question.plan(count)) for count in counts]
+    if arguments.json:
+        answers = [question.answer(plan) | ({} if count is None else {"n_devices": count}) for count, plan in plans]
+        print(json.dumps(answers[0] if len(answers) == 1 else {"curve": answers}))
+        return 0
+    if len(plans) > 1:
+        print(f"{'devices':>8}{'bottleneck ms':>15}{'speed-up':>10}{'gap':>9}{'stages':>8}")
+        for count, plan in plans:
+            proof = "optimal" if plan.optimal else f"{100 * plan.gap:.2f} %"
+            speedup = plan.single_ms / plan.bottleneck_ms if plan.bottleneck_ms else inf
+            print(f"{count:>8}{plan.bottleneck_ms:>15.4f}{speedup:>10.2f}{proof:>9}{len(plan.stages):>8}")
+        return 0
+    (_, plan) = plans[0]
+    print(plan)
+    if arguments.baselines:
+        print(_beside(question, counts[0], plan))
+    seconds = {"load": question.load_s, **question.planner.seconds}
+    print("seconds: " + ", ".join(f"{name} {s:.4f}" for name, s in seconds.items()))
+    return 0
+
+
+def _beside(question: Question, count: int | None, plan: Plan) -> str:
+    """Return the splits by hand, each with how much slower than the plan it is."""
+    machine = question.machine(count)
+    workload = make_workload(machine, question.arguments.schedule, question.arguments.microbatches)
+    chains, states = question.planner.lattice(machine, whole=True)
+    rows = [f"\n{'split':<12}{'bottleneck ms':>15}{'x plan':>8}", f"{'plan':<12}{plan.bottleneck_ms:>15.4f}{1:>8.2f}"]
+    for name in BASELINES:
+        other = plan_baseline(name, question.profile.costs, chains, states, machine, workload, question.options.costs)
+        if other is None:
+            rows.append(f"{name:<12}{'too few nodes':>15}")
+            continue
+        fits = all(s.memory_bytes <= machine.devices[s.devices[0]].memory_bytes for s in other.stages)
+        ratio = other.bottleneck_ms / plan.bottleneck_ms if plan.bottleneck_ms else inf
+        note = "" if fits else "  does not fit in memory"
+        rows.append(f"{name:<12}{other.bottleneck_ms:>15.4f}{ratio if isfinite(ratio) else inf:>8.2f}{note}")
+    return "\n".join(rows)
+
+
+def _pin(text: str) -> tuple[str, int]:
+    """Return a pin from `name=stage`."""
+    name, _, stage = text.rpartition("=")
+    if not name or not stage.isdecimal():
+        raise InputError(f"--pin {text}: give a submodule or node and the number of a device, such as layer1=0")
+    return name, int(stage)

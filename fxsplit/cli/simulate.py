@@ -1,0 +1,158 @@
+"""`fxsplit simulate`: how long a schedule takes, what devices idle and hold; without torch or a model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from fxsplit.api.plan import make_workload
+from fxsplit.errors import InputError
+from fxsplit.formats import read
+from fxsplit.formats.plan_json import read_plan
+from fxsplit.ir.facts.machine import Machine
+from fxsplit.ir.facts.plan import Plan
+from fxsplit.ir.facts.price import format_bytes
+from fxsplit.planner import Options
+from fxsplit.planner.planner import Planner
+from fxsplit.schedule import SCHEDULES, Schedule, Simulation, Times, generate, simulate, verify
+from fxsplit.schedule.catalogue import Scheduler
+from fxsplit.schedule.memory import Course, memory, peak
+from fxsplit.schedule.of_plan import footprints_of, replicas_of, schedule_of, times_of
+from fxsplit.schedule.timeline import Timeline
+from fxsplit.schedule.torch_csv import read_csv, write_csv
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what `simulate` understands."""
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--schedule", metavar="NAME", help=f"one of {', '.join(SCHEDULES)} (default: the plan's, or 1F1B)"
+    )
+    what.add_argument("--csv", metavar="FILE", help="a schedule file of torch.distributed.pipelining")
+    parser.add_argument("--devices", type=int, metavar="D", help="default: one for each stage of the plan, else 4")
+    parser.add_argument("--n-microbatches", type=int, metavar="N", help="default: the plan's, else two a device")
+    parser.add_argument("--stages-per-device", type=int, metavar="V", help="default: what the schedule is made for")
+    costs = parser.add_mutually_exclusive_group()
+    costs.add_argument("--plan", metavar="FILE", help="times and memory of a plan (fxsplit plan ... --json > FILE)")
+    costs.add_argument("--profile", metavar="FILE", help="plan this profile first, for as many stages as it takes")
+    costs.add_argument("--unit-times", action="store_true", help="F = I = W = 1 and B = 2 for every stage (default)")
+    parser.add_argument("--bandwidth", type=float, metavar="BYTES_PER_S", help="of every link, with --profile")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--trace", metavar="FILE", help="write the timeline for Perfetto (ui.perfetto.dev)")
+    parser.add_argument("--picture", metavar="FILE", help="draw the timeline as .svg, .png or .pdf")
+    parser.add_argument("--to-csv", metavar="FILE", help="write the schedule for torch.distributed.pipelining")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Print what the schedule takes, as a table with a drawing, or as JSON."""
+    if arguments.bandwidth is not None and not arguments.profile:
+        raise InputError("--bandwidth prices the transfers of a --profile; a --plan has them already")
+    plan = read_plan(arguments.plan) if arguments.plan else None
+    schedule = _schedule(arguments, plan)
+    if arguments.profile:
+        plan = _planned(arguments, schedule)
+    verify(schedule)
+    times = Times.unit(schedule.n_stages) if plan is None else times_of(plan, schedule)
+    simulation = simulate(schedule, times)
+    courses = () if plan is None else memory(simulation, footprints_of(plan))
+    timeline = Timeline.of(simulation, _names(plan, schedule), courses)
+    if arguments.trace:
+        from fxsplit.report.perfetto import save_trace
+
+        save_trace([timeline], arguments.trace)
+    if arguments.picture:
+        from fxsplit.report.picture import save_picture
+
+        save_picture([timeline], arguments.picture)
+    if arguments.to_csv:
+        write_csv(schedule, arguments.to_csv)
+    if arguments.json:
+        print(json.dumps(_answer(simulation, courses, plan is None)))
+    else:
+        _show(simulation, courses, timeline, plan is None)
+    return 0
+
+
+def _schedule(arguments: argparse.Namespace, plan: Plan | None) -> Schedule:
+    """Return the schedule that the arguments ask for."""
+    if arguments.csv:
+        schedule = read_csv(arguments.csv)
+        if arguments.stages_per_device is not None:
+            raise InputError(f"--stages-per-device: the file {arguments.csv!r} says where its stages are")
+        given = (arguments.devices, arguments.n_microbatches)
+        for name, value, stated in zip(
+            ("--devices", "--n-microbatches"), given, (schedule.n_devices, schedule.n_microbatches), strict=True
+        ):
+            if value not in (None, stated):
+                raise InputError(f"{name} {value}: the file {arguments.csv!r} has {stated}")
+        return schedule
+    name = arguments.schedule or (plan.schedule if plan else "1F1B")
+    devices = arguments.devices
+    if devices is None:
+        devices = len(plan.stages) // (arguments.stages_per_device or 1) if plan else 4
+    count = arguments.n_microbatches
+    if count is None:
+        count = plan.n_microbatches if plan else 2 * devices
+    if plan is not None and arguments.devices is None:
+        return schedule_of(plan, Scheduler(name, devices, arguments.stages_per_device), count)
+    return generate(name, devices, count, arguments.stages_per_device)
+
+
+def _planned(arguments: argparse.Namespace, schedule: Schedule) -> Plan:
+    """Return the best plan of a profile with a stage for each of the schedule's; all links are equal."""
+    profile = read(arguments.profile, by_bytes=arguments.bandwidth is not None)
+    machine = Machine.planned(schedule.n_stages, arguments.bandwidth)
+    return Planner(profile.costs).plan(
+        machine, make_workload(machine, n_microbatches=schedule.n_microbatches), Options()
+    )
+
+
+def _names(plan: Plan | None, schedule: Schedule) -> tuple[str, ...]:
+    """Return what to call the devices."""
+    if plan is not None and schedule.homes == replicas_of(plan):
+        return plan.device_names[: schedule.n_devices]
+    if plan is None or schedule.n_devices != len(plan.stages):
+        return tuple(f"device {d}" for d in range(schedule.n_devices))
+    return tuple("+".join(plan.device_names[d] for d in s.devices) for s in plan.stages)
+
+
+def _answer(simulation: Simulation, courses: tuple[Course, ...], unit: bool) -> dict[str, Any]:
+    """Return the simulation as the object that other programs read; times are in ms, or in units of a forward."""
+    schedule = simulation.schedule
+    return {
+        "schedule": schedule.name,
+        "n_devices": schedule.n_devices,
+        "n_stages": schedule.n_stages,
+        "n_microbatches": schedule.n_microbatches,
+        "synchronous": schedule.synchronous,
+        "unit": "forward" if unit else "ms",
+        "step_time": simulation.step_ms,
+        "bubble": simulation.bubble,
+        "bubbles": list(simulation.bubbles),
+        "peak_activations": list(schedule.peak_activations()),
+        "peak_bytes": [peak(course) for course in courses] if courses else None,
+        "weight_versions": list(schedule.weight_versions()),
+        "lag": list(schedule.lag()),
+    }
+
+
+def _show(simulation: Simulation, courses: tuple[Course, ...], timeline: Timeline, unit: bool) -> None:
+    """Print a row a device, and the timeline where the terminal is wide enough for it."""
+    from rich.console import Console
+
+    from fxsplit.report.terminal import draw
+
+    schedule = simulation.schedule
+    versions, lags = schedule.weight_versions(), schedule.lag()
+    print(f"{'device':<12}{'stages':<14}{'bubble':>8}{'activations':>13}{'memory':>12}{'versions':>10}{'lag':>5}")
+    for d, name in enumerate(timeline.devices):
+        own = [s for s, home in enumerate(schedule.homes) if d in home]
+        held = format_bytes(peak(courses[d])) if courses else "-"
+        row = f"{name:<12}{','.join(map(str, own)):<14}{100 * simulation.bubbles[d]:>6.1f} %"
+        row += f"{schedule.peak_activations()[d]:>13g}{held:>12}"
+        print(row + f"{max(versions[s] for s in own):>10}{max(lags[s] for s in own):>5}")
+    time = f"{simulation.step_ms:g} forwards" if unit else f"{simulation.step_ms:.3f} ms"
+    print(f"{schedule.name}, {schedule.n_microbatches} microbatches: {time}, bubble {100 * simulation.bubble:.1f} %\n")
+    console = Console(soft_wrap=True)
+    console.print(draw(timeline, min(console.width, 160)), end="")

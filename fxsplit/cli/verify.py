@@ -1,0 +1,131 @@
+"""`fxsplit verify MODULE:FACTORY`: the proof that a model's pipeline is the model."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from fxsplit.errors import FxsplitError, InputError
+from fxsplit.schedule import RUNNABLE
+
+if TYPE_CHECKING:  # torch takes a second to load, and --help needs none of it
+    from fxsplit.api.verify import Verification
+
+CHAIN = "profile{repeats=1},augment,order,partition,emit"
+"""What is compared does not depend on how well the costs are measured."""
+SHOWN = 10
+"""How many names are listed of what agrees."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what `verify` understands."""
+    parser.add_argument(
+        "factory", metavar="MODULE:FACTORY", help="FACTORY() returns (model, args) or (model, args, kwargs)"
+    )
+    parser.add_argument("--devices", type=int, default=2, metavar="N", help="CPU devices (default: %(default)s)")
+    parser.add_argument("--n-microbatches", type=int, metavar="M", help="default: two a device, where rows allow")
+    parser.add_argument("--schedule", default="1F1B", metavar="NAME", help=f"one of {', '.join(RUNNABLE)}")
+    parser.add_argument("--passes", default=CHAIN, metavar="CHAIN", help="default: %(default)s")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Print how the pipeline differs from the model; return 0 only if it does not."""
+    from fxsplit.api.compile import compile
+    from fxsplit.api.verify import verify
+
+    model, args, kwargs = _made(arguments.factory)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            with compile(
+                model,
+                ["cpu"] * arguments.devices,
+                n_microbatches=arguments.n_microbatches,
+                schedule=arguments.schedule,
+                passes=arguments.passes,
+            ) as pipe:
+                pipe.compile_for(*args, **kwargs)
+                found = verify(pipe, args, kwargs)
+        except FxsplitError:
+            raise
+        except Exception as error:  # the model's own, mostly: nothing has been shown about its pipeline
+            raise InputError(f"{arguments.factory}: {type(error).__name__}: {error}") from error
+    for text in dict.fromkeys(str(w.message) for w in said if w.category is UserWarning):
+        print(f"fxsplit verify: {text}", file=sys.stderr)
+    if arguments.json:
+        print(json.dumps(answer(found)))
+    else:
+        _show(found)
+    return 0 if found.equal else 1
+
+
+def _made(name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Return what a factory makes; raises InputError naming what is not as it should be."""
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise InputError(f"{name!r}: write MODULE:FACTORY, such as mymodels:make_resnet")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # modules of the current folder, as `python -m` finds them
+    try:
+        factory: Callable[[], Any] = getattr(importlib.import_module(module), attribute)
+    except ImportError as error:
+        raise InputError(f"cannot import {module!r}: {error}") from error
+    except AttributeError as error:
+        raise InputError(f"module {module!r} has no {attribute!r}") from error
+    if not callable(factory):
+        raise InputError(f"{name!r} is a {type(factory).__name__}: give a function of no arguments")
+    try:
+        made = factory()
+    except Exception as error:
+        raise InputError(f"{name!r} raised {type(error).__name__}: {error}; it is called without arguments") from error
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        raise InputError(f"{name!r} returned a {type(made).__name__}: return (model, args) or (model, args, kwargs)")
+    model, args, *more = made
+    kwargs = more[0] if more else {}
+    if not isinstance(args, (tuple, list)):
+        args = (args,)
+    if not isinstance(kwargs, Mapping):
+        raise InputError(f"{name!r} returned a {type(kwargs).__name__} as kwargs: return a dict")
+    return model, tuple(args), dict(kwargs)
+
+
+def answer(found: Verification) -> dict[str, Any]:
+    """Return a verification as the object that other programs read."""
+    return {
+        "equal": found.equal,
+        "max_relative_difference": found.largest,
+        "front_end": found.front_end,
+        "nodes": found.nodes,
+        "stages": found.stages,
+        "n_microbatches": found.n_microbatches,
+        "dtype": str(found.dtype).removeprefix("torch."),
+        "offending": [f"{d.kind} {d.name}" for d in found.offending],
+        "differs_from_whole_batch": list(found.by_nature),
+    }
+
+
+def _show(found: Verification) -> None:
+    """Print a row for each name, the largest differences first."""
+    print(f"{'what':<10}{'relative difference':>20}  name")
+    ordered = sorted(found.differences, key=lambda d: -d.value)
+    listed = ordered if found.offending else ordered[:SHOWN]
+    for d in listed:
+        print(f"{d.kind:<10}{d.value:>20.1e}  {d.name}")
+    if len(listed) < len(ordered):
+        print(f"... and {len(ordered) - len(listed)} more, none larger")
+    verdict = "equal" if found.equal else f"NOT equal: {len(found.offending)} of {len(ordered)} differ"
+    print(
+        f"\n{verdict}; {found.nodes} nodes by {found.front_end}, {found.stages} stages, {found.n_microbatches} "
+        f"microbatches, {answer(found)['dtype']}"
+    )
+    if found.by_nature:
+        print(
+            f"{len(found.by_nature)} gradients or buffers differ from the model on the whole batch by nature, as the "
+            f"unsplit model on microbatches does (batch norm): {', '.join(found.by_nature[:3])} ..."
+        )

@@ -1,0 +1,114 @@
+"""Plans as JSON: what `fxsplit plan --json` prints, and what `fxsplit simulate --plan` reads."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import asdict, fields
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from fxsplit.errors import PlanError
+from fxsplit.ir.facts.plan import Plan
+from fxsplit.ir.facts.price import COST_MODELS, CostModel, StagePlan
+
+_FIGURES = [f.name for f in fields(StagePlan) if f.name.endswith(("_ms", "_bytes"))]
+
+
+def plan_to_dict(plan: Plan) -> dict[str, Any]:
+    """Return a plan as an object of JSON: objective, bound and stages first, then all else that it says."""
+    return {
+        "objective": plan.bottleneck_ms,
+        "lower_bound": plan.lower_bound_ms,
+        "gap": plan.gap if isfinite(plan.gap) else None,
+        "optimal": plan.optimal,
+        "cost_model": plan.model.name,
+        "stages": [
+            {
+                "nodes": list(s.nodes),
+                "devices": [plan.device_names[d] for d in s.devices],
+                "load": s.load_ms,
+                "recompute": s.recompute,
+                **{name: value for name, value in asdict(s).items() if name in _FIGURES},
+            }
+            for s in plan.stages
+        ],
+        "ideals": plan.n_states,
+        "device_names": list(plan.device_names),
+        "traffic": plan.model.traffic,
+        "optimizer_factor": plan.model.optimizer_factor,
+        "single": plan.single_ms,
+        "schedule": plan.schedule,
+        "n_microbatches": plan.n_microbatches,
+        "rows": plan.rows,
+    }
+
+
+def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Write a plan as JSON."""
+    Path(path).write_text(json.dumps(plan_to_dict(plan), indent=1) + "\n", encoding="utf-8")
+
+
+def read_plan(path: str | os.PathLike[str]) -> Plan:
+    """Return the plan in a file; raises PlanError, naming the file and what is wrong, for anything else."""
+    name = os.fspath(path)
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise PlanError(f"cannot read a plan from {name!r}: {error}; write one with fxsplit plan --json") from error
+    if not isinstance(data, dict) or "stages" not in data or "objective" not in data:
+        raise PlanError(f"{name!r} is no plan: write one with fxsplit plan PROFILE --json")
+    try:
+        names = [str(d) for d in data["device_names"]]
+        stages = tuple(_stage(i, stage, names) for i, stage in enumerate(data["stages"]))
+        if not stages:
+            raise PlanError("it has no stages")
+        if data["cost_model"] not in COST_MODELS:
+            raise PlanError(f"cost_model is {data['cost_model']!r}, and not one of {', '.join(COST_MODELS)}")
+        return Plan(
+            stages=stages,
+            device_names=tuple(names),
+            lower_bound_ms=_number(data["lower_bound"], "lower_bound"),
+            single_ms=_number(data["single"], "single"),
+            schedule=str(data["schedule"]),
+            n_microbatches=_count(data["n_microbatches"], "n_microbatches"),
+            rows=_count(data["rows"], "rows"),
+            n_states=_count(data["ideals"], "ideals"),
+            model=CostModel(data["cost_model"], bool(data["traffic"]), _number(data["optimizer_factor"], "factor")),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError, PlanError) as error:
+        what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise PlanError(f"{name!r} is a damaged plan: {what}; write it again with fxsplit plan --json") from error
+
+
+def _stage(index: int, data: dict[str, Any], names: list[str]) -> StagePlan:
+    """Return one stage."""
+    for device in data["devices"]:
+        if device not in names:
+            raise PlanError(f"stage {index} is on {device!r}, which is none of its devices")
+    backward = _number(data["backward_ms"], f"backward_ms of stage {index}")
+    data = {"weight_ms": backward / 2, **data}  # earlier versions did not say
+    if _number(data["weight_ms"], f"weight_ms of stage {index}") > backward:
+        raise PlanError(f"weight_ms of stage {index} is {data['weight_ms']}, and it is part of backward_ms={backward}")
+    return StagePlan(
+        nodes=tuple(str(n) for n in data["nodes"]),
+        devices=tuple(names.index(d) for d in data["devices"]),
+        recompute=bool(data["recompute"]),
+        **{figure: _number(data[figure], f"{figure} of stage {index}") for figure in _FIGURES},
+    )
+
+
+def _count(value: Any, what: str) -> int:
+    """Return a whole number that is not negative."""
+    if type(value) is not int or not 0 <= value < 2**53:
+        raise PlanError(f"{what} is {value!r}: it must be a whole number, zero or more")
+    return int(value)
+
+
+def _number(value: Any, what: str) -> float:
+    """Return a number that is finite and not negative."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (math.isfinite(value) and value >= 0):
+        raise PlanError(f"{what} is {value!r}: it must be a finite number, zero or more")
+    return float(value)

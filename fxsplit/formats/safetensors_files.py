@@ -1,0 +1,197 @@
+"""Checkpoints in safetensors files: one, or several with an index. Tensors are read one at a time, where they go."""
+
+from __future__ import annotations
+
+import json
+import os
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from fxsplit.errors import InputError
+from fxsplit.torch_internals.fake_weights import fill_like
+from fxsplit.torch_internals.grad_leaves import list_gradient_hooks
+
+INDEX = ".index.json"
+
+
+class WeightFiles:
+    """Which file holds each tensor of a checkpoint.
+
+    `path` is a .safetensors file, an index (.safetensors.index.json) beside its files, or a folder with either.
+    Raises InputError for one that is not there, or is no such file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = _found(Path(path))
+        if self.path.name.endswith(INDEX):
+            self._file_of = _indexed(self.path)
+        else:
+            with self._opened() as handles:
+                self._file_of = dict.fromkeys(handles(self.path).keys(), self.path)
+
+    @property
+    def names(self) -> Iterable[str]:
+        """The names of all tensors."""
+        return self._file_of.keys()
+
+    @contextmanager
+    def _opened(self) -> Iterator[Any]:
+        """Yield a function that opens a file, once; all are closed after the block."""
+        handles: dict[Path, Any] = {}
+        with ExitStack() as stack:
+
+            def opened(file: Path) -> Any:
+                if file not in handles:
+                    try:
+                        handles[file] = stack.enter_context(safe_open(str(file), framework="pt"))
+                    except (OSError, SafetensorError) as error:
+                        raise InputError(f"{str(file)!r} cannot be read as safetensors: {error}") from error
+                return handles[file]
+
+            yield opened
+
+    @torch.inference_mode(False)
+    def load(self, model: nn.Module, places: Sequence[tuple[Tensor, torch.device]], strict: bool) -> None:
+        """Give each weight of the model its value on its device, in the order of `places`; others in host memory.
+
+        Weights go by the names of the model's state_dict. Raises InputError, before anything is loaded, naming a weight
+        that no file holds, or has in another shape or dtype; and, if `strict`, a tensor that is none of the model's.
+        """
+        state = {k: w for k, w in model.state_dict(keep_vars=True).items() if isinstance(w, Tensor)}
+        names: dict[int, list[str]] = {}
+        for name, weight in state.items():
+            names.setdefault(id(weight), []).append(name)
+        _check_names(model, state, self._file_of, names, strict, self.path)
+        stored = {key: next(n for n in known if n in self._file_of) for key, known in names.items()}
+        where = {id(weight): device for weight, device in places}
+        order = [w for w, _ in places if id(w) in stored]
+        rest = [w for w in {id(w): w for w in state.values()}.values() if id(w) not in where]
+        with self._opened() as handles, torch.no_grad():
+            for weight in (*order, *rest):
+                self._check_kind(handles, stored[id(weight)], weight)
+                self._check_tied(handles, [name for name in names[id(weight)] if name in self._file_of])
+                _check_free(stored[id(weight)], weight)
+            for weight in (*order, *rest):
+                device = where.get(id(weight), torch.device("cpu") if weight.is_meta else weight.device)
+                value = handles(self._file_of[stored[id(weight)]]).get_tensor(stored[id(weight)])
+                # Always a copy: what is read is the file's own memory, and would change with it.
+                _give(weight, value.to(device))
+
+    def _check_tied(self, handles: Any, names: Sequence[str]) -> None:
+        """Raise InputError where the files hold several values for one weight of several names."""
+        for name in names[1:]:
+            first, other = (handles(self._file_of[one]).get_tensor(one) for one in (names[0], name))
+            if not torch.equal(first, other):
+                raise InputError(
+                    f"{names[0]!r} and {name!r} are one weight in the model, and have different values in "
+                    f"{self.path.name}: untie them, or save the checkpoint again from a model that has them tied"
+                )
+
+    def _check_kind(self, handles: Any, name: str, weight: Tensor) -> None:
+        """Raise InputError unless a file has a weight as the model wants it."""
+        handle = handles(self._file_of[name])
+        try:
+            held = handle.get_slice(name)
+        except SafetensorError as error:
+            file = self._file_of[name].name
+            raise InputError(f"{self.path.name}: {file} does not hold {name!r} ({error}): is it complete?") from error
+        shape = tuple(held.get_shape())
+        dtype = (held[:0] if shape else handle.get_tensor(name)).dtype
+        if (shape, dtype) != (tuple(weight.shape), weight.dtype):
+            raise InputError(
+                f"{name!r} is {dtype} {shape} in {self._file_of[name].name} and {weight.dtype} {tuple(weight.shape)} "
+                "in the model: build the model as the checkpoint's was, for example with model.to(torch.bfloat16)"
+            )
+
+
+def _found(path: Path) -> Path:
+    """Return the file that a path means."""
+    if path.is_dir():
+        kinds = ("*.safetensors" + INDEX, "*.safetensors")
+        found = next((files for kind in kinds if (files := sorted(path.glob(kind)))), [])
+        if len(found) != 1:
+            names = ", ".join(f.name for f in found) or "none"
+            raise InputError(f"folder {str(path)!r} holds {names}: give one .safetensors file, or an index of several")
+        return found[0]
+    if not path.is_file():
+        raise InputError(f"there is no checkpoint {str(path)!r}: give a .safetensors file, its index, or their folder")
+    return path
+
+
+def _indexed(path: Path) -> dict[str, Path]:
+    """Return the file of each tensor that an index names."""
+    try:
+        held = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        files = {str(name): str(file) for name, file in held.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{str(path)!r} is no index of safetensors files (no weight_map): {error}") from error
+    for file in sorted(set(files.values())):
+        if PurePosixPath(file).name != file or not (path.parent / file).is_file():
+            raise InputError(
+                f"{path.name} names {file!r}, which is no file in {str(path.parent)!r}: it must lie beside"
+            )
+    return {name: path.parent / file for name, file in files.items()}
+
+
+def _check_names(
+    model: nn.Module,
+    state: Mapping[str, Tensor],
+    held: Mapping[str, Path],
+    names: Mapping[int, Sequence[str]],
+    strict: bool,
+    path: Path,
+) -> None:
+    """Raise InputError unless the files hold what the model wants."""
+    held_by_model = {id(w) for w in (*model.parameters(), *model.buffers())}
+    made = next((name for name, w in state.items() if id(w) not in held_by_model), None)
+    if made is not None:
+        raise InputError(
+            f"state_dict() of {type(model).__name__} makes {made!r}, which is none of its parameters or buffers: load "
+            "such a checkpoint with load_state_dict()"
+        )
+    missing = [known[0] for known in names.values() if not any(name in held for name in known)]
+    if missing:
+        raise InputError(
+            f"{str(path)!r} lacks {len(missing)} of the {len(names)} weights of {type(model).__name__}, such as "
+            f"{missing[0]!r} (it has {next(iter(held), 'none')!r}): give the checkpoint of this model, by its own names"
+        )
+    extra = sorted(held.keys() - state.keys())
+    if strict and extra:
+        raise InputError(
+            f"{str(path)!r} holds {len(extra)} tensors that {type(model).__name__} does not have, such as "
+            f"{extra[0]!r}: give its own checkpoint, or pipe.load_weights(path, strict=False) to leave them out"
+        )
+    named = [*model.named_parameters(), *model.named_buffers()]
+    lost = next((name for name, w in named if w.is_meta and id(w) not in names), None)
+    if lost is not None:
+        raise InputError(
+            f"{lost!r} is on the meta device, and no checkpoint can hold it, as it is not persistent: build the model "
+            "inside fxsplit.without_weights(), which makes parameters on the meta device and computes buffers"
+        )
+
+
+def _check_free(name: str, weight: Tensor) -> None:
+    """Raise InputError for a weight without values that cannot get any and stay the same object."""
+    if not weight.is_meta:
+        return
+    if any(list_gradient_hooks(weight)):
+        raise InputError(f"{name!r} has gradient hooks and no values yet: register hooks after its weights are loaded")
+    if weakref.getweakrefcount(weight) or weight._use_count() > 1:  # type: ignore[attr-defined]
+        raise InputError(
+            f"{name!r} has no values yet, and a weak reference or an autograd graph holds on to it: drop that first"
+        )
+
+
+def _give(weight: Tensor, value: Tensor) -> None:
+    """Let a weight have a value; it stays the same object, which optimizers may hold, with its attributes."""
+    if weight.is_meta:
+        torch.utils.swap_tensors(weight, fill_like(weight, value))
+    else:
+        weight.copy_(value)

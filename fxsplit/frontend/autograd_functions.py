@@ -1,0 +1,120 @@
+"""Functions with a backward of the user's own, of which both front ends would record the forward alone.
+
+Symbolic tracing records the call instead, which keeps the backward. torch.export looks into it; so what goes in and
+what comes out is marked, and the call is put back between the marks (`fxsplit.frontend.export.inline`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointFunction
+
+from fxsplit.errors import TraceError
+from fxsplit.torch_internals.patch import Method, patch_method
+
+TORCHS = ("torch._library.", "torch._functorch.")
+"""Where torch defines such functions for operators that a graph does hold."""
+
+Record = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Makes a node of a call."""
+Call = Callable[..., Any]
+
+one_trace = threading.RLock()
+"""Front ends patch torch for as long as they trace, so they take turns."""
+
+torch.library.define("fxsplit::enter", "(Tensor x, int call) -> Tensor")
+torch.library.define("fxsplit::leave", "(Tensor x, int call, int output) -> Tensor")
+torch.library.impl("fxsplit::enter", "CompositeExplicitAutograd", lambda x, call: x.clone())
+torch.library.impl("fxsplit::leave", "CompositeExplicitAutograd", lambda x, call, output: x.clone())
+enter, leave = torch.ops.fxsplit.enter.default, torch.ops.fxsplit.leave.default
+
+
+@contextmanager
+def record_functions(record: Record) -> Iterator[None]:
+    """Let this thread's calls of autograd.Functions with proxies be nodes."""
+
+    def replace(cls: Any, own: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        traced = any(isinstance(a, fx.Proxy) for a in args)
+        return record(_call_of(cls), args, kwargs) if traced else own(cls, *args, **kwargs)
+
+    with _applied_by(replace):
+        yield
+
+
+@contextmanager
+def mark_functions() -> Iterator[list[Call]]:
+    """Mark this thread's calls of autograd.Functions; yields them, as functions of the tensors they were given."""
+    calls: list[Call] = []
+
+    def replace(cls: Any, own: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        number = len(calls)
+        calls.append(_call_with(cls, leaves, structure))
+        entered = [enter(leaf, number) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        args, kwargs = pytree.tree_unflatten(entered, structure)
+        outputs, whole = pytree.tree_flatten(own(cls, *args, **kwargs))
+        left = [leave(o, number, i) if isinstance(o, Tensor) else o for i, o in enumerate(outputs)]
+        return pytree.tree_unflatten(left, whole)
+
+    with _applied_by(replace):
+        yield calls
+
+
+@contextmanager
+def _applied_by(replace: Callable[[Any, Call, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
+    """Let this thread's calls of the user's own autograd.Functions go to `replace`."""
+
+    def replacing(apply: Method) -> Method:
+        def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            if cls.__module__.startswith(TORCHS):
+                return apply(cls, *args, **kwargs)
+            if cls is CheckpointFunction:
+                raise TraceError(
+                    "forward() calls checkpoint(use_reentrant=True), whose backward cannot be run in parts: give it "
+                    "use_reentrant=False, or leave it out and compile(checkpoint='always')"
+                )
+            return replace(cls, apply, args, kwargs)
+
+        return applied
+
+    with patch_method(torch.autograd.Function, "apply", replacing):
+        yield
+
+
+_calls: dict[Any, Call] = {}
+
+
+def _call_of(cls: Any) -> Call:
+    """Return the function that calls one autograd.Function, always the same: two graphs are compared by their nodes."""
+    if cls not in _calls:
+        _calls[cls] = _named(cls, lambda *args, **kwargs: cls.apply(*args, **kwargs))
+    return _calls[cls]
+
+
+def _call_with(cls: Any, leaves: list[Any], structure: pytree.TreeSpec) -> Call:
+    """Return the function of an autograd.Function's tensors alone, for its other arguments as they are."""
+    held = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+    def call(*tensors: Tensor) -> Any:
+        filled = list(held)
+        for place, tensor in zip(places, tensors, strict=True):
+            filled[place] = tensor
+        args, kwargs = pytree.tree_unflatten(filled, structure)
+        return tuple(pytree.tree_leaves(cls.apply(*args, **kwargs)))
+
+    return _named(cls, call)
+
+
+def _named(cls: Any, call: Call) -> Call:
+    """Return a function under the name of a class, as which it stands in a graph's code."""
+    call.__name__ = call.__qualname__ = cls.__name__
+    call.__module__ = cls.__module__
+    return call

@@ -1,0 +1,1 @@
+"""Check a captured graph against its model."""

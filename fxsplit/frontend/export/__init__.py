@@ -1,0 +1,1 @@
+"""torch.export as a front end."""

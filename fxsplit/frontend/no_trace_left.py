@@ -1,0 +1,89 @@
+"""Capturing and checking run the model, and leave no trace on it."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from fxsplit.errors import TraceError
+from fxsplit.torch_internals.rng import keep_generators
+
+
+@contextmanager
+def restore_model(model: nn.Module) -> Iterator[None]:
+    """Restore attributes and hooks of every module, and generators, after the block: compiling must leave no trace."""
+    before = [(m, dict(m.__dict__)) for m in model.modules()]
+    registries = [held for m, _ in before for key, held in m.__dict__.items() if "_hooks" in key and held is not None]
+    hooks = [(held, dict(held)) for held in registries if isinstance(held, dict)]
+    values = [v for _, held in before for name, v in held.items() if not name.startswith("_")]
+    contents = [(v, copy.copy(v)) for v in _collections(values)]
+    tensors = [(v, v.detach().clone()) for v in values if isinstance(v, Tensor)]  # neither parameters nor buffers
+    try:
+        with keep_generators():
+            yield
+    finally:
+        for module, attributes in before:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+        for tensor, value in tensors:
+            tensor.detach().copy_(value)
+        for registered, own in hooks:
+            registered.clear()
+            registered.update(own)
+        for collection, kept in contents:
+            collection.clear()
+            collection.extend(kept) if isinstance(collection, (list, deque)) else collection.update(kept)
+
+
+def _collections(values: Iterable[Any]) -> list[Any]:
+    """Return the lists, dicts, sets and deques among values, and in each other."""
+    found: dict[int, Any] = {}
+    left = list(values)
+    while left:
+        value = left.pop()
+        if isinstance(value, (list, dict, set, deque)) and id(value) not in found:
+            found[id(value)] = value
+        elif not isinstance(value, tuple):
+            continue
+        left += value.values() if isinstance(value, dict) else value
+    return list(found.values())
+
+
+@contextmanager
+def refuse_draws(model: nn.Module, states: Callable[[], Any]) -> Iterator[None]:
+    """Raise TraceError where the block draws random numbers, which would be constants of the graph."""
+    before = states()
+    yield
+    if states() != before:
+        raise TraceError(
+            f"forward() of {type(model).__name__} draws random numbers that do not depend on its inputs, which a graph "
+            "would keep from call to call: draw like an input, torch.randn_like(x), or hand them to the model"
+        )
+
+
+@contextmanager
+def refuse_assignments(model: nn.Module) -> Iterator[None]:
+    """Restore parameters and buffers that the block assigned, and raise TraceError naming one.
+
+    A graph cannot assign: it would lose the new value, and tracing would leave a placeholder in the model.
+    """
+    before = [(path, held, dict(held)) for path, m in model.named_modules() for held in (m._parameters, m._buffers)]
+    assigned = []
+    try:
+        yield
+    finally:
+        for path, held, kept in before:
+            names = [name for name in {**held, **kept} if held.get(name) is not kept.get(name)]
+            assigned += [f"{path}.{name}".removeprefix(".") for name in names]
+            held.clear()
+            held.update(kept)
+    if assigned:
+        raise TraceError(
+            f"forward() of {type(model).__name__} assigns to {assigned[0]!r}, which a graph cannot hold: write it in "
+            "place, for example self.count.add_(1) for self.count += 1"
+        )

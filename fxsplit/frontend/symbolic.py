@@ -1,0 +1,177 @@
+"""The symbolic tracer: which modules stay whole, and what a failure says."""
+
+from __future__ import annotations
+
+import operator
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+
+from fxsplit.errors import TraceError
+from fxsplit.frontend.autograd_functions import one_trace, record_functions
+from fxsplit.ir.facts.call import Inputs
+from fxsplit.torch_internals.containers import LIBRARIES, to_plain_containers
+from fxsplit.torch_internals.patch import Method, patch_method
+
+
+class InPlaceProxy(fx.Proxy):
+    """A traced value on which `x += y` writes to x, as it does on a tensor; fx alone would compute x = x + y."""
+
+
+def _in_place(name: str) -> Callable[[InPlaceProxy, Any], Any]:
+    """Return the method that records one in-place operator."""
+
+    def method(self: InPlaceProxy, other: Any) -> Any:
+        return self.tracer.create_proxy("call_function", getattr(operator, name), (self, other), {})
+
+    return method
+
+
+for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"):
+    setattr(InPlaceProxy, f"__{_name}__", _in_place(_name))
+
+
+class Tracer(fx.Tracer):
+    """fx's tracer for a model called as `inputs` describes.
+
+    Tensor arguments become placeholders and everything else becomes part of the graph. Normalisation and dropout
+    modules stay whole wherever they come from: traced into, they would keep the mode they were traced in.
+    """
+
+    proxy_buffer_attributes = True  # otherwise a write to a buffer would happen once, while tracing
+
+    def __init__(self, inputs: Inputs, whole: Sequence[str] = ()) -> None:
+        super().__init__()
+        self.record_stack_traces = True
+        self.failed_in: str | None = None
+        self._inputs = inputs
+        self._whole = whole
+        self._modes = _modes()
+        self._thread = threading.get_ident()
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        """Return the proxy of a node."""
+        return InPlaceProxy(node, self)
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        """Add a node; raises TraceError inside a block that changes modes, which a graph does not record."""
+        if _modes() != self._modes:
+            raise TraceError(MODES)
+        return super().create_node(*args, **kwargs)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Keep torch's own modules whole, what behaves differently in training and evaluation, and what is stated."""
+        stated = module_qualified_name in self._whole
+        return stated or isinstance(m, (_NormBase, _DropoutNd)) or super().is_leaf_module(m, module_qualified_name)
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Trace a call, remembering the innermost module in which tracing fails."""
+        if (
+            threading.get_ident() != self._thread
+        ):  # fx's patch reaches other threads, such as another pipeline's workers
+            return forward(*args, **kwargs)
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        except Exception:
+            self.failed_in = self.failed_in or self.path_of_module(m)
+            raise
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        """Return a proxy of a parameter or buffer, in the thread that traces."""
+        if threading.get_ident() != self._thread:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def create_args_for_root(
+        self, root_fn: Any, is_module: bool, concrete_args: Any = None
+    ) -> tuple[Callable[..., Any], list[Any]]:
+        """Return a function of the root alone that calls it with one placeholder for each tensor argument.
+
+        What it returns is in plain containers: fx would make a dataclass a node.
+        """
+        bound = self._inputs.call([self.create_proxy("placeholder", s.name, (), {}) for s in self._inputs.specs])
+        return lambda root: to_plain_containers(root_fn(root, *bound.args, **bound.kwargs)), [self.root]
+
+
+MODES = (
+    "forward() changes grad mode or autocast for a part of the model, or what it saves for backward (as checkpoint() "
+    "does), which a graph cannot hold; in place of no_grad() use .detach() on the result, or requires_grad_(False) on "
+    "the parameters; in place of autocast convert with .to(dtype); in place of checkpoint(f, x) call f(x)"
+)
+
+
+@contextmanager
+def _modes_refused() -> Iterator[None]:
+    """Raise TraceError where this thread enters a block with a mode, also one that is the mode there is already.
+
+    autocast(enabled=False) changes nothing while tracing, and everything for a caller that runs under autocast.
+    """
+
+    def refusing(enter: Method) -> Method:
+        def entered(mode: Any) -> Any:
+            raise TraceError(MODES)
+
+        return entered
+
+    with ExitStack() as stack:
+        for kind in (torch.autocast, torch.no_grad, torch.enable_grad):
+            stack.enter_context(patch_method(kind, "__enter__", refusing))
+        yield
+
+
+def _modes() -> tuple[Any, ...]:
+    """Return the modes that change what an operator computes, records or saves."""
+    kinds = ("cpu", "cuda")
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return torch.is_grad_enabled(), hooks, *((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
+
+
+def symbolic_trace(model: nn.Module, inputs: Inputs, whole: Sequence[str] = ()) -> fx.GraphModule:
+    """Return the graph of `model` in its present mode, in which the submodules `whole` are one call each.
+
+    Raises TraceError naming file, line and submodule.
+    """
+    tracer = Tracer(inputs, whole)
+    try:
+        with one_trace, _modes_refused(), record_functions(partial(tracer.create_proxy, "call_function")):
+            graph = tracer.trace(model)
+    except Exception as error:
+        raise _explain(model, tracer, error) from error
+    return fx.GraphModule(model, graph, class_name=type(model).__name__)
+
+
+ADVICE = {
+    "control flow": "What depends on tensor values or shapes cannot decide Python's flow: compute both sides and "
+    "select with torch.where, or turn what never changes into a constant of the module",
+    "item assignment": "A traced tensor cannot be assigned into: use torch.where, masked_fill or index_fill",
+    "len": "Use x.shape[0] in place of len(x)",
+    "iterated": "Loop over a number that the module knows, or use torch.unbind with a fixed length",
+    "": "Write the part in plain tensor operations",
+}
+"""What to do about a failure, by what torch says of it; the first that fits."""
+
+
+def _explain(model: nn.Module, tracer: Tracer, error: Exception) -> TraceError:
+    """Return a TraceError that points at the user's line in which tracing stopped."""
+    frames = traceback.extract_tb(error.__traceback__)
+    fx_itself = (LIBRARIES[0] + "/fx", LIBRARIES[1], "<")
+    own = [f for f in frames if not f.filename.startswith((*LIBRARIES, "<"))]
+    own = own or [f for f in frames if not f.filename.startswith(fx_itself)]  # torch's own modules, then
+    place = f"{own[-1].filename}:{own[-1].lineno}, {(own[-1].line or '').strip()!r}" if own else "an unknown line"
+    module = f"submodule {tracer.failed_in!r}" if tracer.failed_in else "its own forward()"
+    what = f"symbolic tracing cannot follow {type(model).__name__} in {module} at {place}: {error}"
+    if isinstance(error, TraceError):
+        return TraceError(what, submodule=tracer.failed_in)
+    advice = next((a for sign, a in ADVICE.items() if sign in str(error)), ADVICE[""])
+    wrap = "or mark the function with torch.fx.wrap: it stays one node"
+    return TraceError(f"{what.rstrip('.')}. {advice}, {wrap}", submodule=tracer.failed_in)

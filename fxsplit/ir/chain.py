@@ -1,0 +1,160 @@
+"""Chains and their text: `profile{repeats=3},augment,order,partition,emit` <-> passes."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from difflib import get_close_matches
+from importlib.metadata import entry_points
+from typing import Any
+
+from fxsplit.errors import ChainError
+from fxsplit.ir.graph import Pass, name_pass
+
+Scalar = str | int | float | bool
+_ITEM = re.compile(r"\s*(?P<name>[\w.:-]+)\s*(?:\{(?P<options>[^{}]*)\})?\s*(?:,|$)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """A sequence of passes; `before`, `after` and `replace` return another one."""
+
+    passes: tuple[Pass, ...]
+
+    def __iter__(self) -> Iterator[Pass]:
+        return iter(self.passes)
+
+    def __len__(self) -> int:
+        return len(self.passes)
+
+    def before(self, name: str, *added: Pass) -> Chain:
+        """Return the chain with `added` in front of the pass called `name`."""
+        at = self._find(name)
+        return Chain((*self.passes[:at], *added, *self.passes[at:]))
+
+    def after(self, name: str, *added: Pass) -> Chain:
+        """Return the chain with `added` behind the pass called `name`."""
+        at = self._find(name) + 1
+        return Chain((*self.passes[:at], *added, *self.passes[at:]))
+
+    def replace(self, name: str, *others: Pass) -> Chain:
+        """Return the chain with `others` in place of the pass called `name`."""
+        at = self._find(name)
+        return Chain((*self.passes[:at], *others, *self.passes[at + 1 :]))
+
+    def _find(self, name: str) -> int:
+        """Return where the pass called `name` stands."""
+        names = [name_pass(p) for p in self.passes]
+        if name not in names:
+            raise ChainError(f"no pass {name!r} in this chain ({', '.join(names)})")
+        return names.index(name)
+
+    def __str__(self) -> str:
+        return ",".join(pass_text(p) for p in self.passes)
+
+
+def pass_text(step: Pass) -> str:
+    """Return a pass as text: its name, and the options that differ from their defaults."""
+    if not dataclasses.is_dataclass(step):
+        return name_pass(step)
+    options = [
+        f"{f.name}={_scalar_text(getattr(step, f.name))}"
+        for f in dataclasses.fields(step)
+        if getattr(step, f.name) != f.default
+    ]
+    return name_pass(step) + (f"{{{','.join(options)}}}" if options else "")
+
+
+def parse_chain(text: str, known: Mapping[str, Callable[..., Any]]) -> Chain:
+    """Return the chain that `text` describes.
+
+    A name is one of `known`, of an installed entry point in group `fxsplit.passes`, or `package.module:attribute`.
+    Raises ChainError naming what is unknown.
+    """
+    passes = []
+    at = 0
+    while at < len(text.rstrip()):
+        match = _ITEM.match(text, at)
+        if match is None:
+            raise ChainError(f"cannot read the chain {text!r} from {text[at:]!r}: write name{{option=value}},name,...")
+        passes.append(_make(match["name"], match["options"], known))
+        at = match.end()
+    if not passes:
+        raise ChainError("an empty chain: write for example 'profile,augment,order,partition,emit'")
+    return Chain(tuple(passes))
+
+
+def to_chain(passes: str | Chain | Iterable[Pass], known: Mapping[str, Callable[..., Any]]) -> Chain:
+    """Return `passes` as a Chain, whichever way it was written."""
+    if isinstance(passes, str):
+        return parse_chain(passes, known)
+    chain = passes if isinstance(passes, Chain) else Chain(tuple(passes))
+    for step in chain:
+        if isinstance(step, type) or not callable(step):
+            raise ChainError(
+                f"{step!r} is not a pass: give a function from IR to IR, or an instance of a pass class; names go into "
+                "one text, such as 'profile,augment,order,partition,emit'"
+            )
+    return chain
+
+
+def _make(name: str, options: str | None, known: Mapping[str, Callable[..., Any]]) -> Pass:
+    """Return the pass called `name` with its options set."""
+    found = _find(name, known)
+    if not isinstance(found, type):
+        if options:
+            raise ChainError(f"pass {name!r} is a plain function and has no options, not {{{options}}}")
+        step: Pass = found
+        return step
+    values = {}
+    types = {f.name: f for f in dataclasses.fields(found)} if dataclasses.is_dataclass(found) else {}
+    for part in filter(None, (p.strip() for p in (options or "").split(","))):
+        key, _, value = part.partition("=")
+        if key not in types or not value:
+            raise ChainError(f"pass {name!r} has no option {part!r}: it has {', '.join(types) or 'none'}")
+        values[key] = _scalar(name, key, value, types[key].default)
+    try:
+        made: Pass = found(**values)
+    except TypeError as error:
+        raise ChainError(f"pass {name!r} cannot be made with {{{options or ''}}}: {error}") from error
+    return made
+
+
+def _find(name: str, known: Mapping[str, Callable[..., Any]]) -> Any:
+    """Return the class or function behind a name."""
+    if name in known:
+        return known[name]
+    if ":" in name:
+        module, _, attribute = name.partition(":")
+        try:
+            return getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            raise ChainError(f"cannot import the pass {name!r}: {error}") from error
+    outside = {point.name: point for point in entry_points(group="fxsplit.passes")}
+    if name in outside:
+        return outside[name].load()
+    names = ", ".join([*known, *sorted(outside)])
+    close = get_close_matches(name, [*known, *outside], n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    raise ChainError(f"unknown pass {name!r}: {hint}known are {names}; a pass of yours is package.module:name")
+
+
+def _scalar(name: str, key: str, text: str, default: Any) -> Scalar:
+    """Return an option's value, of the type of its default."""
+    if isinstance(default, bool):
+        if text in ("true", "false"):
+            return text == "true"
+        raise ChainError(f"option {key}={text!r} of pass {name!r}: write true or false")
+    if isinstance(default, (int, float)):
+        try:
+            return type(default)(text)
+        except ValueError as error:
+            raise ChainError(f"option {key}={text!r} of pass {name!r}: write a number") from error
+    return text
+
+
+def _scalar_text(value: Scalar) -> str:
+    """Return an option's value as it is parsed."""
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,1 @@
+"""The facts: the nouns that passes learn."""

@@ -1,0 +1,113 @@
+"""Antichains: the lattice of ideals of the contracted DAG, each named by its augmented antichain."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fxsplit.errors import BrokenFact
+from fxsplit.ir.facts.blocks import Blocks, Ints
+from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.graph import IR
+
+Floats = NDArray[np.float64]
+SHOWN = 40
+"""How many antichains a dump lists from each end."""
+
+
+@dataclass(frozen=True, eq=False)
+class Levels:
+    """What any cut sends at least, by how much work lies before it: float64 [levels], ms, ms and bytes.
+
+    No ideal whose work lies between `low` and `high` has fewer live bytes, forward and backward, than `least_bytes`.
+    """
+
+    low: Floats
+    high: Floats
+    least_bytes: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class Antichains:
+    """Every ideal (downset) of the blocks, numbered so that a subset has the smaller number.
+
+    `parent` and `last` (int32 [ideals]) build each ideal from a smaller one by one block; ideal 0 is empty, the last
+    is full. `pointer`, `node`, `child` (CSR) are the edges I -> I + v. `live_bytes` and `live_gradient_bytes`
+    (float64 [ideals]) sum the values made inside (or given to the model) and read outside, each once, and the
+    gradients that return for them. `complete` is False where the lattice was too large and the ideals are only the
+    prefixes of one topological order; `levels` then bound all others. `slack_ms` is by how much joining light nodes, to
+    have fewer ideals, may have slowed the best plan.
+    """
+
+    blocks: Blocks
+    parent: Ints
+    last: Ints
+    pointer: Ints
+    node: Ints
+    child: Ints
+    live_bytes: Floats
+    live_gradient_bytes: Floats
+    complete: bool
+    slack_ms: float = 0.0
+    levels: Levels | None = None
+
+    made_by: ClassVar[str] = "augment"
+    given: ClassVar[bool] = False
+
+    def __len__(self) -> int:
+        return int(self.parent.size)
+
+    def ideal(self, number: int) -> list[int]:
+        """Return the blocks of an ideal, ascending."""
+        found = []
+        while number > 0:
+            found.append(int(self.last[number]))
+            number = int(self.parent[number])
+        return found[::-1]
+
+    def names(self, number: int) -> list[str]:
+        """Return the nodes of an ideal."""
+        return [name for block in self.ideal(number) for name in self.blocks.members[block]]
+
+    def antichain(self, number: int) -> list[int]:
+        """Return an ideal's augmented antichain: its maximal blocks and those that something outside still reads."""
+        inside = set(self.ideal(number))
+        after = self.blocks.after
+        return [b for b in sorted(inside) if not inside.issuperset(after[b]) or inside.isdisjoint(after[b])]
+
+    def verify(self, ir: IR) -> None:
+        """Raise BrokenFact unless the lattice is one: sizes add up and every edge adds its block to its ideal."""
+        if set(self.blocks.home) != set(ir[Costs].by_name):
+            raise BrokenFact("the antichains are of other nodes than the costs")
+        if len(self) == 0 or self._sizes[-1] != len(self.blocks):
+            raise BrokenFact(f"the last ideal has {self._sizes[-1]} of {len(self.blocks)} blocks")
+        start = np.repeat(np.arange(len(self)), np.diff(self.pointer))
+        if not (np.all(self.child > start) and np.all(self._sizes[self.child] == self._sizes[start] + 1)):
+            raise BrokenFact("an edge of the lattice does not lead to an ideal one block larger")
+        if np.any(np.diff(self.pointer)[:-1] == 0):
+            raise BrokenFact("an ideal other than the full one has no larger neighbour")
+
+    @cached_property
+    def _sizes(self) -> Ints:
+        """The number of blocks in each ideal."""
+        sizes = np.zeros(len(self), np.int32)
+        for i in range(1, len(self)):
+            sizes[i] = sizes[self.parent[i]] + 1
+        return sizes
+
+    def __str__(self) -> str:
+        """The number of states, then the antichain and live bytes of the first and last of them."""
+        kind = "every ideal" if self.complete else "prefixes of one topological order only (too many ideals)"
+        lines = [f"{len(self)} states of {len(self.blocks)} blocks: {kind}"]
+        lines += [f"light nodes joined, at {self.slack_ms:.6g} ms at most"] if self.slack_ms else []
+        for i in range(len(self)):
+            if i == SHOWN and len(self) > 2 * SHOWN:
+                lines.append(f"... {len(self) - 2 * SHOWN} more")
+            if i < SHOWN or i >= len(self) - SHOWN:
+                names = " ".join(self.blocks.members[b][-1] for b in self.antichain(i))
+                lines.append(f"{i:>6} live {self.live_bytes[i]:>12.0f} B  {{{names}}}")
+        return "\n".join(lines)

@@ -1,0 +1,244 @@
+"""Costs: what each node takes, makes and keeps, and the graph they form; portable, so that planning needs no model."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+from fxsplit.errors import BrokenFact, ProfileError
+from fxsplit.ir.graph import IR
+
+FORMAT = "fxsplit-profile"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class NodeCost:
+    """One node of the graph, at microbatch size.
+
+    `inputs` are the nodes and graph inputs whose values it reads; `signature` identifies the operator with the shapes
+    it met; `module` is the path of the submodule it belongs to. Times are medians in milliseconds; bytes are of the
+    output, of the gradient that returns for it, of what autograd keeps for backward, of its parameters and of its
+    buffers (frozen parameters count as buffers: they get no gradient). `draws` says that it takes random numbers.
+    `host_ms` is its time, forward and backward, on a host device, where another tool's profile states it. `weight_ms`
+    is what of `backward_ms` can be left for later, the gradients of weights alone (None: half of it, not measured).
+    """
+
+    name: str
+    op: str
+    module: str
+    signature: str
+    inputs: tuple[str, ...]
+    forward_ms: float
+    backward_ms: float
+    output_bytes: float
+    gradient_bytes: float
+    kept_bytes: float
+    parameter_bytes: float
+    buffer_bytes: float
+    draws: bool = False
+    host_ms: float = 0.0
+    weight_ms: float | None = None
+
+    @property
+    def late_ms(self) -> float:
+        """What of the backward a second half takes, under schedules that split it."""
+        return self.backward_ms / 2 if self.weight_ms is None else self.weight_ms
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A tensor of the backward pass that mirrors no forward value: the nodes that make or read it, in any order."""
+
+    output_bytes: float
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class InputCost:
+    """One tensor that the model is called with: its name and bytes per microbatch."""
+
+    name: str
+    output_bytes: float
+    gradient_bytes: float
+
+
+@dataclass(frozen=True, eq=False)
+class Costs:
+    """The measured graph: nodes in execution order, the graph's inputs and outputs, and its constraints.
+
+    `together` are sets of nodes that no cut may part; `ordered` are pairs that keep their order though no value flows
+    between them (both from `fxsplit.dependences`). `rows` is the microbatch size and `device_kind` the hardware, as
+    in torch ("cpu", "cuda"). `exchanges` are tensors of another tool's backward graph.
+    """
+
+    nodes: tuple[NodeCost, ...]
+    inputs: tuple[InputCost, ...]
+    outputs: tuple[str, ...]
+    together: tuple[tuple[str, ...], ...] = ()
+    ordered: tuple[tuple[str, str], ...] = ()
+    rows: int = 0
+    device_kind: str = "cpu"
+    environment: dict[str, str] = field(default_factory=dict)
+    exchanges: tuple[Exchange, ...] = ()
+
+    made_by: ClassVar[str] = "profile"
+    given: ClassVar[bool] = False
+
+    @cached_property
+    def by_name(self) -> dict[str, NodeCost]:
+        """The nodes by their names."""
+        return {n.name: n for n in self.nodes}
+
+    @property
+    def total_ms(self) -> float:
+        """The time of one microbatch, forward and backward, on one device."""
+        return sum(n.forward_ms + n.backward_ms for n in self.nodes)
+
+    @cached_property
+    def values(self) -> tuple[tuple[str, float, float, tuple[str, ...], bool], ...]:
+        """Every value: its name, forward and gradient bytes, the nodes that read it, and if it is an output."""
+        sources: list[InputCost | NodeCost] = [*self.inputs, *self.nodes]
+        readers: dict[str, list[str]] = {source.name: [] for source in sources}
+        for node in self.nodes:
+            for name in dict.fromkeys(node.inputs):
+                readers[name].append(node.name)
+        returned = set(self.outputs)
+        return tuple(
+            (s.name, s.output_bytes, s.gradient_bytes, tuple(readers[s.name]), s.name in returned) for s in sources
+        )
+
+    @cached_property
+    def tensors(self) -> tuple[tuple[float, tuple[str, ...]], ...]:
+        """What nodes exchange with each other: bytes forward and back, and the nodes that make or read it."""
+        made = [
+            (output_bytes + gradient_bytes, (name, *readers))
+            for name, output_bytes, gradient_bytes, readers, _ in self.values
+            if name in self.by_name and readers
+        ]
+        return (*made, *((exchange.output_bytes, exchange.nodes) for exchange in self.exchanges))
+
+    def check(self) -> None:
+        """Raise ProfileError, naming the node, unless names are unique, inputs come earlier and figures are sane."""
+        known = {i.name for i in self.inputs}
+        for node in self.nodes:
+            if node.name in known:
+                raise ProfileError(f"node {node.name!r} stands twice in the profile: names must be unique")
+            for name in node.inputs:
+                if name not in known:
+                    raise ProfileError(
+                        f"node {node.name!r} reads {name!r}, which no earlier node or input makes: "
+                        "the profile is incomplete or has a cycle; profile the model again"
+                    )
+            for f in fields(node):
+                value = getattr(node, f.name)
+                unknown = f.name == "weight_ms" and value is None
+                if f.name.endswith(("_ms", "_bytes")) and not (unknown or (math.isfinite(value) and value >= 0)):
+                    raise ProfileError(f"node {node.name!r} has {f.name}={value}: give a finite number, zero or more")
+            if node.late_ms > node.backward_ms:
+                raise ProfileError(
+                    f"node {node.name!r} has weight_ms={node.weight_ms}, which is part of backward_ms="
+                    f"{node.backward_ms}: give at most that"
+                )
+            known.add(node.name)
+        constrained = {n for c in (*self.together, *self.ordered) for n in c}
+        constrained |= {n for e in self.exchanges for n in e.nodes}
+        for name in sorted({*self.outputs, *constrained} - known):
+            raise ProfileError(f"the profile refers to {name!r}, which is none of its nodes: profile the model again")
+
+    def verify(self, ir: IR) -> None:
+        """Raise BrokenFact unless the costs describe exactly the graph of `ir`."""
+        graph = [n.name for n in ir.gm.graph.nodes if n.op not in ("placeholder", "output")]
+        if graph != [n.name for n in self.nodes]:
+            odd = sorted(set(graph) ^ set(self.by_name)) or graph
+            raise BrokenFact(f"the costs are of other nodes than the graph (first difference: {odd[0]!r})")
+        try:
+            self.check()
+        except ProfileError as error:
+            raise BrokenFact(str(error)) from error
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the profile as JSON, one node a line."""
+        head = {"format": FORMAT, "version": VERSION, "rows": self.rows, "device_kind": self.device_kind}
+        head |= {"environment": self.environment, "outputs": self.outputs}
+        head |= {"together": self.together, "ordered": self.ordered}
+        lists = {"inputs": [asdict(i) for i in self.inputs], "nodes": [asdict(n) for n in self.nodes]}
+        lists |= {"exchanges": [asdict(e) for e in self.exchanges]} if self.exchanges else {}
+        lines = [f" {json.dumps(k)}: {json.dumps(v)}" for k, v in head.items()]
+        for key, rows in lists.items():
+            lines.append(f" {json.dumps(key)}: [\n" + ",\n".join(f"  {json.dumps(r)}" for r in rows) + "\n ]")
+        Path(path).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Costs:
+        """Read a profile written by `save`; raises ProfileError for a file that is not one, naming what is wrong."""
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ProfileError(f"cannot read a profile from {str(path)!r}: {error}") from error
+        return cls.parse(data, str(path))
+
+    @classmethod
+    def parse(cls, data: Any, name: str) -> Costs:
+        """Return the profile that a parsed file holds; `name` is the file's, for messages."""
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise ProfileError(f"{name!r} is not a profile (no format {FORMAT!r}): write one with costs.save(path)")
+        if data.get("version") != VERSION:
+            raise ProfileError(f"{name!r} has version {data.get('version')}, this fxsplit reads {VERSION}")
+        try:
+            costs = cls(
+                nodes=tuple(NodeCost(**{**n, "inputs": tuple(n["inputs"])}) for n in data["nodes"]),
+                inputs=tuple(InputCost(**i) for i in data["inputs"]),
+                outputs=tuple(data["outputs"]),
+                together=tuple(tuple(c) for c in data["together"]),
+                ordered=tuple((a, b) for a, b in data["ordered"]),
+                rows=int(data["rows"]),
+                device_kind=str(data["device_kind"]),
+                environment={str(k): str(v) for k, v in data["environment"].items()},
+                exchanges=tuple(Exchange(e["output_bytes"], tuple(e["nodes"])) for e in data.get("exchanges", ())),
+            )
+            costs.check()
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            if isinstance(error, ProfileError):
+                raise
+            raise ProfileError(f"{name!r} is a damaged profile: {error}") from error
+        return costs
+
+    def __str__(self) -> str:
+        """One row a node: name, times, bytes."""
+        head = f"{'node':<32}{'fwd ms':>9}{'bwd ms':>9}{'out B':>12}{'kept B':>12}{'param B':>12}"
+        rows: list[Any] = [head]
+        for n in self.nodes:
+            times = f"{n.forward_ms:>9.3f}{n.backward_ms:>9.3f}"
+            rows.append(f"{n.name:<32}{times}{n.output_bytes:>12}{n.kept_bytes:>12}{n.parameter_bytes:>12}")
+        for names in self.together:
+            rows.append("together: " + " ".join(names))
+        rows += [f"ordered: {a} before {b}" for a, b in self.ordered]
+        return "\n".join(rows)
+
+
+@dataclass(frozen=True, eq=False)
+class KnownCosts:
+    """Costs measured earlier, which `profile` uses by operator signature; `complete` forbids measuring any other."""
+
+    costs: Costs
+    complete: bool
+
+    made_by: ClassVar[str] = "compile(costs=)"
+    given: ClassVar[bool] = True
+
+    @cached_property
+    def times(self) -> dict[str, tuple[float, float, float]]:
+        """Milliseconds by signature: forward, backward, and what of that is for weights alone."""
+        return {n.signature: (n.forward_ms, n.backward_ms, n.late_ms) for n in self.costs.nodes}
+
+    def verify(self, ir: IR) -> None:
+        """Hold for any graph: `profile` matches the signatures."""
+
+    def __str__(self) -> str:
+        return f"{len(self.times)} operator signatures, {'complete' if self.complete else 'others are measured'}"

@@ -1,0 +1,243 @@
+"""Machine: the devices a plan may use, with their memory and speed, and the links between neighbours."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf, isfinite
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
+
+from fxsplit.errors import InputError
+from fxsplit.ir.graph import IR
+
+if TYPE_CHECKING:  # torch takes a second to load, and a planned machine has no torch devices
+    import torch
+
+DeviceLike: TypeAlias = "str | torch.device"
+GPU_LINK_BYTES_PER_S = 16e9
+"""Assumed between two GPUs where nothing else is stated: a 16-lane PCIe 3 link, the slowest in common use."""
+LEAST_BYTES_PER_S = 1e-3
+"""A link slower than this is a mistake, and its times would overflow."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """One place a stage can run.
+
+    `name` is unlike any other in the machine; `torch_device` is where its tensors live (None in a machine that is only
+    planned for); `speed` is relative to the hardware that was profiled; `bytes_per_s` is the bandwidth of its own
+    link, where that is less than the links between devices. A `host` takes each node's `host_ms` and exchanges values
+    without cost, as the CPUs of the dnn-partitioning files do.
+    """
+
+    name: str
+    torch_device: torch.device | None = None
+    memory_bytes: float = inf
+    speed: float = 1.0
+    bytes_per_s: float = inf
+    host: bool = False
+
+    def __post_init__(self) -> None:
+        if self.torch_device is not None and type(self.torch_device).__module__ != "torch":
+            raise InputError(f"device {self.name!r} has torch_device={self.torch_device!r}: give a torch.device")
+        for value in (self.memory_bytes, self.speed, self.bytes_per_s):
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise InputError(f"device {self.name!r} has {value!r} for memory_bytes or speed: give a number")
+        for what in ("memory_bytes", "bytes_per_s"):
+            if not getattr(self, what) > 0 or (what == "bytes_per_s" and getattr(self, what) < LEAST_BYTES_PER_S):
+                raise InputError(f"device {self.name!r} has {what}={getattr(self, what)}: give a positive number")
+        if not (self.speed > 0 and isfinite(self.speed)):
+            raise InputError(f"device {self.name!r} has speed={self.speed}: give a positive number (1.0 = as profiled)")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Devices in pipeline order and the bandwidth between each and the next, in bytes per second.
+
+    `links[i]` joins device i and i+1; infinite means that values are handed over without a copy, as between threads
+    of one process on a CPU.
+    """
+
+    devices: tuple[Device, ...]
+    links: tuple[float, ...]
+    shared: tuple[int, ...] = ()
+
+    made_by: ClassVar[str] = "compile(devices=)"
+    given: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            raise InputError("a machine without devices: give at least one")
+        names = [d.name for d in self.devices]
+        if len(set(names)) != len(names):
+            raise InputError(f"devices are called {names}: give each a name of its own")
+        if len(self.links) != len(self.devices) - 1:
+            raise InputError(
+                f"{len(self.devices)} devices need {len(self.devices) - 1} links between neighbours, "
+                f"not {len(self.links)}: give one bandwidth for each pair of neighbours"
+            )
+        for link in self.links:
+            if not link >= LEAST_BYTES_PER_S:
+                raise InputError(f"a link of {link} bytes per second: give a positive number, or inf for no copy")
+
+    @classmethod
+    def of(
+        cls,
+        devices: int | DeviceLike | Sequence[DeviceLike | Device] | Machine,
+        *,
+        bytes_per_s: float | None = None,
+        memory_bytes: float | None = None,
+    ) -> Machine:
+        """Return the machine meant by `devices`.
+
+        `devices` is a number (that many GPUs where there are as many, CPU devices otherwise), names or torch.devices
+        with repeats allowed, Device objects, or a Machine, which is returned as it is. `bytes_per_s` states every
+        link, `memory_bytes` every device's memory (default: what a GPU reports; unlimited for CPU devices).
+        Raises InputError for a device that does not exist here.
+        """
+        import torch
+
+        if isinstance(devices, Machine):
+            return devices
+        if isinstance(devices, bool) or (isinstance(devices, int) and devices < 1):
+            raise InputError(f"devices={devices!r}: give at least 1 device, for example fxsplit.compile(model, 2)")
+        if isinstance(devices, int):
+            gpus = torch.cuda.device_count() >= devices
+            devices = [f"cuda:{i}" for i in range(devices)] if gpus else ["cpu"] * devices
+        elif isinstance(devices, (str, torch.device, Device)):
+            devices = [devices]
+        elif not isinstance(devices, (list, tuple)):
+            raise InputError(f"devices={devices!r}: give a number, a list of names or torch.devices, or a Machine")
+        shared: dict[torch.device, int] = {}
+        parsed = [d if isinstance(d, Device) else _existing(d) for d in devices]
+        for where in parsed:
+            if isinstance(where, torch.device):
+                shared[where] = shared.get(where, 0) + 1
+        memory = {d: _memory(d) / count if memory_bytes is None else memory_bytes for d, count in shared.items()}
+        made = tuple(d if isinstance(d, Device) else Device(_label(d, i), d, memory[d]) for i, d in enumerate(parsed))
+        pairs = itertools.pairwise(made)
+        links = (inf if a.torch_device == b.torch_device else GPU_LINK_BYTES_PER_S for a, b in pairs)
+        return cls(made, tuple(links) if bytes_per_s is None else (bytes_per_s,) * (len(made) - 1))
+
+    @classmethod
+    def planned(cls, devices: int, bytes_per_s: float = inf, memory_bytes: float = inf) -> Machine:
+        """Return a machine of equal devices to plan for, which need not exist here."""
+        if type(devices) is not int or devices < 1:
+            raise InputError(f"devices={devices!r}: give at least 1 device to plan for")
+        return cls(
+            tuple(Device(f"device{i}", memory_bytes=memory_bytes) for i in range(devices)),
+            (bytes_per_s,) * (devices - 1),
+        )
+
+    def unrolled(self, homes: Sequence[Sequence[int]]) -> Machine:
+        """Return the machine with a device for each stage, of which stage s is on devices `homes[s]` of this one.
+
+        Stages of one device share its memory evenly, and what goes between them goes nowhere. A stage on several
+        devices counts as one that has the least of each of theirs.
+        """
+        if [list(home) for home in homes] == [[i] for i in range(len(self))]:
+            return self
+        count = Counter(device for home in homes for device in home)
+        seen: Counter[int] = Counter()
+        made = []
+        for home in homes:
+            device = self.devices[home[0]]
+            name = f"{device.name}/{seen[home[0]]}" if count[home[0]] > 1 else device.name
+            memory = min(self.devices[d].memory_bytes / count[d] for d in home)
+            speed = min(self.devices[d].speed for d in home)
+            made.append(replace(device, name=name, memory_bytes=memory, speed=speed))
+            seen[home[0]] += 1
+        links = (
+            min(inf if a == b else 1000.0 * self.bytes_per_ms(a, b) for a, b in zip(one, other, strict=False))
+            for one, other in itertools.pairwise(homes)
+        )
+        return Machine(tuple(made), tuple(links), shared=tuple(home[0] for home in homes))
+
+    def __len__(self) -> int:
+        return len(self.devices)
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all devices are alike and all links too, so that it does not matter which ones stay idle."""
+        kinds = {(d.memory_bytes, d.speed, d.bytes_per_s, d.host) for d in self.devices}
+        return len(kinds) == 1 and len(set(self.links)) <= 1
+
+    def bytes_per_ms(self, own: int, other: int) -> float:
+        """Return the bandwidth with which device `own` exchanges values with `other`, in bytes per millisecond.
+
+        Devices that are not neighbours are joined by a link like all others; plans that part neighbours ask for that.
+        """
+        if self.devices[own].host:
+            return inf
+        neighbours = abs(own - other) == 1
+        between = self.links[min(own, other)] if neighbours else min(self.links, default=inf)
+        return min(between, self.devices[own].bytes_per_s) / 1000.0
+
+    def reduce_ms_per_byte(self, devices: Sequence[int]) -> float:
+        """Return how long neighbours take to sum one byte of gradients each: 4 (r - 1) / (r^2 bandwidth)."""
+        r = len(devices)
+        if r == 1:
+            return 0.0
+        slowest = min(self.bytes_per_ms(a, b) for a, b in itertools.pairwise(devices))
+        slowest = min(slowest, self.bytes_per_ms(devices[-1], devices[-2]))
+        return 4.0 * (r - 1) / (r * r * slowest)
+
+    def torch_devices(self) -> list[torch.device]:
+        """Return where each device's tensors live; raises InputError for a machine that is only planned for."""
+        found = [d.torch_device for d in self.devices if d.torch_device is not None]
+        if len(found) < len(self.devices):
+            missing = next(d.name for d in self.devices if d.torch_device is None)
+            raise InputError(f"device {missing!r} is only planned for: give Device(..., torch_device=) to run on it")
+        return found
+
+    def intraop_threads(self) -> int:
+        """Return how many threads each CPU device may use inside one operator."""
+        homes = self.shared or range(len(self))
+        sharers = len({home for home, d in zip(homes, self.torch_devices(), strict=True) if d.type == "cpu"})
+        return max(1, (os.cpu_count() or 1) // max(1, sharers))
+
+    def verify(self, ir: IR) -> None:
+        """Hold for any graph: construction has checked everything."""
+
+    def __str__(self) -> str:
+        lines = []
+        for i, device in enumerate(self.devices):
+            memory = "unlimited" if device.memory_bytes == inf else f"{device.memory_bytes:.0f} bytes"
+            link = "" if i + 1 == len(self.devices) else f", link to next {self.links[i]:g} bytes/s"
+            lines.append(f"{device.name}: {device.torch_device}, memory {memory}, speed {device.speed:g}{link}")
+        return "\n".join(lines)
+
+
+def _existing(name: DeviceLike) -> torch.device:
+    """Return the torch.device called `name`, with its index where its kind has several."""
+    import torch
+
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(
+            f"unknown device {name!r}: give 'cpu', 'cuda:0', a torch.device, a fxsplit.Device, or a number of devices"
+        ) from error
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != "cuda":
+        raise InputError(f"device {name!r} is of a kind fxsplit cannot run on yet: give 'cpu' or 'cuda:N' devices")
+    count = torch.cuda.device_count()
+    if (device.index or 0) >= count:
+        raise InputError(f"device {name!r} does not exist here ({count} CUDA devices): give 'cpu' or fewer devices")
+    return torch.device("cuda", device.index or 0)
+
+
+def _label(device: torch.device, position: int) -> str:
+    """Return a name that stays unique when a device is repeated."""
+    return f"{device.type}:{position}" if device.type == "cpu" else f"{device}#{position}"
+
+
+def _memory(device: torch.device) -> float:
+    """Return the bytes of memory `device` reports; a CPU device is unlimited, since the operating system pages."""
+    import torch
+
+    return float(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else inf

@@ -1,0 +1,117 @@
+"""Plan: which nodes run in which stage, what that is predicted to cost, and how far from the best possible it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import inf, isclose
+from typing import ClassVar
+
+from fxsplit.errors import BrokenFact
+from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.facts.machine import Machine
+from fxsplit.ir.facts.pins import Pins
+from fxsplit.ir.facts.price import FIGURES, CostModel, StagePlan, format_bytes, price_split
+from fxsplit.ir.facts.workload import Workload
+from fxsplit.ir.graph import IR
+
+PROVEN = 1e-6
+"""A plan whose gap is below this is called optimal: the search compares with a slack of 1e-9."""
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Stages in pipeline order; `lower_bound_ms` is a load that no plan's slowest stage can beat."""
+
+    stages: tuple[StagePlan, ...]
+    device_names: tuple[str, ...]
+    lower_bound_ms: float
+    single_ms: float
+    schedule: str
+    n_microbatches: int
+    rows: int
+    n_states: int
+    model: CostModel = field(default_factory=CostModel)
+
+    made_by: ClassVar[str] = "partition"
+    given: ClassVar[bool] = False
+
+    @property
+    def bottleneck_ms(self) -> float:
+        """The load of the slowest stage: in steady state the pipeline takes this long for each microbatch."""
+        return max(s.load_ms for s in self.stages)
+
+    @property
+    def gap(self) -> float:
+        """How far the bottleneck may be above the best possible, as a share of it; infinite where nothing bounds it."""
+        if self.lower_bound_ms > 0:
+            return self.bottleneck_ms / self.lower_bound_ms - 1.0
+        return inf if self.bottleneck_ms > 0 else 0.0
+
+    @property
+    def optimal(self) -> bool:
+        """Whether the plan is proven to be the best under its cost model."""
+        return self.gap < PROVEN
+
+    def stage_of(self) -> dict[str, int]:
+        """Return the stage of every node."""
+        return {name: i for i, s in enumerate(self.stages) for name in s.nodes}
+
+    def verify(self, ir: IR) -> None:
+        """Raise BrokenFact unless the stages partition the nodes, run forwards and cost what the plan says.
+
+        The cost is computed again from the definition, on the graph and not on the lattice that was searched.
+        """
+        costs = ir.get(Costs)
+        if costs is None:  # the graph has been rewritten into stages, and the plan describes the one before
+            return
+        stage_of = self.stage_of()
+        if set(stage_of) != set(costs.by_name) or len(stage_of) != sum(len(s.nodes) for s in self.stages):
+            raise BrokenFact("the stages of the plan do not partition the nodes")
+        for node in costs.nodes:
+            for name in node.inputs:
+                if stage_of.get(name, -1) > stage_of[node.name]:
+                    raise BrokenFact(f"node {node.name!r} reads {name!r} from a later stage")
+        for a, b in costs.ordered:
+            if stage_of[a] > stage_of[b]:
+                raise BrokenFact(f"node {a!r} must run before {b!r}, and its stage is later")
+        machine = ir[Machine]
+        split = [(s.nodes, s.devices, s.recompute) for s in self.stages]
+        for number, (mine, other) in enumerate(
+            zip(self.stages, price_split(costs, machine, ir[Workload], split, self.model), strict=True)
+        ):
+            for figure in FIGURES:
+                said, true = getattr(mine, figure), getattr(other, figure)
+                if not isclose(said, true, rel_tol=1e-9, abs_tol=1e-12):
+                    raise BrokenFact(f"stage {number} is said to have {figure}={said} and has {true}")
+            if other.memory_bytes > min(machine.devices[d].memory_bytes for d in mine.devices):
+                raise BrokenFact(f"stage {number} needs {other.memory_bytes:.0f} bytes, more than its device has")
+        pins = ir.get(Pins)
+        for name, stage in (pins.nodes(costs) if pins else {}).items():
+            if stage not in self.stages[stage_of[name]].devices:
+                where = f"pinned to stage {stage} and planned on {stage_of[name]}"
+                raise BrokenFact(f"node {name!r} is {where}: pin before 'partition'")
+        if self.lower_bound_ms > self.bottleneck_ms * (1 + 1e-9):
+            raise BrokenFact(f"lower bound {self.lower_bound_ms} ms above the bottleneck {self.bottleneck_ms} ms")
+
+    def __str__(self) -> str:
+        """A table of the stages, then the bottleneck with its lower bound and gap."""
+        rows = [
+            f"{'stage':<6}{'device':<10}{'nodes':>6}{'fwd ms':>10}{'bwd ms':>10}{'xfer ms':>9}"
+            f"{'in':>11}{'out':>11}{'memory':>11}  first .. last node"
+        ]
+        for i, s in enumerate(self.stages):
+            names = "+".join(self.device_names[d] for d in s.devices)
+            rows.append(
+                f"{i:<6}{names:<10}{len(s.nodes):>6}{s.forward_ms:>10.3f}{s.backward_ms:>10.3f}"
+                f"{s.receive_ms + s.send_ms + s.reduce_ms:>9.3f}"
+                f"{format_bytes(s.in_bytes):>11}{format_bytes(s.out_bytes):>11}{format_bytes(s.memory_bytes):>11}  "
+                f"{f'{s.nodes[0]} .. {s.nodes[-1]}' if s.nodes else '(passes values on)'}"
+            )
+        proof = "optimal" if self.optimal else f"gap {100 * self.gap:.2f} %"
+        speedup = self.single_ms / self.bottleneck_ms if self.bottleneck_ms else inf
+        rows.append(
+            f"bottleneck {self.bottleneck_ms:.3f} ms, lower bound {self.lower_bound_ms:.3f} ms, {proof} "
+            f"among {self.n_states} states; steady-state speed-up {speedup:.2f} over one device"
+        )
+        rows.append(f"{self.schedule}, {self.n_microbatches} microbatches of {self.rows} rows")
+        return "\n".join(rows)

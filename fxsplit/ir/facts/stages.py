@@ -1,0 +1,93 @@
+"""Stages: the emitted GraphModules, one for each stage, with named values in and out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxsplit.errors import BrokenFact
+from fxsplit.ir.graph import IR
+from fxsplit.torch_internals.containers import rebuild
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """One stage: `module(*inputs)` returns the tuple of `outputs`; both name values of the original graph.
+
+    `compiled` is the same function as a compiler of torch's has made it, where one was asked for.
+    """
+
+    index: int
+    device_name: str
+    torch_device: torch.device
+    module: fx.GraphModule
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    compiled: Callable[..., Any] | None = None
+
+    def __call__(self, *values: Any) -> Any:
+        """Run the stage."""
+        if self.compiled is not None:
+            return self.compiled(*values)
+        return nn.Module.__call__(self.module, *values)  # fx's own would print the code that raised
+
+    @property
+    def code(self) -> str:
+        """The stage's Python source."""
+        return str(self.module.code)
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A place in the result that holds output number `position` of the last stage."""
+
+    position: int
+
+
+@dataclass(frozen=True, eq=False)
+class Stages:
+    """All stages in pipeline order; `result` is the model's output with a Ref in place of each tensor."""
+
+    stages: tuple[Stage, ...]
+    result: Any
+
+    made_by: ClassVar[str] = "emit"
+    given: ClassVar[bool] = False
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+    def __getitem__(self, index: int) -> Stage:
+        return self.stages[index]
+
+    def fill(self, outputs: Sequence[Any]) -> Any:
+        """Return the last stage's outputs in the structure the model returns."""
+        return rebuild(self.result, lambda leaf: outputs[leaf.position] if isinstance(leaf, Ref) else leaf)
+
+    def verify(self, ir: IR) -> None:
+        """Raise BrokenFact unless each stage takes what the one before gives and no buffer lives in two stages."""
+        owner: dict[int, int] = {}
+        for i, stage in enumerate(self.stages):
+            stage.module.graph.lint()
+            if i > 0 and stage.inputs != self.stages[i - 1].outputs:
+                raise BrokenFact(f"stage {i} takes {stage.inputs} and stage {i - 1} gives {self.stages[i - 1].outputs}")
+            for buffer in stage.module.buffers():
+                if owner.setdefault(id(buffer), i) != i:
+                    raise BrokenFact(f"stages {owner[id(buffer)]} and {i} share a buffer")
+
+    def __str__(self) -> str:
+        """Every stage's inputs, outputs and code."""
+        parts = []
+        for s in self.stages:
+            parts.append(f"stage {s.index} on {s.device_name}: ({', '.join(s.inputs)}) -> ({', '.join(s.outputs)})")
+            parts.append("\n".join(f"  {line}" for line in s.code.strip().splitlines()))
+        return "\n".join(parts)
+
+
+def list_weights(module: nn.Module) -> list[Tensor]:
+    """Return the parameters and buffers of a module, each once."""
+    return [*module.parameters(), *module.buffers()]

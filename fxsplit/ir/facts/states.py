@@ -1,0 +1,73 @@
+"""States: the ideals as a sequence in a linear extension of inclusion, each with the sums that a cut there needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fxsplit.errors import BrokenFact
+from fxsplit.ir.facts.antichains import SHOWN, Antichains
+from fxsplit.ir.facts.blocks import Ints
+from fxsplit.ir.graph import IR
+
+Floats = NDArray[np.float64]
+
+FEATURES = (
+    "forward_ms",
+    "backward_ms",
+    "parameter_bytes",
+    "buffer_bytes",
+    "kept_bytes",
+    "host_ms",
+    "live_bytes",
+    "live_gradient_bytes",
+)
+SUMMED = FEATURES[:6]
+"""These sum over the nodes of an ideal; the rest are of the values live across it."""
+
+
+@dataclass(frozen=True, eq=False)
+class States:
+    """The state sequence: row i of `features` (float64 [states, FEATURES]) describes ideal i.
+
+    `in_pointer` and `in_from` (CSR) are the ideals just below each: every one of them has a smaller number, so a
+    single sweep in this order sees an ideal after all its subsets.
+    """
+
+    features: Floats
+    in_pointer: Ints
+    in_from: Ints
+
+    made_by: ClassVar[str] = "order"
+    given: ClassVar[bool] = False
+
+    def __len__(self) -> int:
+        return int(self.features.shape[0])
+
+    def column(self, name: str) -> Floats:
+        """Return one feature of every state."""
+        return self.features[:, FEATURES.index(name)]
+
+    def verify(self, ir: IR) -> None:
+        """Raise BrokenFact unless the sequence is a linear extension in which sums never decrease."""
+        if len(self) != len(ir[Antichains]):
+            raise BrokenFact(f"{len(self)} states for {len(ir[Antichains])} antichains")
+        end = np.repeat(np.arange(len(self)), np.diff(self.in_pointer))
+        if not np.all(self.in_from < end):
+            raise BrokenFact("a state comes before a subset of it")
+        grown = self.features[end, : len(SUMMED)] - self.features[self.in_from, : len(SUMMED)]
+        if grown.size and grown.min() < -1e-9 * max(1.0, float(self.features.max())):
+            raise BrokenFact("a state sums to less than a subset of it")
+
+    def __str__(self) -> str:
+        """One row a state: summed times and bytes, and the bytes cut there."""
+        lines = ["state" + "".join(f"{f:>20}" for f in FEATURES)]
+        for i in range(len(self)):
+            if i == SHOWN and len(self) > 2 * SHOWN:
+                lines.append(f"... {len(self) - 2 * SHOWN} more")
+            if i < SHOWN or i >= len(self) - SHOWN:
+                lines.append(f"{i:>5}" + "".join(f"{v:>20.3f}" for v in self.features[i]))
+        return "\n".join(lines)

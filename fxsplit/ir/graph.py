@@ -1,0 +1,81 @@
+"""The IR: a torch.fx graph and the facts that passes have learnt about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, cast, runtime_checkable
+
+from fxsplit.errors import MissingFact
+
+if TYPE_CHECKING:  # torch takes a second to load, and planning from a profile needs none of it
+    from torch import fx
+
+
+@runtime_checkable
+class Fact(Protocol):
+    """Something known about a graph: it can check itself against it and print its section of a dump.
+
+    `made_by` is the pass that learns it; `given` says that it describes the run (the machine, the example) and not
+    the graph, so that it outlives a rewrite.
+    """
+
+    made_by: ClassVar[str]
+    given: ClassVar[bool]
+
+    def verify(self, ir: IR) -> None:
+        """Raise BrokenFact unless the fact holds for `ir`."""
+
+    def __str__(self) -> str: ...
+
+
+F = TypeVar("F", bound=Fact)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One applied pass: its text and how long it took."""
+
+    text: str
+    seconds: float
+
+
+@dataclass(frozen=True, eq=False)
+class IR:
+    """A graph and what is known about it; passes return a new one and never edit `gm` in place."""
+
+    gm: fx.GraphModule
+    facts: Mapping[type, Fact] = field(default_factory=lambda: MappingProxyType({}))
+    steps: tuple[Step, ...] = ()
+
+    def __getitem__(self, kind: type[F]) -> F:
+        """Return the fact of type `kind`; raises MissingFact when nothing has learnt it yet."""
+        fact = self.get(kind)
+        if fact is None:
+            known = ", ".join(k.__name__ for k in self.facts) or "nothing"
+            raise MissingFact(f"no {kind.__name__} yet (known: {known}): run {kind.made_by!r} earlier in the chain")
+        return fact
+
+    def get(self, kind: type[F]) -> F | None:
+        """Return the fact of type `kind`, or None."""
+        return cast("F | None", self.facts.get(kind))
+
+    def learn(self, *facts: Fact) -> IR:
+        """Return an IR that also knows `facts`; a fact of a type already known takes its place."""
+        return replace(self, facts=MappingProxyType({**self.facts, **{type(f): f for f in facts}}))
+
+    def rewrite(self, gm: fx.GraphModule, *keep: type) -> IR:
+        """Return an IR of another graph, which keeps the given facts and those of the types in `keep`."""
+        kept = {k: f for k, f in self.facts.items() if f.given or k in keep}
+        return replace(self, gm=gm, facts=MappingProxyType(kept))
+
+
+Pass = Callable[[IR], IR]
+"""Anything that maps an IR to an IR: a plain function, or a frozen dataclass whose fields are its options."""
+
+
+def name_pass(step: Any) -> str:
+    """Return the name a pass goes by in chains, dumps and messages (`fold_bn` is `fold-bn`)."""
+    name = getattr(step, "name", None) or getattr(step, "__name__", None) or type(step).__name__
+    return str(name).replace("_", "-")

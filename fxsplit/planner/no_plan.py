@@ -1,0 +1,52 @@
+"""Misfit: why there is no plan, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from fxsplit.errors import NoFit, PlanError
+from fxsplit.ir.facts.antichains import Antichains
+from fxsplit.ir.facts.machine import Machine
+from fxsplit.ir.facts.price import format_bytes
+from fxsplit.planner.clock import Clock, OutOfTime
+from fxsplit.planner.problem import Problem
+from fxsplit.planner.search import Found, minimise
+
+
+def explain_misfit(problems: Sequence[Problem], chains: Antichains, machine: Machine, clock: Clock) -> PlanError:
+    """Return the error that says why no chain exists: contradictory pins, or how much memory is missing and where.
+
+    `problems` are those of all numbers of stages that were tried.
+    """
+    some = "" if chains.complete else " among the states of one topological order; allow more states"
+    tries: list[tuple[float, Problem, Found]] = []
+    try:
+        possible = [p for p in problems if minimise(p.without_memory(), chains, clock) is not None]
+        for problem in possible:
+            relaxed = problem.for_excess()
+            found = minimise(relaxed, chains, clock)
+            assert found is not None
+            tries.append((found.load, relaxed, found))
+    except OutOfTime:
+        return NoFit(f"no plan fits{some}; allow more time to be told which stage is short of memory")
+    if not possible:
+        kind = PlanError if chains.complete else NoFit
+        return kind(
+            f"no plan for {len(machine)} devices satisfies the pins{some}: some pinned node depends on one that is "
+            "pinned to a later stage, or a stage would stay empty; pin fewer submodules or use fewer devices"
+        )
+    _, relaxed, found = min(tries, key=lambda attempt: attempt[0])
+    loads = relaxed.loads(found.path)
+    worst = int(np.argmax(loads))
+    device = machine.devices[found.path[worst][1].devices[0]]
+    need = device.memory_bytes + loads[worst]
+    return NoFit(
+        f"no plan fits in memory{some}: even the best leaves stage {worst} of {len(loads)} on {device.name} short by "
+        f"{format_bytes(loads[worst])} ({loads[worst]:.0f} bytes): "
+        f"it needs {format_bytes(need)} of {format_bytes(device.memory_bytes)}; use "
+        "more devices, more and smaller microbatches, schedule='1F1B', or partition{optimizer_factor=} if your "
+        "optimizer keeps less than Adam",
+        short_bytes=float(loads[worst]),
+    )

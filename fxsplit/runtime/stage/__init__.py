@@ -1,0 +1,1 @@
+"""A stage as one device runs it."""

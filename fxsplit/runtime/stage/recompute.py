@@ -1,0 +1,120 @@
+"""Checkpointing: a stage keeps of a microbatch what it was given, and runs forward again before its backward.
+
+The second run draws the same random numbers, sees buffers as they were then, and leaves them as they are now. A loss is
+computed once: its graph starts at the last stage's outputs and is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from fxsplit.errors import FxsplitError, InputError
+from fxsplit.ir.facts.stages import Stage
+from fxsplit.runtime.stage.run import Packet, Saved, forward
+from fxsplit.torch_internals.batch_norm import note_nothing
+from fxsplit.torch_internals.interpret import get_storage_id
+from fxsplit.torch_internals.thread_modes import Context
+
+Surroundings = Callable[[frozenset[int]], AbstractContextManager[Any]]
+"""What a stage's forward on a microbatch needs around it, where some memory is written to besides what is known."""
+SMALL_BYTES = 1 << 16
+"""A buffer of so many bytes is copied for every microbatch; larger ones only if they are known to be written."""
+
+WHEN: dict[str, Callable[[bool, int, int], bool]] = {
+    "never": lambda planned, microbatch, count: False,
+    "plan": lambda planned, microbatch, count: planned,
+    "except_last": lambda planned, microbatch, count: microbatch < count - 1,
+    "always": lambda planned, microbatch, count: True,
+}
+"""Whether to checkpoint a stage on a microbatch, by whether the plan says so, the microbatch and their number."""
+
+
+def check_policy(checkpoint: str) -> str:
+    """Return the name of a policy; raises InputError for another."""
+    if checkpoint not in WHEN:
+        raise InputError(f"checkpoint={checkpoint!r}: give one of {', '.join(WHEN)}")
+    return checkpoint
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """What is kept of a stage's forward on one microbatch; `head` is the loss as a function of the stage's outputs."""
+
+    packet: Packet
+    buffers: dict[str, Tensor]
+    surroundings: Surroundings
+    context: Context
+    head: Saved | None = None
+
+    def again(self, stage: Stage, writes: bool) -> Saved:
+        """Run the stage forward again, as it ran then."""
+        own = frozenset(get_storage_id(earlier) for earlier in self.buffers.values())
+        with self.context.entered(), self.surroundings(own), _buffers_as(stage, self.buffers), note_nothing():
+            return forward(stage, _copied(self.packet, writes), writes)
+
+
+def forward_without_activations(
+    stage: Stage, packet: Packet, writes: bool, written: set[str] | None, surroundings: Surroundings, context: Context
+) -> tuple[tuple[Any, ...], Kept, set[str]]:
+    """Run a stage and keep no activations.
+
+    Returns its outputs, detached, with whether they want a gradient; what was kept; and the buffers that it writes,
+    of which `written` are known (None: none yet). Those are what a second run must find as they were.
+    """
+    now = dict(stage.module.named_buffers())
+    likely = {name for name, b in now.items() if written is None or name in written or b.nbytes <= SMALL_BYTES}
+    before = {name: now[name].clone() for name in likely}
+    versions = {name: b._version for name, b in now.items()}
+    with surroundings(frozenset()), saved_tensors_hooks(_drop, _refuse):
+        outputs = forward(stage, _copied(packet, writes), writes).outputs
+    # Kernels that update a buffer, as batch norm's do, do not always count that as a version.
+    after = dict(stage.module.named_buffers())
+    changed = {n for n, b in after.items() if b._version != versions[n]}
+    changed |= {n for n, b in before.items() if not torch.equal(b, after[n])}
+    if late := sorted(changed - likely):
+        raise FxsplitError(f"buffer {late[0]!r} is written now and was not at first: use checkpoint='never'")
+    detached = tuple(v.detach().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v for v in outputs)
+    known = changed | (written or set())
+    return detached, Kept(packet, {n: b for n, b in before.items() if n in known}, surroundings, context), known
+
+
+def _copied(packet: Packet, writes: bool) -> Packet:
+    """Return a packet that may be written to."""
+    if not writes:
+        return packet
+    return Packet(tuple(v.clone() if isinstance(v, Tensor) else v for v in packet.values), packet.wanted)
+
+
+@contextmanager
+def _buffers_as(stage: Stage, earlier: dict[str, Tensor]) -> Iterator[None]:
+    """Let buffers be what they were, in other memory, inside the block."""
+    now = {name: buffer for name, buffer in stage.module.named_buffers() if name in earlier}
+    memory = {name: buffer.data for name, buffer in now.items()}
+    for name, buffer in now.items():
+        buffer.data = earlier[name]
+    try:
+        yield
+    finally:
+        for name, buffer in now.items():
+            buffer.data = memory[name]
+
+
+def _drop(tensor: Tensor) -> None:
+    """Keep nothing of what autograd wants to keep."""
+
+
+def _refuse(nothing: None) -> Tensor:
+    raise AssertionError("a stage's first run is never run backward")
+
+
+def list_loss_leaves(outputs: tuple[Any, ...], found: list[Tensor]) -> tuple[Tensor, ...]:
+    """Return the leaves that only a loss depends on, from all of its leaves."""
+    own = {id(v) for v in outputs}
+    return tuple(leaf for leaf in found if id(leaf) not in own)

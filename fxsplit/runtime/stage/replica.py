@@ -1,0 +1,99 @@
+"""Replicas: a stage as one of its devices runs it, with the model's own weights or with copies of them.
+
+A replicated stage has several, and a weight that several stages read is copied to those that are on other devices.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxsplit.ir.facts.machine import Device
+from fxsplit.ir.facts.stages import Stage, list_weights
+from fxsplit.schedule.action import Action
+from fxsplit.torch_internals.grad_sums import Sums
+from fxsplit.torch_internals.graph_devices import move_constants
+from fxsplit.torch_internals.thread_modes import NOTHING
+
+
+class Replica:
+    """A stage on one device.
+
+    Weights that live on its torch device it shares with the model, and with stages that have them too. Of others it has
+    copies, which are refreshed before every forward pass and whose gradients go back to the weights.
+    """
+
+    def __init__(
+        self, stage: Stage, device: Device, places: Mapping[int, torch.device], backend: str | None = None
+    ) -> None:
+        assert device.torch_device is not None
+        self._original = stage.module
+        self._here = device.torch_device
+        foreign = any(places[id(w)] != self._here for w in list_weights(stage.module))
+        module = stage.module
+        if foreign:
+            module = _copied(stage.module)
+            move_constants(module, stage.torch_device, self._here)
+        compiled = None if backend is None else torch.compile(module, backend=backend)
+        self.stage = replace(stage, device_name=device.name, torch_device=self._here, module=module, compiled=compiled)
+        self._copies: dict[Tensor, Tensor] = {}
+        self._owner_of: dict[Tensor, Tensor] = {}
+
+    def refresh(self) -> None:
+        """Let copies be what the model is now: its weights, what of them is frozen, the modes of its modules."""
+        if self.stage.module is self._original:
+            return
+        for mine, copied in zip(self._original.modules(), self.stage.module.modules(), strict=True):
+            copied.training = mine.training
+            for kind in ("_parameters", "_buffers"):
+                held: dict[str, Tensor | None] = getattr(copied, kind)
+                held |= {name: None if w is None else self._local(w) for name, w in getattr(mine, kind).items()}
+        self._owner_of = {local: own for own, local in self._copies.items()}
+
+    def _local(self, own: Tensor) -> Tensor:
+        """Return a weight, or its copy on this device as the weight is now."""
+        if own.device == self._here:
+            return own
+        if own not in self._copies:
+            empty = own.detach()[:0] if own.ndim else own.detach()
+            self._copies[own] = nn.Parameter(empty.clone(), False) if isinstance(own, nn.Parameter) else empty.clone()
+        copied = self._copies[own]
+        copied.data = own.data.to(self._here, non_blocking=True, copy=True)
+        return copied.requires_grad_(own.requires_grad)
+
+    def using(self, version: int) -> AbstractContextManager[Any]:
+        """Return a context in which the stage has the weights of a version; there is one."""
+        return NOTHING
+
+    def leaves(self, trained: Sequence[Tensor], version: int) -> list[Tensor]:
+        """Return the leaves of this replica's graphs for the weights that are `trained`."""
+        if not self._owner_of:
+            return list(trained)
+        return [self._copies.get(weight, weight) for weight in trained]
+
+    def owned(self, sums: Sums) -> Sums:
+        """Return sums of this replica's leaves as sums of the model's weights, where those are."""
+        if not self._owner_of:
+            return sums
+        found = Sums()
+        for leaf, total in sums.totals.items():
+            owner = self._owner_of.get(leaf, leaf)
+            found.add([(owner, total.to(owner.device, non_blocking=True), True)])
+        return found
+
+    def step(self, action: Action, sums: Sums) -> None:
+        """Let the optimizer step; only stages with versions of their weights can."""
+        raise AssertionError(f"{action} of a schedule whose steps wait for the whole batch")
+
+
+def _copied(module: fx.GraphModule) -> fx.GraphModule:
+    """Return a copy whose modules can hold other weights; weights and hooks are the model's."""
+    hooks = [held for m in module.modules() for key, held in m.__dict__.items() if "_hooks" in key]
+    shared = [*list_weights(module), *(held for held in hooks if held is not None)]
+    return copy.deepcopy(module, {id(one): one for one in shared})

@@ -1,0 +1,1 @@
+"""All that knows torch's private parts, and nothing of pipelines."""

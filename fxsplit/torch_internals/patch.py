@@ -1,0 +1,54 @@
+"""Patching: for as long as a block lasts, one thread's calls of a method of torch's go elsewhere."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+Method = Callable[..., Any]
+_patches: dict[tuple[type, str], tuple[Any, dict[int, list[Method]]]] = {}
+_lock = threading.Lock()
+
+
+@contextmanager
+def patch_method(owner: type, name: str, around: Callable[[Method], Method]) -> Iterator[None]:
+    """Let this thread's calls of a method go to what `around` returns of it; other threads' go where they went.
+
+    Blocks of several threads may overlap in any way: the method is itself again when the last one ends.
+    """
+    key, thread = (owner, name), threading.get_ident()
+    with _lock:
+        if key not in _patches:
+            _patches[key] = owner.__dict__[name], {}
+            setattr(owner, name, _dispatching(*_patches[key]))
+        own, instead = _patches[key]
+        mine = instead.setdefault(thread, [_function(own)])
+        mine.append(around(mine[-1]))
+    try:
+        yield
+    finally:
+        with _lock:
+            mine.pop()
+            if len(mine) == 1:
+                del instead[thread]
+            if not instead:
+                setattr(owner, name, own)
+                del _patches[key]
+
+
+def _dispatching(own: Any, instead: dict[int, list[Method]]) -> Any:
+    """Return a method, or a classmethod, that calls what the calling thread has put there."""
+    plain = [_function(own)]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return instead.get(threading.get_ident(), plain)[-1](*args, **kwargs)
+
+    return classmethod(call) if isinstance(own, classmethod) else call
+
+
+def _function(own: Any) -> Method:
+    """Return the function of a method or a classmethod."""
+    function: Method = own.__func__ if isinstance(own, classmethod) else own
+    return function

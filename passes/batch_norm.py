@@ -1,0 +1,44 @@
+"""batch norm: let running statistics be noted, and written once a batch or in the microbatches' order."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fxsplit.errors import PlanError
+from fxsplit.ir.facts.stages import Stages
+from fxsplit.torch_internals.batch_norm import Calls, Noted
+
+
+def note_statistics(stages: Stages, replicated: Sequence[bool], deferred: bool) -> None:
+    """Let batch norms note their statistics: all of them if `deferred`, otherwise those of `replicated` stages."""
+    noted: dict[nn.Module, Calls] = {}
+    for stage, several in zip(stages.stages, replicated, strict=True):
+        if not (several or deferred):
+            continue
+        module = stage.module
+        for node in list(module.graph.nodes):
+            norm = module.get_submodule(str(node.target)) if node.op == "call_module" else None
+            if isinstance(norm, _BatchNorm):
+                # A whole batch changes the statistics once for each call of a layer, a microbatch in the calls' order.
+                calls: Calls = {} if deferred else noted.setdefault(norm, {})
+                module.add_submodule(f"noted_{node.name}", Noted(norm, deferred, calls))
+                node.target = f"noted_{node.name}"
+        module.recompile()
+
+
+def check_writes(model: nn.Module, stages: Stages, replicated: Sequence[bool], updated: Sequence[str]) -> None:
+    """Raise PlanError if a `replicated` stage writes a buffer, of those `updated`, that is no batch norm's."""
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
+    known = {id(b) for norm in norms for b in norm._buffers.values()}
+    written = {id(b): path for path in updated if id(b := operator.attrgetter(path)(model)) not in known}
+    for stage, several in zip(stages.stages, replicated, strict=True):
+        path = next((written[id(b)] for b in stage.module.buffers() if several and id(b) in written), None)
+        if path is not None:
+            raise PlanError(
+                f"stage {stage.index} has several devices, which would all write buffer {path!r} at once: only batch "
+                "norm's statistics can be kept in order; plan with partition{model=forwarded}, and not for Chimera"
+            )

@@ -1,0 +1,275 @@
+"""Time operators where they stand: in the order and among the neighbours they run with, forward and backward."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxsplit.passes.profile.observe import Observation
+from fxsplit.torch_internals import pytree
+from fxsplit.torch_internals.grad_split import collect_parts, find_joins
+from fxsplit.torch_internals.grad_sums import Sums, make_shares
+from fxsplit.torch_internals.interpret import Interpreter, describe_tensor
+from fxsplit.torch_internals.thread_modes import Context
+
+R = TypeVar("R")
+WARM_UP = 1
+HALVED = 2
+"""In how many further sweeps backwards run in two halves, to know what share of them weights' gradients take."""
+NodeTimes = dict[str, tuple[float, float, float]]
+"""The milliseconds of nodes: forward, backward, and what of backward a second half takes, for weights alone."""
+_stop = threading.Event()
+
+
+class Sweep(Interpreter):
+    """Runs a graph forward, then backward node by node in reverse, timing the nodes in `timed`.
+
+    Each node's inputs are cut off from what made them, so that its backward can run by itself; its caches are as cold
+    or warm as they are in a real step, which a loop over one operator would not see. A node that writes in place gets
+    copies, which are not timed, and what it wrote is copied back.
+    """
+
+    def __init__(self, gm: fx.GraphModule, seen: dict[str, Observation], timed: set[str], device: torch.device) -> None:
+        super().__init__(gm)
+        self.forward_ms: dict[str, float] = {}
+        self.backward_ms: dict[str, float] = {}
+        self.halves_ms: dict[str, tuple[float, float]] = {}
+        self._seen = seen
+        self._timed = timed
+        self._written = {owner for node in seen.values() for owner in node.mutates}
+        self._clock = Clock(device)
+        self._device = device
+        self._islands: list[tuple[str, list[Tensor], list[Tensor]]] = []
+        self._totals = Sums()  # accumulating a parameter's gradient is part of its backward
+
+    def sweep(self, *inputs: Tensor, halved: bool = False) -> None:
+        """Do one step, forward and backward, or with backwards in two halves."""
+        self.run(*(t.detach().clone().to(self._device).requires_grad_(t.requires_grad) for t in inputs))
+        while self._islands:
+            name, leaves, outputs = self._islands.pop()
+            seeds = [torch.ones_like(t) for t in outputs]
+            if halved:
+                self.halves_ms[name] = halves(outputs, leaves, seeds, self._totals, self._clock)
+                continue
+            begin = self._clock.now()
+            _accumulate(self._totals, leaves, torch.autograd.grad(outputs, leaves, seeds, allow_unused=True))
+            self.backward_ms[name] = self._clock.now() - begin
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one node; time it, and keep what its backward needs, if that is asked for."""
+        check_stop()
+        if not n.op.startswith("call"):
+            return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        if n.name not in self._timed:
+            with torch.no_grad():
+                value = self._call(n, args, kwargs)
+            return pytree.tree_map_only(Tensor, self._flag(n), value)
+        leaves: list[Tensor] = []
+        given = pytree.tree_leaves((args, kwargs))
+        args, kwargs = pytree.tree_map_only(Tensor, self._cut(leaves, self._needs_copies(n)), (args, kwargs))
+        begin = self._clock.now()
+        value = self._call(n, args, kwargs)
+        self.forward_ms[n.name] = self._clock.now() - begin
+        if self._seen[n.name].mutates:  # what the copies became is what later readers must see
+            for original, copied in zip(given, pytree.tree_leaves((args, kwargs)), strict=True):
+                if isinstance(original, Tensor) and copied._version:
+                    original.detach().copy_(copied.detach())
+        outputs = [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor) and t.requires_grad]
+        if n.op == "call_module":
+            leaves += [p for p in self.fetch_attr(str(n.target)).parameters() if p.requires_grad]
+        if outputs and leaves:
+            self._islands.append((n.name, leaves, outputs))
+        if n.name in self._written:  # a later write must not reach what this node's backward has saved
+            value = pytree.tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), value)
+        return value
+
+    def _call(self, n: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call node."""
+        return getattr(self, n.op)(n.target, args, kwargs)
+
+    def _needs_copies(self, n: fx.Node) -> bool:
+        """Return whether a node must not get the memory itself: it writes there, or saves what is written later.
+
+        A view saves nothing, and must stay one.
+        """
+        owners = {owner for i in n.all_input_nodes for owner in self._seen[i.name].owners}
+        return bool(self._seen[n.name].mutates) or bool(owners & self._written - set(self._seen[n.name].owners))
+
+    def _cut(self, leaves: list[Tensor], copies: bool) -> Callable[[Tensor], Tensor]:
+        """Return a function that makes a leaf of an argument, or a copy of one."""
+
+        def cut(value: Tensor) -> Tensor:
+            leaf = value if isinstance(value, nn.Parameter) else value.detach().requires_grad_(value.requires_grad)
+            if leaf.requires_grad and all(leaf is not known for known in leaves):
+                leaves.append(leaf)
+            return leaf.clone() if copies else leaf
+
+        return cut
+
+    def _flag(self, n: fx.Node) -> Callable[[Tensor], Tensor]:
+        """Return a function that lets an untimed value want a gradient as it did when it was observed."""
+        wanted = self._seen[n.name].gradient_bytes > 0
+        return lambda t: t.detach().requires_grad_() if wanted and t.is_floating_point() else t
+
+
+class Clock:
+    """Milliseconds on one device: the wall clock on a CPU; on a GPU, after everything queued has finished."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def now(self) -> float:
+        """Return milliseconds from an arbitrary start."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter() * 1000.0
+
+
+def halves(
+    outputs: Sequence[Tensor],
+    leaves: Sequence[Tensor],
+    seeds: Sequence[Tensor],
+    totals: Sums | None,
+    clock: Clock,
+) -> tuple[float, float]:
+    """Return the milliseconds of a backward's two halves, that for inputs and that which is left for weights.
+
+    Gradients of weights are added to `totals`, if given. The second half is 0 where nothing can be left for it.
+    """
+    weights = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
+    nodes, _ = find_joins(outputs, weights)
+    late = {id(weight) for _, own in nodes.values() for weight in own}
+    first = [leaf for leaf in leaves if id(leaf) not in late]
+    if not nodes:
+        return 1.0, 0.0
+    ends: list[Any] = [*first, *(edge for edges, _ in nodes.values() for edge in edges)]
+    begin = clock.now()
+    found = torch.autograd.grad(outputs, ends, seeds, retain_graph=True, allow_unused=True)
+    _accumulate(totals, first, found[: len(first)])
+    middle = clock.now()
+    for edges, own, arrived in collect_parts(nodes, found[len(first) :]):
+        _accumulate(totals, own, torch.autograd.grad(edges, own, arrived, allow_unused=True))
+    return middle - begin, clock.now() - middle
+
+
+def _accumulate(totals: Sums | None, leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Add the gradients of parameters to their totals, which is part of a backward; the warm-up copies the first."""
+    if totals is not None:
+        found = make_shares(leaves, gradients, [False] * len(leaves))
+        totals.add(share for share in found if isinstance(share[0], nn.Parameter))
+
+
+def check_stop() -> None:
+    """Raise InterruptedError once the thread that waits for the measurement has been interrupted."""
+    if _stop.is_set():
+        raise InterruptedError("profiling was interrupted")
+
+
+def time_nodes(
+    gm: fx.GraphModule,
+    seen: dict[str, Observation],
+    timed: set[str],
+    inputs: tuple[Tensor, ...],
+    device: torch.device,
+    repeats: int,
+    tick: Callable[[], object],
+) -> NodeTimes:
+    """Return the medians of the nodes in `timed`; `tick` counts the sweeps."""
+    if any(w.device != device for w in (*gm.parameters(), *gm.buffers())):
+        gm = copy.deepcopy(gm).to(device)
+    forward: dict[str, list[float]] = {name: [] for name in timed}
+    backward: dict[str, list[float]] = {name: [] for name in timed}
+    early, late = dict.fromkeys(timed, 0.0), dict.fromkeys(timed, 0.0)
+    sweep = Sweep(gm, seen, timed, device)
+    for turn in range(WARM_UP + repeats):
+        sweep.sweep(*inputs)
+        tick()
+        if turn >= WARM_UP:
+            for name in timed:
+                forward[name].append(sweep.forward_ms[name])
+                backward[name].append(sweep.backward_ms.get(name, 0.0))
+    for _ in range(HALVED):
+        sweep.sweep(*inputs, halved=True)
+        tick()
+        for name, (first, second) in sweep.halves_ms.items():
+            early[name] += first
+            late[name] += second
+    return {name: medians_of(forward[name], backward[name], early[name], late[name]) for name in timed}
+
+
+def medians_of(forward: list[float], backward: list[float], early: float, late: float) -> tuple[float, float, float]:
+    """Return the median forward and backward time, and what of the latter is for weights, by its two halves' times."""
+    both = early + late
+    return median(forward), median(backward), median(backward) * late / both if both else 0.0
+
+
+def in_worker_thread(run: Callable[[], R], intraop_threads: int) -> R:
+    """Return what `run` returns in a thread set up like the runtime's workers, with the modes of the caller.
+
+    Operators then use as many threads, and memory comes from the same kind of pool, as when the pipeline runs.
+    """
+    results: list[R] = []
+    errors: list[BaseException] = []
+    before = torch.get_num_threads()
+    context = replace(Context.here(), hooks=None)  # a user's saved-tensor hooks are for the user's own graph
+
+    def work() -> None:
+        torch.get_num_threads()  # the next line holds in a thread only after this one
+        torch.set_num_threads(intraop_threads)
+        try:
+            with context.entered():
+                results.append(context.variables.run(run))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work, name="fxsplit-profile", daemon=True)
+    _stop.clear()
+    thread.start()
+    try:
+        thread.join()
+    except BaseException:  # Ctrl-C: the thread must be gone before anybody restores what it measures with
+        _stop.set()
+        thread.join()
+        raise
+    finally:
+        torch.set_num_threads(before)
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def signature(call: Any, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return a text that two operators share exactly if they do the same work on the same shapes.
+
+    `call` is a module, a function or a method's name. A module from outside torch may do anything, so its `path` in
+    the model is part of its signature.
+    """
+    if isinstance(call, nn.Module):
+        kind = type(call)
+        weights = ",".join(f"{describe_tensor(p)}{'g' if p.requires_grad else ''}" for p in call.parameters())
+        own = "" if kind.__module__.startswith("torch.nn") else f"@{path}"
+        mode = "train" if call.training else "eval"
+        head = f"{kind.__module__}.{kind.__qualname__}{own}<{' '.join(repr(call).split())};{weights};{mode}>"
+    elif isinstance(call, str):
+        head = f"Tensor.{call}"
+    else:
+        head = f"{getattr(call, '__module__', '')}.{getattr(call, '__qualname__', repr(call))}"
+    words = [_word(leaf) for leaf in pytree.tree_leaves((args, sorted(kwargs.items())))]
+    return f"{head}({', '.join(words)})"
+
+
+def _word(leaf: Any) -> str:
+    """Return an argument's part of a signature."""
+    if not isinstance(leaf, Tensor):
+        return repr(leaf) if isinstance(leaf, (int, float, str, bool, torch.dtype, type(None))) else type(leaf).__name__
+    layout = "" if leaf.is_contiguous() else f"~{list(leaf.stride())}"
+    return f"{describe_tensor(leaf)}{layout}{'g' if leaf.requires_grad else ''}"

@@ -1,0 +1,243 @@
+"""`fxsplit plan` and `fxsplit explain`: the contract that other programs rely on."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxsplit
+from fxsplit.cli import main as cli
+from fxsplit.errors import NoFit
+from fxsplit.ir.facts.costs import Costs
+from fxsplit.planner import Options
+from tests.formats.test_formats import MACHINE, PIPEDREAM, dnn, line, written
+from tests.graphs import node
+
+
+def chain(sizes: list[int], ms: float = 1.0, **figures: float) -> Costs:
+    """A chain of nodes whose values have these sizes."""
+    nodes = [
+        node(f"n{i}", [f"n{i - 1}"] if i else [], ms, output_bytes=s, gradient_bytes=s, **figures)
+        for i, s in enumerate(sizes)
+    ]
+    return Costs(tuple(nodes), (), (nodes[-1].name,), rows=1)
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> str:
+    chain([10, 10_000, 10, 10]).save(tmp_path / "profile.json")
+    return str(tmp_path / "profile.json")
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert cli.main([*arguments, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_json_holds_the_contract(capsys: pytest.CaptureFixture[str], profile: str) -> None:
+    found = answer(capsys, "plan", profile, "--devices", "2", "--bandwidth", "1e6")
+    assert found["objective"] == pytest.approx(9.02) and found["optimal"] and found["gap"] == 0
+    assert found["lower_bound"] == found["objective"] and found["ideals"] == 5
+    assert [s["nodes"] for s in found["stages"]] in ([["n0"], ["n1", "n2", "n3"]], [["n0", "n1", "n2"], ["n3"]])
+    assert [s["devices"] for s in found["stages"]] == [["device0"], ["device1"]]
+    assert max(s["load"] for s in found["stages"]) == found["objective"]
+    assert set(found["seconds"]) == {"load", "states", "solve"}
+    free = answer(capsys, "plan", profile, "--devices", "2", "--bandwidth", "1e6", "--no-traffic")
+    assert free["objective"] == 6.0
+
+
+def test_cost_models_and_constraints(capsys: pytest.CaptureFixture[str], profile: str) -> None:
+    base = ("plan", profile, "--devices", "2", "--no-traffic")
+    assert answer(capsys, *base, "--cost-model", "replicated")["objective"] == 6.0
+    pinned = answer(capsys, *base, "--pin", "n2=0", "--use-all-devices")
+    assert [s["nodes"] for s in pinned["stages"]] == [["n0", "n1", "n2"], ["n3"]]
+    kept = answer(capsys, *base, "--together", "n0,n2", "--use-all-devices")
+    assert [s["nodes"] for s in kept["stages"]] == [["n0", "n1", "n2"], ["n3"]]
+    assert len(answer(capsys, *base[:2], "--devices", "9", "--no-traffic")["stages"]) == 4
+
+
+def test_the_speed_curve(capsys: pytest.CaptureFixture[str], profile: str) -> None:
+    curve = answer(capsys, "plan", profile, "--devices", "1..4", "--no-traffic")["curve"]
+    assert [c["n_devices"] for c in curve] == [1, 2, 3, 4]
+    assert [c["objective"] for c in curve] == [12.0, 6.0, 6.0, 3.0]
+    assert cli.main(["plan", profile, "--devices", "1..4", "--no-traffic"]) == 0
+    assert "4.00" in capsys.readouterr().out
+
+
+def test_other_formats_and_machines(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pipedream = str(written(tmp_path, PIPEDREAM, "graph.txt"))
+    found = answer(capsys, "plan", pipedream, "--devices", "2", "--cost-model", "replicated", "--use-all-devices")
+    assert found["objective"] == 4.5 and found["stages"][0]["nodes"] == ["node1", "node2", "node3", "node4"]
+    assert found["stages"][0]["devices"] == ["device0", "device1"] and found["unit"] == "ms"
+    own = answer(capsys, "plan", str(written(tmp_path, dnn(), "dnn.json")))
+    assert own["cost_model"] == "direct" and own["optimal"]
+    machine = str(written(tmp_path, MACHINE, "machine.toml"))
+    planned = answer(capsys, "plan", pipedream, "--machine", machine)
+    assert {d for s in planned["stages"] for d in s["devices"]} <= {"big.0", "big.1", "small"}
+
+
+def test_baselines_and_explanation(capsys: pytest.CaptureFixture[str], profile: str) -> None:
+    assert cli.main(["plan", profile, "--devices", "2", "--bandwidth", "1e6", "--baselines"]) == 0
+    printed = capsys.readouterr().out
+    rows = {line.split()[0]: line.split() for line in printed.splitlines() if line}
+    assert rows["even"][1:] == ["26.0000", "2.88"] and rows["block"][1:] == ["26.0000", "2.88"], printed
+    assert cli.main(["explain", profile, "--devices", "2", "--bandwidth", "1e6"]) == 0
+    printed = capsys.readouterr().out
+    assert "cut 1, between stage 0 and 1: 20 B forward and back" in printed and "the slowest" in printed
+    told = answer(capsys, "explain", profile, "--devices", "2", "--bandwidth", "1e6")["explained"]
+    assert told["cuts"][0]["next_best"] >= 9.02 and told["stages"][0]["largest"]
+    ways = {"n0": 26.0, "n2": 9.02}
+    assert told["cuts"][0]["next_best"] == pytest.approx(min(ways.values()), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--devices", "0"], "--devices 0: give a number of at least 1"),
+        (["--devices", "4..2"], "--devices 4..2: give a number"),
+        (["--devices", "two"], "--devices two: give a number"),
+        (["--bandwidth", "-1"], "--bandwidth -1.0: give bytes per second"),
+        (["--bandwidth", "nan"], "--bandwidth nan: give bytes per second"),
+        (["--schedule", "GPipes"], "unknown schedule 'GPipes'"),
+        (["--time-limit", "0"], "time_limit=0.0"),
+        (["--pin", "n9=0"], "cannot pin 'n9'"),
+        (["--pin", "n1"], "--pin n1: give a submodule or node and the number of a device"),
+        (["--pin", "n0=1", "--pin", "n3=0"], "satisfies the pins"),
+        (["--together", "n0,n7"], "'n7': no such submodule or node"),
+        (["--machine", "nothing.toml"], "cannot read a machine from 'nothing.toml'"),
+        (["--max-states", "0"], "--max-states 0"),
+        (["--devices", "100000"], "plan for at most 512"),
+        (["--bandwidth", "5e-324"], "--bandwidth 5e-324: give bytes per second"),
+    ],
+)
+def test_bad_input_is_named_and_exits_with_2(
+    capsys: pytest.CaptureFixture[str], profile: str, arguments: list[str], message: str
+) -> None:
+    assert cli.main(["plan", profile, *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_no_plan_exits_with_3(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    chain([1, 1, 1, 1], buffer_bytes=100).save(tmp_path / "heavy.json")
+    machine = written(tmp_path, "[[devices]]\ncount = 2\nmemory_bytes = 50", "machine.toml")
+    assert cli.main(["plan", str(tmp_path / "heavy.json"), "--machine", str(machine)]) == 3
+    assert "no plan fits in memory" in capsys.readouterr().err
+    assert cli.main(["plan", str(tmp_path / "heavy.json"), "--devices", "5", "--use-all-devices"]) == 3
+    assert "has only 4 nodes that can be parted" in capsys.readouterr().err
+
+
+SLOW_AND_FAST = "[[devices]]\nname = 'slow'\nspeed = 0.5\n[[devices]]\nname = 'fast'"
+
+
+def test_a_costless_node_keeps_a_slow_device_busy(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Devices are taken in order: what costs nothing may be all that the slow one should do."""
+    text = line("a", "ReLU", "0", "0", "0", "0") + line("b", "Linear", "4", "0", "0", "0") + "\ta -- b\n"
+    profile, machine = written(tmp_path, text, "graph.txt"), written(tmp_path, SLOW_AND_FAST, "machine.toml")
+    for option in ("--no-traffic", "--use-all-devices"):
+        found = answer(capsys, "plan", str(profile), "--machine", str(machine), option)
+        assert found["objective"] == 4.0 and len(found["stages"]) == 2
+
+
+def test_hosts_are_no_replicas_and_none_may_be_missing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    found = answer(capsys, "plan", str(written(tmp_path, dnn(), "a")), "--cost-model", "replicated")
+    assert all(len(s["devices"]) == 1 or "host0" not in s["devices"] for s in found["stages"])
+    data = dnn(maxCPUs=0)
+    data["nodes"][0]["supportedOnFpga"] = 0
+    assert cli.main(["plan", str(written(tmp_path, data, "b"))]) == 3
+    assert "runs on hosts alone" in capsys.readouterr().err
+    alone = answer(capsys, "plan", str(written(tmp_path, dnn(maxFPGAs=0), "c")))
+    assert alone["objective"] == 70.0 and alone["stages"][0]["devices"] == ["host0"]
+    nothing = dnn(maxSizePerFPGA=0, maxCPUs=0)
+    assert cli.main(["plan", str(written(tmp_path, nothing, "d"))]) == 3
+    tight = dnn(maxSizePerFPGA=0.75, maxFPGAs=1, maxCPUs=0)
+    for each in tight["nodes"]:
+        each["size"] = 0.1
+    assert answer(capsys, "plan", str(written(tmp_path, tight, "e")))["optimal"]
+
+
+def test_what_is_not_proven_is_not_called_optimal(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Thirteen pairs without cost, each joined by a tensor: no work bounds the objective, and one order is not all."""
+    nodes = [{"id": i, "fpgaLatency": 0.0, "cpuLatency": 0.0, "size": 2.0 if i in (1, 25) else 1.0} for i in range(26)]
+    edges = [{"sourceId": 2 * i, "destId": 2 * i + 1, "cost": 1.0} for i in range(13)]
+    data = {"maxFPGAs": 2, "maxCPUs": 0, "maxSizePerFPGA": 14.0, "nodes": nodes, "edges": edges}
+    found = answer(capsys, "plan", str(written(tmp_path, data)))
+    assert found["objective"] == 1.0 and found["lower_bound"] == 0.0
+    assert found["gap"] is None and not found["optimal"]
+
+
+def test_one_order_is_not_called_all_plans(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    sizes = [6.0, 6.0, 6.0, 4.0, 4.0, 4.0] * 4
+    nodes = [{"id": i, "fpgaLatency": 1.0, "cpuLatency": 1.0, "size": s} for i, s in enumerate(sizes)]
+    data = {"maxFPGAs": 12, "maxCPUs": 0, "maxSizePerFPGA": 10.0, "nodes": nodes, "edges": []}
+    assert cli.main(["plan", str(written(tmp_path, data))]) == 3
+    assert "among the states of one topological order; allow more states" in capsys.readouterr().err
+
+
+def test_memory_is_named_where_there_are_more_devices_than_nodes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    chain([1, 1], kept_bytes=60).save(tmp_path / "heavy.json")
+    machine = written(tmp_path, "[[devices]]\ncount = 6\nmemory_bytes = 50", "machine.toml")
+    assert cli.main(["plan", str(tmp_path / "heavy.json"), "--machine", str(machine)]) == 3
+    assert "no plan fits in memory" in capsys.readouterr().err
+
+
+def test_plan_from_python(tmp_path: Path) -> None:
+    costs = chain([1, 1, 1, 1], buffer_bytes=100)
+    costs.save(tmp_path / "profile.json")
+    for given in (costs, tmp_path / "profile.json"):
+        plan = fxsplit.plan(given, 2)
+        assert plan.optimal and plan.bottleneck_ms == 6.0
+    plan = fxsplit.plan(costs, 2, pins={"n2": 0}, keep=[["n0", "n1"]], options=Options(optimizer_factor=0.0))
+    assert [s.nodes for s in plan.stages] == [("n0", "n1", "n2"), ("n3",)]
+    with pytest.raises(NoFit):
+        fxsplit.plan(costs, fxsplit.Machine.planned(2, memory_bytes=50))
+    with pytest.raises(fxsplit.FxsplitError, match="profile is a int: give costs, a compiled pipeline"):
+        fxsplit.plan(3, 2)  # type: ignore[arg-type]
+    with pytest.raises(fxsplit.FxsplitError, match="devices=0: give at least 1"):
+        fxsplit.plan(costs, 0)
+
+
+def test_plan_from_a_model() -> None:
+    """The model is measured, at the size of a microbatch, and left as it was."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    before = copy.deepcopy(model.state_dict())
+    x = torch.ones(8, 4)
+    plan = fxsplit.plan(model, 3, example_inputs=x, n_microbatches=4)
+    assert [name for s in plan.stages for name in s.nodes] == ["_0", "_1", "_2"] and plan.rows == 2 and plan.optimal
+    costs = fxsplit.profile(model, x, repeats=1)
+    assert costs.rows == 8 and [n.name for n in costs.nodes] == ["_0", "_1", "_2"]
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    with pytest.raises(fxsplit.FxsplitError, match="give example_inputs="):
+        fxsplit.plan(model, 3)
+    with pytest.raises(fxsplit.FxsplitError, match="n_microbatches=0"):
+        fxsplit.profile(model, x, n_microbatches=0)
+    with pytest.raises(fxsplit.FxsplitError, match="model is a dict"):
+        fxsplit.profile({}, x)  # type: ignore[arg-type]
+
+
+def test_a_small_plan_loads_neither_torch_nor_numba(profile: str) -> None:
+    program = (
+        "import sys; from fxsplit.cli.main import main; "
+        f"assert main(['plan', {profile!r}, '--devices', '3', '--json']) == 0; "
+        "assert not {'torch', 'numba', 'networkx'} & set(sys.modules), sorted(sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,207 @@
+"""`fxsplit simulate`: the contract that other programs rely on, and its pictures."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fxsplit.api.plan import make_workload
+from fxsplit.cli import main as cli
+from fxsplit.formats.plan_json import read_plan, save_plan
+from fxsplit.ir.facts.machine import Machine
+from fxsplit.planner import Options
+from fxsplit.planner.planner import Planner
+from fxsplit.report import draw, save_picture
+from fxsplit.report.perfetto import trace_events
+from fxsplit.schedule import Times, generate, simulate
+from fxsplit.schedule.memory import Footprint, memory, peak
+from fxsplit.schedule.of_plan import times_of
+from fxsplit.schedule.timeline import Timeline
+from tests.cli.test_plan import chain
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    assert cli.main(["simulate", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> str:
+    path = tmp_path / "profile.json"
+    chain([4, 3, 2, 1, 2, 3], kept_bytes=10, parameter_bytes=7, buffer_bytes=1).save(path)
+    return str(path)
+
+
+@pytest.fixture
+def plan(profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    assert cli.main(["plan", profile, "--devices", "3", "--bandwidth", "1e4", "--json", "--microbatches", "5"]) == 0
+    path = tmp_path / "plan.json"
+    path.write_text(capsys.readouterr().out)
+    return str(path)
+
+
+def test_unit_times(capsys: pytest.CaptureFixture[str]) -> None:
+    told = answer(capsys, "--schedule", "1F1B", "--devices", "4", "--n-microbatches", "8", "--unit-times")
+    assert told["step_time"] == 33 and round(told["bubble"], 3) == 0.273 and told["peak_activations"] == [4, 3, 2, 1]
+    assert told["peak_bytes"] is None and told["weight_versions"] == [1] * 4 and told["lag"] == [0] * 4
+    told = answer(capsys, "--schedule", "PipeDream", "--devices", "4", "--n-microbatches", "16")
+    assert told["weight_versions"] == [4, 3, 2, 1] and told["lag"] == [3, 2, 1, 0] and not told["synchronous"]
+    told = answer(
+        capsys, "--schedule", "Interleaved1F1B", "--devices", "2", "--n-microbatches", "4", "--stages-per-device", "3"
+    )
+    assert told["n_stages"] == 6 and told["bubble"] == pytest.approx(1 / (3 * 4 + 1))
+
+
+def test_a_file_in_place_of_a_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = str(tmp_path / "zb.csv")
+    assert (
+        cli.main(["simulate", "--schedule", "ZB-H1", "--devices", "4", "--n-microbatches", "8", "--to-csv", path]) == 0
+    )
+    capsys.readouterr()
+    told = answer(capsys, "--csv", path, "--unit-times")
+    assert told["step_time"] == 27 and told["n_devices"] == 4 and told["n_microbatches"] == 8
+    assert cli.main(["simulate", "--csv", path, "--devices", "3"]) == 2
+    assert "has 4" in capsys.readouterr().err
+    Path(path).write_text("0F0,0F1,0B1,0B0\n1F1,1B1,1F0,1B1\n")
+    assert cli.main(["simulate", "--csv", path, "--json"]) == 2
+    assert "zb: device 1, position 3, 1B1: done twice" in capsys.readouterr().err
+
+
+def test_a_plan_is_simulated_as_it_is_priced(capsys: pytest.CaptureFixture[str], plan: str) -> None:
+    """In steady state a microbatch takes the plan's bottleneck, and devices hold what the plan says that they do."""
+    stated = read_plan(plan)
+    short = answer(capsys, "--plan", plan)
+    assert short["n_microbatches"] == 5 and short["schedule"] == "1F1B" and short["unit"] == "ms"
+    assert short["peak_bytes"] == [s.memory_bytes for s in stated.stages]
+    long = answer(capsys, "--plan", plan, "--n-microbatches", "25")
+    assert long["step_time"] - short["step_time"] == pytest.approx(20 * stated.bottleneck_ms)
+
+
+def test_a_profile_is_planned_for_the_schedules_stages(capsys: pytest.CaptureFixture[str], profile: str) -> None:
+    arguments = ["--profile", profile, "--schedule", "ZBVZeroBubble", "--devices", "3", "--n-microbatches", "6"]
+    told = answer(capsys, *arguments, "--bandwidth", "1e9")
+    assert told["n_stages"] == 6 and told["n_devices"] == 3 and len(told["peak_bytes"]) == 3
+    assert told["step_time"] >= 6 * 18 / 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--schedule", "2F2B"], "unknown schedule '2F2B'"),
+        (["--schedule", "1F1B", "--devices", "0"], "1F1B: 0 devices: give at least 1"),
+        (["--schedule", "Chimera", "--devices", "3"], "3 devices do not divide into two directions"),
+        (["--schedule", "GPipe", "--n-microbatches", "-1"], "-1 microbatches"),
+        (["--schedule", "1F1B", "--stages-per-device", "2"], "made for 1"),
+        (["--plan", "nowhere.json"], "cannot read a plan from 'nowhere.json'"),
+        (["--csv", "nowhere.csv"], "cannot read the schedule 'nowhere.csv'"),
+        (["--bandwidth", "1e9"], "--bandwidth prices the transfers of a --profile"),
+        (["--picture", "picture.bmp"], "end its name in .svg, .png, .pdf"),
+    ],
+)
+def test_bad_input(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    assert cli.main(["simulate", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_plans_that_do_not_suit_or_are_damaged(capsys: pytest.CaptureFixture[str], plan: str, tmp_path: Path) -> None:
+    assert cli.main(["simulate", "--plan", plan, "--schedule", "Interleaved1F1B", "--devices", "3"]) == 2
+    assert "has 6 stages, and the plan 3: plan for 6 devices" in capsys.readouterr().err
+    whole = json.loads(Path(plan).read_text())
+    for change, message in (
+        ({"stages": []}, "it has no stages"),
+        ({"stages": [{**whole["stages"][0], "forward_ms": -1}]}, "forward_ms of stage 0 is -1"),
+        (
+            {"stages": [{**whole["stages"][0], "weight_ms": 1e9}]},
+            "weight_ms of stage 0 is 1000000000.0",
+        ),
+        ({"stages": [{**whole["stages"][0], "devices": ["moon"]}]}, "stage 0 is on 'moon'"),
+        ({"cost_model": "free"}, "cost_model is 'free'"),
+        ({"stages": 3}, "damaged plan"),
+        ({"single": None}, "single is None"),
+    ):
+        (tmp_path / "bad.json").write_text(json.dumps(whole | change))
+        assert cli.main(["simulate", "--plan", str(tmp_path / "bad.json")]) == 2
+        assert message in capsys.readouterr().err
+    (tmp_path / "bad.json").write_text("[1, 2]")
+    assert cli.main(["simulate", "--plan", str(tmp_path / "bad.json")]) == 2
+    assert "is no plan" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", ["forwarded", "overlapped", "direct", "replicated"])
+def test_plans_survive_their_file(model: str, tmp_path: Path) -> None:
+    machine = Machine.planned(3, 1e6)
+    made = Planner(chain([9, 2, 3, 4], kept_bytes=5, parameter_bytes=3)).plan(
+        machine, make_workload(machine), Options(model=model, recompute="auto")
+    )
+    save_plan(made, tmp_path / "plan.json")
+    read = read_plan(tmp_path / "plan.json")
+    assert read.stages == made.stages and read.model == made.model and str(read) == str(made)
+    older = json.loads((tmp_path / "plan.json").read_text())
+    for stage in older["stages"]:
+        del stage["weight_ms"]
+    (tmp_path / "older.json").write_text(json.dumps(older))
+    for stage in read_plan(tmp_path / "older.json").stages:
+        assert stage.weight_ms == stage.backward_ms / 2
+
+
+def test_overlapped_transfers_take_time_between_devices() -> None:
+    costs = chain([1000, 1000, 1000])
+    machine = Machine.planned(3, 1e6)
+    schedule = generate("GPipe", 3, 1)
+    steps = {}
+    for model in ("forwarded", "overlapped"):
+        found = Planner(costs).plan(machine, make_workload(machine), Options(model=model))
+        steps[model] = simulate(schedule, times_of(found, schedule)).step_ms
+    assert steps["overlapped"] == pytest.approx(9 + 4)  # each of two boundaries, forward and back, once
+    assert steps["forwarded"] == pytest.approx(9 + 8)  # both ends are busy with each
+
+
+def test_memory_counts_versions_and_recomputation() -> None:
+    stash = generate("PipeDream", 2, 6)
+    made = simulate(stash, Times.unit(2))
+    kept = memory(made, [Footprint(100, 10, 1, 7)] * 2)
+    assert [peak(course) for course in kept] == [100 + 2 * 11 + 7, 100 + 11]
+    again = memory(simulate(generate("1F1B", 2, 6), Times.unit(2)), [Footprint(100, 10, 1, 7, recompute=True)] * 2)
+    assert [peak(course) for course in again] == [100 + 2 * 1 + 10, 100 + 1 + 10]
+    for course in (*kept, *again):
+        assert course[-1][1] == 100 and [t for t, _ in course] == sorted(t for t, _ in course)
+
+
+def test_pictures(capsys: pytest.CaptureFixture[str], plan: str, tmp_path: Path) -> None:
+    files = {kind: tmp_path / f"timeline.{kind}" for kind in ("svg", "png", "json")}
+    arguments = ["--picture", str(files["svg"]), "--trace", str(files["json"])]
+    assert cli.main(["simulate", "--plan", plan, *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert "device0" in printed and "1F1B, 5 microbatches" in printed
+    assert files["svg"].read_text().startswith("<?xml")
+    events = json.loads(files["json"].read_text())["traceEvents"]
+    assert {e["ph"] for e in events} == {"M", "X", "C"}
+    forwards = [e for e in events if e.get("cat") == "forward"]
+    assert len(forwards) == 3 * 5 and forwards[0]["name"] == "0F0" and forwards[0]["ts"] == 0.0
+    timeline = Timeline.of(simulate(generate("ZB-H1", 2, 3), Times.unit(2)))
+    save_picture([timeline, timeline], files["png"])
+    assert files["png"].read_bytes().startswith(b"\x89PNG")
+    assert len({e["pid"] for e in trace_events([timeline, timeline])["traceEvents"]}) == 2
+
+
+def test_a_drawing() -> None:
+    """Nine forwards' time on 18 columns; where there is no room for numbers, a dash."""
+    timeline = Timeline.of(simulate(generate("1F1B", 2, 2), Times.unit(2)), ("a", "b"))
+    assert draw(timeline, 20).plain == "a 0 1 .... 0  .. 1  \nb ..0  0  1  1  ....\n"
+    many = Timeline.of(simulate(generate("GPipe", 1, 30), Times.unit(1)), ("a",))
+    assert set(draw(many, 50).plain) <= set("a -0123456789.\n") and len(draw(many, 50).plain) == 51
+
+
+def test_it_needs_no_torch() -> None:
+    program = (
+        "import sys; from fxsplit.cli import main as cli; "
+        "assert cli.main(['simulate', '--schedule', 'GPipe', '--unit-times', '--json']) == 0; "
+        "assert not {'torch', 'numba', 'matplotlib'} & set(sys.modules), sorted(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

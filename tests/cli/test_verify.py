@@ -1,0 +1,148 @@
+"""`fxsplit verify`: the proof, its contract, and that it does find what is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxsplit
+from fxsplit.api.verify import disable_dropout
+from fxsplit.cli.main import main
+from fxsplit.torch_internals.grad_sums import Share, Sums
+from tests.models import FAST, Mlp
+
+MODELS = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm, self.drop, self.b = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3)
+
+    def forward(self, x, labels=None):
+        logits = self.b(F.dropout(self.drop(torch.relu(self.norm(self.a(x)))), 0.3, self.training))
+        return logits if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+class Noise(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.b(self.a(x) + torch.rand_like(x))
+
+
+def plain():
+    return Net(), (torch.randn(8, 8),)
+
+
+def labelled():
+    return Net(), (torch.randn(8, 8),), {"labels": torch.randint(0, 3, (8,))}
+
+
+def bare():
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(8, 8)
+
+
+def noisy():
+    return Noise(), (torch.randn(8, 8),)
+
+
+def three():
+    return 3
+
+
+number = 4
+"""
+
+
+@pytest.fixture(autouse=True)
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's own module, in the current folder."""
+    (tmp_path / "verified_models.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(__import__("sys").modules, "verified_models", raising=False)
+
+
+def answer(capsys: pytest.CaptureFixture[str], factory: str, *options: str) -> tuple[int, Any]:
+    code = main(["verify", f"verified_models:{factory}", "--json", *options])
+    return code, json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("factory", ["plain", "labelled", "bare"])
+def test_the_contract(capsys: pytest.CaptureFixture[str], factory: str) -> None:
+    code, found = answer(capsys, factory, "--devices", "2", "--n-microbatches", "4")
+    assert code == 0 and found["equal"] is True and found["offending"] == []
+    assert found["max_relative_difference"] <= 1e-9 and found["stages"] == 2 and found["dtype"] == "float64"
+    assert found["front_end"] == "symbolic_trace" and found["nodes"] >= 2 and found["n_microbatches"] == 4
+    # Batch norm on microbatches is not batch norm on the whole batch, and that is no fault of the pipeline.
+    assert ("norm.running_var" in found["differs_from_whole_batch"]) == (factory != "bare")
+
+
+def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "verified_models:plain", "--schedule", "ZB-H1"]) == 0
+    out = capsys.readouterr().out
+    assert "gradient" in out and "norm.weight" in out and "equal; " in out and "by nature" in out
+
+
+def test_a_wrong_gradient_is_found_and_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = Sums.add
+
+    def doubled(self: Sums, shares: Iterable[Share]) -> None:
+        add(self, [(leaf, 2 * g if leaf.shape == (3, 8) else g, own) for leaf, g, own in shares])
+
+    monkeypatch.setattr(Sums, "add", doubled)
+    code, found = answer(capsys, "plain")
+    assert code == 1 and found["equal"] is False and "gradient b.weight" in found["offending"]
+    assert main(["verify", "verified_models:plain"]) == 1
+    assert "NOT equal" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        ("verified_models:noisy", "Noise draws random numbers besides dropout"),
+        ("verified_models:three", r"returned a int: return (model, args)"),
+        ("verified_models:number", "is a int: give a function"),
+        ("verified_models:other", "has no 'other'"),
+        ("no_such_module:make", "cannot import 'no_such_module'"),
+        ("verified_models", "write MODULE:FACTORY"),
+    ],
+)
+def test_bad_input(capsys: pytest.CaptureFixture[str], factory: str, message: str) -> None:
+    assert main(["verify", factory]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_neither_pipeline_nor_model_are_changed() -> None:
+    model, x = Mlp(), torch.randn(8, 8)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with fxsplit.compile(model, 2, n_microbatches=2, passes=FAST) as pipe:
+        torch.manual_seed(3)
+        expected = torch.rand(2)
+        torch.manual_seed(3)
+        assert fxsplit.verify(pipe, x).equal
+        assert torch.equal(torch.rand(2), expected), "the caller's generator is as it was"
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_nothing_drops_while_verifying() -> None:
+    x = torch.randn(4, 8, 16)
+    attention = nn.MultiheadAttention(16, 2, dropout=0.5, batch_first=True)
+    with disable_dropout():
+        assert torch.equal(attention(x, x, x)[0], attention(x, x, x)[0])
+        assert torch.equal(nn.Dropout(0.5)(x), x) and torch.equal(nn.functional.alpha_dropout(x, 0.5, True), x)
+    assert not torch.equal(nn.Dropout(0.5)(x), x)

@@ -1,0 +1,71 @@
+"""Read the project's own code: its modules, what they import, and their functions."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Return every module of fxsplit by its dotted name below the package; `passes` lies in the folder passes/.
+
+    The package's own `__init__.py` has the empty name.
+    """
+    found = {}
+    for folder, prefix in ((ROOT / "fxsplit", ()), (ROOT / "passes", ("passes",))):
+        for path in sorted(folder.rglob("*.py")):
+            below = path.relative_to(folder).with_suffix("").parts
+            if prefix or below[0] != "passes":  # fxsplit/passes is a link to passes/
+                found[".".join(part for part in (*prefix, *below) if part != "__init__")] = path
+    return found
+
+
+@cache
+def tree(name: str) -> ast.Module:
+    """Return the syntax tree of a module."""
+    return ast.parse(modules()[name].read_text(encoding="utf-8"))
+
+
+def room(name: str) -> str:
+    """Return the room that a module lies in: the first folder of its name."""
+    return name.split(".")[0]
+
+
+@cache
+def imports(name: str) -> frozenset[str]:
+    """Return the modules of fxsplit that a module imports, at its top or inside its functions."""
+    found = set()
+    for node in ast.walk(tree(name)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "fxsplit":
+            base = (node.module or "").removeprefix("fxsplit").removeprefix(".")
+            inner = {alias.name: f"{base}.{alias.name}".removeprefix(".") for alias in node.names}
+            found |= {full if full in modules() else base for full in inner.values()}
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names if alias.name.split(".")[0] == "fxsplit"]
+            found |= {full.removeprefix("fxsplit").removeprefix(".") for full in names}
+    return frozenset(found)
+
+
+def functions(name: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Yield every function and method of a module, each with `module:line name`."""
+    for node in ast.walk(tree(name)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield f"{name}:{node.lineno} {node.name}", node
+
+
+def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Return how many lines a function's body has, its docstring left out."""
+    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
+    return (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Return how many parameters a function has, `self` and `cls` left out."""
+    given = function.args
+    names = [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+    return len(names) - (names[:1] in (["self"], ["cls"]))

@@ -1,0 +1,87 @@
+"""Wheel and sdist: built, installed by themselves, imported; and the command line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from fxsplit.cli import main as cli
+from fxsplit.cli.demo import Digits
+
+ROOT = Path(__file__).parents[2]
+
+
+def python(*arguments: str, cwd: Path = ROOT, path: Path | None = None) -> str:
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(cwd), **({"PYTHONPATH": str(path)} if path else {})}
+    done = subprocess.run([sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sdist, and the wheel built from it, from the files git knows."""
+    folder = tmp_path_factory.mktemp("dist")
+    source = folder / "source"
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, listed.split("\0")):
+        target, origin = source / name, ROOT / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if origin.is_symlink():
+            target.symlink_to(origin.readlink())
+        elif origin.exists():
+            target.write_bytes(origin.read_bytes())
+    python("-m", "build", "--no-isolation", "--outdir", str(folder), str(source))
+    return folder
+
+
+def test_wheel_installs_imports_and_has_no_package_called_passes(built: Path, tmp_path: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        archive.extractall(tmp_path / "site")
+    assert "fxsplit/passes/partition.py" in names and "fxsplit/py.typed" in names
+    assert not [n for n in names if n.startswith(("passes/", "tests/", "bench/"))]
+    code = """
+import importlib.util, fxsplit, fxsplit.passes
+assert fxsplit.__file__.startswith({site!r}), fxsplit.__file__
+spec = importlib.util.find_spec("passes")  # an editable install of the checkout may have one
+assert spec is None or not spec.origin.startswith({site!r}), spec
+print(fxsplit.DEFAULT)
+"""
+    printed = python("-c", code.format(site=str(tmp_path / "site")), cwd=tmp_path, path=tmp_path / "site")
+    assert printed.strip() == "profile,augment,order,partition,emit"
+
+
+def test_sdist_holds_the_passes(built: Path) -> None:
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = archive.getnames()
+    assert any(n.endswith("/passes/partition.py") for n in names)
+
+
+def test_passes_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["passes"]) == 0
+    printed = capsys.readouterr().out
+    assert "partition{use_all=true,optimizer_factor=2.0,model=forwarded," in printed
+    assert "default chain: profile,augment,order,partition,emit" in printed
+
+
+def test_help_is_quick_and_bad_commands_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, code in ((["--help"], 0), (["nothing"], 2), ([], 2)):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(arguments)
+        assert caught.value.code == code
+    assert "demo" in capsys.readouterr().out
+
+
+def test_the_demo_has_real_images() -> None:
+    digits = Digits.load()
+    assert len(digits.train_y) + len(digits.test_y) == 1797
+    assert digits.train_x.shape[1:] == (3, 64, 64) and 0.99 < digits.train_x.max() <= 1.0
+    assert sum(len(y) for _, y in digits.batches()) == len(digits.train_y)

@@ -1,0 +1,157 @@
+"""The profile pass: what it measures, what it leaves alone, and files that carry it elsewhere."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxsplit
+from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.progress import listen
+from fxsplit.passes.profile.time_in_step import HALVED, Sweep
+from tests.models import FAST, Chunked, LateReader, Mlp, Residual, Tied
+
+
+def costs_of(model: nn.Module, x: Tensor, n_microbatches: int = 2) -> Costs:
+    with fxsplit.compile(model, 2, example_inputs=x, n_microbatches=n_microbatches, passes=FAST) as pipe:
+        return pipe.costs
+
+
+def test_bytes_of_a_linear_layer() -> None:
+    """Microbatches of 4 rows, 8 -> 16 float32: 256 bytes out; backward keeps what relu makes, not what it takes."""
+    costs = costs_of(Mlp(layers=3), torch.randn(8, 8))
+    first, relu, second = (costs.by_name[n] for n in ("layers_0", "relu", "layers_1"))
+    assert costs.rows == 4
+    assert first.output_bytes == first.gradient_bytes == 4 * 16 * 4
+    assert first.parameter_bytes == (8 * 16 + 16) * 4 and first.buffer_bytes == 0
+    assert first.kept_bytes == 0, "what relu makes of it is kept, it is not"
+    assert relu.kept_bytes == 4 * 16 * 4 and relu.parameter_bytes == 0
+    assert second.forward_ms > 0 and second.backward_ms > 0
+    assert costs.inputs[0].output_bytes == 4 * 8 * 4 and costs.inputs[0].gradient_bytes == 0
+
+
+def test_what_of_a_backward_can_wait() -> None:
+    """The gradients of weights, where they are computed by themselves, as in a matrix product, and not in a norm."""
+    layers: list[nn.Module] = [nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 16, bias=False), nn.ReLU()]
+    costs = costs_of(nn.Sequential(*layers, nn.Linear(16, 4).requires_grad_(False)), torch.randn(8, 8))
+    first, norm, second, relu, frozen = costs.nodes
+    assert all(node.backward_ms > 0 for node in costs.nodes)
+    for node in (first, second):
+        assert node.weight_ms is not None and 0 < node.weight_ms < node.backward_ms
+    assert norm.weight_ms == relu.weight_ms == frozen.weight_ms == 0
+
+
+def test_an_earlier_profile_says_nothing_of_halves(tmp_path: Path) -> None:
+    costs = costs_of(Mlp(), torch.randn(8, 8))
+    costs.save(tmp_path / "new.json")
+    data = json.loads((tmp_path / "new.json").read_text())
+    for node in data["nodes"]:
+        del node["weight_ms"]
+    (tmp_path / "old.json").write_text(json.dumps(data))
+    for node in Costs.load(tmp_path / "old.json").nodes:
+        assert node.weight_ms is None and node.late_ms == node.backward_ms / 2
+
+
+def test_frozen_parameters_and_buffers_get_no_gradient() -> None:
+    model = Residual()
+    model.conv1.requires_grad_(False)
+    costs = costs_of(model, torch.randn(8, 3, 8, 8))
+    assert costs.by_name["conv1"].parameter_bytes == 0 and costs.by_name["conv1"].buffer_bytes == 8 * 8 * 9 * 4
+    assert costs.by_name["bn1"].buffer_bytes == 8 * 4 * 2 + 8  # running mean and variance, and an int64 counter
+
+
+def test_equal_operators_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[set[str]] = []
+    start = Sweep.__init__
+
+    def noting(self: Sweep, gm: torch.fx.GraphModule, seen: object, names: set[str], device: torch.device) -> None:
+        timed.append(names)
+        start(self, gm, seen, names, device)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Sweep, "__init__", noting)
+    costs = costs_of(Mlp(layers=5), torch.randn(8, 8))
+    (names,) = timed
+    assert names == {"layers_0", "relu", "layers_1", "layers_4"}
+    assert costs.by_name["layers_3"].forward_ms == costs.by_name["layers_1"].forward_ms
+    assert costs.by_name["layers_3"].signature == costs.by_name["layers_1"].signature
+
+
+def test_what_stays_together_and_what_keeps_its_order() -> None:
+    tied = costs_of(Tied(), torch.randn(8, 8))
+    assert tied.together == (("first_weight", "linear"),)
+    chunked = costs_of(Chunked(), torch.randn(8, 8))
+    assert chunked.together == (("chunk", "getitem", "getitem_1", "getitem_2"),)
+    late = costs_of(LateReader(), torch.randn(8, 8))
+    # The write goes through a view; it stays with the memory's owner, after the reader before it and before the next.
+    assert late.together == (("mul", "mul_"),) or late.together == (("mul", "mul__1"),)
+    writer = late.together[0][1]
+    assert ("mul_1", writer) in late.ordered or ("detach", writer) in late.ordered
+    assert (writer, "add") in late.ordered
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    costs = costs_of(Residual(), torch.randn(8, 3, 8, 8))
+    costs.save(tmp_path / "a.json")
+    again = Costs.load(tmp_path / "a.json")
+    assert again.nodes == costs.nodes and again.together == costs.together and again.ordered == costs.ordered
+    again.save(tmp_path / "b.json")
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+
+
+def test_a_saved_profile_gives_the_same_plan() -> None:
+    x = torch.randn(8, 3, 8, 8)
+    with fxsplit.compile(Residual(), 2, example_inputs=x, passes=FAST) as pipe:
+        costs, text = pipe.costs, str(pipe.plan)
+    with fxsplit.compile(Residual(), 2, example_inputs=x, costs=costs) as pipe:
+        assert str(pipe.plan) == text
+
+
+def test_progress_is_told() -> None:
+    told: list[tuple[str, int, int]] = []
+    with listen(lambda *news: told.append(news)):
+        costs_of(Mlp(), torch.randn(8, 8))
+    assert ("profiling", 1, 1 + 1 + HALVED) in told
+
+
+def test_profiling_leaves_gradients_alone() -> None:
+    model = Mlp()
+    model(torch.randn(2, 8)).sum().backward()
+    before = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    costs_of(model, torch.randn(8, 8))
+    for name, p in model.named_parameters():
+        assert p.grad is not None and torch.equal(p.grad, before[name])
+
+
+class Direct(nn.Module):
+    """Reads its parameters itself: one gets an expanded gradient, another a sparse one and a dense one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(8, 8), nn.Parameter(torch.ones(3, 3))
+        self.embed = nn.Embedding(8, 8, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x) * self.scale.sum() + self.scale.sum(0, keepdim=True).sum()
+        out: Tensor = F.linear(h, self.embed.weight) + self.embed(x[:, 0].long().clamp(0, 7))
+        return out
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1"])
+def test_parameters_that_functions_read(schedule: str) -> None:
+    model = Direct().double()
+    alone = copy.deepcopy(model)
+    x = torch.randn(8, 8, dtype=torch.float64)
+    chain = "profile{repeats=2},augment,order,partition,emit"
+    with fxsplit.compile(model, 2, schedule=schedule, loss_fn=F.mse_loss, n_microbatches=2, passes=chain) as pipe:
+        pipe.step(x, target=x)
+    for rows in x.chunk(2):
+        (F.mse_loss(alone(rows), rows) / 2).backward()
+    for a, b in zip(model.parameters(), alone.parameters(), strict=True):
+        assert a.grad is not None and b.grad is not None
+        torch.testing.assert_close(a.grad.to_dense(), b.grad.to_dense())

@@ -1,0 +1,80 @@
+"""Kernels: compiled or not, the same chains come out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import inf
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.facts.machine import Machine
+from fxsplit.ir.facts.price import COST_MODELS
+from fxsplit.planner import Options, kernels, pose_problems
+from fxsplit.planner.clock import Clock, OutOfTime
+from fxsplit.planner.direct import DirectProblem
+from fxsplit.planner.planner import Planner
+from tests.graphs import machines, node, profiles, workload
+from tests.planner.test_cost_models import solve
+
+
+@pytest.fixture
+def plain() -> Iterator[None]:
+    yield
+    kernels.prefer_compiled(False)
+
+
+@pytest.mark.parametrize("model", COST_MODELS)
+@pytest.mark.parametrize("use_all", [True, False])
+def test_compiled_plans_are_the_same(plain: None, model: str, use_all: bool) -> None:
+    """Not only the objective: every stage, so that a plan does not depend on what the process did before."""
+
+    @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    @given(profiles(7), machines())
+    def check(costs: Costs, machine: Machine) -> None:
+        found = []
+        for compiled in (False, True):
+            kernels.prefer_compiled(compiled)
+            plan = solve(costs, machine, Options(model=model, use_all=use_all))
+            found.append(plan and (plan.stages, plan.lower_bound_ms))
+        assert found[0] == found[1]
+
+    check()
+
+
+def test_enumeration_stops_at_the_cap_when_compiled(plain: None) -> None:
+    costs = Costs(tuple(node(f"n{i}") for i in range(12)), (), ("n0",), rows=1)
+    kernels.prefer_compiled()
+    whole, _ = Planner(costs, max_states=4096).lattice(Machine.planned(2))
+    part, _ = Planner(costs, max_states=4095).lattice(Machine.planned(2))
+    assert whole.complete and len(whole) == 4096
+    assert not part.complete and len(part) == 13
+
+
+def test_a_clock_gives_a_kernel_its_time_in_steps() -> None:
+    """A kernel that is stopped early runs again while there is time; then the search ends."""
+    asked: list[int] = []
+
+    def kernel(steps: int) -> tuple[str, str, int]:
+        asked.append(steps)
+        return "one", "other", 100 if len(asked) > 1 else steps + 1
+
+    assert Clock.limited(60).run(kernel) == ("one", "other") and len(asked) == 2
+    assert Clock().run(kernel) == ("one", "other")
+    with pytest.raises(OutOfTime):
+        Clock.limited(0).run(kernel)
+
+
+@pytest.mark.parametrize("model", ["forwarded", "direct"])
+@pytest.mark.parametrize("memory", [inf, 1e4])
+def test_kernels_stop_after_their_steps(model: str, memory: float) -> None:
+    costs = Costs(tuple(node(f"n{i}", ms=1.0 + i, kept_bytes=1, output_bytes=1) for i in range(6)), (), ("n0",), rows=1)
+    machine = Machine.planned(3, 1e3, memory_bytes=memory)
+    chains, states = Planner(costs).lattice(machine, whole=True)
+    (problem, *_) = pose_problems(costs, chains, states, machine, workload(machine), {}, Options(model=model))
+    way = problem._walk if isinstance(problem, DirectProblem) else None
+    reach = problem._reach if way is None else lambda threshold, steps: way(threshold, True, steps)
+    _, _, whole = reach(50.0, 2**62)
+    assert reach(50.0, whole)[2] == whole
+    assert whole // 2 < reach(50.0, whole // 2)[2] < whole

@@ -1,0 +1,213 @@
+"""Checkpointing and deferred batch norm: less is kept, or counted otherwise, and every gradient stays what it was."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxsplit
+from fxsplit.runtime import job
+from fxsplit.runtime.stage.recompute import WHEN
+from fxsplit.runtime.stage.run import Saved
+from fxsplit.schedule import RUNNABLE
+from fxsplit.schedule.action import FORWARD
+from tests.models import FAST
+
+
+class Mixed(nn.Module):
+    """Dropout as a module and as a function, batch norm, a buffer that forward reads and, if it `counts`, writes."""
+
+    count: Tensor
+
+    def __init__(self, counts: bool = True) -> None:
+        super().__init__()
+        self.counts = counts
+        self.a, self.b, self.c, self.d = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 8)
+        self.drop, self.norm = nn.Dropout(0.5), nn.BatchNorm1d(16)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.drop(torch.relu(self.a(x)))
+        if self.counts:
+            self.count.add_(1.0)
+        h = self.norm(self.b(h)) * (1.0 + 0.1 * self.count)
+        h = F.dropout(torch.tanh(self.c(h)), 0.3, self.training)
+        out: Tensor = self.d(h)
+        return out
+
+
+def left_behind(checkpoint: str, schedule: str, step: bool) -> list[Tensor]:
+    """Gradients and buffers after two steps of one model with one seed."""
+    torch.manual_seed(0)
+    model, x = Mixed(counts=schedule != "Chimera").double(), torch.randn(12, 8, dtype=torch.float64)
+    options: Any = {"loss_fn": F.mse_loss, "n_microbatches": 4, "passes": FAST, "example_inputs": x}
+    with fxsplit.compile(model, ["cpu"] * 2, schedule=schedule, checkpoint=checkpoint, **options) as pipe:
+        torch.manual_seed(1)
+        for _ in range(2):
+            if step:
+                pipe.step(x, target=x)
+            else:
+                F.mse_loss(pipe(x), x).backward()
+    return [*(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()]
+
+
+@pytest.mark.parametrize("step", [True, False], ids=["step", "call"])
+@pytest.mark.parametrize("schedule", RUNNABLE)
+@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
+def test_running_forward_again_changes_nothing(checkpoint: str, schedule: str, step: bool) -> None:
+    """Same dropout masks, same batch statistics, buffers as they were then, and left as they are now."""
+    expected = left_behind("never", schedule, step)
+    found = left_behind(checkpoint, schedule, step)
+    assert len(found) == len(expected) == 10 + 4
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("checkpoint", list(WHEN))
+def test_what_is_kept(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Activations are dropped for all microbatches, all but the last, or where the plan says so: here in stage 0."""
+    kept: dict[tuple[int, int], bool] = {}
+    original = job._DO[FORWARD]
+
+    def forward(running: Any, action: Any, *rest: Any) -> None:
+        original(running, action, *rest)
+        kept[action.stage, action.microbatch] = isinstance(running._tape[action.stage, action.microbatch], Saved)
+
+    monkeypatch.setitem(job._DO, FORWARD, forward)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    chain = "profile{repeats=1},augment,order,partition{recompute=auto,optimizer_factor=0},emit"
+    x = torch.randn(40, 8)
+    options: Any = {"loss_fn": F.mse_loss, "n_microbatches": 4, "passes": chain, "checkpoint": checkpoint}
+    with fxsplit.compile(model, 2, example_inputs=x, **options) as roomy:
+        need = max(s.memory_bytes for s in roomy.plan.stages)
+    machine = fxsplit.Machine.of(["cpu"] * 2, memory_bytes=need - 1.0)
+    pipe = fxsplit.compile(model, machine, example_inputs=x, costs=roomy.costs, **options)
+    with pipe:
+        pipe.step(x, target=x)
+        planned = [s.recompute for s in pipe.plan.stages]
+    expected = {(s, m): not WHEN[checkpoint](planned[s], m, 4) for s in range(2) for m in range(4)}
+    assert kept == expected and (checkpoint != "plan" or any(planned))
+
+
+def test_the_loss_is_computed_once() -> None:
+    calls: list[int] = []
+
+    class Scaled(nn.Module):
+        """A loss with a parameter of its own."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, outputs: Tensor, target: Tensor) -> Tensor:
+            calls.append(1)
+            return self.scale * F.mse_loss(outputs, target)
+
+    found = []
+    for checkpoint in ("never", "always"):
+        torch.manual_seed(0)
+        model, loss_fn, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), Scaled(), torch.randn(8, 8)
+        options: Any = {"passes": FAST, "n_microbatches": 2, "checkpoint": checkpoint}
+        with fxsplit.compile(model, ["cpu"] * 2, loss_fn=loss_fn, **options) as pipe:
+            pipe.step(x, target=x)
+        assert len(calls) == 2
+        calls.clear()
+        found.append([p.grad for p in (*model.parameters(), *loss_fn.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True) if a is not None and b is not None)
+    assert len(found[0]) == 5 and all(g is not None for g in found[0])
+
+
+def test_autocast_holds_in_the_second_run() -> None:
+    found = []
+    for checkpoint in ("never", "always"):
+        torch.manual_seed(0)
+        model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), torch.randn(8, 8)
+        options: Any = {"passes": FAST, "n_microbatches": 2, "checkpoint": checkpoint}
+        with fxsplit.compile(model, ["cpu"] * 2, **options) as pipe:
+            with torch.autocast("cpu", torch.bfloat16):
+                out = pipe(x)
+            assert out.dtype == torch.bfloat16
+            out.float().square().mean().backward()
+        found.append([p.grad for p in model.parameters()])
+    assert all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_unknown_policy() -> None:
+    with pytest.raises(fxsplit.FxsplitError, match="checkpoint='sometimes': give one of never, plan"):
+        fxsplit.compile(nn.Linear(1, 1), 1, checkpoint="sometimes")
+
+
+def statistics(model: nn.Module, batches: list[Tensor], n_microbatches: int) -> dict[str, Tensor]:
+    """What deferred batch norm promises, from the definition: hooks collect what each layer sees of a whole batch."""
+    seen: dict[str, list[Tensor]] = {}
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
+    norms = {name: m for name, m in layers.items() if m.track_running_stats}
+    for name, norm in norms.items():
+        norm.register_forward_hook(lambda m, a, o, name=name: seen.setdefault(name, []).append(a[0].detach()))
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    for batch in batches:
+        seen.clear()
+        for piece in batch.tensor_split(n_microbatches):
+            model(piece)
+        for name, norm in norms.items():
+            x = torch.cat(seen[name]).transpose(0, 1).flatten(1)
+            state[f"{name}.num_batches_tracked"] += 1
+            share = norm.momentum if norm.momentum is not None else 1.0 / float(state[f"{name}.num_batches_tracked"])
+            for kind, value in (("running_mean", x.mean(1)), ("running_var", x.var(1))):
+                state[f"{name}.{kind}"] = (1 - share) * state[f"{name}.{kind}"] + share * value
+    return {k: v for k, v in state.items() if "running" in k or "tracked" in k}
+
+
+def branched() -> nn.Module:
+    """A DAG: two convolutions of one input, each normalised, added; one norm averages over all batches it has seen."""
+
+    class Branched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3)
+            self.norm1, self.norm2 = nn.BatchNorm2d(4), nn.BatchNorm2d(4, momentum=None)
+            self.out, self.norm3 = nn.Linear(4, 2), nn.BatchNorm1d(2, track_running_stats=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.norm1(self.one(x)) + self.norm2(self.two(x))
+            out: Tensor = self.norm3(self.out(h.mean((2, 3))))
+            return out
+
+    torch.manual_seed(0)
+    return Branched().double()
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1", "Interleaved1F1B"])
+@pytest.mark.parametrize("call", [True, False], ids=["call", "step"])
+def test_deferred_batch_norm_counts_whole_batches(checkpoint: str, schedule: str, call: bool) -> None:
+    """Also for uneven microbatches, and without a trace in gradients, evaluation or state_dict keys."""
+    model = branched()
+    batches = [torch.randn(7, 3, 6, 6, dtype=torch.float64) for _ in range(3)]
+    expected = statistics(copy.deepcopy(model), batches, 2)
+    plain = copy.deepcopy(model)
+    options: Any = {"passes": FAST, "n_microbatches": 2, "loss_fn": F.mse_loss, "schedule": schedule}
+    y = torch.randn(7, 2, dtype=torch.float64)
+    with (
+        fxsplit.compile(model, ["cpu"] * 2, checkpoint=checkpoint, deferred_batch_norm=True, **options) as pipe,
+        fxsplit.compile(plain, ["cpu"] * 2, **options) as other,
+    ):
+        for batch in batches:
+            for p in (pipe, other):
+                if call:
+                    F.mse_loss(p(batch), y).backward()
+                else:
+                    p.step(batch, target=y)
+        state = pipe.state_dict()
+        assert list(state) == list(plain.state_dict())
+        for name, value in expected.items():
+            assert torch.allclose(state[name], value, rtol=1e-10), name
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+            assert a.grad is not None and b.grad is not None and torch.allclose(a.grad, b.grad, rtol=1e-10, atol=1e-12)
+        pipe.eval()
+        pipe(batches[0])
+        assert torch.equal(pipe.state_dict()["norm1.running_mean"], state["norm1.running_mean"])

@@ -1,0 +1,85 @@
+"""Patches of torch's methods: of one thread alone, and gone when the last block ends, however blocks overlap."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fxsplit
+from fxsplit.torch_internals.patch import Method, patch_method
+from tests.models import FAST
+
+
+class Base:
+    def named(self) -> str:
+        return "own"
+
+    @classmethod
+    def made(cls) -> str:
+        return cls.__name__
+
+
+class Derived(Base):
+    pass
+
+
+def called(word: str) -> Callable[[Method], Method]:
+    return lambda method: lambda *args: f"{word} {method(*args)}"
+
+
+def test_blocks_nest_and_end() -> None:
+    own = Base.__dict__["named"]
+    with patch_method(Base, "named", called("a")):
+        with patch_method(Base, "named", called("b")), patch_method(Base, "made", called("c")):
+            assert Base().named() == "b a own" and Derived.made() == "c Derived"
+        assert Base().named() == "a own" and Derived.made() == "Derived"
+    assert Base.__dict__["named"] is own and Base().named() == "own"
+
+
+def test_blocks_of_two_threads_overlap() -> None:
+    """The first to begin is the first to end: neither sees the other's, and nothing is left behind."""
+    own = Base.__dict__["named"]
+    inside, over = threading.Event(), threading.Event()
+    heard: list[str] = []
+
+    def other() -> None:
+        with patch_method(Base, "named", called("other")):
+            heard.append(Base().named())
+            inside.set()
+            assert over.wait(20.0)
+            heard.append(Base().named())
+
+    with patch_method(Base, "named", called("mine")):
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert inside.wait(20.0)
+        assert Base().named() == "mine own"
+    assert Base().named() == "own"
+    over.set()
+    thread.join()
+    assert heard == ["other own", "other own"] and Base.__dict__["named"] is own
+
+
+def test_models_compiled_at_once_leave_torch_as_it_was() -> None:
+    methods: list[tuple[type, str]] = [
+        (Tensor, "register_hook"),
+        (nn.Module, "register_parameter"),
+        (nn.Module, "to"),
+        (torch.autograd.Function, "apply"),
+        (torch.no_grad, "__enter__"),
+    ]
+    before = [owner.__dict__[name] for owner, name in methods]
+
+    def compiled(_: Any) -> float:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        with fxsplit.compile(model, 2, example_inputs=torch.ones(4, 4), passes=FAST) as pipe:
+            return float((pipe(torch.ones(4, 4)) - model(torch.ones(4, 4))).abs().max().detach())
+
+    with ThreadPoolExecutor(4) as pool:
+        assert max(pool.map(compiled, range(8))) < 1e-6
+    assert [owner.__dict__[name] for owner, name in methods] == before
