@@ -131,7 +131,7 @@ def observe(
     if foreign is not None:
         raise TraceError(
             f"the model trains a tensor ({describe_tensor(foreign)}) that is none of its parameters, so no stage "
-            "would own it: make it a parameter of the model, or give it as an argument to a function marked with torch.fx.wrap"
+            "would own it: make it a parameter of the model, or hand it to a function marked with torch.fx.wrap"
         )
     return observer.seen
 
