@@ -27,7 +27,7 @@ check: test lint types
 bench: .venv/ready
 	mkdir -p .benchmarks
 	$(BIN)/python -m pytest bench/bench_*.py --benchmark-only --benchmark-json=.benchmarks/latest.json
-	$(BIN)/python -m bench.report .benchmarks/latest.json
+	$(BIN)/python -m bench.lib.report .benchmarks/latest.json
 
 dist: .venv/ready
 	$(BIN)/python -m build

@@ -1,1 +1,1 @@
-"""Benchmarks on pytest-benchmark; `python -m bench.report FILE` turns their JSON into the README's tables."""
+"""Benchmarks on pytest-benchmark; `python -m bench.lib.report FILE` turns their JSON into the README's tables."""

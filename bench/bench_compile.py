@@ -120,7 +120,7 @@ costs = Costs(tuple(nodes), (), ("n999",), rows=1)
 machine = Machine.of(["cpu"] * 4)
 ir = ir_of(costs, machine, workload(machine))
 begin = time.perf_counter()
-run(ir, [Augment(), Order(), Partition()])
+run_chain(ir, [Augment(), Order(), Partition()])
 print(time.perf_counter() - begin)
 """
 

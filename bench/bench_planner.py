@@ -21,8 +21,8 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from bench import networks as zoo
 from bench.bench_compile import stages_of_the_ir
-from bench.peer import optimum_ms, subsets
-from bench.profiles import transformer
+from bench.lib.peer import optimum_ms, subsets
+from bench.lib.profiles import transformer
 from fxsplit.api.plan import build_machine, make_workload
 from fxsplit.formats import read
 from fxsplit.ir.facts.antichains import Antichains

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxsplit
-from bench.peers_runtime import Processes, torchgpipe_step
-from bench.runtime_networks import Case, build
+from bench.lib.peers_runtime import Processes, torchgpipe_step
+from bench.lib.runtime_networks import Case, build
 from fxsplit.api.pipeline import Pipeline
 from fxsplit.schedule import RUNNABLE, Action, Times, generate, simulate
 from fxsplit.schedule.timeline import Timeline

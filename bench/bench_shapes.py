@@ -13,7 +13,7 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 import fxsplit
-from bench.runtime_networks import Case, build
+from bench.lib.runtime_networks import Case, build
 
 ROUNDS, DEVICES = 3, 4
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxsplit
-from bench.runtime_networks import Case, build
+from bench.lib.runtime_networks import Case, build
 
 
 class Flat(nn.Module):

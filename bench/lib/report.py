@@ -1,4 +1,4 @@
-"""Turn a pytest-benchmark JSON file into the README's tables: `python -m bench.report FILE`."""
+"""Turn a pytest-benchmark JSON file into the README's tables: `python -m bench.lib.report FILE`."""
 
 from __future__ import annotations
 
