@@ -6,11 +6,11 @@ import operator
 from collections.abc import Sequence
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from fxsplit.errors import PlanError
 from fxsplit.ir.facts.stages import Stages
 from fxsplit.torch_internals.batch_norm import Calls, Noted
+from fxsplit.torch_internals.module_kinds import is_batch_norm
 
 
 def note_statistics(stages: Stages, replicated: Sequence[bool], deferred: bool) -> None:
@@ -22,7 +22,7 @@ def note_statistics(stages: Stages, replicated: Sequence[bool], deferred: bool) 
         module = stage.module
         for node in list(module.graph.nodes):
             norm = module.get_submodule(str(node.target)) if node.op == "call_module" else None
-            if isinstance(norm, _BatchNorm):
+            if is_batch_norm(norm):
                 # A whole batch changes the statistics once for each call of a layer, a microbatch in the calls' order.
                 calls: Calls = {} if deferred else noted.setdefault(norm, {})
                 module.add_submodule(f"noted_{node.name}", Noted(norm, deferred, calls))
@@ -32,7 +32,7 @@ def note_statistics(stages: Stages, replicated: Sequence[bool], deferred: bool) 
 
 def check_writes(model: nn.Module, stages: Stages, replicated: Sequence[bool], updated: Sequence[str]) -> None:
     """Raise PlanError if a `replicated` stage writes a buffer, of those `updated`, that is no batch norm's."""
-    norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
+    norms = [m for m in model.modules() if is_batch_norm(m)]
     known = {id(b) for norm in norms for b in norm._buffers.values()}
     written = {id(b): path for path in updated if id(b := operator.attrgetter(path)(model)) not in known}
     for stage, several in zip(stages.stages, replicated, strict=True):

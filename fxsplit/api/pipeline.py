@@ -26,7 +26,7 @@ from fxsplit.runtime.loss import BatchLoss, LossFn, take_model_loss
 from fxsplit.runtime.microbatches import choose_count, divide_rows, split_target
 from fxsplit.runtime.program import Program
 from fxsplit.runtime.stage.weight_versions import make_stepper
-from fxsplit.runtime.stopwatch import Watch
+from fxsplit.runtime.stopwatch import Stopwatch
 from fxsplit.schedule import Schedule, simulate
 from fxsplit.schedule.memory import memory
 from fxsplit.schedule.of_plan import footprints_of, times_of
@@ -231,7 +231,7 @@ class Pipeline(nn.Module):
         starts by setting every `.grad` to None. One that fails has stepped as far as it came.
         """
         program, loss, outputs, _ = self._step(args, kwargs, target, return_outputs, None, optimizer)
-        return (loss.total(), program.result(outputs)) if return_outputs else loss.total()
+        return (loss.compute_total(), program.result(outputs)) if return_outputs else loss.compute_total()
 
     def trace(
         self, *args: Any, target: Any = None, optimizer: Optimizer | None = None, **kwargs: Any
@@ -241,13 +241,13 @@ class Pipeline(nn.Module):
         Both are timelines for `fxsplit.report`: `save_picture([predicted, measured], "step.svg")`, `save_trace` for
         Perfetto, `draw` for the terminal. The first steps are slower than later ones: trace one of those.
         """
-        program, _, _, watch = self._step(args, kwargs, target, False, Watch, optimizer)
+        program, _, _, watch = self._step(args, kwargs, target, False, Stopwatch, optimizer)
         assert watch is not None
         schedule = watch.schedule
         simulation = simulate(schedule, times_of(program.plan, schedule))
         names = tuple(d.name for d in program.machine.devices[: schedule.n_devices])
         predicted = Timeline.of(simulation, names, memory(simulation, footprints_of(program.plan)))
-        return watch.timeline(names), replace(predicted, title=f"{schedule.name}, predicted")
+        return watch.make_timeline(names), replace(predicted, title=f"{schedule.name}, predicted")
 
     def _step(
         self,
@@ -255,9 +255,9 @@ class Pipeline(nn.Module):
         kwargs: Mapping[str, Any],
         target: Any,
         keep: bool,
-        watching: Callable[[Schedule], Watch] | None,
+        watching: Callable[[Schedule], Stopwatch] | None,
         optimizer: Optimizer | None,
-    ) -> tuple[Program, BatchLoss, list[Any], Watch | None]:
+    ) -> tuple[Program, BatchLoss, list[Any], Stopwatch | None]:
         """Run one training step."""
         if self._loss_fn is None and target is not None:
             raise InputError(

@@ -12,7 +12,7 @@ Backward = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
 """From the gradients of the outputs to those of the inputs and parameters."""
 
 
-class Replay(torch.autograd.Function):
+class PipelineFunction(torch.autograd.Function):
     """Its inputs are the differentiable inputs and all parameters, so autograd itself accumulates into `.grad`."""
 
     @staticmethod

@@ -12,21 +12,21 @@ import torch
 from torch import Tensor
 
 from fxsplit.errors import FxsplitError, InputError
-from fxsplit.runtime.autograd_node import Backward, Replay
+from fxsplit.runtime.autograd_node import Backward, PipelineFunction
 from fxsplit.runtime.backends.threads import Workers
 from fxsplit.runtime.job import Job, Tape
 from fxsplit.runtime.loss import BatchLoss
-from fxsplit.runtime.microbatches import join, split, spread
+from fxsplit.runtime.microbatches import join, split, split_gradient
 from fxsplit.runtime.program import Program
 from fxsplit.runtime.stage.run import Packet
 from fxsplit.runtime.stage.weight_versions import Stepper
-from fxsplit.runtime.stopwatch import Watch
+from fxsplit.runtime.stopwatch import Stopwatch
 from fxsplit.runtime.streams import hand_over
 from fxsplit.schedule.action import BACKWARD, FORWARD
 from fxsplit.torch_internals.batch_norm import count_as_one_batch
 from fxsplit.torch_internals.grad_leaves import mute
 from fxsplit.torch_internals.grad_sums import accumulate
-from fxsplit.torch_internals.thread_modes import Context
+from fxsplit.torch_internals.thread_modes import ThreadModes
 
 
 class Engine:
@@ -52,7 +52,7 @@ class Engine:
         """Return the outputs of a batch, joined over microbatches; part of the autograd graph where that is on."""
         tape: Tape = {}
         job = Job(
-            program, program.passes(len(rows)).only(FORWARD), Context.here(), tape, _packets(program, tensors, rows)
+            program, program.passes(len(rows)).only(FORWARD), ThreadModes.read(), tape, _packets(program, tensors, rows)
         )
         with self._alone(), count_as_one_batch(program.noted):
             self._workers.run(job)
@@ -63,7 +63,7 @@ class Engine:
         trained = program.trained()
         leaves = _leaves(trained)
         backward = self._backward(program, trained, tape, rows, tensors)
-        joined: tuple[Tensor, ...] = Replay.apply(backward, outputs, wanted, *inputs, *leaves)  # type: ignore[no-untyped-call]
+        joined: tuple[Tensor, ...] = PipelineFunction.apply(backward, outputs, wanted, *inputs, *leaves)  # type: ignore[no-untyped-call]
         return list(joined)
 
     def step(
@@ -73,7 +73,7 @@ class Engine:
         rows: Sequence[int],
         loss: BatchLoss,
         keep: bool,
-        watch: Watch | None = None,
+        watch: Stopwatch | None = None,
         stepper: Stepper | None = None,
     ) -> list[Any]:
         """Run forward, loss and backward in the program's schedule, add to every `.grad`; let `watch` see it.
@@ -88,7 +88,19 @@ class Engine:
         packets = _packets(program, [t.detach() for t in tensors], rows)
         trained = program.trained()
         schedule = program.schedule(len(rows))
-        job = Job(program, schedule, Context.here(), {}, packets, loss.seed, trained, finish, keep, watch, stepper)
+        job = Job(
+            program,
+            schedule,
+            ThreadModes.read(),
+            {},
+            packets,
+            loss.make_output_gradients,
+            trained,
+            finish,
+            keep,
+            watch,
+            stepper,
+        )
         watched = _leaves(trained) if stepper is None else []  # versions of weights are leaves of their own
         with self._alone():
             with mute(watched), count_as_one_batch(program.noted):
@@ -115,13 +127,13 @@ class Engine:
                     "pipeline again, or add the losses and call backward() once (retain_graph is not supported)"
                 )
             columns = [
-                [None] * len(rows) if g is None else spread(g, rows, dim)
+                [None] * len(rows) if g is None else split_gradient(g, rows, dim)
                 for g, dim in zip(gradients, program.joined, strict=True)
             ]
             job = Job(
                 program,
                 program.passes(len(rows)).only(BACKWARD),
-                Context.here(),
+                ThreadModes.read(),
                 tape,
                 seeds=lambda m: [column[m] for column in columns],
                 trained=trained,

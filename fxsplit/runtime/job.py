@@ -15,21 +15,22 @@ from torch import Tensor
 from fxsplit.errors import PlanError, locate_stage_error
 from fxsplit.runtime.program import Program
 from fxsplit.runtime.stage.buffer_copies import clone_outputs, save_buffer_copies
-from fxsplit.runtime.stage.recompute import Kept, forward_without_activations, list_loss_leaves
+from fxsplit.runtime.stage.recompute import ForwardRecord, forward_without_activations, list_loss_leaves
 from fxsplit.runtime.stage.replica import Replica
 from fxsplit.runtime.stage.run import Packet, Saved, backward, find_failing_node, forward
-from fxsplit.runtime.stage.split_backward import Rest, backward_inputs, backward_weights
-from fxsplit.runtime.stage.weight_versions import Stepper, Versions
-from fxsplit.runtime.stopwatch import Watch
+from fxsplit.runtime.stage.split_backward import compute_input_gradients, compute_weight_gradients
+from fxsplit.runtime.stage.weight_versions import Stepper, VersionedReplica
+from fxsplit.runtime.stopwatch import Stopwatch
 from fxsplit.runtime.streams import Stream, hand_over
 from fxsplit.schedule.action import BACKWARD, FORWARD, INPUT_GRADIENT, REDUCE, STEP, WEIGHT_GRADIENT, Action
 from fxsplit.schedule.schedule import Schedule
 from fxsplit.torch_internals.grad_leaves import find_leaves
+from fxsplit.torch_internals.grad_split import WeightBackward
 from fxsplit.torch_internals.grad_sums import Sums, merge_sums
 from fxsplit.torch_internals.rng import draw_alone, new_seed, take_turn
-from fxsplit.torch_internals.thread_modes import NOTHING, Context
+from fxsplit.torch_internals.thread_modes import NO_CONTEXT, ThreadModes
 
-Tape = dict[tuple[int, int], Saved | Kept]
+Tape = dict[tuple[int, int], Saved | ForwardRecord]
 """What the backwards of a forward pass start from, by stage and microbatch."""
 
 Finish = Callable[[int, tuple[Any, ...]], Tensor]
@@ -67,14 +68,14 @@ class Job:
         self,
         program: Program,
         schedule: Schedule,
-        context: Context,
+        context: ThreadModes,
         tape: Tape,
         given: Sequence[Packet] = (),
         seeds: Seeds | None = None,
         trained: Sequence[Sequence[Tensor]] = (),
         finish: Finish | None = None,
         keep: bool = True,
-        watch: Watch | None = None,
+        watch: Stopwatch | None = None,
         stepper: Stepper | None = None,
     ) -> None:
         n = schedule.n_microbatches
@@ -100,7 +101,7 @@ class Job:
         self._last = len(program.stages) - 1
         self._inboxes: list[SimpleQueue[Any]] = [SimpleQueue() for _ in schedule.actions]
         self._grad = context.grad and not context.inference
-        self._rests: dict[tuple[int, int], Rest] = {}
+        self._weight_backwards: dict[tuple[int, int], list[WeightBackward]] = {}
         self._hooked = program.hooked() if schedule.splits else []
         for replica in (r for replicas in self._replicas for r in replicas if given):
             replica.refresh()
@@ -114,7 +115,9 @@ class Job:
     def total(self) -> Sums:
         """Return one sum of all stages' gradients, in their replicas' place; a loss may depend on any of them."""
         pairs = zip(self._replicas, self.sums, strict=True)
-        return merge_sums([r.owned(s) for replicas, sums in pairs for r, s in zip(replicas, sums, strict=True)])
+        return merge_sums(
+            [r.assign_to_owners(s) for replicas, sums in pairs for r, s in zip(replicas, sums, strict=True)]
+        )
 
     def run(self, device: int, stream: Stream, ready: Sequence[Any]) -> None:
         """Do a device's actions in order; `ready` are tokens of the caller's work. The first failure stops all."""
@@ -125,9 +128,9 @@ class Job:
         arrived: dict[Action, tuple[Any, Any]] = {}
         action: Action | None = None
         try:
-            with stream.active(), self._context.entered():
+            with stream.enter(), self._context.enter():
                 for token in ready:
-                    stream.after(token)
+                    stream.wait_for(token)
                 if self._watch is not None:
                     self._watch.start(device, stream)
                 for action in self._schedule.actions[device]:
@@ -162,7 +165,7 @@ class Job:
         """Run a stage forward on a microbatch and hand its outputs on."""
         stage, m = action.stage, action.microbatch
         packet = self._given[m] if stage == 0 else self._receive(Action(stage, FORWARD, m), device, stream, arrived)
-        packet = Packet(tuple(stream.take(packet.values)), packet.wanted)
+        packet = Packet(tuple(stream.fetch(packet.values)), packet.wanted)
         kept, inputs, outputs = self._run(action, packet)
         head: Saved | None = None
         if stage < self._last:
@@ -179,7 +182,7 @@ class Job:
             return
         self._tape[stage, m] = replace(kept, head=head) if kept is not None else head or Saved(inputs, outputs)
 
-    def _run(self, action: Action, packet: Packet) -> tuple[Kept | None, tuple[Any, ...], tuple[Any, ...]]:
+    def _run(self, action: Action, packet: Packet) -> tuple[ForwardRecord | None, tuple[Any, ...], tuple[Any, ...]]:
         """Run a stage forward; return what is kept if activations are not, its inputs, and its outputs."""
         program, stage, m = self._program, action.stage, action.microbatch
         replica, _ = self._at(action)
@@ -187,12 +190,12 @@ class Job:
         if self._grad and program.checkpoints(stage, m, self._schedule.n_microbatches):
             around = partial(self._surroundings, m)
             known = program.written.get(stage)
-            with replica.using(action.version):
+            with replica.use_version(action.version):
                 outputs, kept, program.written[stage] = forward_without_activations(
                     emitted, packet, writes, known, around, self._context
                 )
             return kept, (), outputs
-        with self._surroundings(m), replica.using(action.version):
+        with self._surroundings(m), replica.use_version(action.version):
             saved = forward(emitted, packet, writes)
         return None, saved.inputs, clone_outputs(saved.outputs, self._rewritten)
 
@@ -200,7 +203,7 @@ class Job:
         """Return what a stage's forward needs around it: draws of its own, copies of what it keeps of buffers."""
         rewritten = self._rewritten | more
         if not self._program.draws and not rewritten and not self._program.noted:
-            return NOTHING
+            return NO_CONTEXT
         stack = ExitStack()
         stack.enter_context(take_turn(self._seed, m))
         stack.enter_context(save_buffer_copies(rewritten, self._context.hooks))
@@ -220,9 +223,9 @@ class Job:
         """Run a stage backward on a microbatch and hand its inputs' gradients back."""
         gradients = self._gradients(action, device, stream, arrived)
         replica, sums = self._at(action)
-        with self._context.backward(), replica.using(action.version):
+        with self._context.leave_autocast(), replica.use_version(action.version):
             saved, gradients = self._restored(action, gradients)
-            trained = replica.leaves(self._trained[action.stage], action.version)
+            trained = replica.list_leaves(self._trained[action.stage], action.version)
             of_inputs, shares = backward(saved, gradients, trained, first=len(sums.totals) < len(trained))
         del self._tape[action.stage, action.microbatch]
         self._hand_back(action, of_inputs, stream)  # first: the stage before waits for it
@@ -233,11 +236,11 @@ class Job:
         gradients = self._gradients(action, device, stream, arrived)
         key = action.stage, action.microbatch
         replica, sums = self._at(action)
-        with self._context.backward(), replica.using(action.version):
+        with self._context.leave_autocast(), replica.use_version(action.version):
             saved, gradients = self._restored(action, gradients)
-            trained = replica.leaves(self._trained[action.stage], action.version)
+            trained = replica.list_leaves(self._trained[action.stage], action.version)
             whole = self._hooked[action.stage]
-            of_inputs, shares, self._rests[key] = backward_inputs(saved, gradients, trained, whole)
+            of_inputs, shares, self._weight_backwards[key] = compute_input_gradients(saved, gradients, trained, whole)
         self._tape[key] = saved
         self._hand_back(action, of_inputs, stream)
         sums.add(shares)
@@ -245,8 +248,8 @@ class Job:
     def _weight_gradient(self, action: Action, device: int, stream: Stream, arrived: dict[Action, Any]) -> None:
         """Compute the gradients of a stage's weights on a microbatch, from what the gradients of its inputs left."""
         key = action.stage, action.microbatch
-        with self._context.backward():
-            backward_weights(self._rests.pop(key), self._at(action)[1])
+        with self._context.leave_autocast():
+            compute_weight_gradients(self._weight_backwards.pop(key), self._at(action)[1])
         del self._tape[key]
 
     def _reduce(self, action: Action, device: int, stream: Stream, arrived: dict[Action, Any]) -> None:
@@ -260,7 +263,7 @@ class Job:
         for replica in range(1, len(replicas)):
             part: Sums = self._receive(action._replace(replica=replica), device, stream, arrived)
             hand_over(list(part.totals.values()))
-            parts.append(replicas[replica].owned(part))
+            parts.append(replicas[replica].assign_to_owners(part))
         sums[0] = merge_sums(parts)
 
     def _step(self, action: Action, device: int, stream: Stream, arrived: dict[Action, Any]) -> None:
@@ -278,7 +281,7 @@ class Job:
         if saved.head is not None:
             gradients, shares = backward(saved.head, gradients, ())
             sums.add(shares)
-        return saved.again(replica.stage, self._program.writes_inputs), gradients
+        return saved.recompute(replica.stage, self._program.writes_inputs), gradients
 
     def _gradients(self, action: Action, device: int, stream: Stream, arrived: dict[Action, Any]) -> Any:
         """Return the gradients of a stage's outputs."""
@@ -287,7 +290,7 @@ class Job:
         else:
             assert self._seeds is not None, "a schedule with backwards needs seeds"
             needed = self._seeds(action.microbatch)
-        return stream.take(needed)
+        return stream.fetch(needed)
 
     def _hand_back(self, action: Action, of_inputs: list[Tensor | None], stream: Stream) -> None:
         """Hand the gradients of a stage's inputs to the stage before, or to the caller."""
@@ -309,7 +312,7 @@ class Job:
             to, values, token = message
             arrived[to] = (values, token)
         values, token = arrived.pop(action)
-        stream.after(token)
+        stream.wait_for(token)
         if self._watch is not None:
             self._watch.begin(device, stream)
         return values
@@ -344,6 +347,6 @@ def _versions(program: Program, schedule: Schedule, stepper: Stepper) -> list[li
         )
     devices, places = program.machine.devices, program.places
     return [
-        [Versions(stage, devices[d], places, schedule.actions[d], stepper)]
+        [VersionedReplica(stage, devices[d], places, schedule.actions[d], stepper)]
         for stage, (d,) in zip(program.stages.stages, schedule.homes, strict=True)
     ]

@@ -84,7 +84,7 @@ class BatchLoss:
         self._seeds: dict[tuple[float, int], Tensor] = {}  # of each worker its own: others may be ahead of its device
 
     def __call__(self, microbatch: int, outputs: Any) -> Tensor:
-        """Return the loss of one microbatch, from the model's outputs for it; its weight is in `seed`."""
+        """Return the loss of one microbatch, from the model's outputs for it."""
         try:
             target = () if self._targets is None else (self._targets[microbatch],)
             loss = self._loss_fn(outputs, *target)
@@ -102,7 +102,7 @@ class BatchLoss:
         self._losses[microbatch] = loss.detach()
         return loss
 
-    def seed(self, microbatch: int) -> list[Tensor | None]:
+    def make_output_gradients(self, microbatch: int) -> list[Tensor | None]:
         """Return the gradient that the backward of a microbatch's loss starts from: its weight in the batch's."""
         weight = self._weights[microbatch]
         key = weight, threading.get_ident()
@@ -110,7 +110,7 @@ class BatchLoss:
             self._seeds[key] = torch.full_like(self._losses[microbatch], weight)  # type: ignore[arg-type]
         return [self._seeds[key]]
 
-    def total(self) -> Tensor:
+    def compute_total(self) -> Tensor:
         """Return the loss of the whole batch, detached."""
         hand_over(self._losses)
         losses = [loss for loss in self._losses if loss is not None]

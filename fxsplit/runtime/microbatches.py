@@ -76,7 +76,7 @@ def join(pieces: Sequence[Tensor], rows: Sequence[int], dim: int | None = 0) -> 
     return torch.cat(list(pieces), dim)
 
 
-def spread(gradient: Tensor, rows: Sequence[int], dim: int | None = 0) -> Sequence[Tensor]:
+def split_gradient(gradient: Tensor, rows: Sequence[int], dim: int | None = 0) -> Sequence[Tensor]:
     """Return the gradient of each piece, from that of what `join` made of them."""
     if len(rows) == 1:
         return [gradient]

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from fxsplit.errors import InputError
 from fxsplit.ir.facts.call import Inputs
@@ -21,7 +20,7 @@ from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.stages import Stages, list_weights
 from fxsplit.ir.graph import IR
-from fxsplit.runtime.stage.recompute import WHEN
+from fxsplit.runtime.stage.recompute import POLICIES
 from fxsplit.runtime.stage.replica import Replica
 from fxsplit.schedule import Schedule, verify
 from fxsplit.schedule.catalogue import Scheduler
@@ -32,6 +31,7 @@ from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.batch_norm import Noted
 from fxsplit.torch_internals.containers import HOOKS
 from fxsplit.torch_internals.interpret import get_storage_id
+from fxsplit.torch_internals.module_kinds import is_dropout
 from fxsplit.torch_internals.rng import Draw
 
 _TORCHS = nn.Module().__dict__.keys() - {"training"}
@@ -76,7 +76,7 @@ class Program:
 
     def checkpoints(self, stage: int, microbatch: int, count: int) -> bool:
         """Return whether a stage keeps no activations of a microbatch, of `count`."""
-        return WHEN[self.checkpoint](self.plan.stages[stage].recompute, microbatch, count)
+        return POLICIES[self.checkpoint](self.plan.stages[stage].recompute, microbatch, count)
 
     def passes(self, n_microbatches: int) -> Schedule:
         """Return all forwards, then all backwards, for when something else comes between; any number will do."""
@@ -199,7 +199,7 @@ class Program:
         """Return the plain values that modules traced into have now; those that forward() reads are in the graph."""
         modules = [("", self.model), *self._containers]
         found = {f"{path}.training": str(m.training) for path, m in self._whole}
-        found |= {f"{path}.p": repr(m.p) for path, m in self._whole if isinstance(m, _DropoutNd)}
+        found |= {f"{path}.p": repr(m.p) for path, m in self._whole if is_dropout(m)}
         for path, module in modules:
             held = {**module._parameters, **module._buffers}
             found |= {f"{path}.{name}": "None" for name, value in held.items() if value is None}

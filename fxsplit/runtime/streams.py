@@ -14,19 +14,19 @@ from torch import Tensor
 class Stream(Protocol):
     """A queue of work on one device."""
 
-    def active(self) -> Any:
+    def enter(self) -> Any:
         """Return a context manager in which work goes to this stream."""
 
     def mark(self) -> Any:
         """Return a token for everything queued so far."""
 
-    def after(self, token: Any) -> None:
+    def wait_for(self, token: Any) -> None:
         """Let what is queued from now on wait for a token of any stream."""
 
-    def tick(self) -> Any:
+    def record_time(self) -> Any:
         """Return the time at which this stream gets here: in seconds, or an event that will know."""
 
-    def take(self, tensors: Sequence[Any]) -> list[Any]:
+    def fetch(self, tensors: Sequence[Any]) -> list[Any]:
         """Return the values on this device; their memory is not given back before this stream has read it."""
 
 
@@ -34,23 +34,23 @@ class CpuStream:
     """The null stream: work is over when the call returns."""
 
     @contextmanager
-    def active(self) -> Iterator[None]:
+    def enter(self) -> Iterator[None]:
         """Do nothing: there is no queue."""
         yield
 
     def mark(self) -> None:
         """Return nothing to wait for."""
 
-    def after(self, token: Any) -> None:
+    def wait_for(self, token: Any) -> None:
         """Wait only for what a GPU has queued."""
         if token is not None:
             token.synchronize()
 
-    def tick(self) -> float:
+    def record_time(self) -> float:
         """Return the time, in seconds."""
         return time.perf_counter()
 
-    def take(self, tensors: Sequence[Any]) -> list[Any]:
+    def fetch(self, tensors: Sequence[Any]) -> list[Any]:
         """Return the values, copied only where they come from another kind of device."""
         return [v.cpu() if isinstance(v, Tensor) and v.device.type != "cpu" else v for v in tensors]
 
@@ -63,7 +63,7 @@ class CudaStream:
         self._stream: torch.cuda.Stream = torch.cuda.Stream(device)
 
     @contextmanager
-    def active(self) -> Iterator[None]:
+    def enter(self) -> Iterator[None]:
         """Queue work on this stream."""
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             yield
@@ -72,18 +72,18 @@ class CudaStream:
         """Return an event recorded on this stream."""
         return self._stream.record_event()
 
-    def after(self, token: Any) -> None:
+    def wait_for(self, token: Any) -> None:
         """Make this stream wait for an event."""
         if token is not None:
             self._stream.wait_event(token)
 
-    def tick(self) -> Any:
+    def record_time(self) -> Any:
         """Return an event that will know when the GPU got here."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(self._stream)
         return event
 
-    def take(self, tensors: Sequence[Any]) -> list[Any]:
+    def fetch(self, tensors: Sequence[Any]) -> list[Any]:
         """Return the values on this device, copying asynchronously."""
         hand_over(tensors)
         return [v.to(self._device, non_blocking=True) if isinstance(v, Tensor) else v for v in tensors]

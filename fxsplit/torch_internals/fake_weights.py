@@ -20,14 +20,14 @@ M = TypeVar("M", bound=nn.Module)
 P = TypeVar("P", bound=Tensor)
 
 
-def is_stand_in(tensor: Tensor) -> bool:
+def is_fake(tensor: Tensor) -> bool:
     """Return whether a tensor stands for another inside of `make_runnable`."""
     return isinstance(tensor, FakeTensor)
 
 
 def has_values(tensor: Tensor) -> bool:
     """Return whether a tensor has more than a shape."""
-    return not (is_stand_in(tensor) or tensor.is_meta)
+    return not (is_fake(tensor) or tensor.is_meta)
 
 
 def lacks_values(model: nn.Module) -> bool:
@@ -69,7 +69,7 @@ def make_runnable(module: M, tensors: Sequence[Tensor], from_shapes: bool) -> It
     """
     devices = {w.device for w in (*module.parameters(), *module.buffers())}
     if from_shapes:
-        with _imagined(module, tensors[0].device) as imagine:
+        with _replace_by_fakes(module, tensors[0].device) as imagine:
             yield module, [imagine(t) for t in tensors]
     elif len(devices) > 1:
         yield copy.deepcopy(module).to("cpu"), [t.detach().cpu().requires_grad_(t.requires_grad) for t in tensors]
@@ -112,7 +112,7 @@ def _differs(tensor: Tensor, version: int, value: Tensor | None) -> bool:
     return not torch.equal(tensor, value) and not bool(((tensor == value) | (tensor.isnan() & value.isnan())).all())
 
 
-class _Imagining(FakeTensorMode):
+class _WatchedFakeMode(FakeTensorMode):
     """Computes shapes, and lets those who watch see all that a real operator would do to the world.
 
     One that draws takes a number from the generator, and one that updates running statistics counts as a write to them.
@@ -139,9 +139,9 @@ class _Imagining(FakeTensorMode):
 
 
 @contextmanager
-def _imagined(module: nn.Module, device: torch.device) -> Iterator[Any]:
+def _replace_by_fakes(module: nn.Module, device: torch.device) -> Iterator[Any]:
     """Put stand-ins on `device` in place of all weights and constants; yields what makes one of another tensor."""
-    mode = _Imagining()
+    mode = _WatchedFakeMode()
     made: dict[int, Tensor] = {}
     originals: list[Tensor] = []  # one that is gone would lend its identity to another
 

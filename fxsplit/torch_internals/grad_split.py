@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
-AT_ONCE = ("BatchNorm", "LayerNorm", "GroupNorm", "RmsNorm", "Rnn", "Lstm", "Gru", "Prelu", "Attention", "CppNode")
+FUSED = ("BatchNorm", "LayerNorm", "GroupNorm", "RmsNorm", "Rnn", "Lstm", "Gru", "Prelu", "Attention", "CppNode")
 """What is in the names of autograd nodes whose kernels compute the gradients of inputs and weights together."""
 
-Part = tuple[list[GradientEdge], list[Tensor], list[Tensor]]
+WeightBackward = tuple[list[GradientEdge], list[Tensor], list[Tensor]]
 """What is left of a backward at one node: the edges into it, the weights to go to, the gradients that arrived."""
 
 
-def find_joins(
+def find_branch_nodes(
     roots: Sequence[Tensor], trained: Iterable[Tensor]
 ) -> tuple[dict[Any, tuple[list[GradientEdge], list[Tensor]]], list[Tensor]]:
     """Return the nodes at which weights join, each with the edges into it and its weights, and weights without one."""
@@ -54,7 +54,7 @@ def find_joins(
             continue
         if weight not in leaf_of:
             continue
-        join = _join(leaf_of[weight], users)
+        join = _find_branch_node(leaf_of[weight], users)
         if join is None:
             several.append(weight)
         elif join in nodes:
@@ -65,12 +65,12 @@ def find_joins(
     return nodes, several
 
 
-def collect_parts(
+def collect_weight_backwards(
     nodes: dict[Any, tuple[list[GradientEdge], list[Tensor]]], gradients: Iterable[Tensor | None]
-) -> list[Part]:
+) -> list[WeightBackward]:
     """Return what is left to do at nodes, from the gradients at all their edges; nothing where none arrived."""
     arrived = iter(gradients)
-    found: list[Part] = []
+    found: list[WeightBackward] = []
     for edges, weights in nodes.values():
         known = [(edge, gradient) for edge in edges if (gradient := next(arrived)) is not None]
         if known:
@@ -78,7 +78,7 @@ def collect_parts(
     return found
 
 
-def _join(leaf: Any, users: dict[Any, list[tuple[Any, int]]]) -> Any:
+def _find_branch_node(leaf: Any, users: dict[Any, list[tuple[Any, int]]]) -> Any:
     """Return the node from which only `leaf` is left to reach, or the first that leads elsewhere too; None without."""
     node = leaf
     while True:
@@ -86,13 +86,13 @@ def _join(leaf: Any, users: dict[Any, list[tuple[Any, int]]]) -> Any:
         if len(callers) != 1:
             return None
         (caller,) = callers
-        if caller is None or _at_once(caller):
+        if caller is None or _must_run_once(caller):
             return None if node is leaf else node
         if any(above is not None and above is not node for above, _ in caller.next_functions):
             return caller
         node = caller
 
 
-def _at_once(node: Any) -> bool:
+def _must_run_once(node: Any) -> bool:
     """Return whether a node is to be run once: a user's own backward may not run twice, a fused kernel should not."""
-    return isinstance(node, BackwardCFunction) or any(kind in node.name() for kind in AT_ONCE)
+    return isinstance(node, BackwardCFunction) or any(kind in node.name() for kind in FUSED)

@@ -46,14 +46,16 @@ def differentiate(
     roots: Sequence[Tensor | GradientEdge],
     gradients: Sequence[Tensor],
     ends: Sequence[Tensor | GradientEdge],
-    again: bool = False,
+    retain_graph: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of `ends` from those of `roots`, or None each; keep the graph if it is needed `again`.
 
     As torch.autograd.grad does, less its look at the arguments, which are right here and were a third of what a small
     action took.
     """
-    return _engine_run_backward(tuple(roots), tuple(gradients), again, False, tuple(ends), True, accumulate_grad=False)
+    return _engine_run_backward(
+        tuple(roots), tuple(gradients), retain_graph, False, tuple(ends), True, accumulate_grad=False
+    )
 
 
 def make_shares(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None], own: Sequence[bool]) -> list[Share]:

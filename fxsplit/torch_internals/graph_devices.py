@@ -33,7 +33,7 @@ def move_constants(module: nn.Module, captured_on: torch.device, here: torch.dev
         if isinstance(part, fx.GraphModule):
             for node in part.graph.nodes:
                 converts = node.op == "call_method" and node.target in ("to", "type")
-                _rewrite(node, partial(_local, captured_on, here, converts))
+                _rewrite(node, partial(_replace_device, captured_on, here, converts))
             part.recompile()
 
 
@@ -43,13 +43,13 @@ def _rewrite(node: fx.Node, change: Callable[[str, Any], Any]) -> None:
     node.kwargs = {key: fx.node.map_aggregate(value, partial(change, key)) for key, value in node.kwargs.items()}
 
 
-def _local(captured_on: torch.device, here: torch.device, converts: bool, key: str, value: Any) -> Any:
+def _replace_device(captured_on: torch.device, here: torch.device, converts: bool, key: str, value: Any) -> Any:
     """Return `here` for a value that names the device of the capture; a text does so where a device is asked for."""
     named = isinstance(value, torch.device) or (isinstance(value, str) and (converts or key == "device"))
-    return here if named and _is(value, captured_on) else value
+    return here if named and _names_device(value, captured_on) else value
 
 
-def _is(value: torch.device | str, device: torch.device) -> bool:
+def _names_device(value: torch.device | str, device: torch.device) -> bool:
     """Return whether a value names a device; one without a number is the current one of its kind."""
     try:
         named = torch.device(value)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
-from fxsplit.torch_internals.fake_weights import Snapshot, is_stand_in
+from fxsplit.torch_internals.fake_weights import Snapshot, is_fake
 from fxsplit.torch_internals.grad_leaves import mute
 
 
@@ -31,7 +31,7 @@ def preserve(module: nn.Module) -> Iterator[None]:
     """
     buffers = Snapshot(module.buffers())
     gpus = sorted({b.device.index for b in module.buffers() if b.device.type == "cuda"})
-    imagined = any(is_stand_in(w) for w in (*module.parameters(), *module.buffers()))  # they restore generators
+    imagined = any(is_fake(w) for w in (*module.parameters(), *module.buffers()))  # they restore generators
     try:
         with nullcontext() if imagined else torch.random.fork_rng(devices=gpus), mute(module.parameters()):
             yield

@@ -22,9 +22,9 @@ def patch_method(owner: type, name: str, around: Callable[[Method], Method]) -> 
     with _lock:
         if key not in _patches:
             _patches[key] = owner.__dict__[name], {}
-            setattr(owner, name, _dispatching(*_patches[key]))
+            setattr(owner, name, _make_dispatcher(*_patches[key]))
         own, instead = _patches[key]
-        mine = instead.setdefault(thread, [_function(own)])
+        mine = instead.setdefault(thread, [_unwrap(own)])
         mine.append(around(mine[-1]))
     try:
         yield
@@ -38,9 +38,9 @@ def patch_method(owner: type, name: str, around: Callable[[Method], Method]) -> 
                 del _patches[key]
 
 
-def _dispatching(own: Any, instead: dict[int, list[Method]]) -> Any:
+def _make_dispatcher(own: Any, instead: dict[int, list[Method]]) -> Any:
     """Return a method, or a classmethod, that calls what the calling thread has put there."""
-    plain = [_function(own)]
+    plain = [_unwrap(own)]
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return instead.get(threading.get_ident(), plain)[-1](*args, **kwargs)
@@ -48,7 +48,7 @@ def _dispatching(own: Any, instead: dict[int, list[Method]]) -> Any:
     return classmethod(call) if isinstance(own, classmethod) else call
 
 
-def _function(own: Any) -> Method:
+def _unwrap(own: Any) -> Method:
     """Return the function of a method or a classmethod."""
     function: Method = own.__func__ if isinstance(own, classmethod) else own
     return function

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 AUTOCAST_DEVICES = ("cpu", "cuda")
-NOTHING = nullcontext()
+NO_CONTEXT = nullcontext()
 
 
 @dataclass(frozen=True)
-class Context:
+class ThreadModes:
     """The calling thread's modes, to be entered again in a worker."""
 
     grad: bool
@@ -27,7 +27,7 @@ class Context:
     variables: contextvars.Context
 
     @classmethod
-    def here(cls) -> Context:
+    def read(cls) -> ThreadModes:
         """Return the modes of the calling thread."""
         return cls(
             grad=torch.is_grad_enabled(),
@@ -40,7 +40,7 @@ class Context:
         )
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
+    def enter(self) -> Iterator[None]:
         """Enter the modes in this thread."""
         with ExitStack() as stack:
             if self.inference:
@@ -55,10 +55,10 @@ class Context:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.hooks))
             yield
 
-    def backward(self) -> AbstractContextManager[Any]:
+    def leave_autocast(self) -> AbstractContextManager[Any]:
         """Return a context that leaves autocast for a backward, which a user's loop also runs outside of it."""
         if not self.autocast:
-            return NOTHING
+            return NO_CONTEXT
         stack = ExitStack()
         for device, _ in self.autocast:
             stack.enter_context(torch.autocast(device, enabled=False))

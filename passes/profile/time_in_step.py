@@ -15,10 +15,10 @@ from torch import Tensor, fx, nn
 
 from fxsplit.passes.profile.observe import Observation
 from fxsplit.torch_internals import pytree
-from fxsplit.torch_internals.grad_split import collect_parts, find_joins
+from fxsplit.torch_internals.grad_split import collect_weight_backwards, find_branch_nodes
 from fxsplit.torch_internals.grad_sums import Sums, make_shares
 from fxsplit.torch_internals.interpret import Interpreter, describe_tensor
-from fxsplit.torch_internals.thread_modes import Context
+from fxsplit.torch_internals.thread_modes import ThreadModes
 
 R = TypeVar("R")
 WARM_UP = 1
@@ -146,7 +146,7 @@ def halves(
     Gradients of weights are added to `totals`, if given. The second half is 0 where nothing can be left for it.
     """
     weights = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
-    nodes, _ = find_joins(outputs, weights)
+    nodes, _ = find_branch_nodes(outputs, weights)
     late = {id(weight) for _, own in nodes.values() for weight in own}
     first = [leaf for leaf in leaves if id(leaf) not in late]
     if not nodes:
@@ -156,7 +156,7 @@ def halves(
     found = torch.autograd.grad(outputs, ends, seeds, retain_graph=True, allow_unused=True)
     _accumulate(totals, first, found[: len(first)])
     middle = clock.now()
-    for edges, own, arrived in collect_parts(nodes, found[len(first) :]):
+    for edges, own, arrived in collect_weight_backwards(nodes, found[len(first) :]):
         _accumulate(totals, own, torch.autograd.grad(edges, own, arrived, allow_unused=True))
     return middle - begin, clock.now() - middle
 
@@ -220,13 +220,13 @@ def in_worker_thread(run: Callable[[], R], intraop_threads: int) -> R:
     results: list[R] = []
     errors: list[BaseException] = []
     before = torch.get_num_threads()
-    context = replace(Context.here(), hooks=None)  # a user's saved-tensor hooks are for the user's own graph
+    context = replace(ThreadModes.read(), hooks=None)  # a user's saved-tensor hooks are for the user's own graph
 
     def work() -> None:
         torch.get_num_threads()  # the next line holds in a thread only after this one
         torch.set_num_threads(intraop_threads)
         try:
-            with context.entered():
+            with context.enter():
                 results.append(context.variables.run(run))
         except BaseException as error:
             errors.append(error)

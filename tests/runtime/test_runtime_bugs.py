@@ -18,7 +18,7 @@ from fxsplit.api.compare import compare, run_pipeline_step, run_unsplit_step
 from fxsplit.cli import main as cli
 from fxsplit.errors import ScheduleError
 from fxsplit.runtime.stage.run import Saved, backward
-from fxsplit.runtime.stage.split_backward import backward_inputs, backward_weights
+from fxsplit.runtime.stage.split_backward import compute_input_gradients, compute_weight_gradients
 from fxsplit.schedule.action import Action
 from fxsplit.schedule.torch_csv import read_csv
 from fxsplit.torch_internals.grad_sums import Sums
@@ -66,9 +66,9 @@ def test_a_weight_that_is_handed_on() -> None:
     gradients = [torch.ones(3, 2), torch.full((2, 2), 100.0)]
     once, twice = Sums(), Sums()
     once.add(backward(Saved((x,), (F.linear(x, w), w)), gradients, [w])[1])
-    _, early, rest = backward_inputs(Saved((x,), (F.linear(x, w), w)), gradients, [w])
+    _, early, rest = compute_input_gradients(Saved((x,), (F.linear(x, w), w)), gradients, [w])
     twice.add(early)
-    backward_weights(rest, twice)
+    compute_weight_gradients(rest, twice)
     assert torch.equal(once.totals[w], twice.totals[w]) and float(once.totals[w].mean()) > 90
 
 

@@ -6,6 +6,7 @@ import copy
 import gc
 import itertools
 import threading
+import time
 from collections.abc import Callable
 from math import inf
 from typing import Any
@@ -19,7 +20,7 @@ import fxsplit
 from fxsplit.report import draw
 from fxsplit.runtime import job
 from fxsplit.runtime.stage.run import Packet, Saved, backward
-from fxsplit.runtime.stage.split_backward import backward_inputs, backward_weights
+from fxsplit.runtime.stage.split_backward import compute_input_gradients, compute_weight_gradients
 from fxsplit.schedule import RUNNABLE, generate
 from fxsplit.schedule.action import BACKWARD, COMPUTES
 from fxsplit.torch_internals.grad_sums import Sums
@@ -161,9 +162,9 @@ def test_two_halves_are_a_backward(name: str, wanted: bool) -> None:
     gradients = [torch.randn_like(v) for v in whole.outputs]
     expected, shares = backward(whole, gradients, trained)
     once.add(shares)
-    found, early, rest = backward_inputs(saved(), gradients, trained)
+    found, early, rest = compute_input_gradients(saved(), gradients, trained)
     twice.add(early)
-    backward_weights(rest, twice)
+    compute_weight_gradients(rest, twice)
     for a, b in zip(expected, found, strict=True):
         assert (a is None) == (b is None)
         assert a is None or b is None or torch.allclose(a, b, rtol=1e-12, atol=1e-12)
@@ -178,8 +179,8 @@ def test_two_halves_are_a_backward(name: str, wanted: bool) -> None:
 def test_halves_of_nothing() -> None:
     value = torch.ones(2)
     empty = Saved(Packet.of([value]).values, (value,))
-    found, _, rest = backward_inputs(empty, [torch.ones(2)], [])
-    backward_weights(rest, Sums())
+    found, _, rest = compute_input_gradients(empty, [torch.ones(2)], [])
+    compute_weight_gradients(rest, Sums())
     assert found == [None]
 
 
@@ -255,7 +256,10 @@ def test_a_step_leaves_nothing_to_the_garbage_collector(schedule: str) -> None:
             alive = held()
             pipe.step(x, target=x)
             pipe(x).sum().backward()
-            left = held()
+            # A worker drops its task just after it has told the caller that the job is done.
+            deadline = time.monotonic() + 10.0
+            while (left := held()) != alive and time.monotonic() < deadline:
+                time.sleep(0.01)
         finally:
             gc.enable()
     assert left == alive

@@ -26,7 +26,7 @@ from fxsplit.frontend.export.inline import inline_blocks
 from fxsplit.frontend.export.whole_modules import Wholes
 from fxsplit.ir.facts.call import Inputs
 from fxsplit.torch_internals.containers import LIBRARIES, to_plain_outputs
-from fxsplit.torch_internals.fake_weights import is_stand_in, make_runnable
+from fxsplit.torch_internals.fake_weights import is_fake, make_runnable
 from fxsplit.torch_internals.grad_leaves import watch_hooks
 from fxsplit.torch_internals.graph_devices import move_constants
 from fxsplit.torch_internals.patch import Method, patch_method
@@ -92,7 +92,7 @@ def _of(model: nn.Module, held: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a graph, perhaps of a copy or of stand-ins, fetches and calls as the model itself has it."""
     own = {**dict(model.named_modules()), **dict(model.named_parameters()), **dict(model.named_buffers())}
     found = {path: own.get(path, value) for path, value in held.items()}
-    if lost := next((path for path, value in found.items() if isinstance(value, Tensor) and is_stand_in(value)), None):
+    if lost := next((path for path, value in found.items() if isinstance(value, Tensor) and is_fake(value)), None):
         raise TraceError(
             f"forward() of {type(model).__name__} makes a constant ({lost}) whose value is not known before its "
             "weights are loaded: register it as a buffer"

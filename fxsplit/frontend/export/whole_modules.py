@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from fxsplit.errors import TraceError
 from fxsplit.ir.facts.call import Inputs
 from fxsplit.torch_internals.containers import register_dataclasses
-from fxsplit.torch_internals.fake_weights import is_stand_in
+from fxsplit.torch_internals.fake_weights import is_fake
 from fxsplit.torch_internals.interpret import preserve
 
 torch.library.define(
@@ -32,7 +32,7 @@ torch.library.define(
 @torch.library.impl("fxsplit::whole", "CompositeExplicitAutograd")
 def _made(given: list[Tensor], shape: list[Any], order: list[int], dtype: torch.dtype, call: int, i: int) -> Tensor:
     """Return a tensor without values, whose dimensions lie in memory in an `order`, the outermost first."""
-    if not is_stand_in(given[0]):
+    if not is_fake(given[0]):
         raise AssertionError("a call that stays whole was left out of the graph")
     inverse = [order.index(d) for d in range(len(order))]
     return torch.empty([shape[d] for d in order], dtype=dtype, device=given[0].device).permute(inverse)

@@ -64,7 +64,7 @@ class Workers:
                 if self._closed:
                     raise ClosedError("the pipeline is closed: compile the model again")
                 for device, tasks in enumerate(self._tasks[: job.n_devices]):
-                    tasks.put(_task(job, device, ready, finished))
+                    tasks.put(_make_task(job, device, ready, finished))
                     left += 1
             while left:
                 finished.get()
@@ -96,7 +96,7 @@ class Workers:
                 thread.join(timeout=5.0)
 
 
-def _task(job: Job, device: int, ready: list[object], finished: SimpleQueue[None]) -> Task:
+def _make_task(job: Job, device: int, ready: list[object], finished: SimpleQueue[None]) -> Task:
     """Return what one worker does for a job."""
 
     def task(stream: Stream) -> None:

@@ -20,14 +20,14 @@ from fxsplit.ir.facts.stages import Stage
 from fxsplit.runtime.stage.run import Packet, Saved, forward
 from fxsplit.torch_internals.batch_norm import note_nothing
 from fxsplit.torch_internals.interpret import get_storage_id
-from fxsplit.torch_internals.thread_modes import Context
+from fxsplit.torch_internals.thread_modes import ThreadModes
 
 Surroundings = Callable[[frozenset[int]], AbstractContextManager[Any]]
 """What a stage's forward on a microbatch needs around it, where some memory is written to besides what is known."""
 SMALL_BYTES = 1 << 16
 """A buffer of so many bytes is copied for every microbatch; larger ones only if they are known to be written."""
 
-WHEN: dict[str, Callable[[bool, int, int], bool]] = {
+POLICIES: dict[str, Callable[[bool, int, int], bool]] = {
     "never": lambda planned, microbatch, count: False,
     "plan": lambda planned, microbatch, count: planned,
     "except_last": lambda planned, microbatch, count: microbatch < count - 1,
@@ -38,31 +38,36 @@ WHEN: dict[str, Callable[[bool, int, int], bool]] = {
 
 def check_policy(checkpoint: str) -> str:
     """Return the name of a policy; raises InputError for another."""
-    if checkpoint not in WHEN:
-        raise InputError(f"checkpoint={checkpoint!r}: give one of {', '.join(WHEN)}")
+    if checkpoint not in POLICIES:
+        raise InputError(f"checkpoint={checkpoint!r}: give one of {', '.join(POLICIES)}")
     return checkpoint
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
+class ForwardRecord:
     """What is kept of a stage's forward on one microbatch; `head` is the loss as a function of the stage's outputs."""
 
     packet: Packet
     buffers: dict[str, Tensor]
     surroundings: Surroundings
-    context: Context
+    context: ThreadModes
     head: Saved | None = None
 
-    def again(self, stage: Stage, writes: bool) -> Saved:
+    def recompute(self, stage: Stage, writes: bool) -> Saved:
         """Run the stage forward again, as it ran then."""
         own = frozenset(get_storage_id(earlier) for earlier in self.buffers.values())
-        with self.context.entered(), self.surroundings(own), _buffers_as(stage, self.buffers), note_nothing():
-            return forward(stage, _copied(self.packet, writes), writes)
+        with self.context.enter(), self.surroundings(own), _restore_buffers(stage, self.buffers), note_nothing():
+            return forward(stage, _copy_packet(self.packet, writes), writes)
 
 
 def forward_without_activations(
-    stage: Stage, packet: Packet, writes: bool, written: set[str] | None, surroundings: Surroundings, context: Context
-) -> tuple[tuple[Any, ...], Kept, set[str]]:
+    stage: Stage,
+    packet: Packet,
+    writes: bool,
+    written: set[str] | None,
+    surroundings: Surroundings,
+    context: ThreadModes,
+) -> tuple[tuple[Any, ...], ForwardRecord, set[str]]:
     """Run a stage and keep no activations.
 
     Returns its outputs, detached, with whether they want a gradient; what was kept; and the buffers that it writes,
@@ -73,7 +78,7 @@ def forward_without_activations(
     before = {name: now[name].clone() for name in likely}
     versions = {name: b._version for name, b in now.items()}
     with surroundings(frozenset()), saved_tensors_hooks(_drop, _refuse):
-        outputs = forward(stage, _copied(packet, writes), writes).outputs
+        outputs = forward(stage, _copy_packet(packet, writes), writes).outputs
     # Kernels that update a buffer, as batch norm's do, do not always count that as a version.
     after = dict(stage.module.named_buffers())
     changed = {n for n, b in after.items() if b._version != versions[n]}
@@ -82,10 +87,14 @@ def forward_without_activations(
         raise FxsplitError(f"buffer {late[0]!r} is written now and was not at first: use checkpoint='never'")
     detached = tuple(v.detach().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v for v in outputs)
     known = changed | (written or set())
-    return detached, Kept(packet, {n: b for n, b in before.items() if n in known}, surroundings, context), known
+    return (
+        detached,
+        ForwardRecord(packet, {n: b for n, b in before.items() if n in known}, surroundings, context),
+        known,
+    )
 
 
-def _copied(packet: Packet, writes: bool) -> Packet:
+def _copy_packet(packet: Packet, writes: bool) -> Packet:
     """Return a packet that may be written to."""
     if not writes:
         return packet
@@ -93,7 +102,7 @@ def _copied(packet: Packet, writes: bool) -> Packet:
 
 
 @contextmanager
-def _buffers_as(stage: Stage, earlier: dict[str, Tensor]) -> Iterator[None]:
+def _restore_buffers(stage: Stage, earlier: dict[str, Tensor]) -> Iterator[None]:
     """Let buffers be what they were, in other memory, inside the block."""
     now = {name: buffer for name, buffer in stage.module.named_buffers() if name in earlier}
     memory = {name: buffer.data for name, buffer in now.items()}

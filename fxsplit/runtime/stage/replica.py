@@ -19,7 +19,7 @@ from fxsplit.ir.facts.stages import Stage, list_weights
 from fxsplit.schedule.action import Action
 from fxsplit.torch_internals.grad_sums import Sums
 from fxsplit.torch_internals.graph_devices import move_constants
-from fxsplit.torch_internals.thread_modes import NOTHING
+from fxsplit.torch_internals.thread_modes import NO_CONTEXT
 
 
 class Replica:
@@ -38,7 +38,7 @@ class Replica:
         foreign = any(places[id(w)] != self._here for w in list_weights(stage.module))
         module = stage.module
         if foreign:
-            module = _copied(stage.module)
+            module = _copy_module(stage.module)
             move_constants(module, stage.torch_device, self._here)
         compiled = None if backend is None else torch.compile(module, backend=backend)
         self.stage = replace(stage, device_name=device.name, torch_device=self._here, module=module, compiled=compiled)
@@ -53,10 +53,10 @@ class Replica:
             copied.training = mine.training
             for kind in ("_parameters", "_buffers"):
                 held: dict[str, Tensor | None] = getattr(copied, kind)
-                held |= {name: None if w is None else self._local(w) for name, w in getattr(mine, kind).items()}
+                held |= {name: None if w is None else self._copy_weight(w) for name, w in getattr(mine, kind).items()}
         self._owner_of = {local: own for own, local in self._copies.items()}
 
-    def _local(self, own: Tensor) -> Tensor:
+    def _copy_weight(self, own: Tensor) -> Tensor:
         """Return a weight, or its copy on this device as the weight is now."""
         if own.device == self._here:
             return own
@@ -67,17 +67,17 @@ class Replica:
         copied.data = own.data.to(self._here, non_blocking=True, copy=True)
         return copied.requires_grad_(own.requires_grad)
 
-    def using(self, version: int) -> AbstractContextManager[Any]:
+    def use_version(self, version: int) -> AbstractContextManager[Any]:
         """Return a context in which the stage has the weights of a version; there is one."""
-        return NOTHING
+        return NO_CONTEXT
 
-    def leaves(self, trained: Sequence[Tensor], version: int) -> list[Tensor]:
+    def list_leaves(self, trained: Sequence[Tensor], version: int) -> list[Tensor]:
         """Return the leaves of this replica's graphs for the weights that are `trained`."""
         if not self._owner_of:
             return list(trained)
         return [self._copies.get(weight, weight) for weight in trained]
 
-    def owned(self, sums: Sums) -> Sums:
+    def assign_to_owners(self, sums: Sums) -> Sums:
         """Return sums of this replica's leaves as sums of the model's weights, where those are."""
         if not self._owner_of:
             return sums
@@ -92,7 +92,7 @@ class Replica:
         raise AssertionError(f"{action} of a schedule whose steps wait for the whole batch")
 
 
-def _copied(module: fx.GraphModule) -> fx.GraphModule:
+def _copy_module(module: fx.GraphModule) -> fx.GraphModule:
     """Return a copy whose modules can hold other weights; weights and hooks are the model's."""
     hooks = [held for m in module.modules() for key, held in m.__dict__.items() if "_hooks" in key]
     shared = [*list_weights(module), *(held for held in hooks if held is not None)]

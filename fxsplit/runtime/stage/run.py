@@ -14,7 +14,7 @@ from fxsplit.ir.facts.stages import Stage
 from fxsplit.torch_internals.containers import LIBRARIES
 from fxsplit.torch_internals.grad_leaves import mute
 from fxsplit.torch_internals.grad_sums import Share, differentiate, find_unshared, make_shares
-from fxsplit.torch_internals.thread_modes import NOTHING
+from fxsplit.torch_internals.thread_modes import NO_CONTEXT
 
 
 class Packet(NamedTuple):
@@ -67,7 +67,7 @@ def backward(
     leaves += [one for one in saved.extra if all(one is not leaf for leaf in leaves)]
     if not roots or not leaves:
         return of_inputs, []
-    with mute(saved.extra) if saved.extra else NOTHING:
+    with mute(saved.extra) if saved.extra else NO_CONTEXT:
         found = differentiate([value for value, _ in roots], [gradient for _, gradient in roots], leaves)
     own = find_unshared(found) if first else [False] * len(leaves)
     for i, gradient in zip(wanted, found, strict=False):
@@ -92,11 +92,11 @@ def find_failing_node(error: BaseException, stage: Stage) -> str:
         if frame.f_code is code:
             name = linecache.getline(code.co_filename, line).strip().split(" = ")[0]
             node = next((n for n in stage.module.graph.nodes if n.name == name), None)
-            return f", node {name!r}{_origin(node.meta) if node else ''}"
+            return f", node {name!r}{_describe_origin(node.meta) if node else ''}"
     return ""
 
 
-def _origin(meta: dict[str, Any]) -> str:
+def _describe_origin(meta: dict[str, Any]) -> str:
     """Return the user's file and line that a node was traced from."""
     rows = (row.strip() for row in str(meta.get("stack_trace") or "").splitlines())
     places = [row.split(", in ")[0] for row in rows if row.startswith("File")]

@@ -8,58 +8,50 @@ computed twice. Other weights get theirs in the first half, as do those of stage
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from fxsplit.runtime.stage.run import Saved, list_roots
 from fxsplit.torch_internals.grad_leaves import mute
-from fxsplit.torch_internals.grad_split import Part, collect_parts, find_joins
+from fxsplit.torch_internals.grad_split import WeightBackward, collect_weight_backwards, find_branch_nodes
 from fxsplit.torch_internals.grad_sums import Share, Sums, differentiate, find_unshared, make_shares
 
 
-@dataclass
-class Rest:
-    """What is left of a backward: for each node at which weights join, the gradients that arrive there."""
-
-    parts: list[Part] = field(default_factory=list)
-
-
-def backward_inputs(
+def compute_input_gradients(
     saved: Saved, gradients: Sequence[Tensor | None], trained: Sequence[Tensor], whole: bool = False
-) -> tuple[list[Tensor | None], list[Share], Rest]:
+) -> tuple[list[Tensor | None], list[Share], list[WeightBackward]]:
     """Return the gradients of a stage's inputs, as `backward` does, and what is left to do for its weights.
 
     With `whole` nothing is left: a node that has hooks would run them in both halves.
     """
     roots = list_roots(saved, gradients)
     if not roots:
-        return [None] * len(saved.inputs), [], Rest()
+        return [None] * len(saved.inputs), [], []
     inputs = {i: v for i, v in enumerate(saved.inputs) if isinstance(v, Tensor) and v.requires_grad}
     late = [] if whole else [weight for weight in trained if all(weight is not leaf for leaf in saved.extra)]
-    nodes, several = find_joins([value for value, _ in roots], late)
+    nodes, several = find_branch_nodes([value for value, _ in roots], late)
     several = list(trained) if whole else several
     edges = [edge for edges, _ in nodes.values() for edge in edges]
     leaves = list(dict.fromkeys([*inputs.values(), *several, *saved.extra]))
     ends: list[Any] = [*leaves, *edges]
     if not ends:
-        return [None] * len(saved.inputs), [], Rest()
+        return [None] * len(saved.inputs), [], []
     with mute(saved.extra):
         found = differentiate(
-            [value for value, _ in roots], [gradient for _, gradient in roots], ends, again=bool(edges)
+            [value for value, _ in roots], [gradient for _, gradient in roots], ends, retain_graph=bool(edges)
         )
     own = find_unshared(found)
     first, last = len(inputs), len(leaves)
     shares = make_shares(leaves[first:], found[first:last], own[first:last])
     of = dict(zip(leaves, found, strict=False))
-    rest = Rest(collect_parts(nodes, found[last:]))
-    return [of[inputs[i]] if i in inputs else None for i in range(len(saved.inputs))], shares, rest
+    left = collect_weight_backwards(nodes, found[last:])
+    return [of[inputs[i]] if i in inputs else None for i in range(len(saved.inputs))], shares, left
 
 
-def backward_weights(rest: Rest, sums: Sums) -> None:
+def compute_weight_gradients(left: list[WeightBackward], sums: Sums) -> None:
     """Do what is left: add the gradients of the weights to `sums`."""
-    while rest.parts:
-        edges, weights, gradients = rest.parts.pop()
+    while left:
+        edges, weights, gradients = left.pop()
         found = differentiate(edges, gradients, weights)
         sums.add(make_shares(weights, found, find_unshared(found)))

@@ -58,7 +58,7 @@ def make_stepper(schedule: Schedule, optimizer: Optimizer | None) -> Stepper | N
     return Stepper(optimizer)
 
 
-class Versions(Replica):
+class VersionedReplica(Replica):
     """A stage with as many versions of its weights as the actions in `row` ask for."""
 
     def __init__(
@@ -77,10 +77,10 @@ class Versions(Replica):
         self._weights = {weight: None for _, _, weight in self._slots}
         self._newest = 0
         self._leaves: dict[int, dict[Tensor, Tensor]] = {}
-        self._begin(0)
+        self._add_version(0)
 
     @contextmanager
-    def using(self, version: int) -> Iterator[None]:
+    def use_version(self, version: int) -> Iterator[None]:
         """Let the stage's modules hold the weights of a version."""
         leaves = self._leaves[version]
         for held, name, weight in self._slots:
@@ -92,7 +92,7 @@ class Versions(Replica):
                 held[name] = weight
             self._left[version] -= 1
 
-    def leaves(self, trained: Sequence[Tensor], version: int) -> list[Tensor]:
+    def list_leaves(self, trained: Sequence[Tensor], version: int) -> list[Tensor]:
         """Return the leaves of a version, and the weights themselves, which nothing should have read."""
         of = self._leaves[version]
         return [*(of.get(weight, weight) for weight in trained), *(weight for weight in trained if weight in of)]
@@ -106,18 +106,18 @@ class Versions(Replica):
                 "earlier versions of weights cannot be: train it under a schedule that waits for its step, as 1F1B"
             )
         if self._left[self._newest] > 0:
-            self._move()
-        self._stepper.step(self.owned(sums))
-        self._begin(action.version)
+            self._move_weights()
+        self._stepper.step(self.assign_to_owners(sums))
+        self._add_version(action.version)
 
-    def _begin(self, version: int) -> None:
+    def _add_version(self, version: int) -> None:
         """Let the model's weights as they are now be a version, and forget those that nothing will read."""
         self._newest = version
         self._leaves[version] = {w: w.data.requires_grad_(w.requires_grad) for w in self._weights}
         self._leaves = {v: leaves for v, leaves in self._leaves.items() if v == version or self._left[v] > 0}
         self._owner_of = {leaf: w for leaves in self._leaves.values() for w, leaf in leaves.items()}
 
-    def _move(self) -> None:
+    def _move_weights(self) -> None:
         """Move the model's weights to other memory; those that share memory go on sharing it."""
         moved: dict[int, UntypedStorage] = {}
         for weight in self._weights:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.runtime import job
-from fxsplit.runtime.stage.recompute import WHEN
+from fxsplit.runtime.stage.recompute import POLICIES
 from fxsplit.runtime.stage.run import Saved
 from fxsplit.schedule import RUNNABLE
 from fxsplit.schedule.action import FORWARD
@@ -67,7 +67,7 @@ def test_running_forward_again_changes_nothing(checkpoint: str, schedule: str, s
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("checkpoint", list(WHEN))
+@pytest.mark.parametrize("checkpoint", list(POLICIES))
 def test_what_is_kept(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Activations are dropped for all microbatches, all but the last, or where the plan says so: here in stage 0."""
     kept: dict[tuple[int, int], bool] = {}
@@ -89,7 +89,7 @@ def test_what_is_kept(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pipe:
         pipe.step(x, target=x)
         planned = [s.recompute for s in pipe.plan.stages]
-    expected = {(s, m): not WHEN[checkpoint](planned[s], m, 4) for s in range(2) for m in range(4)}
+    expected = {(s, m): not POLICIES[checkpoint](planned[s], m, 4) for s in range(2) for m in range(4)}
     assert kept == expected and (checkpoint != "plan" or any(planned))
 
 
