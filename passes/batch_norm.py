@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from fxsplit.errors import PlanError
 from fxsplit.ir.facts.stages import Stages
@@ -30,11 +29,9 @@ def note_statistics(stages: Stages, replicated: Sequence[bool], deferred: bool) 
         module.recompile()
 
 
-def check_writes(model: nn.Module, stages: Stages, replicated: Sequence[bool], updated: Sequence[str]) -> None:
-    """Raise PlanError if a `replicated` stage writes a buffer, of those `updated`, that is no batch norm's."""
-    norms = [m for m in model.modules() if is_batch_norm(m)]
-    known = {id(b) for norm in norms for b in norm._buffers.values()}
-    written = {id(b): path for path in updated if id(b := operator.attrgetter(path)(model)) not in known}
+def check_writes(stages: Stages, replicated: Sequence[bool], buffers: Mapping[str, Tensor]) -> None:
+    """Raise PlanError if a `replicated` stage writes one of the `buffers`."""
+    written = {id(b): path for path, b in buffers.items()}
     for stage, several in zip(stages.stages, replicated, strict=True):
         path = next((written[id(b)] for b in stage.module.buffers() if several and id(b) in written), None)
         if path is not None:

@@ -22,6 +22,7 @@ from fxsplit.ir.dump import make_observers, show_progress
 from fxsplit.ir.facts.call import Inputs
 from fxsplit.ir.facts.chunks import Chunks
 from fxsplit.ir.facts.costs import Costs, KnownCosts
+from fxsplit.ir.facts.effects import CallEffects
 from fxsplit.ir.facts.example import Example
 from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.facts.plan import Plan
@@ -126,7 +127,7 @@ class Compiler:
         stages = final[Stages]
         homes = replicas_of(final[Plan]) or way.scheduler.homes(len(stages))
         replicated = [len(home) > 1 for home in homes]
-        check_writes(self.model, stages, replicated, traced[Example].updated)
+        check_writes(stages, replicated, traced[CallEffects].written_buffers)
         return replicated
 
     def _chosen(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fxsplit.frontend import same_graph
+from fxsplit.ir.facts.effects import CallEffects
 from fxsplit.ir.facts.example import Example
 from fxsplit.ir.facts.pins import Pins
 from fxsplit.ir.facts.stages import list_weights as weights_in
@@ -18,14 +19,14 @@ def serves_both_modes(other: Program, traced: IR) -> bool:
 
     The graph may be the same and memory not: what dropout returns is its input in evaluation, and a copy in training.
     """
-    here, there = traced[Example], other.traced[Example]
-    if here.written > there.written or not set(here.rewritten) <= set(there.rewritten):
+    here, there = traced[CallEffects], other.traced[CallEffects]
+    if here.writes_inputs > there.writes_inputs or not set(here.saved_buffers) <= set(there.saved_buffers):
         return False
     if not same_graph(traced.gm, other.traced.gm):
         return False
     if other.costs is None:
         return True
-    seen = observe(traced.gm, here.tensors, from_shapes=here.from_shapes)
+    seen = observe(traced.gm, traced[Example].tensors, from_shapes=traced[Example].from_shapes)
     stage_of = other.plan.stage_of()
     parted = [c for c in find_inseparable(traced.gm, seen) if len({stage_of.get(name) for name in c}) > 1]
     crossed = [(a, b) for a, b in find_ordered_pairs(traced.gm, seen) if stage_of.get(a, 0) > stage_of.get(b, 0)]

@@ -17,8 +17,10 @@ from fxsplit.errors import ClosedError, FxsplitError, InputError
 from fxsplit.formats.safetensors_files import WeightFiles
 from fxsplit.ir.facts.call import Inputs
 from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.facts.effects import CallEffects
 from fxsplit.ir.facts.example import Example
 from fxsplit.ir.facts.plan import Plan
+from fxsplit.ir.facts.scope import Scope
 from fxsplit.ir.facts.stages import Stages
 from fxsplit.ir.graph import IR
 from fxsplit.runtime.engine import Engine
@@ -147,7 +149,7 @@ class Pipeline(nn.Module):
     @property
     def front_end(self) -> str:
         """How the model became a graph: symbolic_trace (perhaps with submodules kept whole), export or graph_module."""
-        return self.traced[Example].front_end
+        return self.traced[Scope].front_end
 
     @property
     def from_shapes(self) -> bool:
@@ -309,14 +311,15 @@ class Pipeline(nn.Module):
         if count is None:
             count = program.scheduler.nearest(choose_count(batch, program.scheduler.n_devices))
         rows = divide_rows(batch, count)
-        program.traced[Example].check_rows(rows)
+        program.traced[CallEffects].check_cut(len(rows))
+        program.traced[Scope].check_rows(rows)
         return program, tensors, rows
 
     def _for_shapes(
         self, program: Program, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
     ) -> Program:
         """Return the program for a call's shapes: a graph that was exported is for one, and others are compiled too."""
-        shapes = program.traced[Example].other_shapes(tensors)
+        shapes = program.traced[Scope].other_shapes(tensors)
         if shapes is None:
             return program
         with self._compiling:

@@ -19,7 +19,7 @@ from fxsplit.api.compile import recompile_like
 from fxsplit.api.pipeline import Pipeline
 from fxsplit.errors import InputError
 from fxsplit.ir.facts.call import parse_example_inputs
-from fxsplit.ir.facts.example import Example
+from fxsplit.ir.facts.effects import CallEffects
 from fxsplit.runtime.loss import find_own_loss, sum_squares, take_model_loss
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.containers import to_plain_outputs
@@ -117,7 +117,7 @@ def _verified(pipe: Pipeline, model: nn.Module, call: Any, dtype: torch.dtype) -
     with recompile_like(pipe, model, loss_fn) as split:
         split.compile_for(*args, **kwargs)
         how, rows = split.call_of(*args, **kwargs)
-        joined = split.traced[Example].joined
+        joined = split.traced[CallEffects].output_dims
         target = () if loss_fn else None
 
         def step(trained: nn.Module, pieces: Sequence[int]) -> Outcome:
@@ -133,13 +133,12 @@ def _verified(pipe: Pipeline, model: nn.Module, call: Any, dtype: torch.dtype) -
             for trained in (model, unsplit, whole, shaken):
                 _update(trained)
         tolerance = 1e3 * TOLERANCE[dtype]
-        example = split.traced[Example]
         nodes = sum(n.op not in ("placeholder", "output") for n in split.traced.gm.graph.nodes)
         return Verification(
             tuple(Difference(*key, value, rounding.get(key, 0.0)) for key, value in found.items()),
             tuple(d.name for d in others if d.kind != "output" and d.value > tolerance),
             dtype,
-            example.front_end,
+            split.front_end,
             nodes,
             len(split.stages),
             len(rows),

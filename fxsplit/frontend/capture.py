@@ -1,7 +1,8 @@
-"""Capture a model for one microbatch: the graph of the first front end that can, checked, with its Example."""
+"""Capture a model for one microbatch: the graph of the first front end that can, checked, with what is known of it."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,9 +17,12 @@ from fxsplit.frontend.choose import Graph, choose_graph
 from fxsplit.frontend.no_trace_left import refuse_assignments, restore_model
 from fxsplit.ir.facts.call import Inputs
 from fxsplit.ir.facts.chunks import Chunks
+from fxsplit.ir.facts.effects import CallEffects
 from fxsplit.ir.facts.example import Example
+from fxsplit.ir.facts.scope import Scope
 from fxsplit.ir.graph import IR
 from fxsplit.torch_internals.fake_weights import lacks_values
+from fxsplit.torch_internals.module_kinds import is_batch_norm
 
 
 def capture(
@@ -30,7 +34,9 @@ def capture(
     leaves: Sequence[str] = (),
     from_shapes: bool = False,
 ) -> IR:
-    """Return the IR of `model(*args, **kwargs)` in its present mode, with its first `rows` rows as the Example.
+    """Return the IR of `model(*args, **kwargs)` in its present mode, for microbatches of its first `rows` rows.
+
+    The IR knows its Example, its Scope and its CallEffects.
 
     `leaves` are paths of submodules that stay whole. `from_shapes`: nothing is computed, and the graph is checked as
     far as shapes say; so it is with a model on the meta device. Raises TraceError when no front end can follow the
@@ -50,7 +56,6 @@ def capture(
     batch = inputs.rows(tensors)
     own, cut = inputs.narrow(tensors, rows), rows < batch
     clones = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in own)
-    example = Example(inputs, clones, from_shapes=from_shapes)
 
     def check(graph: Graph) -> Graph:
         with refuse_assignments(model):
@@ -67,5 +72,17 @@ def capture(
 
     with restore_model(model):
         graph = choose_graph(model, inputs, tensors, rows, leaves, from_shapes, check, check_one)
-    example = replace(example, front_end=graph.front_end, fixed=graph.fixed, bounds=graph.bounds, guard=graph.guard)
-    return IR(graph.gm).learn(replace(example, **graph.findings))
+    scope = Scope(inputs, graph.front_end, graph.fixed, graph.bounds, graph.guard)
+    found = graph.findings
+    # Batch norms' statistics can be kept in order by the batch-norm pass; other written buffers are to be known.
+    statistics = {id(b) for m in model.modules() if is_batch_norm(m) for b in m.buffers(recurse=False)}
+    written = {path: operator.attrgetter(path)(model) for path in found["updated"]}
+    effects = CallEffects(
+        writes_inputs=found["written"],
+        written_buffers={path: b for path, b in written.items() if id(b) not in statistics},
+        saved_buffers=found["rewritten"],
+        sets_hooks=found["hooking"],
+        containers=found["returns"],
+        output_dims=found["joined"],
+    )
+    return IR(graph.gm).learn(Example(inputs, clones, from_shapes), scope, effects)

@@ -30,6 +30,16 @@ class Fact(Protocol):
     def __str__(self) -> str: ...
 
 
+class GivenFact:
+    """Base of the facts that describe the run, such as the machine: they outlive a rewrite, and hold for any graph."""
+
+    made_by: ClassVar[str]
+    given: ClassVar[bool] = True
+
+    def verify(self, ir: IR) -> None:
+        """Accept every graph: nothing in the fact is about a particular one."""
+
+
 F = TypeVar("F", bound=Fact)
 
 

@@ -15,9 +15,11 @@ from torch import Tensor, fx, nn
 from fxsplit.errors import InputError
 from fxsplit.ir.facts.call import Inputs
 from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.facts.effects import CallEffects
 from fxsplit.ir.facts.example import Example
 from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.facts.plan import Plan
+from fxsplit.ir.facts.scope import Scope
 from fxsplit.ir.facts.stages import Stages, list_weights
 from fxsplit.ir.graph import IR
 from fxsplit.runtime.stage.recompute import POLICIES
@@ -114,13 +116,13 @@ class Program:
 
     def result(self, outputs: Sequence[Any]) -> Any:
         """Return the last stage's outputs as the model returns them."""
-        plain, returns = self.stages.fill(outputs), self.traced[Example].returns
+        plain, returns = self.stages.fill(outputs), self.traced[CallEffects].containers
         return plain if returns is None else pytree.tree_unflatten(pytree.tree_leaves(plain), returns)
 
     @cached_property
     def joined(self) -> tuple[int | None, ...]:
         """For each output of the last stage, the dimension that microbatches are joined on."""
-        of = dict(zip(self._returned, self.traced[Example].joined, strict=True))
+        of = dict(zip(self._returned, self.traced[CallEffects].output_dims, strict=True))
         return tuple(of.get(name, 0) for name in self.stages[-1].outputs)
 
     @property
@@ -132,12 +134,12 @@ class Program:
     @property
     def writes_inputs(self) -> bool:
         """Whether the model writes to its inputs in place."""
-        return self.traced[Example].written
+        return self.traced[CallEffects].writes_inputs
 
     def rewritten(self) -> frozenset[int]:
         """Return the memory of the buffers that each call writes and something may save for backward."""
         return frozenset(
-            get_storage_id(operator.attrgetter(path)(self.model)) for path in self.traced[Example].rewritten
+            get_storage_id(operator.attrgetter(path)(self.model)) for path in self.traced[CallEffects].saved_buffers
         )
 
     @cached_property
@@ -148,7 +150,7 @@ class Program:
     def hooked(self) -> list[bool]:
         """Whether modules that each stage calls put hooks on activations, or have hooks themselves that may do so."""
         return [
-            self.traced[Example].hooking
+            self.traced[CallEffects].sets_hooks
             or any(m.__dict__[kind] for m in s.module.modules() for kind in HOOKS if kind in m.__dict__)
             for s in self.stages.stages
         ]
@@ -216,7 +218,7 @@ class Program:
         for path, tensor in weights:  # what is one weight with two names is one in the graph
             if first.setdefault(id(tensor), path) != path:
                 found[f"{path} as"] = first[id(tensor)]
-        if self.traced[Example].fixed:  # an exported graph converts to the dtypes that there were
+        if self.traced[Scope].fixed:  # an exported graph converts to the dtypes that there were
             found |= {f"{path}.dtype": str(p.dtype) for path, p in self.model.named_parameters()}
         return {name.removeprefix("."): value for name, value in found.items()}
 

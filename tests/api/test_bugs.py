@@ -19,7 +19,6 @@ from torch.nn import functional as F
 import fxsplit
 from fxsplit.api.compare import compare, run_pipeline_step, run_unsplit_step
 from fxsplit.errors import BrokenFact, FxsplitError, InputError, PlanError, TraceError
-from fxsplit.ir.facts.example import Example
 from tests.models import FAST, Mlp, Residual
 
 mse = F.mse_loss
@@ -91,7 +90,7 @@ def test_modes_inside_forward_are_kept(mode: Any) -> None:
     model, x = Modes(mode), vectors().float()
     unsplit = copy.deepcopy(model)
     with fxsplit.compile(model, 2, example_inputs=x, n_microbatches=1, passes=FAST) as pipe:
-        assert pipe.traced[Example].front_end == "export"
+        assert pipe.front_end == "export"
         assert torch.equal(pipe(x), unsplit(x))
         pipe(x).sum().backward()
     unsplit(x).sum().backward()

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 import fxsplit
 from fxsplit.errors import InputError, TraceError
-from fxsplit.ir.facts.example import Example
 from tests.models import FAST, Mlp
 
 
@@ -87,7 +86,7 @@ def test_an_exported_graph_is_the_models_own() -> None:
             x = torch.randn(rows, 8, dtype=torch.float64)
             torch.testing.assert_close(pipe(x)["out"], model(x)["out"])
         pipe.train()
-        assert pipe.traced[Example].front_end == "export"
+        assert pipe.front_end == "export"
 
 
 def test_an_exported_graph_follows_the_models_dtype() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from fxsplit.errors import BrokenFact, ProfileError
-from fxsplit.ir.graph import IR
+from fxsplit.ir.graph import IR, GivenFact
 
 FORMAT = "fxsplit-profile"
 VERSION = 1
@@ -223,22 +223,18 @@ class Costs:
 
 
 @dataclass(frozen=True, eq=False)
-class KnownCosts:
+class KnownCosts(GivenFact):
     """Costs measured earlier, which `profile` uses by operator signature; `complete` forbids measuring any other."""
 
     costs: Costs
     complete: bool
 
     made_by: ClassVar[str] = "compile(costs=)"
-    given: ClassVar[bool] = True
 
     @cached_property
     def times(self) -> dict[str, tuple[float, float, float]]:
         """Milliseconds by signature: forward, backward, and what of that is for weights alone."""
         return {n.signature: (n.forward_ms, n.backward_ms, n.late_ms) for n in self.costs.nodes}
-
-    def verify(self, ir: IR) -> None:
-        """Hold for any graph: `profile` matches the signatures."""
 
     def __str__(self) -> str:
         return f"{len(self.times)} operator signatures, {'complete' if self.complete else 'others are measured'}"

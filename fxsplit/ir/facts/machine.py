@@ -11,7 +11,7 @@ from math import inf, isfinite
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from fxsplit.errors import InputError
-from fxsplit.ir.graph import IR
+from fxsplit.ir.graph import GivenFact
 
 if TYPE_CHECKING:  # torch takes a second to load, and a planned machine has no torch devices
     import torch
@@ -54,7 +54,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Machine:
+class Machine(GivenFact):
     """Devices in pipeline order and the bandwidth between each and the next, in bytes per second.
 
     `links[i]` joins device i and i+1; infinite means that values are handed over without a copy, as between threads
@@ -66,7 +66,6 @@ class Machine:
     shared: tuple[int, ...] = ()
 
     made_by: ClassVar[str] = "compile(devices=)"
-    given: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not self.devices:
@@ -198,9 +197,6 @@ class Machine:
         homes = self.shared or range(len(self))
         sharers = len({home for home, d in zip(homes, self.torch_devices(), strict=True) if d.type == "cpu"})
         return max(1, (os.cpu_count() or 1) // max(1, sharers))
-
-    def verify(self, ir: IR) -> None:
-        """Hold for any graph: construction has checked everything."""
 
     def __str__(self) -> str:
         lines = []

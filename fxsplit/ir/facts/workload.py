@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from fxsplit.ir.graph import IR
+from fxsplit.ir.graph import GivenFact
 
 
 @dataclass(frozen=True)
-class Workload:
+class Workload(GivenFact):
     """The schedule by name, the number of microbatches, and how many of them each stage holds at its worst.
 
     `in_flight[k]` lists, for a pipeline of k stages, the microbatches whose activations each stage keeps at once.
@@ -27,14 +27,10 @@ class Workload:
     versions: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     made_by: ClassVar[str] = "compile(schedule=, n_microbatches=)"
-    given: ClassVar[bool] = True
 
     def versions_of(self, n_stages: int) -> tuple[int, ...]:
         """Return how many versions of its weights each of `n_stages` stages keeps at once."""
         return self.versions.get(n_stages, (1,) * n_stages)
-
-    def verify(self, ir: IR) -> None:
-        """Hold for any graph."""
 
     def __str__(self) -> str:
         peaks = "; ".join(f"{k} stages {list(v)}" for k, v in self.in_flight.items())

@@ -1,0 +1,72 @@
+"""Scope: for which calls the captured graph is right. Every call of a pipeline is held against it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fxsplit.errors import InputError
+from fxsplit.ir.facts.call import Inputs
+from fxsplit.ir.graph import GivenFact
+
+
+@dataclass(frozen=True)
+class Scope(GivenFact):
+    """The calls for which the graph made by `front_end` is right.
+
+    A graph traced symbolically is right for every shape. One that is `fixed` was exported for the shapes of `inputs`,
+    except that its number of rows may lie between the two numbers of `bounds` (None: no limit). Within them, `guard`
+    raises AssertionError for a number of rows at which forward() would take another branch than the graph.
+    """
+
+    inputs: Inputs
+    front_end: str = "symbolic_trace"
+    fixed: bool = False
+    bounds: tuple[int, int | None] = (1, None)
+    guard: Callable[..., Any] | None = None
+    _passed: set[int] = field(default_factory=set, compare=False, repr=False)
+
+    made_by: ClassVar[str] = "trace"
+
+    def other_shapes(self, tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], ...] | None:
+        """Return the shapes of `tensors`, without rows, if the graph is fixed for other shapes; None if it fits."""
+        if not self.fixed:
+            return None
+        shapes = self.inputs.without_rows(t.shape for t in tensors)
+        return None if shapes == self.inputs.without_rows(s.shape for s in self.inputs.specs) else shapes
+
+    def check_rows(self, rows: Sequence[int]) -> None:
+        """Raise InputError unless the graph is right for microbatches with these numbers of rows."""
+        least, most = self.bounds
+        odd = next((r for r in rows if r < least or (most is not None and r > most)), None)
+        if odd is not None:
+            raise InputError(
+                f"a microbatch has {odd} rows, and forward() takes another branch there than in the graph, which is "
+                f"for {least} to {'any number of' if most is None else most} rows: choose n_microbatches accordingly"
+            )
+        # The guard runs the exporter's conditions, which takes milliseconds: each number of rows is asked about once.
+        for count in set(rows) - self._passed if self.guard is not None else ():
+            self._check_guard(count)
+            self._passed.add(count)
+
+    def _check_guard(self, rows: int) -> None:
+        """Raise InputError if forward() takes another branch than the graph for microbatches of so many rows."""
+        specs = [(s, [rows if d == s.batch_dim else n for d, n in enumerate(s.shape)]) for s in self.inputs.specs]
+        try:
+            assert self.guard is not None
+            self.guard(*(torch.empty(shape, dtype=s.dtype, device="meta") for s, shape in specs))
+        except AssertionError as error:
+            raise InputError(
+                f"a microbatch has {rows} rows, and forward() takes another branch there than in the graph ({error}): "
+                "choose n_microbatches so that all are like the example's"
+            ) from error
+
+    def __str__(self) -> str:
+        """One line: the front end, and the limits if there are any."""
+        least, most = self.bounds
+        rows = "" if (least, most) == (1, None) else f", {least} to {'any number of' if most is None else most} rows"
+        return f"{self.front_end}, {'one shape' if self.fixed else 'every shape'}{rows}"
