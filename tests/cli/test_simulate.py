@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+import fxsplit
 from fxsplit.api.plan import make_workload
 from fxsplit.cli import main as cli
+from fxsplit.errors import InputError, ScheduleError
 from fxsplit.formats.plan_json import read_plan, save_plan
 from fxsplit.ir.facts.machine import Machine
 from fxsplit.planner import Options
@@ -19,6 +21,7 @@ from fxsplit.planner.planner import Planner
 from fxsplit.report import draw, save_picture
 from fxsplit.report.perfetto import trace_events
 from fxsplit.schedule import Times, generate, simulate
+from fxsplit.schedule.action import Action
 from fxsplit.schedule.memory import Footprint, memory, peak
 from fxsplit.schedule.of_plan import times_of
 from fxsplit.schedule.timeline import Timeline
@@ -205,3 +208,29 @@ def test_it_needs_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_absurd_numbers_are_refused_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ScheduleError):
+        Action.parse("0F12345678")
+    assert cli.main(["simulate", "--devices", "2", "--n-microbatches", "9" * 20]) == 2
+    assert "actions, more than 1000000: give fewer microbatches" in capsys.readouterr().err
+    from tests.cli.test_plan import chain
+
+    chain([1, 1]).save(tmp_path / "profile.json")
+    assert cli.main(["plan", str(tmp_path / "profile.json"), "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    for change in ({"n_microbatches": 10**30}, {"rows": float("inf")}, {"ideals": 1.5}, {"n_microbatches": True}):
+        (tmp_path / "plan.json").write_text(json.dumps(plan | change))
+        assert cli.main(["simulate", "--plan", str(tmp_path / "plan.json")]) == 2
+        assert "it must be a whole number" in capsys.readouterr().err
+
+
+def test_a_file_says_where_its_stages_are(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    from fxsplit.cli.main import main
+
+    file = str(tmp_path / "x.csv")
+    assert main(["simulate", "--schedule", "GPipe", "--devices", "2", "--to-csv", file]) == 0
+    assert main(["simulate", "--csv", file, "--stages-per-device", "3"]) == 2
+    assert "--stages-per-device" in capsys.readouterr().err
+    assert issubclass(InputError, fxsplit.FxsplitError)

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.api.verify import disable_dropout
@@ -146,3 +147,28 @@ def test_nothing_drops_while_verifying() -> None:
         assert torch.equal(attention(x, x, x)[0], attention(x, x, x)[0])
         assert torch.equal(nn.Dropout(0.5)(x), x) and torch.equal(nn.functional.alpha_dropout(x, 0.5, True), x)
     assert not torch.equal(nn.Dropout(0.5)(x), x)
+
+
+def test_what_a_factory_raises_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
+    from fxsplit.cli.main import main
+
+    for name in ("raising", "single_rows", "lazy"):
+        assert main(["verify", f"tests.cli.test_verify:{name}", "--n-microbatches", "3", "--json"]) == 2
+        assert f"tests.cli.test_verify:{name}" in capsys.readouterr().err
+
+
+def raising() -> Any:
+    raise KeyError("weights")
+
+
+def single_rows() -> Any:
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), (torch.randn(3, 4),)
+
+
+def lazy() -> Any:
+    return nn.Sequential(nn.Linear(4, 4), Failing()), (torch.randn(3, 4),)
+
+
+class Failing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, torch.ones(3, 5))

@@ -14,9 +14,9 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 import fxsplit
 from fxsplit import DEFAULT, IR, Pins
-from fxsplit.errors import BrokenFact, ChainError, FxsplitError, MissingFact
+from fxsplit.errors import FxsplitError
 from fxsplit.ir import chain as spec
-from tests.models import FAST, Residual
+from tests.models import Residual
 
 
 def copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
@@ -119,58 +119,3 @@ def test_a_list_of_passes_is_a_chain() -> None:
     chain: Sequence[fxsplit.Pass] = [count, *DEFAULT]
     with fxsplit.compile(Residual(), 2, example_inputs=x(), passes=chain) as pipe:
         assert len(seen) == 1 and pipe.ir.steps[0].text == "count"
-
-
-def test_chain_text_round_trip() -> None:
-    from fxsplit.passes import PASSES
-
-    for text in (FAST, "profile,augment{max_states=10},order,partition{use_all=false,optimizer_factor=0.5},emit"):
-        assert str(spec.parse_chain(text, PASSES)) == text
-    assert str(DEFAULT) == "profile,augment,order,partition,emit"
-    assert str(DEFAULT.after("order", Keep("a"))) == "profile,augment,order,keep{module=a},partition,emit"
-    assert str(DEFAULT.replace("partition", fold_conv_bn)) == "profile,augment,order,fold-conv-bn,emit"
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("profile,augmnet", "unknown pass 'augmnet': did you mean 'augment'"),
-        ("profile{repeat=3}", "pass 'profile' has no option 'repeat=3': it has repeats"),
-        ("profile{repeats=x}", "option repeats='x' of pass 'profile': write a number"),
-        ("partition{use_all=1}", "option use_all='1' of pass 'partition': write true or false"),
-        ("profile{repeats=0}", "measure at least once"),
-        ("augment{max_states=0}", "give a positive number"),
-        ("partition{optimizer_factor=-1}", "zero or more"),
-        ("profile{repeats=3", "cannot read the chain"),
-        ("", "an empty chain"),
-        ("no.such.module:Pass", "cannot import the pass"),
-    ],
-)
-def test_bad_chain_text(text: str, message: str) -> None:
-    with pytest.raises(ChainError, match=message.replace("{", r"\{")):
-        fxsplit.compile(Residual(), 2, passes=text)
-
-
-def test_bad_chains() -> None:
-    with pytest.raises(ChainError, match="no pass 'cut' in this chain"):
-        DEFAULT.before("cut", Keep("a"))
-    with pytest.raises(ChainError, match="is not a pass: give a function"):
-        fxsplit.compile(Residual(), 2, passes=[Keep])  # type: ignore[list-item]
-    with pytest.raises(ChainError, match="pass '<lambda>' returned NoneType: a pass returns an IR"):
-        fxsplit.compile(Residual(), 2, example_inputs=x(), passes=[lambda ir: None])  # type: ignore[list-item, return-value]
-    with pytest.raises(ChainError, match="learns no Stages: it needs a pass like 'emit'"):
-        fxsplit.compile(Residual(), 2, example_inputs=x(), passes="profile{repeats=1},augment,order,partition")
-    with pytest.raises(MissingFact, match=r"no States yet.*run 'order' earlier in the chain"):
-        fxsplit.compile(Residual(), 2, example_inputs=x(), passes="profile{repeats=1},augment,partition,emit")
-
-
-def test_a_pass_that_breaks_a_fact_is_named() -> None:
-    def forget_a_node(ir: IR) -> IR:
-        graph, made = copied(ir.gm.graph)
-        extra = next(iter(made.values()))
-        with graph.inserting_after(extra):
-            graph.call_function(torch.relu, (extra,))
-        return ir.rewrite(fx.GraphModule(ir.gm, graph), *ir.facts)
-
-    with pytest.raises(BrokenFact, match="after pass 'forget-a-node': the costs are of other nodes than the graph"):
-        fxsplit.compile(Residual(), 2, example_inputs=x(), passes=DEFAULT.after("profile", forget_a_node))

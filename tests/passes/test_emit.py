@@ -89,3 +89,31 @@ def test_a_model_that_draws_nothing_leaves_the_generator_alone() -> None:
         state = torch.get_rng_state()
         pipe(torch.ones(8, 8)).sum().backward()
         assert torch.equal(torch.get_rng_state(), state)
+
+
+def vectors(rows: int = 8) -> Tensor:
+    return torch.randn(rows, 8)
+
+
+class SometimesNoisy(nn.Module):
+    """Draws in training through a module that is no dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.noise, self.b = nn.Linear(8, 8), nn.RReLU(), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.b(self.noise(self.a(x)))
+        return result
+
+
+def test_what_draws_only_in_the_second_mode_is_reproducible() -> None:
+    model = SometimesNoisy().eval()
+    x = vectors(32)
+    with fxsplit.compile(model, 2, example_inputs=x, passes=FAST) as pipe:
+        pipe.train()
+        runs = []
+        for _ in range(2):
+            torch.manual_seed(3)
+            runs.append(pipe(x).detach())
+        assert torch.equal(*runs)

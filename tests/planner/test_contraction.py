@@ -22,6 +22,7 @@ from fxsplit.planner.planner import Planner
 from tests.graphs import node, printed_under_two_hash_seeds, profiles, workload
 
 many = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+
 MACHINE = Machine.planned(3, 1e5)
 
 
@@ -201,3 +202,32 @@ for model in ("forwarded", "direct", "replicated"):
 def test_plans_do_not_depend_on_the_hash_seed(small: str) -> None:
     printed = printed_under_two_hash_seeds(PROGRAM, small)
     assert len(printed) == 1 and "stage" in printed.pop()
+
+
+def costs(*nodes: object, outputs: tuple[str, ...]) -> Costs:
+    return Costs(nodes, (), outputs, rows=1)  # type: ignore[arg-type]
+
+
+def test_more_time_never_makes_a_plan_worse() -> None:
+    """Where there is no time to look at all nodes, the plan that was found with some joined is kept."""
+    from random import Random
+
+    for seed in range(40):
+        draw = Random(seed)
+        made = [
+            node(
+                f"n{i}",
+                [f"n{draw.randrange(i)}"] if i else [],
+                ms=draw.choice([0.0, 0.0, 1.0, 3.0]),
+                output_bytes=draw.randrange(1000),
+            )
+            for i in range(8)
+        ]
+        graph = costs(*made, outputs=("n7",))
+        machine = Machine.planned(3, 1e4)
+        whole = Planner(graph).plan(machine, workload(machine), Options())
+        hurried = Planner(graph).plan(machine, workload(machine), Options(time_limit=1e-9))
+        assert hurried.lower_bound_ms <= whole.bottleneck_ms * (1 + 1e-9)
+        joined = Planner(graph)
+        idle = joined.plan(machine, workload(machine), Options(use_all=False))
+        assert whole.bottleneck_ms >= idle.bottleneck_ms * (1 - 1e-9)

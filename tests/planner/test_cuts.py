@@ -20,7 +20,7 @@ from fxsplit.planner import Options, antichains, sequence_states
 from fxsplit.planner.cuts import find_cut_levels
 from fxsplit.planner.planner import Planner
 from tests.graphs import best_bottleneck, node, profiles, workload
-from tests.planner.test_cost_models import clusters, many, solve
+from tests.planner.test_planner_models import clusters, many, solve
 
 
 def works(costs: Costs, chains: Antichains) -> list[float]:

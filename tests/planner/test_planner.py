@@ -24,9 +24,10 @@ from fxsplit.ir.facts.price import CostModel, price_split
 from fxsplit.ir.facts.states import States
 from fxsplit.ir.manager import run_chain
 from fxsplit.passes import Augment, Order, Partition
-from fxsplit.planner import search
+from fxsplit.planner import Options, search
 from fxsplit.planner.kernels import compile_kernel, lattice
 from fxsplit.planner.moves import list_moves
+from fxsplit.planner.planner import Planner
 from fxsplit.planner.problem import pose_problem
 from fxsplit.planner.search import SLACK
 from tests.graphs import (
@@ -41,7 +42,9 @@ from tests.graphs import (
 )
 
 many = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+
 some = settings(many, max_examples=60)
+
 PLANNER = (Augment(), Order(), Partition())
 
 
@@ -327,3 +330,24 @@ def test_plans_do_not_depend_on_the_hash_seed() -> None:
 
 def test_errors_are_fxsplits() -> None:
     assert issubclass(PlanError, FxsplitError)
+
+
+def costs(*nodes: object, outputs: tuple[str, ...]) -> Costs:
+    return Costs(nodes, (), outputs, rows=1)  # type: ignore[arg-type]
+
+
+def test_pins_name_devices_in_a_free_order_too() -> None:
+    two = costs(node("a"), node("b", ("a",)), outputs=("b",))
+    machine = Machine.planned(2)
+    plan = Planner(two, pins={"a": 1, "b": 0}).plan(machine, workload(machine), Options(free=True))
+    assert [s.devices for s in plan.stages] == [(1,), (0,)]
+
+
+def test_pins_may_name_two_devices_of_one_replicated_stage() -> None:
+    two = costs(node("a"), node("b", ("a",)), outputs=("b",))
+    machine = Machine.planned(2)
+    planner = Planner(two, pins={"a": 0, "b": 1}, keep=[["a", "b"]])
+    plan = planner.plan(machine, workload(machine), Options(model="replicated"))
+    assert [s.devices for s in plan.stages] == [(0, 1)]
+    with pytest.raises(Exception, match="pin both to one stage"):
+        planner.plan(machine, workload(machine), Options(use_all=False))

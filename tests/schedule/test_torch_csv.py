@@ -106,3 +106,21 @@ def test_what_torch_has_no_word_for(name: str, tmp_path: Path) -> None:
     with pytest.raises(NotExportable, match=r"torch has no (replicas of a stage|steps and versions of weights)"):
         write_csv(generate(name, 2, 4), tmp_path / "schedule.csv")
     assert not (tmp_path / "schedule.csv").exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "99999999999F0,99999999999B0",
+        "0F" + "9" * 5000,
+        "(" * 6000 + "0F0" + ")OVERLAP_F_B" * 6000,
+        "1F0,1B0",
+        "0F9999999",
+    ],
+    ids=["huge stage", "huge number", "nested", "no stage 0", "huge microbatch"],
+)
+def test_absurd_schedule_files_are_refused_at_once(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "absurd.csv"
+    path.write_text(text + "\n")
+    with pytest.raises(ScheduleError):
+        read_csv(path)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fxsplit
 from fxsplit.torch_internals.patch import Method, patch_method
-from tests.models import FAST
+from tests.models import FAST, Mlp
 
 
 class Base:
@@ -83,3 +83,30 @@ def test_models_compiled_at_once_leave_torch_as_it_was() -> None:
     with ThreadPoolExecutor(4) as pool:
         assert max(pool.map(compiled, range(8))) < 1e-6
     assert [owner.__dict__[name] for owner, name in methods] == before
+
+
+def vectors(rows: int = 8) -> Tensor:
+    return torch.randn(rows, 8)
+
+
+def test_compiling_beside_a_running_pipeline() -> None:
+    """fx patches nn.Module while it traces: workers of other pipelines, and other tracers, must not notice."""
+    x = vectors(64)
+    first, others = Mlp(), [Mlp(layers=24, width=8) for _ in range(4)]
+    errors: list[BaseException] = []
+    results: list[Tensor] = []
+
+    def compile_one(model: nn.Module) -> None:
+        try:
+            with fxsplit.compile(model, 2, example_inputs=x, passes=FAST) as pipe:
+                results.append((pipe(x) - model(x)).detach())
+        except BaseException as error:
+            errors.append(error)
+
+    with fxsplit.compile(first, 2, example_inputs=x, passes=FAST) as pipe:
+        threads = [threading.Thread(target=compile_one, args=(m,)) for m in others]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            torch.testing.assert_close(pipe(x), first(x))
+    assert not errors and len(results) == 4 and all(float(r.abs().max()) < 1e-6 for r in results)

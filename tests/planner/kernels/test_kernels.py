@@ -16,7 +16,7 @@ from fxsplit.planner.clock import Clock, OutOfTime
 from fxsplit.planner.direct import DirectProblem
 from fxsplit.planner.planner import Planner
 from tests.graphs import machines, node, profiles, workload
-from tests.planner.test_cost_models import solve
+from tests.planner.test_planner_models import solve
 
 
 @pytest.fixture

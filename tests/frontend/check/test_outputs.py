@@ -123,3 +123,35 @@ def test_a_field_that_is_none() -> None:
         found = pipe(x)
         assert type(found) is Fields and found.loss is None
         torch.testing.assert_close(found.logits, model(x).logits)
+
+
+OPTIONS: Any = {"passes": FAST, "n_microbatches": 2}
+
+
+def rows(count: int = 8) -> Tensor:
+    return torch.randn(count, 4)
+
+
+class Two(nn.Module):
+    """Two layers; `narrow` sends a model to torch.export, since it decides by a shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def narrow(self, x: Tensor) -> None:
+        if x.shape[-1] != 4:
+            raise ValueError("four features")
+
+
+def test_an_output_as_long_as_a_microbatch_is_no_batch() -> None:
+    class Positions(Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.positions = nn.Parameter(torch.randn(4, 6))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.b(self.a(x)), self.positions * 2
+
+    with pytest.raises(InputError, match=r"output 1 of Positions has shape \(4, 6\) for 4 rows"):
+        fxsplit.compile(Positions(), 2, example_inputs=rows(), **OPTIONS)

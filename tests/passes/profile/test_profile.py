@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -155,3 +159,35 @@ def test_parameters_that_functions_read(schedule: str) -> None:
     for a, b in zip(model.parameters(), alone.parameters(), strict=True):
         assert a.grad is not None and b.grad is not None
         torch.testing.assert_close(a.grad.to_dense(), b.grad.to_dense())
+
+
+INTERRUPT = """
+import copy, threading, time, torch, fxsplit
+from torch import nn
+from fxsplit.ir.progress import listening
+model = nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.BatchNorm1d(512)) for _ in range(40)])
+before = copy.deepcopy(model.state_dict())
+x = torch.randn(2048, 512)
+def tell(what, done, total):
+    if done == 1:
+        print("ready", flush=True)
+try:
+    with listening(tell):
+        fxsplit.compile(model, 2, example_inputs=x, passes="profile{repeats=1000},augment,order,partition,emit")
+except KeyboardInterrupt:
+    time.sleep(0.5)
+    same = all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    print("stopped", same, threading.active_count(), flush=True)
+"""
+
+
+def test_ctrl_c_while_profiling_leaves_the_model_as_it_was() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    with subprocess.Popen(
+        [sys.executable, "-c", INTERRUPT], stdout=subprocess.PIPE, text=True, env=environment
+    ) as program:
+        assert program.stdout is not None
+        assert program.stdout.readline().strip() == "ready"
+        program.send_signal(signal.SIGINT)
+        assert program.stdout.readline().strip() == "stopped True 1"
+        assert program.wait(timeout=30) == 0

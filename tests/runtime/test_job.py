@@ -1,14 +1,12 @@
-"""Schedules as they run: what is held at once, what was done when, and backwards in two halves."""
+"""One step, run by its schedule: what is held at once, what was done when, and what fails."""
 
 from __future__ import annotations
 
-import copy
 import gc
 import itertools
 import threading
 import time
 from collections.abc import Callable
-from math import inf
 from typing import Any
 
 import pytest
@@ -19,8 +17,7 @@ from torch.nn import functional as F
 import fxsplit
 from fxsplit.report import draw
 from fxsplit.runtime import job
-from fxsplit.runtime.stage.run import Packet, Saved, backward
-from fxsplit.runtime.stage.split_backward import compute_input_gradients, compute_weight_gradients
+from fxsplit.runtime.stage.run import Packet
 from fxsplit.schedule import RUNNABLE, generate
 from fxsplit.schedule.action import BACKWARD, COMPUTES
 from fxsplit.torch_internals.grad_sums import Sums
@@ -99,116 +96,6 @@ def test_numbers_of_microbatches_that_a_schedule_is_not_made_for() -> None:
         fxsplit.compile(model, ["cpu"] * 2, n_microbatches=5, **options)
 
 
-def test_several_stages_share_a_devices_memory() -> None:
-    machine = fxsplit.Machine(
-        (fxsplit.Device("a", torch.device("cpu"), 100.0), fxsplit.Device("b", torch.device("cpu"), inf, speed=2.0)),
-        (1e6,),
-    )
-    places = machine.unrolled([(0,), (1,), (1,), (0,)])
-    assert [d.name for d in places.devices] == ["a/0", "b/0", "b/1", "a/1"]
-    assert [d.memory_bytes for d in places.devices] == [50.0, inf, inf, 50.0]
-    assert places.links == (1e6, inf, 1e6) and [d.speed for d in places.devices] == [1, 2, 2, 1]
-    assert places.intraop_threads() == machine.intraop_threads() and machine.unrolled([(0,), (1,)]) is machine
-
-
-class Tied(nn.Module):
-    """A weight used twice, one behind a transpose, one for an embedding, one frozen, one that nothing reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(7, 8)
-        self.twice = nn.Linear(8, 8)
-        self.norm = nn.LayerNorm(8)
-        self.frozen = nn.Linear(8, 8).requires_grad_(False)
-        self.unused = nn.Parameter(torch.ones(3))
-        self.scale = nn.Parameter(torch.ones(8))
-
-    def forward(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        h = self.twice(x) + self.embed(tokens)
-        h = self.norm(self.frozen(h)) * self.scale
-        h = torch.tanh(self.twice(h))
-        return F.linear(h, self.embed.weight), h.exp()
-
-
-MODELS: dict[str, Callable[[], tuple[nn.Module, list[Tensor]]]] = {
-    "tied": lambda: (Tied(), [torch.randn(5, 8), torch.randint(0, 7, (5,))]),
-    "mlp": lambda: (Mlp(), [torch.randn(5, 8)]),
-    "conv": lambda: (
-        nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Conv2d(4, 2, 3), nn.Flatten()),
-        [torch.randn(2, 3, 8, 8)],
-    ),
-    "lstm": lambda: (nn.LSTM(4, 3, 2, batch_first=True), [torch.randn(2, 5, 4)]),
-    "weight norm": lambda: (nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), [torch.randn(3, 4)]),
-}
-
-
-@pytest.mark.parametrize("wanted", [True, False], ids=["input wants a gradient", "input is data"])
-@pytest.mark.parametrize("name", list(MODELS))
-def test_two_halves_are_a_backward(name: str, wanted: bool) -> None:
-    """The gradients of inputs come with the first half, those of weights with both, all as in one go."""
-    torch.manual_seed(0)
-    model, args = MODELS[name]()
-    model, args = model.double(), [a.double() if a.is_floating_point() else a for a in args]
-    trained = [p for p in model.parameters() if p.requires_grad]
-
-    def saved() -> Saved:
-        inputs = tuple(a.clone().requires_grad_(wanted and a.is_floating_point()) for a in args)
-        found = model(*(i.clone() if i.requires_grad else i for i in inputs))
-        leaves = [v for v in torch.utils._pytree.tree_leaves(found) if isinstance(v, Tensor)]
-        return Saved(inputs, tuple(leaves))
-
-    once, twice = Sums(), Sums()
-    whole = saved()
-    gradients = [torch.randn_like(v) for v in whole.outputs]
-    expected, shares = backward(whole, gradients, trained)
-    once.add(shares)
-    found, early, rest = compute_input_gradients(saved(), gradients, trained)
-    twice.add(early)
-    compute_weight_gradients(rest, twice)
-    for a, b in zip(expected, found, strict=True):
-        assert (a is None) == (b is None)
-        assert a is None or b is None or torch.allclose(a, b, rtol=1e-12, atol=1e-12)
-    assert set(once.totals) == set(twice.totals)
-    for leaf, total in once.totals.items():
-        assert torch.allclose(total, twice.totals[leaf], rtol=1e-12, atol=1e-12)
-    if name in ("mlp", "conv"):
-        norms = [p for m in model.modules() if isinstance(m, nn.BatchNorm2d) for p in m.parameters()]
-        assert {id(leaf) for leaf, _, _ in early} == {id(p) for p in norms}, "weights used once wait, unless fused"
-
-
-def test_halves_of_nothing() -> None:
-    value = torch.ones(2)
-    empty = Saved(Packet.of([value]).values, (value,))
-    found, _, rest = compute_input_gradients(empty, [torch.ones(2)], [])
-    compute_weight_gradients(rest, Sums())
-    assert found == [None]
-
-
-def test_a_failing_half_names_its_place() -> None:
-    model = deep()
-    with fxsplit.compile(
-        model, ["cpu"] * 2, passes=FAST, loss_fn=mean_square, schedule="ZB-H1", n_microbatches=2
-    ) as pipe:
-        x = torch.randn(4, 8)
-        pipe.step(x, target=x)
-
-        def broken(gradient: Tensor) -> Tensor:
-            raise ValueError("no gradient today")
-
-        def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-            if output.requires_grad:
-                output.register_hook(broken)
-            return output
-
-        handle = model[5][1].register_forward_hook(hook)  # type: ignore[index]
-        before = [p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
-        with pytest.raises(ValueError, match=r"no gradient today \(in stage 1 of 2 on cpu:1, input gradient of"):
-            pipe.step(x, target=x)
-        handle.remove()
-        assert all(torch.equal(a, p.grad) for a, p in zip(before, model.parameters(), strict=True))  # type: ignore[arg-type]
-        pipe.step(x, target=x)
-
-
 def test_a_gradient_is_handed_back_before_the_weights_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stage 0 runs backward while stage 1 still adds its weights' gradients: here that waits for stage 0."""
     begun = threading.Event()
@@ -265,26 +152,67 @@ def test_a_step_leaves_nothing_to_the_garbage_collector(schedule: str) -> None:
     assert left == alive
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_uneven_microbatches_weigh_by_their_rows(dtype: torch.dtype) -> None:
-    model = deep().to(dtype)
-    x, y = torch.randn(7, 8, dtype=dtype), torch.randn(7, 8, dtype=dtype)
-    alone = copy.deepcopy(model)
-    expected = F.mse_loss(alone(x), y)
-    expected.backward()
-    with fxsplit.compile(model, 2, loss_fn=mean_square, n_microbatches=3, passes=FAST) as pipe:
-        found = pipe.step(x, target=y)
-    assert found.dtype == dtype and not found.requires_grad
-    torch.testing.assert_close(found, expected.detach())
-    for a, b in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad)
+def vectors(rows: int = 8) -> Tensor:
+    return torch.randn(rows, 8)
 
 
-def test_a_loss_that_is_a_parameter_itself() -> None:
-    """Its gradient is the weight it has in the batch; nothing else gets one."""
-    model = deep()
-    extra = nn.Parameter(torch.tensor(3.0))
-    with fxsplit.compile(model, 2, loss_fn=lambda outputs, target: extra, n_microbatches=4, passes=FAST) as pipe:
-        loss = pipe.step(torch.randn(8, 8), target=torch.randn(8, 8))
-    assert float(loss) == 3.0 and float(extra.grad) == 1.0  # type: ignore[arg-type]
-    assert all(p.grad is None for p in model.parameters())
+class Coded(Exception):
+    def __init__(self, code: int) -> None:
+        super().__init__(f"code {code}")
+        self.code = code
+
+
+def raise_coded(x: Tensor) -> Tensor:
+    if x.shape[0] == 1:
+        raise Coded(7)
+    return x
+
+
+torch.fx.wrap("raise_coded")
+
+
+def test_an_exception_keeps_its_attributes() -> None:
+    class Raises(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            return raise_coded(super().forward(x))
+
+    with fxsplit.compile(Raises(), 2, example_inputs=vectors(), n_microbatches=2, passes=FAST) as pipe:
+        with pytest.raises(Coded) as caught:
+            pipe(vectors(3))
+        assert caught.value.code == 7
+
+
+mse = F.mse_loss
+
+
+def missing_file(x: Tensor) -> Tensor:
+    if x.shape[0] == 1:
+        raise FileNotFoundError(2, "no such table", "table.bin")
+    return x
+
+
+torch.fx.wrap("missing_file")
+
+
+def test_an_os_error_keeps_its_number_and_file() -> None:
+    class Raises(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            return missing_file(super().forward(x))
+
+    with fxsplit.compile(Raises(), 2, example_inputs=vectors(), n_microbatches=2, passes=FAST) as pipe:
+        with pytest.raises(FileNotFoundError) as caught:
+            pipe(vectors(3))
+        assert (caught.value.errno, caught.value.filename) == (2, "table.bin")
+
+
+def test_a_hook_that_raises_leaves_the_other_gradients() -> None:
+    def refuse(gradient: Tensor) -> None:
+        raise ValueError("not finite")
+
+    model = Mlp()
+    x, y = vectors(), torch.zeros(8, 3)
+    with fxsplit.compile(model, 2, example_inputs=x, loss_fn=mse, passes=FAST) as pipe:
+        model.get_parameter("layers.3.weight").register_hook(refuse)
+        with pytest.raises(ValueError, match="not finite"):
+            pipe.step(x, target=y)
+        assert all(p.grad is None for p in model.parameters())

@@ -1,0 +1,212 @@
+"""The pipeline as its user calls it: batches of any size, modes, threads and hooks of the model itself."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxsplit
+from fxsplit.api import pipeline
+from fxsplit.errors import FxsplitError, InputError
+from tests.models import FAST, Mlp
+
+mse = F.mse_loss
+
+
+def vectors(rows: int = 8) -> Tensor:
+    return torch.randn(rows, 8)
+
+
+def test_a_small_first_batch_does_not_fix_the_number_of_microbatches() -> None:
+    calls: list[int] = []
+    model = Mlp()
+    model.layers[0].register_forward_hook(lambda m, args, out: calls.append(out.shape[0]))
+    with fxsplit.compile(model, 2, example_inputs=vectors(1), passes=FAST) as pipe:
+        calls.clear()
+        pipe(vectors(64))
+        assert calls == [16] * 4
+
+
+def test_first_calls_from_many_threads() -> None:
+    model = Mlp()
+    x = vectors()
+    results: list[Tensor] = []
+    with fxsplit.compile(model, 2, passes=FAST) as pipe:
+        threads = [threading.Thread(target=lambda: results.append(pipe(x))) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(results) == 4
+    for result in results:
+        torch.testing.assert_close(result, model(x))
+
+
+class FrozenNorm(nn.Module):
+    """Keeps batch norm in evaluation whatever mode is set, and uses a parameter directly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def train(self, mode: bool = True) -> FrozenNorm:
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.b(self.norm(self.a(x)) * self.scale)
+        return result
+
+
+def test_train_is_the_models_own() -> None:
+    model = FrozenNorm().train()
+    with fxsplit.compile(model, 2, example_inputs=vectors(), passes=FAST) as pipe:
+        assert pipe.train() is pipe and not model.norm.training
+        assert pipe.eval() is pipe and not model.training
+
+
+def test_step_refuses_an_input_that_wants_a_gradient() -> None:
+    with (
+        fxsplit.compile(Mlp(), 2, loss_fn=mse, passes=FAST) as pipe,
+        pytest.raises(InputError, match="wants a gradient, which step"),
+    ):
+        pipe.step(vectors().requires_grad_(), target=torch.zeros(8, 3))
+
+
+class Sequences(nn.Module):
+    """Decides by the length of its sequences, which only torch.export follows, for each length anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.drop = nn.Embedding(20, 8), nn.BatchNorm1d(8), nn.Dropout(0.0)
+        self.mix, self.head = nn.Linear(8, 8), nn.Linear(8, 20)
+
+    def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        h = self.embed(ids) + torch.arange(ids.shape[1], device=ids.device)[None, :, None] / 10
+        if ids.shape[1] > 4:
+            h = h + self.mix(h)
+        h = self.drop(self.norm(h.transpose(1, 2)).transpose(1, 2))
+        out: Tensor = self.head(h if mask is None else h * mask[..., None])
+        return out
+
+
+def cross_entropy(out: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(out.flatten(0, 1), target.flatten())
+
+
+def test_other_lengths_of_an_exported_model_are_compiled_on_their_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same weights where they are; gradients and running statistics are those of the unsplit model."""
+    torch.manual_seed(0)
+    model = Sequences().double()
+    unsplit = copy.deepcopy(model)
+    mine, theirs = (torch.optim.SGD(m.parameters(), 0.1) for m in (model, unsplit))
+    example = torch.ones(8, 6).long(), torch.ones(8, 6, dtype=torch.float64)
+    options: Any = {"n_microbatches": 2, "passes": FAST, "loss_fn": cross_entropy, "example_inputs": example}
+    with fxsplit.compile(model, 2, **options) as pipe:
+        homes = [{id(p) for p in s.module.parameters()} for s in pipe.stages.stages]
+        for length, rows in ((6, 8), (3, 8), (9, 5), (3, 4), (6, 2)):
+            ids, mask = torch.randint(0, 20, (rows, length)), torch.rand(rows, length, dtype=torch.float64)
+            found = pipe.step(ids, mask, target=ids)
+            parts = zip(ids.chunk(2), mask.chunk(2), strict=True)
+            expected = torch.zeros((), dtype=torch.float64)
+            for i, m in parts:
+                expected = expected + cross_entropy(unsplit(i, m), i) * (i.shape[0] / rows)
+            expected.backward()
+            torch.testing.assert_close(found, expected.detach())
+            for optimizer in (mine, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+            for name, value in unsplit.state_dict().items():
+                torch.testing.assert_close(model.state_dict()[name], value)
+        assert homes == [{id(p) for p in s.module.parameters()} for s in pipe.stages.stages]
+        pipe.eval(), unsplit.eval()
+        for length in (6, 4):
+            ids, mask = torch.randint(0, 20, (4, length)), torch.rand(4, length, dtype=torch.float64)
+            torch.testing.assert_close(pipe(ids, mask), unsplit(ids, mask))
+        monkeypatch.setattr(pipeline, "MOST_SHAPES", 1)
+        with pytest.raises(InputError, match=r"a graph for every shape, and \(\(5,\), \(5,\)\).* more than 2 of them"):
+            pipe(torch.ones(2, 5).long(), torch.ones(2, 5, dtype=torch.float64))
+
+
+def test_full_backward_hooks_of_the_model_itself() -> None:
+    model, unsplit = Mlp(), Mlp()
+    seen: list[Tensor] = []
+
+    def note(module: Any, of_inputs: Any, of_outputs: Any) -> None:
+        seen.append(of_inputs[0])
+
+    x = vectors().requires_grad_()
+    with fxsplit.compile(model, 2, example_inputs=x, passes=FAST) as pipe:
+        model.register_full_backward_hook(note)
+        unsplit.load_state_dict(model.state_dict())
+        unsplit.register_full_backward_hook(note)
+        pipe(x).sum().backward()
+        unsplit(x).sum().backward()
+    torch.testing.assert_close(seen[0], seen[1])
+
+
+def test_the_models_own_forward_hooks_run_once_around_the_pipeline() -> None:
+    model = Mlp()
+    x = vectors()
+    model.register_forward_hook(lambda m, args, out: out * 2)
+    with fxsplit.compile(model, 2, example_inputs=x, passes=FAST) as pipe:
+        torch.testing.assert_close(pipe(x), model(x))
+        torch.testing.assert_close(pipe.eval()(x), model(x))
+
+
+def x(rows: int = 8) -> Tensor:
+    return torch.randn(rows, 8)
+
+
+def compiled(**options: Any) -> fxsplit.Pipeline:
+    return fxsplit.compile(Mlp(), 2, **{"example_inputs": x(), "passes": FAST, **options})
+
+
+def refused(error: type[Exception], message: str) -> Any:
+    """Expect `error`, a FxsplitError of one paragraph."""
+    assert issubclass(error, FxsplitError)
+    return pytest.raises(error, match=message)
+
+
+def test_later_batches() -> None:
+    with compiled(n_microbatches=4) as pipe:
+        with refused(InputError, "a batch of 3 rows cannot be cut into n_microbatches=4: give at least 4 rows"):
+            pipe(x(3))
+        with refused(InputError, r"'x' is torch.float64 and the pipeline takes torch.float32: .*\.to\(torch.float32"):
+            pipe(x().double())
+        with refused(InputError, "argument 'x' is on meta and the pipeline takes it on cpu: move it with"):
+            pipe(torch.empty(8, 8, device="meta"))
+        with refused(InputError, r"argument 'x' has shape \(8, 2, 8\), 3 dimensions"):
+            pipe(torch.randn(8, 2, 8))
+        with refused(InputError, "'x' is 'text'"):
+            pipe("text")
+        pipe.double()
+        pipe(x().double())  # the model was converted, and takes what it now is
+
+
+def test_step() -> None:
+    with compiled() as pipe, refused(InputError, r"step\(\) needs a loss: compile with loss_fn="):
+        pipe.step(x(), target=torch.zeros(8, 3))
+    with compiled(loss_fn=F.mse_loss) as pipe:
+        with refused(InputError, r"target has shape \(7, 3\) and the batch has 8 rows"):
+            pipe.step(x(), target=torch.zeros(7, 3))
+        with torch.no_grad(), refused(InputError, "under no_grad has no gradients"):
+            pipe.step(x(), target=torch.zeros(8, 3))
+    with (
+        compiled(loss_fn=nn.MSELoss(reduction="none")) as pipe,
+        refused(InputError, "loss_fn has reduction='none'"),
+    ):
+        pipe.step(x(), target=torch.zeros(8, 3))
+
+
+def test_nothing_compiled_yet() -> None:
+    with fxsplit.compile(Mlp(), 2) as pipe, refused(InputError, "nothing is compiled yet: call the pipeline once"):
+        print(pipe.plan)

@@ -1,0 +1,99 @@
+"""Verify a pipeline against its model: what is proven, and no false alarms."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxsplit
+from fxsplit.errors import InputError
+from tests.models import FAST
+
+OPTIONS: Any = {"passes": FAST, "n_microbatches": 2}
+
+
+class Fourier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 5, dtype=torch.cfloat))
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.fft.irfft(torch.fft.rfft(self.b(self.a(x))) * self.w, n=8)
+        return out
+
+
+class Subtracts(nn.Module):
+    """Writes to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.b(self.a(x.sub_(x.mean(1, keepdim=True)).mul_(2)))
+        return out
+
+
+def test_verify_looks_at_the_model_that_it_is_given() -> None:
+    """Complex parameters stay complex, and a model that writes to its input draws nothing."""
+    seen: list[torch.dtype] = []
+    model = Fourier()
+    x = torch.randn(8, 4, 8)
+    with fxsplit.compile(model, 2, example_inputs=x, **OPTIONS) as pipe:
+        own = Fourier.forward
+
+        def noting(self: Fourier, x: Tensor) -> Tensor:
+            seen.append(self.w.dtype)
+            return own(self, x)
+
+        Fourier.forward = noting  # type: ignore[method-assign]
+        try:
+            assert fxsplit.verify(pipe, x).equal
+        finally:
+            Fourier.forward = own  # type: ignore[method-assign]
+    assert {kind for kind in seen if isinstance(kind, torch.dtype)} == {torch.complex128}
+    with fxsplit.compile(Subtracts(), 2, example_inputs=torch.randn(8, 4), **OPTIONS) as pipe:
+        assert fxsplit.verify(pipe, torch.randn(8, 4)).equal
+
+
+def rows(count: int = 8) -> Tensor:
+    return torch.randn(count, 4)
+
+
+def test_the_proof_has_no_false_alarms() -> None:
+    """A hidden state as long as a microbatch; deferred batch norm; a model that is frozen; the caller's generator."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.out = nn.GRU(4, 4, 2, batch_first=True), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            q, h = self.rnn(x)
+            return self.out(q), h
+
+    norm = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 4))
+    frozen = copy.deepcopy(norm).requires_grad_(False).eval()
+    cases: list[tuple[nn.Module, Tensor, dict[str, Any]]] = [
+        (Recurrent(), torch.randn(8, 6, 4), {"n_microbatches": 4}),
+        (norm, rows(), {"n_microbatches": 2, "deferred_batch_norm": True}),
+        (frozen, rows(), {"n_microbatches": 2}),
+    ]
+    for model, x, options in cases:
+        with fxsplit.compile(model, 2, example_inputs=x, passes=FAST, **options) as pipe:
+            state = torch.get_rng_state()
+            found = fxsplit.verify(pipe, x)
+            assert found.equal, found.offending
+            pipe.eval()
+            pipe(x)
+            assert torch.equal(state, torch.get_rng_state())
+    with (
+        fxsplit.compile(norm, 2, schedule="PipeDream", **OPTIONS) as pipe,
+        pytest.raises(InputError, match="PipeDream trains another way than the model by itself"),
+    ):
+        fxsplit.verify(pipe, rows())

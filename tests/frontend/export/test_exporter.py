@@ -1,0 +1,120 @@
+"""Graphs that torch.export makes: their branches, threads, batch norm, and models in several places."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxsplit
+from fxsplit.errors import InputError
+from tests.frontend.test_frontend import Branches
+from tests.models import FAST
+
+OPTIONS: Any = {"passes": FAST, "n_microbatches": 2}
+
+
+def rows(count: int = 8) -> Tensor:
+    return torch.randn(count, 4)
+
+
+class Two(nn.Module):
+    """Two layers; `narrow` sends a model to torch.export, since it decides by a shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def narrow(self, x: Tensor) -> None:
+        if x.shape[-1] != 4:
+            raise ValueError("four features")
+
+
+class Parity(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x) * 10 if x.shape[0] % 2 == 0 else self.a(x)
+        out: Tensor = self.b(h)
+        return out
+
+
+class Several(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        out: Tensor = self.b(h - h.mean(0) if x.shape[0] > 1 else h)
+        return out
+
+
+def test_an_exported_graph_refuses_rows_of_another_branch() -> None:
+    for model, count, message in (
+        (Parity(), 6, r"a microbatch has 3 rows, and .* another branch .*% 2 == 0"),
+        (Several(), 2, r"a microbatch has 1 rows, and .* for 2 to any number of rows"),
+    ):
+        with (
+            fxsplit.compile(model, 2, example_inputs=rows(), **OPTIONS) as pipe,
+            pytest.raises(InputError, match=message),
+        ):
+            pipe(rows(count))
+
+
+def test_a_batch_norm_called_twice_in_an_exported_graph() -> None:
+    class Again(Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.narrow(x)
+            out: Tensor = self.b(self.norm(self.a(self.norm(x))))
+            return out
+
+    with fxsplit.compile(Again(), 2, **OPTIONS) as pipe:
+        found = fxsplit.verify(pipe, rows())
+        assert found.equal and found.front_end == "export", found.offending
+
+
+def test_exports_in_several_threads_take_turns() -> None:
+    class Narrow(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            self.narrow(x)
+            out: Tensor = self.b(self.a(x))
+            return out
+
+    errors: list[Exception] = []
+
+    def compile_some() -> None:
+        try:
+            for _ in range(2):
+                fxsplit.compile(Narrow(), 2, example_inputs=rows(), **OPTIONS).close()
+        except Exception as error:
+            errors.append(error)
+
+    before = torch.autograd.Function.__dict__["apply"], torch.autograd.graph.saved_tensors_hooks.__enter__
+    threads = [threading.Thread(target=compile_some) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert not errors
+    assert before == (torch.autograd.Function.__dict__["apply"], torch.autograd.graph.saved_tensors_hooks.__enter__)
+
+
+def test_a_model_in_several_places_is_exported_from_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is once stages are on GPUs and another mode is compiled; the graph is of the model all the same."""
+    from fxsplit.frontend.export import exporter
+
+    @contextmanager
+    def copied(module: nn.Module, tensors: list[Tensor], _: bool) -> Iterator[tuple[nn.Module, list[Tensor]]]:
+        yield copy.deepcopy(module), [t.clone() for t in tensors]
+
+    monkeypatch.setattr(exporter, "runnable", copied)
+    model, x = Branches(), torch.randn(6, 8)
+    with fxsplit.compile(model, 2, example_inputs=x, n_microbatches=2, passes=FAST) as pipe:
+        held = {id(w) for s in pipe.stages.stages for w in (*s.module.parameters(), *s.module.buffers())}
+        assert {id(w) for w in (*model.parameters(), *model.buffers())} <= held
+        assert pipe.front_end == "export" and fxsplit.verify(pipe, x).equal

@@ -1,0 +1,60 @@
+"""Models that cannot be captured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxsplit
+from fxsplit import FxsplitError
+from fxsplit.errors import InputError, TraceError
+
+
+def x(rows: int = 8) -> Tensor:
+    return torch.randn(rows, 8)
+
+
+def refused(error: type[Exception], message: str) -> Any:
+    """Expect `error`, a FxsplitError of one paragraph."""
+    assert issubclass(error, FxsplitError)
+    return pytest.raises(error, match=message)
+
+
+class Random(nn.Module):
+    """Draws a Python number while it is traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.calls = nn.Linear(8, 3), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        result: Tensor = self.a(x) * self.calls
+        return result
+
+
+class Sums(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.a(x).sum(dim=0)
+        return result
+
+
+def test_models_that_cannot_be_captured() -> None:
+    with refused(TraceError, "the graph of Random computes output 0 differently from the model"):
+        fxsplit.compile(Random(), 2, example_inputs=x())
+    with refused(InputError, r"output 0 of Sums has shape \(3,\) for 4 rows"):
+        fxsplit.compile(Sums(), 2, example_inputs=x())
+
+
+def test_a_model_that_raises_by_itself_says_on_what() -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel") as caught:
+        fxsplit.compile(model, 2, example_inputs=x(4), n_microbatches=4)
+    assert "one microbatch of 1 rows" in caught.value.__notes__[0]

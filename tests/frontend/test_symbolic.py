@@ -1,0 +1,92 @@
+"""What a symbolic trace does not record: the model goes to torch.export instead."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxsplit
+from tests.models import FAST
+
+
+def vectors(rows: int = 8) -> Tensor:
+    return torch.randn(rows, 8)
+
+
+class Modes(nn.Module):
+    def __init__(self, mode: Any) -> None:
+        super().__init__()
+        self.a, self.b, self.mode = nn.Linear(8, 8), nn.Linear(8, 8), mode
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.mode():
+            x = self.a(x)
+        result: Tensor = self.b(x.float())
+        return result
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, partial(torch.autocast, "cpu", torch.bfloat16)])
+def test_modes_inside_forward_are_kept(mode: Any) -> None:
+    """A symbolic trace does not record them: it would train what the model freezes, or compute in another type."""
+    model, x = Modes(mode), vectors().float()
+    unsplit = copy.deepcopy(model)
+    with fxsplit.compile(model, 2, example_inputs=x, n_microbatches=1, passes=FAST) as pipe:
+        assert pipe.front_end == "export"
+        assert torch.equal(pipe(x), unsplit(x))
+        pipe(x).sum().backward()
+    unsplit(x).sum().backward()
+    for a, b in zip(model.parameters(), unsplit.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None)
+        assert a.grad is None or torch.allclose(a.grad, b.grad, rtol=1e-5)  # type: ignore[arg-type]
+
+
+OPTIONS: Any = {"passes": FAST, "n_microbatches": 2}
+
+
+def rows(count: int = 8) -> Tensor:
+    return torch.randn(count, 4)
+
+
+class Two(nn.Module):
+    """Two layers; `narrow` sends a model to torch.export, since it decides by a shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def narrow(self, x: Tensor) -> None:
+        if x.shape[-1] != 4:
+            raise ValueError("four features")
+
+
+class Unautocast(Two):
+    def __init__(self, exported: bool) -> None:
+        super().__init__()
+        self.exported = exported
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.exported:
+            self.narrow(x)
+        h = self.a(x)
+        with torch.autocast("cpu", enabled=False):
+            v = h.float().pow(2).mean(-1, keepdim=True)
+        out: Tensor = self.b(h) * v
+        return out
+
+
+@pytest.mark.parametrize("exported", [False, True])
+def test_a_block_without_autocast_stays_one(exported: bool) -> None:
+    """While tracing it changes nothing; under a caller's autocast it does."""
+    model, x = Unautocast(exported), rows()
+    with (
+        fxsplit.compile(model, 2, example_inputs=x, **OPTIONS) as pipe,
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        assert pipe.front_end == "export"
+        found, expected = pipe(x), torch.cat([model(piece) for piece in x.split(4)])
+        assert found.dtype == expected.dtype and torch.equal(found, expected)

@@ -1,0 +1,103 @@
+"""Profiles in files: of another model or other hardware, damaged or cut off."""
+
+from __future__ import annotations
+
+import json
+from math import nan
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fxsplit
+from fxsplit import Costs, FxsplitError
+from fxsplit.errors import ProfileError
+from tests.models import FAST, Mlp, Residual
+
+
+def x(rows: int = 8) -> Tensor:
+    return torch.randn(rows, 8)
+
+
+def compiled(**options: Any) -> fxsplit.Pipeline:
+    return fxsplit.compile(Mlp(), 2, **{"example_inputs": x(), "passes": FAST, **options})
+
+
+def refused(error: type[Exception], message: str) -> Any:
+    """Expect `error`, a FxsplitError of one paragraph."""
+    assert issubclass(error, FxsplitError)
+    return pytest.raises(error, match=message)
+
+
+def test_a_profile_of_another_model(tmp_path: Path) -> None:
+    path = tmp_path / "mlp.json"
+    with compiled() as pipe:
+        pipe.costs.save(path)
+    with compiled(costs=path) as pipe:
+        assert len(pipe.plan.stages) == 2
+    for model, batch in ((Residual(), torch.randn(8, 3, 8, 8)), (Mlp(width=17), x()), (Mlp(), x(80))):
+        with refused(ProfileError, "the saved profile is of another model, mode or microbatch size: .* node '"):
+            fxsplit.compile(model, 2, example_inputs=batch, costs=path)
+
+
+def edited(path: Path, change: Any) -> Path:
+    data = json.loads(path.read_text())
+    change(data)
+    other = path.with_name("edited.json")
+    other.write_text(json.dumps(data))
+    return other
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d.update(format="else"), "is not a profile"),
+        (lambda d: d.update(version=99), "has version 99, this fxsplit reads 1"),
+        (lambda d: d.pop("rows"), "is a damaged profile: 'rows'"),
+        (lambda d: d["nodes"][0].pop("kept_bytes"), "is a damaged profile"),
+        (lambda d: d["nodes"][0].update(forward_ms=-1), "forward_ms=-1: give a finite number"),
+        (lambda d: d["nodes"][0].update(backward_ms=nan), "backward_ms=nan: give a finite number"),
+        (lambda d: d["nodes"][0].update(weight_ms=-2), "weight_ms=-2: give a finite number"),
+        (lambda d: d["nodes"][0].update(weight_ms=1e9), "weight_ms=1000000000.0, which is part of backward_ms"),
+        (lambda d: d["nodes"][0].update(forward_ms="1"), "is a damaged profile"),
+        (lambda d: d["nodes"][0].update(inputs=["missing"]), "reads 'missing', which no earlier node or input makes"),
+        (lambda d: d["nodes"].reverse(), "incomplete or has a cycle"),
+        (lambda d: d["nodes"].append(d["nodes"][0]), "stands twice"),
+        (lambda d: d["outputs"].append("nothing"), "refers to 'nothing'"),
+        (lambda d: d["together"].append(["nothing"]), "refers to 'nothing'"),
+    ],
+)
+def test_damaged_profiles(tmp_path: Path, change: Any, message: str) -> None:
+    path = tmp_path / "mlp.json"
+    with compiled() as pipe:
+        pipe.costs.save(path)
+    with refused(ProfileError, message):
+        Costs.load(edited(path, change))
+
+
+def test_truncated_profile(tmp_path: Path) -> None:
+    path = tmp_path / "mlp.json"
+    with compiled() as pipe:
+        pipe.costs.save(path)
+    path.write_text(path.read_text()[:100])
+    with refused(ProfileError, "cannot read a profile"):
+        Costs.load(path)
+    path.write_text("[]")
+    with refused(ProfileError, "is not a profile"):
+        Costs.load(path)
+
+
+def vectors(rows: int = 8) -> Tensor:
+    return torch.randn(rows, 8)
+
+
+def test_a_profile_of_other_hardware_is_refused(tmp_path: Any) -> None:
+    x = vectors()
+    with fxsplit.compile(Mlp(), 2, example_inputs=x, passes=FAST) as pipe:
+        pipe.costs.save(tmp_path / "mlp.json")
+    text = (tmp_path / "mlp.json").read_text()
+    (tmp_path / "gpu.json").write_text(text.replace('"device_kind": "cpu"', '"device_kind": "cuda"'))
+    with pytest.raises(fxsplit.FxsplitError, match="measured on 'cuda' and the devices are 'cpu'"):
+        fxsplit.compile(Mlp(), 2, example_inputs=x, costs=tmp_path / "gpu.json")

@@ -1,0 +1,25 @@
+"""Pins: submodules that stay on a stage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import fxsplit
+from fxsplit.errors import BrokenFact, PlanError
+from tests.models import Residual
+
+
+def test_pins_are_kept_or_refused() -> None:
+    def pin(stage: int, path: str = "head") -> Any:
+        return lambda ir: fxsplit.Pins.add(ir, {path: stage})
+
+    images = torch.randn(8, 3, 8, 8)
+    with pytest.raises(BrokenFact, match="pinned to stage 0 and planned on 1: pin before 'partition'"):
+        fxsplit.compile(Residual(), 2, example_inputs=images, passes=fxsplit.DEFAULT.after("partition", pin(0)))
+    with pytest.raises(PlanError, match="'head' is pinned to stage 0 and to stage 1: keep one"):
+        fxsplit.compile(Residual(), 2, example_inputs=images, passes=[pin(0), pin(1), *fxsplit.DEFAULT])
+    with pytest.raises(PlanError, match="names no submodule"):
+        fxsplit.compile(Residual(), 2, example_inputs=images, passes=[pin(0, ""), *fxsplit.DEFAULT])

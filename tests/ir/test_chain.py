@@ -1,0 +1,104 @@
+"""Chains of passes: written as text, and read back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval
+
+import fxsplit
+from fxsplit import DEFAULT, IR, Pins
+from fxsplit.errors import ChainError, MissingFact
+from fxsplit.ir import chain as spec
+from tests.models import FAST, Residual
+
+
+def copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """A copy of a graph, which a pass may edit, and the copy of each node."""
+    copy = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    copy.output(copy.graph_copy(graph, made))
+    return copy, made
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Keep a submodule on one device."""
+
+    module: str = ""
+    device: int = 0
+
+    name: ClassVar[str] = "keep"
+
+    def __call__(self, ir: IR) -> IR:
+        return Pins.add(ir, {self.module: self.device})
+
+
+def fold_conv_bn(ir: IR) -> IR:
+    """Fold each batch norm into the convolution before it; right in eval mode only."""
+    graph, made = copied(ir.gm.graph)
+    gm = fx.GraphModule(ir.gm, graph)
+    for old in ir.gm.graph.nodes:
+        source = old.args[0] if old.args else None
+        if not (old.op == "call_module" and isinstance(source, fx.Node) and source.op == "call_module"):
+            continue
+        conv, bn = ir.gm.get_submodule(str(source.target)), ir.gm.get_submodule(str(old.target))
+        if isinstance(conv, nn.Conv2d) and isinstance(bn, nn.BatchNorm2d) and len(source.users) == 1:
+            name = f"folded_{source.name}"
+            gm.add_module(name, fuse_conv_bn_eval(conv, bn))
+            made[source].target = name
+            made[old].replace_all_uses_with(made[source])
+            graph.erase_node(made[old])
+    gm.recompile()
+    return ir.rewrite(gm)
+
+
+def x() -> torch.Tensor:
+    return torch.randn(8, 3, 8, 8)
+
+
+def test_chain_text_round_trip() -> None:
+    from fxsplit.passes import PASSES
+
+    for text in (FAST, "profile,augment{max_states=10},order,partition{use_all=false,optimizer_factor=0.5},emit"):
+        assert str(spec.parse_chain(text, PASSES)) == text
+    assert str(DEFAULT) == "profile,augment,order,partition,emit"
+    assert str(DEFAULT.after("order", Keep("a"))) == "profile,augment,order,keep{module=a},partition,emit"
+    assert str(DEFAULT.replace("partition", fold_conv_bn)) == "profile,augment,order,fold-conv-bn,emit"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("profile,augmnet", "unknown pass 'augmnet': did you mean 'augment'"),
+        ("profile{repeat=3}", "pass 'profile' has no option 'repeat=3': it has repeats"),
+        ("profile{repeats=x}", "option repeats='x' of pass 'profile': write a number"),
+        ("partition{use_all=1}", "option use_all='1' of pass 'partition': write true or false"),
+        ("profile{repeats=0}", "measure at least once"),
+        ("augment{max_states=0}", "give a positive number"),
+        ("partition{optimizer_factor=-1}", "zero or more"),
+        ("profile{repeats=3", "cannot read the chain"),
+        ("", "an empty chain"),
+        ("no.such.module:Pass", "cannot import the pass"),
+    ],
+)
+def test_bad_chain_text(text: str, message: str) -> None:
+    with pytest.raises(ChainError, match=message.replace("{", r"\{")):
+        fxsplit.compile(Residual(), 2, passes=text)
+
+
+def test_bad_chains() -> None:
+    with pytest.raises(ChainError, match="no pass 'cut' in this chain"):
+        DEFAULT.before("cut", Keep("a"))
+    with pytest.raises(ChainError, match="is not a pass: give a function"):
+        fxsplit.compile(Residual(), 2, passes=[Keep])  # type: ignore[list-item]
+    with pytest.raises(ChainError, match="pass '<lambda>' returned NoneType: a pass returns an IR"):
+        fxsplit.compile(Residual(), 2, example_inputs=x(), passes=[lambda ir: None])  # type: ignore[list-item, return-value]
+    with pytest.raises(ChainError, match="learns no Stages: it needs a pass like 'emit'"):
+        fxsplit.compile(Residual(), 2, example_inputs=x(), passes="profile{repeats=1},augment,order,partition")
+    with pytest.raises(MissingFact, match=r"no States yet.*run 'order' earlier in the chain"):
+        fxsplit.compile(Residual(), 2, example_inputs=x(), passes="profile{repeats=1},augment,partition,emit")

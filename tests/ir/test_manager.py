@@ -1,0 +1,36 @@
+"""The manager runs passes and names the one that breaks a fact."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx
+
+import fxsplit
+from fxsplit import DEFAULT, IR
+from fxsplit.errors import BrokenFact
+from tests.models import Residual
+
+
+def copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """A copy of a graph, which a pass may edit, and the copy of each node."""
+    copy = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    copy.output(copy.graph_copy(graph, made))
+    return copy, made
+
+
+def x() -> torch.Tensor:
+    return torch.randn(8, 3, 8, 8)
+
+
+def test_a_pass_that_breaks_a_fact_is_named() -> None:
+    def forget_a_node(ir: IR) -> IR:
+        graph, made = copied(ir.gm.graph)
+        extra = next(iter(made.values()))
+        with graph.inserting_after(extra):
+            graph.call_function(torch.relu, (extra,))
+        return ir.rewrite(fx.GraphModule(ir.gm, graph), *ir.facts)
+
+    with pytest.raises(BrokenFact, match="after pass 'forget-a-node': the costs are of other nodes than the graph"):
+        fxsplit.compile(Residual(), 2, example_inputs=x(), passes=DEFAULT.after("profile", forget_a_node))

@@ -1,0 +1,24 @@
+"""Time limits of the search."""
+
+from __future__ import annotations
+
+import pytest
+
+from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.facts.machine import Machine
+from fxsplit.planner import Options
+from fxsplit.planner.planner import Planner
+from tests.graphs import node, workload
+
+
+def costs(*nodes: object, outputs: tuple[str, ...]) -> Costs:
+    return Costs(nodes, (), outputs, rows=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seconds", [1e12, 1e14, 1e300])
+def test_any_time_limit_will_do(seconds: float) -> None:
+    long = costs(*(node(f"n{i}", [f"n{i - 1}"] if i else []) for i in range(700)), outputs=("n699",))
+    machine = Machine.planned(2)
+    for model in ("forwarded", "direct"):
+        plan = Planner(long).plan(machine, workload(machine), Options(model=model, time_limit=seconds))
+        assert plan.optimal and plan.bottleneck_ms == pytest.approx(1050.0)

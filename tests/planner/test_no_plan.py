@@ -1,0 +1,67 @@
+"""Where there is no plan, the error says what is missing and how much."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fxsplit
+from fxsplit import FxsplitError
+from fxsplit.errors import PlanError
+from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.facts.machine import Machine
+from fxsplit.planner import Options, search
+from fxsplit.planner.planner import Planner
+from tests.graphs import node, workload
+from tests.models import FAST, Mlp
+
+
+def x(rows: int = 8) -> Tensor:
+    return torch.randn(rows, 8)
+
+
+def refused(error: type[Exception], message: str) -> Any:
+    """Expect `error`, a FxsplitError of one paragraph."""
+    assert issubclass(error, FxsplitError)
+    return pytest.raises(error, match=message)
+
+
+def test_more_devices_than_nodes() -> None:
+    with refused(PlanError, "9 devices, and the graph has only 7 nodes that can be parted .*use 7 devices or fewer"):
+        fxsplit.compile(Mlp(), 9, example_inputs=x(), passes=FAST)
+
+
+def test_memory_that_fits_no_plan() -> None:
+    machine = Machine.of(["cpu", "cpu"], memory_bytes=2000)
+    with refused(PlanError, r"no plan fits in memory: .* stage \d of 2 on cpu:\d short by .* of 2.0 KiB; use"):
+        fxsplit.compile(Mlp(), machine, example_inputs=x(), passes=FAST)
+
+
+def costs(*nodes: object, outputs: tuple[str, ...]) -> Costs:
+    return Costs(nodes, (), outputs, rows=1)  # type: ignore[arg-type]
+
+
+def test_out_of_time_is_not_no_plan() -> None:
+    two = costs(node("a"), node("b"), outputs=("a", "b"))
+    machine = Machine.planned(2)
+    planner = Planner(two, pins={"b": 0})
+    assert planner.plan(machine, workload(machine), Options()).bottleneck_ms == 3.0
+    with pytest.raises(Exception, match=r"no plan was found within time_limit=1e-09 s: allow more time"):
+        planner.plan(machine, workload(machine), Options(time_limit=1e-9))
+
+
+def test_memory_that_is_missing_is_told_under_direct_sends_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By both solvers: tensors have no price where only memory counts."""
+    nodes = [node(f"n{i}", [f"n{i - 1}"] if i else [], kept_bytes=100, output_bytes=50) for i in range(6)]
+    graph = costs(*nodes, outputs=("n5",))
+    machine = Machine.planned(2, 1e3, memory_bytes=300)
+    told = []
+    for small in (600, 0):
+        monkeypatch.setattr(search, "SMALL", small)
+        with pytest.raises(Exception, match="no plan fits in memory") as error:
+            Planner(graph).plan(machine, workload(machine), Options(model="direct"))
+        told.append(str(error.value))
+    assert told[0] == told[1]

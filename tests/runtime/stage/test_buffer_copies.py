@@ -1,0 +1,83 @@
+"""Buffers that a forward pass writes: a second run, and the backward pass, see them as they were."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxsplit
+from fxsplit.api.compare import compare, run_pipeline_step, run_unsplit_step
+from tests.models import FAST
+
+Loss = Callable[[nn.Module], Callable[[Any, Any], Tensor]]
+
+
+def mean_square(model: nn.Module) -> Callable[[Any, Any], Tensor]:
+    return F.mse_loss
+
+
+def largest_difference(
+    model: nn.Module, schedule: str, checkpoint: str = "never", loss: Loss = mean_square, **options: Any
+) -> float:
+    torch.manual_seed(1)
+    x = torch.randn(8, 8, dtype=torch.float64)
+    ours, theirs = copy.deepcopy(model).double(), copy.deepcopy(model).double()
+    given: dict[str, Any] = {"passes": FAST, "n_microbatches": 4, "checkpoint": checkpoint, **options}
+    with fxsplit.compile(ours, ["cpu"] * 2, loss_fn=loss(ours), schedule=schedule, **given) as pipe:
+        return compare(run_pipeline_step(pipe, [x], x), run_unsplit_step(theirs, [x], x, loss(theirs), 4)).largest
+
+
+class Counting(nn.Module):
+    """A buffer that every call writes and multiplication saves for backward."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.add_(1.0)
+        out: Tensor = self.b(torch.tanh(self.a(x)) * self.count)
+        return out
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZB-H1"])
+def test_a_checkpointed_stage_sees_buffers_as_they_were(schedule: str) -> None:
+    assert largest_difference(Counting(), schedule, "always") < 1e-10
+
+
+def rows(count: int = 8) -> Tensor:
+    return torch.randn(count, 4)
+
+
+class Counts(nn.Module):
+    """Writes a buffer that its backward needs."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add_(1)
+        out: Tensor = self.inner(x) * self.seen
+        return out
+
+
+def test_a_module_that_stays_whole_may_write_what_its_backward_needs() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Counts(), nn.Linear(4, 4))
+    for passes in (FAST, "leaf{path=1}," + FAST):
+        with fxsplit.compile(model, 2, n_microbatches=4, passes=passes) as pipe:
+            pipe(rows()).sum().backward()
+            found = fxsplit.verify(pipe, rows())
+            assert found.equal, found.offending

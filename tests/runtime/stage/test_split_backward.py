@@ -1,0 +1,282 @@
+"""Backwards in two halves: the gradients of inputs first, those of weights later."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxsplit
+from fxsplit.api.compare import compare, run_pipeline_step, run_unsplit_step
+from fxsplit.runtime.stage.run import Packet, Saved, backward
+from fxsplit.runtime.stage.split_backward import compute_input_gradients, compute_weight_gradients
+from fxsplit.torch_internals.grad_sums import Sums
+from tests.models import FAST, Mlp
+
+
+def deep() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(6)))
+
+
+def mean_square(outputs: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(outputs, target)
+
+
+class Tied(nn.Module):
+    """A weight used twice, one behind a transpose, one for an embedding, one frozen, one that nothing reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 8)
+        self.twice = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.unused = nn.Parameter(torch.ones(3))
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.twice(x) + self.embed(tokens)
+        h = self.norm(self.frozen(h)) * self.scale
+        h = torch.tanh(self.twice(h))
+        return F.linear(h, self.embed.weight), h.exp()
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, list[Tensor]]]] = {
+    "tied": lambda: (Tied(), [torch.randn(5, 8), torch.randint(0, 7, (5,))]),
+    "mlp": lambda: (Mlp(), [torch.randn(5, 8)]),
+    "conv": lambda: (
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Conv2d(4, 2, 3), nn.Flatten()),
+        [torch.randn(2, 3, 8, 8)],
+    ),
+    "lstm": lambda: (nn.LSTM(4, 3, 2, batch_first=True), [torch.randn(2, 5, 4)]),
+    "weight norm": lambda: (nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), [torch.randn(3, 4)]),
+}
+
+
+@pytest.mark.parametrize("wanted", [True, False], ids=["input wants a gradient", "input is data"])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_two_halves_are_a_backward(name: str, wanted: bool) -> None:
+    """The gradients of inputs come with the first half, those of weights with both, all as in one go."""
+    torch.manual_seed(0)
+    model, args = MODELS[name]()
+    model, args = model.double(), [a.double() if a.is_floating_point() else a for a in args]
+    trained = [p for p in model.parameters() if p.requires_grad]
+
+    def saved() -> Saved:
+        inputs = tuple(a.clone().requires_grad_(wanted and a.is_floating_point()) for a in args)
+        found = model(*(i.clone() if i.requires_grad else i for i in inputs))
+        leaves = [v for v in torch.utils._pytree.tree_leaves(found) if isinstance(v, Tensor)]
+        return Saved(inputs, tuple(leaves))
+
+    once, twice = Sums(), Sums()
+    whole = saved()
+    gradients = [torch.randn_like(v) for v in whole.outputs]
+    expected, shares = backward(whole, gradients, trained)
+    once.add(shares)
+    found, early, rest = compute_input_gradients(saved(), gradients, trained)
+    twice.add(early)
+    compute_weight_gradients(rest, twice)
+    for a, b in zip(expected, found, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or b is None or torch.allclose(a, b, rtol=1e-12, atol=1e-12)
+    assert set(once.totals) == set(twice.totals)
+    for leaf, total in once.totals.items():
+        assert torch.allclose(total, twice.totals[leaf], rtol=1e-12, atol=1e-12)
+    if name in ("mlp", "conv"):
+        norms = [p for m in model.modules() if isinstance(m, nn.BatchNorm2d) for p in m.parameters()]
+        assert {id(leaf) for leaf, _, _ in early} == {id(p) for p in norms}, "weights used once wait, unless fused"
+
+
+def test_halves_of_nothing() -> None:
+    value = torch.ones(2)
+    empty = Saved(Packet.of([value]).values, (value,))
+    found, _, rest = compute_input_gradients(empty, [torch.ones(2)], [])
+    compute_weight_gradients(rest, Sums())
+    assert found == [None]
+
+
+def test_a_failing_half_names_its_place() -> None:
+    model = deep()
+    with fxsplit.compile(
+        model, ["cpu"] * 2, passes=FAST, loss_fn=mean_square, schedule="ZB-H1", n_microbatches=2
+    ) as pipe:
+        x = torch.randn(4, 8)
+        pipe.step(x, target=x)
+
+        def broken(gradient: Tensor) -> Tensor:
+            raise ValueError("no gradient today")
+
+        def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+            if output.requires_grad:
+                output.register_hook(broken)
+            return output
+
+        handle = model[5][1].register_forward_hook(hook)  # type: ignore[index]
+        before = [p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
+        with pytest.raises(ValueError, match=r"no gradient today \(in stage 1 of 2 on cpu:1, input gradient of"):
+            pipe.step(x, target=x)
+        handle.remove()
+        assert all(torch.equal(a, p.grad) for a, p in zip(before, model.parameters(), strict=True))  # type: ignore[arg-type]
+        pipe.step(x, target=x)
+
+
+HALVED = ["ZB-H1", "ZBVZeroBubble"]
+
+Loss = Callable[[nn.Module], Callable[[Any, Any], Tensor]]
+
+
+def take_mean_square(model: nn.Module) -> Callable[[Any, Any], Tensor]:
+    return F.mse_loss
+
+
+def largest_difference(
+    model: nn.Module, schedule: str, checkpoint: str = "never", loss: Loss = take_mean_square, **options: Any
+) -> float:
+    torch.manual_seed(1)
+    x = torch.randn(8, 8, dtype=torch.float64)
+    ours, theirs = copy.deepcopy(model).double(), copy.deepcopy(model).double()
+    given: dict[str, Any] = {"passes": FAST, "n_microbatches": 4, "checkpoint": checkpoint, **options}
+    with fxsplit.compile(ours, ["cpu"] * 2, loss_fn=loss(ours), schedule=schedule, **given) as pipe:
+        return compare(run_pipeline_step(pipe, [x], x), run_unsplit_step(theirs, [x], x, loss(theirs), 4)).largest
+
+
+class Ends(nn.Module):
+    """A weight read by the first layer and by the last: it crosses the cut as a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(8, 8) / 3)
+        self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.b(torch.tanh(self.a(F.linear(x, self.w)))))
+        return F.linear(torch.tanh(self.c(h)), self.w)
+
+
+@pytest.mark.parametrize("schedule", HALVED)
+def test_a_weight_that_two_stages_read(schedule: str) -> None:
+    assert largest_difference(Ends(), schedule) < 1e-10
+
+
+def test_a_weight_that_is_handed_on() -> None:
+    x, w = torch.randn(3, 2), torch.randn(2, 2, requires_grad=True)
+    gradients = [torch.ones(3, 2), torch.full((2, 2), 100.0)]
+    once, twice = Sums(), Sums()
+    once.add(backward(Saved((x,), (F.linear(x, w), w)), gradients, [w])[1])
+    _, early, rest = compute_input_gradients(Saved((x,), (F.linear(x, w), w)), gradients, [w])
+    twice.add(early)
+    compute_weight_gradients(rest, twice)
+    assert torch.equal(once.totals[w], twice.totals[w]) and float(once.totals[w].mean()) > 90
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("schedule", HALVED)
+def test_hooks_on_activations_run_once(schedule: str, checkpoint: str) -> None:
+    def double(module: nn.Module, args: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda gradient: gradient * 2)
+
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+    for layer in model:
+        layer[0].register_forward_hook(double)  # type: ignore[index]
+    assert largest_difference(model, schedule, checkpoint) < 1e-10
+
+
+class Hooking(nn.LayerNorm):
+    """Stays whole, and puts a hook on what it makes."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        if out.requires_grad:
+            out.register_hook(self.doubled)
+        return out
+
+    def doubled(self, gradient: Tensor) -> Tensor:
+        Hooking.calls += 1
+        return gradient * 2
+
+
+@pytest.mark.parametrize("schedule", HALVED)
+def test_hooks_that_a_module_puts_on_activations_itself_run_once(schedule: str) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), Hooking(8)) for _ in range(4)))
+    passes = "".join(f"leaf{{path={i}.1}}," for i in range(4)) + FAST
+    assert largest_difference(model, schedule, passes=passes) < 1e-10
+    x = torch.randn(8, 8)
+    options: Any = {"n_microbatches": 4, "passes": passes, "loss_fn": F.mse_loss, "example_inputs": x}
+    with fxsplit.compile(model, 2, schedule=schedule, **options) as pipe:
+        Hooking.calls = 0
+        pipe.step(x, target=x)
+        assert Hooking.calls == 4 * 4, "layers x microbatches"
+
+
+class Heads(nn.Module):
+    """Two outputs, of which a loss may leave one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.aux = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(self.b(torch.tanh(self.a(x))))
+        return h, self.aux(h)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("schedule", HALVED)
+def test_a_weight_that_only_the_loss_reads(schedule: str, checkpoint: str) -> None:
+    def loss(model: Any) -> Callable[[Any, Any], Tensor]:
+        return lambda o, t: F.mse_loss(o[0], t) + 0.1 * model.aux.weight.square().sum()
+
+    assert largest_difference(Heads(), schedule, checkpoint, loss) < 1e-10
+
+
+SPACE: dict[int, Tensor] = {}
+
+
+class Reused(torch.autograd.Function):
+    """Returns its weight's gradient in memory that it uses again; what it keeps, its backward needs once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.kept = x.detach(), w.detach()
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.kept
+        del ctx.kept
+        space = SPACE.setdefault(w.data_ptr(), torch.empty_like(w))
+        torch.sum(gradient * x, 0, out=space)
+        return gradient * w, space
+
+
+def reused(x: Tensor, w: Tensor) -> Tensor:
+    out: Tensor = Reused.apply(x, w)  # type: ignore[no-untyped-call]
+    return out
+
+
+torch.fx.wrap("reused")
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.scales = nn.ParameterList(nn.Parameter(torch.randn(8)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, scale in zip(self.layers, self.scales, strict=True):
+            x = reused(torch.tanh(layer(x)), scale)
+        return x
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", *HALVED])
+def test_a_function_may_use_its_memory_again_and_run_backward_once(schedule: str) -> None:
+    assert largest_difference(Scaled(), schedule) < 1e-10

@@ -1,0 +1,74 @@
+"""Batches cut into microbatches."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxsplit
+from fxsplit.api.compare import compare, run_pipeline_step, run_unsplit_step
+from fxsplit.errors import InputError
+from tests.models import FAST, Mlp
+
+mse = F.mse_loss
+
+
+def vectors(rows: int = 8) -> Tensor:
+    return torch.randn(rows, 8)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_writing_to_the_input_in_place(backward: bool) -> None:
+    """Microbatches are views of one tensor: a write to one is not a write to another, nor to the caller's batch."""
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    unsplit = copy.deepcopy(model)
+    x = vectors(9).double()
+    kept = x.clone()
+    with fxsplit.compile(model, 2, n_microbatches=3, loss_fn=mse, passes=FAST) as pipe:
+        if backward:
+            y = torch.zeros(9, 3, dtype=torch.float64)
+            expected = run_unsplit_step(unsplit, [x.clone()], y, mse, 3)
+            assert compare(run_pipeline_step(pipe, [x], y), expected).largest <= 1e-10
+        else:
+            torch.testing.assert_close(pipe(x), unsplit(x.clone()))
+    assert torch.equal(x, kept)
+
+
+def test_no_rows() -> None:
+    refused = pytest.raises(InputError, match="give a batch of at least one row")
+    with fxsplit.compile(Mlp(), 2, example_inputs=vectors(), passes=FAST) as pipe, refused:
+        pipe(torch.zeros(0, 8))
+
+
+OPTIONS: Any = {"passes": FAST, "n_microbatches": 2}
+
+
+def test_a_target_is_cut_where_its_rows_are() -> None:
+    class Sequence(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.out = nn.LSTM(4, 4), nn.Linear(4, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.out(self.rnn(x)[0])
+            return out
+
+    def loss_fn(outputs: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(outputs.flatten(0, 1), target.flatten())
+
+    model = Sequence()
+    for length, chunks in ((8, {"x": 1, "target": 1}), (6, {"x": 1})):  # of six steps and eight rows, only rows fit
+        x, y = torch.randn(length, 8, 4), torch.randint(0, 5, (length, 8))
+        with fxsplit.compile(model, 2, chunks=chunks, loss_fn=loss_fn, **OPTIONS) as pipe:
+            torch.testing.assert_close(pipe.step(x, target=y), loss_fn(model(x), y).detach())
+    x, y = torch.randn(8, 8, 4), torch.randint(0, 5, (8, 8))
+    with (
+        fxsplit.compile(model, 2, chunks={"x": 1}, loss_fn=loss_fn, **OPTIONS) as pipe,
+        pytest.raises(InputError, match=r"target has shape \(8, 8\) .* chunks={'target': 1}"),
+    ):
+        pipe.step(x, target=y)
