@@ -161,7 +161,7 @@ class Around(nn.Module):
 
 def test_what_no_front_end_can_follow_stays_whole() -> None:
     with pytest.warns(
-        UserWarning, match=r"'inner.1' of Around stays whole.*test_front_ends.py:\d+, 'if x.sum\(\) > 1e6:'"
+        UserWarning, match=r"'inner.1' of Around stays whole.*test_frontend.py:\d+, 'if x.sum\(\) > 1e6:'"
     ):
         assert proven(Around(), torch.randn(6, 8)) == "symbolic_trace, with submodules kept whole"
     with warnings.catch_warnings():

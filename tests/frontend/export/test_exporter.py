@@ -112,7 +112,7 @@ def test_a_model_in_several_places_is_exported_from_a_copy(monkeypatch: pytest.M
     def copied(module: nn.Module, tensors: list[Tensor], _: bool) -> Iterator[tuple[nn.Module, list[Tensor]]]:
         yield copy.deepcopy(module), [t.clone() for t in tensors]
 
-    monkeypatch.setattr(exporter, "runnable", copied)
+    monkeypatch.setattr(exporter, "make_runnable", copied)
     model, x = Branches(), torch.randn(6, 8)
     with fxsplit.compile(model, 2, example_inputs=x, n_microbatches=2, passes=FAST) as pipe:
         held = {id(w) for s in pipe.stages.stages for w in (*s.module.parameters(), *s.module.buffers())}

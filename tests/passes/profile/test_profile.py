@@ -164,7 +164,7 @@ def test_parameters_that_functions_read(schedule: str) -> None:
 INTERRUPT = """
 import copy, threading, time, torch, fxsplit
 from torch import nn
-from fxsplit.ir.progress import listening
+from fxsplit.ir.progress import listen
 model = nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.BatchNorm1d(512)) for _ in range(40)])
 before = copy.deepcopy(model.state_dict())
 x = torch.randn(2048, 512)
@@ -172,7 +172,7 @@ def tell(what, done, total):
     if done == 1:
         print("ready", flush=True)
 try:
-    with listening(tell):
+    with listen(tell):
         fxsplit.compile(model, 2, example_inputs=x, passes="profile{repeats=1000},augment,order,partition,emit")
 except KeyboardInterrupt:
     time.sleep(0.5)
