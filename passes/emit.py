@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from operator import attrgetter, getitem
+from operator import getitem
 from typing import Any, ClassVar
 
 from torch import fx, nn
 
 from fxsplit.errors import PlanError
-from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.facts.effects import find_effects
 from fxsplit.ir.facts.example import Example
 from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.facts.plan import Plan
@@ -17,6 +17,7 @@ from fxsplit.ir.facts.stages import Ref, Stage, Stages
 from fxsplit.ir.graph import IR
 from fxsplit.torch_internals.containers import rebuild
 from fxsplit.torch_internals.graph_devices import move_constants
+from fxsplit.torch_internals.interpret import find_target
 from fxsplit.torch_internals.rng import Draw
 
 
@@ -41,8 +42,7 @@ class Emit:
             )
         places = machine.torch_devices()
         captured_on = ir[Example].tensors[0].device
-        costs = ir.get(Costs)
-        drawing = {n.name for n in costs.nodes if n.draws} if costs else set()
+        drawing = find_effects(ir).drawing
         outputs = _boundaries(ir.gm.graph, plan)
         inputs = [n.name for n in ir.gm.graph.nodes if n.op == "placeholder"]
         stages = []
@@ -75,7 +75,12 @@ def _boundaries(graph: fx.Graph, plan: Plan) -> list[tuple[str, ...]]:
 
 
 def _stage_module(
-    gm: fx.GraphModule, index: int, nodes: set[str], drawing: set[str], takes: tuple[str, ...], gives: tuple[str, ...]
+    gm: fx.GraphModule,
+    index: int,
+    nodes: set[str],
+    drawing: frozenset[str],
+    takes: tuple[str, ...],
+    gives: tuple[str, ...],
 ) -> fx.GraphModule:
     """Return a GraphModule of `nodes` that shares its modules and parameters with `gm`.
 
@@ -89,17 +94,12 @@ def _stage_module(
             continue
         copy = made[node.name] = graph.node_copy(node, lambda n: made[n.name])
         if node.name in drawing:
-            held[f"draw_{node.name}"] = Draw(node.name, _callable(gm, node))
+            held[f"draw_{node.name}"] = Draw(node.name, find_target(gm, node))
             copy.op, copy.target = "call_module", f"draw_{node.name}"
         elif node.op in ("call_module", "get_attr"):
-            held[str(node.target)] = _callable(gm, node)
+            held[str(node.target)] = find_target(gm, node)
     graph.output(tuple(made[name] for name in gives))
     return fx.GraphModule(held, graph, class_name=f"Stage{index}")
-
-
-def _callable(gm: fx.GraphModule, node: fx.Node) -> Any:
-    """Return what a node calls or fetches: a module, a tensor, a function, or the name of a method."""
-    return node.target if node.op in ("call_function", "call_method") else attrgetter(str(node.target))(gm)
 
 
 def _calls(gm: fx.GraphModule, stages: list[Stage]) -> fx.GraphModule:

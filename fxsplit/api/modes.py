@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from fxsplit.frontend import same_graph
-from fxsplit.ir.facts.effects import CallEffects
-from fxsplit.ir.facts.example import Example
+from fxsplit.ir.facts.effects import CallEffects, find_effects
 from fxsplit.ir.facts.pins import Pins
 from fxsplit.ir.facts.stages import list_weights as weights_in
 from fxsplit.ir.graph import IR
-from fxsplit.passes.profile.dependences import find_inseparable, find_ordered_pairs, list_node_weights
-from fxsplit.passes.profile.observe import observe
 from fxsplit.runtime import Program
+from fxsplit.torch_internals.dependences import list_node_weights
 from fxsplit.torch_internals.interpret import get_storage_id
+from fxsplit.torch_internals.rng import Draw
 
 
 def serves_both_modes(other: Program, traced: IR) -> bool:
@@ -24,14 +23,12 @@ def serves_both_modes(other: Program, traced: IR) -> bool:
         return False
     if not same_graph(traced.gm, other.traced.gm):
         return False
-    if other.costs is None:
-        return True
-    seen = observe(traced.gm, traced[Example].tensors, from_shapes=traced[Example].from_shapes)
+    effects = find_effects(traced)
     stage_of = other.plan.stage_of()
-    parted = [c for c in find_inseparable(traced.gm, seen) if len({stage_of.get(name) for name in c}) > 1]
-    crossed = [(a, b) for a, b in find_ordered_pairs(traced.gm, seen) if stage_of.get(a, 0) > stage_of.get(b, 0)]
-    known = {n.name for n in other.costs.nodes if n.draws}
-    return not parted and not crossed and all(name in known for name, node in seen.items() if node.draws)
+    parted = [c for c in effects.together if len({stage_of.get(name) for name in c}) > 1]
+    crossed = [(a, b) for a, b in effects.ordered if stage_of.get(a, 0) > stage_of.get(b, 0)]
+    seeded = {m.key for s in other.stages.stages for m in s.module.children() if isinstance(m, Draw)}
+    return not parted and not crossed and effects.drawing <= seeded
 
 
 def pin_weights(traced: IR, other: Program) -> Pins:

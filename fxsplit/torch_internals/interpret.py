@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -37,6 +38,11 @@ def preserve(module: nn.Module) -> Iterator[None]:
             yield
     finally:
         buffers.restore()
+
+
+def find_target(gm: nn.Module, node: fx.Node) -> Any:
+    """Return what `node` calls or fetches: a module, a tensor, a function, or the name of a method."""
+    return node.target if node.op in ("call_function", "call_method") else attrgetter(str(node.target))(gm)
 
 
 def get_storage_id(tensor: Tensor) -> int:

@@ -32,7 +32,7 @@ class Draw(nn.Module):
     def __init__(self, name: str, call: Any) -> None:
         super().__init__()
         self.call = call
-        self._key = name
+        self.key = name
 
     @property
     def idle(self) -> bool:
@@ -45,7 +45,7 @@ class Draw(nn.Module):
         call = self.call if not isinstance(self.call, str) else lambda x, *a, **k: getattr(x, self.call)(*a, **k)
         if turn is None or self.idle:
             return call(*args, **kwargs)
-        with draw_alone(turn[0], turn[1], self._key, (args, kwargs)):
+        with draw_alone(turn[0], turn[1], self.key, (args, kwargs)):
             return call(*args, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""profile: measure what every node takes, makes and keeps, at microbatch size; learns Costs."""
+"""profile: measure what every node takes, makes and keeps, at microbatch size; learns Effects and Costs."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ from torch import Tensor, fx
 
 from fxsplit.errors import ChainError, ProfileError
 from fxsplit.ir.facts.costs import Costs, InputCost, KnownCosts, NodeCost
+from fxsplit.ir.facts.effects import Effects, observe_effects
 from fxsplit.ir.facts.example import Example
 from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.facts.stages import list_weights
 from fxsplit.ir.graph import IR
 from fxsplit.ir.progress import track
-from fxsplit.passes.profile.dependences import TIED, find_inseparable, find_ordered_pairs, list_node_weights
-from fxsplit.passes.profile.observe import Observation, observe
 from fxsplit.passes.profile.time_alone import Call, time_alone
 from fxsplit.passes.profile.time_in_step import HALVED, WARM_UP, NodeTimes, in_worker_thread, signature, time_nodes
+from fxsplit.torch_internals.dependences import list_node_weights
 from fxsplit.torch_internals.interpret import get_storage_id, preserve
+from fxsplit.torch_internals.observe import Observation
+
+TIED = ("replicated", "together")
+"""What may be asked of parameters with several users: copies in several stages, or all users in one stage."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,10 @@ class Profile:
             raise ChainError(f"profile{{tied={self.tied}}}: give one of {', '.join(TIED)}")
 
     def __call__(self, ir: IR) -> IR:
-        """Learn Costs; uses what KnownCosts has of them, and raises ProfileError when those are another model's."""
+        """Learn Costs and Effects, with the times of KnownCosts where it has them.
+
+        Raises ProfileError where those are of another model.
+        """
         machine, example, known = ir[Machine], ir[Example], ir.get(KnownCosts)
         signatures: dict[str, str] = {}
         calls: dict[str, Call] = {}
@@ -60,7 +67,8 @@ class Profile:
             if alone:
                 calls[node.name] = Call(call, args, kwargs)
 
-        seen = observe(ir.gm, example.tensors, visit, example.from_shapes)
+        effects = observe_effects(ir, visit, parameters_together=self.tied == "together")
+        seen = effects.nodes
         times = dict(known.times) if known else {}
         first = {key: name for name, key in reversed(signatures.items()) if key not in times}
         kind = machine.torch_devices()[0].type
@@ -84,7 +92,7 @@ class Profile:
                 sweeps = partial(time_nodes, ir.gm, seen, set(first.values()), example.tensors, device, self.repeats)
                 measured = _measured(ir.gm, machine, WARM_UP + self.repeats + HALVED, sweeps)
             times |= {key: measured[name] for key, name in first.items()}
-        return ir.learn(_costs(ir.gm, seen, signatures, times, example, machine, self.tied))
+        return ir.learn(_costs(ir.gm, effects, signatures, times, example, machine, self.tied), effects)
 
 
 def _measured(
@@ -105,7 +113,7 @@ def _too_big(gm: fx.GraphModule, machine: Machine) -> bool:
 
 def _costs(
     gm: fx.GraphModule,
-    seen: Mapping[str, Observation],
+    effects: Effects,
     signatures: Mapping[str, str],
     times: NodeTimes,
     example: Example,
@@ -113,6 +121,7 @@ def _costs(
     tied: str,
 ) -> Costs:
     """Return what was observed and measured as Costs."""
+    seen = effects.nodes
     nodes, inputs = [], []
     outputs: tuple[str, ...] = ()
     counted: set[int] = set()
@@ -130,8 +139,8 @@ def _costs(
         nodes=tuple(nodes),
         inputs=tuple(inputs),
         outputs=outputs,
-        together=tuple(find_inseparable(gm, seen, tied)),
-        ordered=tuple(find_ordered_pairs(gm, seen)),
+        together=effects.together,
+        ordered=effects.ordered,
         rows=example.rows,
         device_kind=machine.torch_devices()[0].type,
         environment={

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any, TypeVar
@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, fx, nn
 
-from fxsplit.passes.profile.observe import Observation
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.grad_split import collect_weight_backwards, find_branch_nodes
 from fxsplit.torch_internals.grad_sums import Sums, make_shares
 from fxsplit.torch_internals.interpret import Interpreter, describe_tensor
+from fxsplit.torch_internals.observe import Observation
 from fxsplit.torch_internals.thread_modes import ThreadModes
 
 R = TypeVar("R")
@@ -37,7 +37,9 @@ class Sweep(Interpreter):
     copies, which are not timed, and what it wrote is copied back.
     """
 
-    def __init__(self, gm: fx.GraphModule, seen: dict[str, Observation], timed: set[str], device: torch.device) -> None:
+    def __init__(
+        self, gm: fx.GraphModule, seen: Mapping[str, Observation], timed: set[str], device: torch.device
+    ) -> None:
         super().__init__(gm)
         self.forward_ms: dict[str, float] = {}
         self.backward_ms: dict[str, float] = {}
@@ -176,7 +178,7 @@ def check_stop() -> None:
 
 def time_nodes(
     gm: fx.GraphModule,
-    seen: dict[str, Observation],
+    seen: Mapping[str, Observation],
     timed: set[str],
     inputs: tuple[Tensor, ...],
     device: torch.device,

@@ -10,7 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxsplit
+from fxsplit import IR, Plan
 from fxsplit.api.compare import compare, run_pipeline_step
+from fxsplit.ir.chain import to_chain
+from fxsplit.ir.facts.effects import Effects
+from fxsplit.passes import PASSES
 from tests.models import FAST
 
 
@@ -117,3 +121,27 @@ def test_what_draws_only_in_the_second_mode_is_reproducible() -> None:
             torch.manual_seed(3)
             runs.append(pipe(x).detach())
         assert torch.equal(*runs)
+
+
+@pytest.mark.parametrize("where", ["profile", "order", "partition"])
+def test_a_pass_that_rewrites_the_graph_keeps_the_draws(where: str) -> None:
+    """Nodes were seeded only while Costs was known, which a rewriting pass drops: masks then differed silently."""
+
+    def tidy(ir: IR) -> IR:
+        return ir.rewrite(ir.gm, *(kind for kind in ir.facts if kind is not Effects))
+
+    def forget_costs(ir: IR) -> IR:
+        return ir.rewrite(ir.gm, Plan)
+
+    model, x = Drops(), torch.randn(8, 8)
+    chain = to_chain(FAST, PASSES)
+    added = forget_costs if where == "partition" else tidy
+    found = []
+    for devices, passes in ((2, chain), (2, chain.after(where, added)), (1, chain.after(where, added))):
+        with fxsplit.compile(copy.deepcopy(model), devices, n_microbatches=4, passes=passes, example_inputs=x) as pipe:
+            torch.manual_seed(7)
+            found.append(pipe(x).detach())
+            torch.manual_seed(7)
+            assert torch.equal(pipe(x), found[-1])
+    assert torch.equal(found[0], found[1])
+    torch.testing.assert_close(found[1], found[2], rtol=1e-6, atol=1e-6)

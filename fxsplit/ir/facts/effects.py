@@ -1,17 +1,84 @@
-"""What running a model does besides computing its outputs: what it writes, hooks and returns."""
+"""Effects: what running a graph does besides computing its outputs: to memory, to random generators, to gradients.
+
+`Effects` is of one graph, node by node. A pass that rewrites the graph makes it forgotten, and who needs it observes
+the new graph. `CallEffects` is of the model as a whole, and the same whichever graph computes it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar
 
 from torch import Tensor
 
-from fxsplit.errors import InputError
+from fxsplit.errors import BrokenFact, InputError
 from fxsplit.ir.facts.chunks import UNJOINED
-from fxsplit.ir.graph import GivenFact
+from fxsplit.ir.facts.example import Example
+from fxsplit.ir.graph import IR, GivenFact
 from fxsplit.torch_internals import pytree
+from fxsplit.torch_internals.dependences import find_inseparable, find_ordered_pairs
+from fxsplit.torch_internals.observe import Observation, Visit, observe
+
+
+@dataclass(frozen=True, eq=False)
+class Effects:
+    """What each node writes, shares memory with, and draws; and what follows from that for order and cuts.
+
+    nodes: what each node did when the graph was observed, by its name.
+    together: sets of nodes that no cut may part, such as a node that writes in place and the owner of that memory.
+    ordered: pairs of nodes that keep their order though no value flows between them.
+    """
+
+    nodes: Mapping[str, Observation]
+    together: tuple[tuple[str, ...], ...]
+    ordered: tuple[tuple[str, str], ...]
+
+    made_by: ClassVar[str] = "profile"
+    given: ClassVar[bool] = False
+
+    @cached_property
+    def drawing(self) -> frozenset[str]:
+        """The nodes that take random numbers, in training mode at least."""
+        return frozenset(name for name, node in self.nodes.items() if node.draws)
+
+    def verify(self, ir: IR) -> None:
+        """Raise BrokenFact unless the nodes that were observed are those of the graph, in the same order."""
+        graph = [n.name for n in ir.gm.graph.nodes]
+        if graph != list(self.nodes):
+            odd = sorted(set(graph) ^ set(self.nodes)) or graph
+            raise BrokenFact(f"the effects are of other nodes than the graph (first difference: {odd[0]!r})")
+
+    def __str__(self) -> str:
+        """One line for each node that writes, draws, or lies in another node's memory; then what follows."""
+        lines = []
+        for name, node in self.nodes.items():
+            shared = [owner for owner in node.owners if owner != name]
+            words = [f"writes {' '.join(node.mutates)}"] * bool(node.mutates) + ["draws"] * node.draws
+            words += [f"lies in {' '.join(shared)}"] * bool(shared)
+            lines += [f"{name}: {', '.join(words)}"] * bool(words)
+        lines += ["together: " + " ".join(names) for names in self.together]
+        return "\n".join([*lines, *(f"ordered: {a} before {b}" for a, b in self.ordered)])
+
+
+def find_effects(ir: IR) -> Effects:
+    """Return the effects of the graph of `ir`: those known, or what observing it on its Example finds now."""
+    return ir.get(Effects) or observe_effects(ir)
+
+
+def observe_effects(ir: IR, visit: Visit | None = None, *, parameters_together: bool = False) -> Effects:
+    """Run the graph of `ir` once, on its Example, and return what its nodes do besides computing.
+
+    visit: called before each call node runs, with the node, its callable, arguments and keyword arguments.
+    parameters_together: whether all users of one parameter must be in one stage.
+
+    Raises MissingFact without an Example, and TraceError for a graph that trains what is no parameter.
+    """
+    example = ir[Example]
+    nodes = observe(ir.gm, example.tensors, visit, from_shapes=example.from_shapes)
+    together = find_inseparable(ir.gm, nodes, parameters_together=parameters_together)
+    return Effects(nodes, tuple(together), tuple(find_ordered_pairs(ir.gm, nodes)))
 
 
 @dataclass(frozen=True, eq=False)

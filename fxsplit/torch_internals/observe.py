@@ -1,4 +1,7 @@
-"""Run a graph once on the example and note what each node makes, keeps for backward and writes in place."""
+"""Run a graph once on an example, and note what each node makes, keeps for its backward, writes and draws.
+
+Front ends say what a graph computes. What it does besides, to memory and to random generators, can only be observed.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,11 @@ from fxsplit.errors import TraceError
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.fake_weights import Snapshot, make_runnable
 from fxsplit.torch_internals.grad_leaves import find_leaves
-from fxsplit.torch_internals.interpret import Interpreter, describe_tensor, get_storage_id, preserve
+from fxsplit.torch_internals.interpret import Interpreter, describe_tensor, find_target, get_storage_id, preserve
 from fxsplit.torch_internals.rng import can_draw, read_generators
 
 CUTS = ("detach_", "requires_grad_")
 """Methods that write to what autograd knows of a tensor, and not to its memory."""
-
 
 Visit = Callable[[fx.Node, Any, tuple[Any, ...], dict[str, Any]], None]
 """Called before a node runs, with (node, the callable behind it, its arguments, its keyword arguments)."""
@@ -28,10 +30,14 @@ Visit = Callable[[fx.Node, Any, tuple[Any, ...], dict[str, Any]], None]
 class Observation:
     """What one node did.
 
-    `output_bytes` counts its tensor, `gradient_bytes` the gradient that returns for it (0 where none does),
-    `kept_bytes` what autograd keeps because of it, besides parameters. `owners` are the nodes whose memory its value
-    shares (itself where it made its own), `mutates` the owners of the memory it wrote to, and `draws` says that it
-    takes random numbers, now or in training mode.
+    text: dtype and shape of the tensor it made, such as `float32[8, 64]`, or the name of another value's type.
+    is_container: whether it made a container of tensors, such as the parts of a split.
+    output_bytes, gradient_bytes: of its tensor, and of the gradient that returns for the tensor (0 where none does).
+    kept_bytes: what autograd keeps of its memory for backward, parameters aside.
+    owners: the nodes whose memory its value lies in. `x.view(-1)` has the owners of `x`; a node that made new memory
+        is its own owner.
+    mutates: the owners of the memory that it wrote to in place.
+    draws: whether it takes random numbers, now or in training mode.
     """
 
     text: str = "none"
@@ -46,15 +52,15 @@ class Observation:
 
 @dataclass
 class _Memory:
-    """Who made each storage, and which storages autograd keeps already."""
+    """Which node made each storage, and which storages autograd keeps already, by the storage's number."""
 
     owners: dict[int, str] = field(default_factory=dict)
     kept: set[int] = field(default_factory=set)
-    alive: list[Any] = field(default_factory=list)  # a freed storage's address would be used again
+    alive: list[Any] = field(default_factory=list)  # the number of a freed storage would be given to another one
 
 
-class Observer(Interpreter):
-    """Interprets a graph in the current grad mode and fills `seen`, one Observation for each node."""
+class ObservingInterpreter(Interpreter):
+    """Interprets a graph in the current grad mode, and fills `seen` with one Observation for each node."""
 
     def __init__(self, gm: fx.GraphModule, visit: Visit | None = None) -> None:
         super().__init__(gm, garbage_collect_values=False)
@@ -68,28 +74,22 @@ class Observer(Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         """Run one node and observe it."""
         args, kwargs = self.fetch_args_kwargs_from_env(n)
+        call = find_target(self.module, n) if n.op.startswith("call") else None
         if self._visit is not None and n.op.startswith("call"):
-            self._visit(n, self._callable(n), args, kwargs)
+            self._visit(n, call, args, kwargs)
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         before = [t._version for t in tensors]
         buffers = Snapshot(t for t in tensors if get_storage_id(t) in self._buffers)
         generators = read_generators()
-        saved: list[UntypedStorage] = []
-        # Nothing is kept in the graph itself, which no one will backward: it would keep this list, and leak.
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.untyped_storage()), _no_backward):
-                value = super().run_node(n)
-        except RuntimeError as error:
-            if "saved tensor hooks" not in str(error):  # torch.func wants none; what it keeps is told by what it reads
-                raise
-            value, saved = super().run_node(n), [t.untyped_storage() for t in tensors]
+        value, saved = self._run_and_list_saved(n, tensors)
         seen = _describe(value)
         written = [t for t, version in zip(tensors, before, strict=True) if t._version != version]
-        written += buffers.changed()  # batch norm's kernels count no version
+        # Batch norm's kernels write running statistics and count no version, so values are compared as well.
+        written += buffers.changed()
         written += tensors[:1] if n.op == "call_method" and n.target in CUTS else []
         seen.mutates = tuple(dict.fromkeys(self._memory.owners.get(get_storage_id(t), n.name) for t in written))
-        drew = generators != read_generators()
-        seen.draws = drew or (n.op == "call_module" and can_draw(self._callable(n)))
+        # A dropout in evaluation draws nothing now, and will once the same graph serves training.
+        seen.draws = generators != read_generators() or can_draw(call)
         made = [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
         seen.owners = tuple(dict.fromkeys(self._memory.owners.setdefault(get_storage_id(t), n.name) for t in made))
         self._memory.alive += [t.untyped_storage() for t in made]
@@ -97,14 +97,24 @@ class Observer(Interpreter):
         self._charge(n, saved)
         return value
 
-    def _callable(self, n: fx.Node) -> Any:
-        """Return what a call node calls: a module, a function, or the name of a method."""
-        return self.fetch_attr(str(n.target)) if n.op == "call_module" else n.target
+    def _run_and_list_saved(self, n: fx.Node, tensors: list[Tensor]) -> tuple[Any, list[UntypedStorage]]:
+        """Return a node's value, and the storages that autograd saves for the node's backward."""
+        saved: list[UntypedStorage] = []
+        # The hook hands nothing on to autograd: a graph that holds `saved` would keep itself alive for ever.
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.untyped_storage()), _no_backward):
+                return super().run_node(n), saved
+        except RuntimeError as error:
+            if "saved tensor hooks" not in str(error):
+                raise
+        # torch.func refuses such hooks: of what it saves, the tensors that the node reads are all that is known.
+        return super().run_node(n), [t.untyped_storage() for t in tensors]
 
     def _charge(self, n: fx.Node, saved: list[UntypedStorage]) -> None:
-        """Charge each newly kept storage to the node whose value it is, or to `n` where it is internal to it."""
+        """Charge each newly kept storage to the node whose value it is, or to `n` where it is internal to `n`."""
         for storage in saved:
             key = int(storage._cdata)
+            # Weights are in memory anyway, and a storage that two backwards keep is there once.
             if key in self._weights or key in self._memory.kept:
                 continue
             self._memory.kept.add(key)
@@ -115,34 +125,40 @@ class Observer(Interpreter):
 
 
 def observe(
-    gm: fx.GraphModule, tensors: Sequence[Tensor], visit: Visit | None = None, from_shapes: bool = False
+    gm: fx.GraphModule, tensors: Sequence[Tensor], visit: Visit | None = None, *, from_shapes: bool = False
 ) -> dict[str, Observation]:
-    """Return what each node of `gm` does with copies of `tensors`, in grad mode; nothing of it lasts.
+    """Return what each node of `gm` does with copies of `tensors`, by the node's name, in grad mode.
 
-    `from_shapes`: it is not run, and what it would do is told from the shapes of its weights and of `tensors`.
+    visit: called before each call node runs. from_shapes: nothing is computed, and what a node would do is told from
+        the shapes of its weights and of `tensors`.
+
+    Buffers, random generators and gradients are afterwards as they were. Raises TraceError for a graph that trains a
+    tensor which is no parameter.
     """
     with make_runnable(gm, tensors, from_shapes) as (own, given), preserve(own), torch.enable_grad():
-        observer = Observer(own, visit)
+        observer = ObservingInterpreter(own, visit)
         leaves = [t.detach().requires_grad_(t.requires_grad) for t in given]
-        result = observer.run(*(leaf.clone() for leaf in leaves))  # a leaf could not be written to in place
+        # The graph gets clones, because autograd refuses to write in place to a leaf.
+        result = observer.run(*(leaf.clone() for leaf in leaves))
         known = {id(t) for t in (*own.parameters(), *own.buffers(), *leaves)}
         outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
         foreign = next((leaf for t in outputs for leaf in find_leaves(t) if id(leaf) not in known), None)
     if foreign is not None:
         raise TraceError(
             f"the model trains a tensor ({describe_tensor(foreign)}) that is none of its parameters, so no stage "
-            "would own it: make it a parameter of the model, or hand it to a function marked with torch.fx.wrap"
+            "would own it: make it a parameter of the model, or give it as an argument to a function marked with "
+            "torch.fx.wrap"
         )
     return observer.seen
 
 
 def _no_backward(packed: object) -> Tensor:
-    """Refuse to unpack: an observed graph is never backwarded."""
+    """Raise RuntimeError: an observed graph runs forward only."""
     raise RuntimeError("an observed graph kept nothing to run backward with")
 
 
 def _describe(value: Any) -> Observation:
-    """Return the observation of a value by itself."""
+    """Return what can be said of a value by itself: its text, whether it is a container, and its bytes."""
     if isinstance(value, Tensor):
         size = value.numel() * value.element_size()
         return Observation(describe_tensor(value), False, size, size if value.requires_grad else 0)
