@@ -53,7 +53,7 @@ def torchgpipe_step(stages: Sequence[nn.Module], n_microbatches: int, x: Tensor,
         balance=[1] * len(stages),
         devices=["cpu"] * len(stages),
         chunks=n_microbatches,
-        checkpoint="never",
+        recompute="never",
     )
 
     def step() -> None:

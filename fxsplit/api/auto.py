@@ -1,54 +1,59 @@
-"""Choice: every schedule and number of microbatches there is to try, and how long a plan's step takes under each."""
+"""Auto: where the schedule or the number of microbatches is "auto", lower every candidate and take the fastest."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from math import inf
+from typing import NamedTuple
 
-from fxsplit.errors import ScheduleError
+from fxsplit.api.candidates import Candidate
+from fxsplit.api.lowering import find_replicated, lower
+from fxsplit.api.options import Options
+from fxsplit.errors import NoFit, PlanError
+from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.plan import Plan
-from fxsplit.schedule import RUNNABLE, simulate
-from fxsplit.schedule.catalogue import Scheduler
-from fxsplit.schedule.of_plan import schedule_of, times_of
+from fxsplit.ir.facts.stages import Stages
+from fxsplit.ir.graph import IR
+from fxsplit.runtime.microbatches import divide_rows
 
-AUTO = "auto"
-"""Stated for what is to be chosen."""
-MOST_A_DEVICE = 8
-"""More microbatches a device than these leave no bubble worth filling."""
+CaptureRows = Callable[[int], IR]
+"""Captures the model for microbatches of so many rows."""
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A schedule on the devices, and a number of microbatches."""
+class Choice(NamedTuple):
+    """The candidate that a model is compiled with, and the costs that were measured on the way."""
 
-    scheduler: Scheduler
-    n_microbatches: int
-
-    def __str__(self) -> str:
-        return f"{self.scheduler.name} with {self.n_microbatches} microbatches"
+    candidate: Candidate
+    costs: Costs | None
 
 
-def list_schedulers(schedule: str, n_devices: int, stages_per_device: int | None) -> list[Scheduler]:
-    """Return the schedule stated, or all that run and take so many stages a device."""
-    if schedule != AUTO:
-        return [Scheduler(schedule, n_devices, stages_per_device)]
-    found = []
-    for name in RUNNABLE:
-        scheduler = Scheduler(name, n_devices, stages_per_device)
-        try:
-            scheduler.homes()
-        except ScheduleError:
-            continue
-        found.append(scheduler)
-    return found
+def choose_candidate(options: Options, rows: int, capture_rows: CaptureRows) -> Choice:
+    """Return the only candidate for a batch of `rows`, or the one whose simulated step is shortest.
 
-
-def list_microbatch_counts(rows: int, n_devices: int) -> list[int]:
-    """Return the numbers of microbatches to try for a batch: one a device, and twice as many again and again."""
-    tried = [n_devices << i for i in range(MOST_A_DEVICE.bit_length())]
-    return [count for count in tried if count <= min(rows, MOST_A_DEVICE * n_devices)] or [rows]
-
-
-def predict_step_ms(plan: Plan, candidate: Candidate) -> float:
-    """Return how long a training step takes by a plan made for the candidate."""
-    schedule = schedule_of(plan, candidate.scheduler, candidate.n_microbatches)
-    return simulate(schedule, times_of(plan, schedule)).step_ms
+    Raises NoFit where no candidate's plan fits in memory; the error names the one that lacks least.
+    """
+    candidates = options.list_candidates(rows)
+    if len(candidates) == 1:
+        return Choice(candidates[0], options.costs)
+    refused: list[tuple[float, Candidate, PlanError]] = []
+    fitting: list[tuple[float, Choice]] = []
+    for count in sorted({candidate.n_microbatches for candidate in candidates}):
+        captured = capture_rows(divide_rows(rows, count)[0])
+        # Schedules with one number of microbatches run the same operators, which are measured once.
+        known = options.costs
+        for candidate in (c for c in candidates if c.n_microbatches == count):
+            try:
+                lowered = lower(options, captured, candidate, known)
+                known = lowered.costs or known
+                if lowered.final.get(Stages) is not None:
+                    find_replicated(candidate, lowered)
+            except PlanError as error:
+                refused.append((getattr(error, "short_bytes", inf), candidate, error))
+                continue
+            step_ms = candidate.predict_step_ms(lowered.final[Plan])
+            fitting.append((step_ms, Choice(candidate, known)))
+    if not fitting:
+        tried = ", ".join(str(candidate) for candidate in candidates)
+        short_bytes, nearest, reason = min(refused, key=lambda entry: entry[0])
+        raise NoFit(f"none of {tried} fits; nearest is {nearest}: {reason}", short_bytes) from reason
+    return min(fitting, key=lambda entry: entry[0])[1]

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from fxsplit import passes as standard
-from fxsplit.api.auto import AUTO, list_schedulers
 from fxsplit.api.compiler import Compiler
+from fxsplit.api.options import Options, load_costs
 from fxsplit.api.pipeline import Pipeline
 from fxsplit.errors import InputError
 from fxsplit.formats.safetensors_files import WeightFiles
@@ -23,8 +23,7 @@ from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.machine import Device, DeviceLike, Machine
 from fxsplit.ir.graph import Pass
 from fxsplit.runtime.loss import LossFn
-from fxsplit.runtime.stage.recompute import check_policy
-from fxsplit.schedule.catalogue import ASYNCHRONOUS, find_schedule
+from fxsplit.schedule.catalogue import ASYNCHRONOUS
 
 DEFAULT = Chain(standard.DEFAULT)
 """The chain that compile() runs: profile, augment, order, partition, emit."""
@@ -39,7 +38,7 @@ def compile(
     schedule: str = "1F1B",
     stages_per_device: int | None = None,
     loss_fn: LossFn | None = None,
-    checkpoint: str = "plan",
+    recompute: str | None = None,
     deferred_batch_norm: bool = False,
     stage_backend: str | None = None,
     chunks: Chunks | None = None,
@@ -47,6 +46,7 @@ def compile(
     passes: str | Chain | Iterable[Pass] = DEFAULT,
     costs: Costs | str | os.PathLike[str] | None = None,
     dump: str | os.PathLike[str] | None = None,
+    checkpoint: str | None = None,
 ) -> Pipeline:
     """Return `model` as a pipeline over `devices`: a module that is called, trained and saved like the model.
 
@@ -60,8 +60,8 @@ def compile(
         measured, planned and simulated in every way that fits in memory, and the fastest is taken.
     stages_per_device: for schedules that take several (default: what the schedule is made for).
     loss_fn: loss_fn(outputs, target) -> scalar, for `step`.
-    checkpoint: when a stage keeps no activations and runs forward again before its backward: "never", "always",
-        "except_last" (for all microbatches but the last), or "plan" (where partition{recompute=} says so).
+    recompute: when a stage keeps no activations and runs forward again before its backward: "never", "always",
+        "except_last" (for all microbatches but the last), or "plan" (the default: where partition{recompute=} says so).
     deferred_batch_norm: let running statistics change once a batch, by all of it, and not by each microbatch.
     stage_backend: what torch.compile compiles each stage with, such as "inductor" (default: stages run as they are).
         Costs are measured without it.
@@ -73,56 +73,49 @@ def compile(
     passes: the chain, as a Chain, a list, or text such as "profile{repeats=3},augment,order,partition,emit".
     costs: a saved profile (or its path) to plan from in place of measuring.
     dump: a folder for the IR's text before the first and after every pass (also FXSPLIT_DUMP).
+    checkpoint: the earlier name of `recompute`, deprecated.
 
     Raises a child of FxsplitError that names the value at fault and the next step.
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model is a {type(model).__name__}: give a torch.nn.Module")
-    if not (n_microbatches in (None, AUTO) or (type(n_microbatches) is int and n_microbatches >= 1)):
-        raise InputError(f"n_microbatches={n_microbatches!r}: give a number of at least 1, 'auto', or leave it out")
-    if n_microbatches == AUTO and costs is not None:
-        raise InputError("n_microbatches='auto' measures microbatches of every size: leave costs= out")
-    if loss_fn is not None and (not callable(loss_fn) or isinstance(loss_fn, type)):
-        raise InputError(f"loss_fn={loss_fn!r} is no function or module: give loss_fn(outputs, target) -> scalar")
-    if isinstance(model, Pipeline):
-        raise InputError("model is a pipeline already: compile the model it was made from")
-    if not (costs is None or isinstance(costs, (Costs, str, os.PathLike))):
-        raise InputError(f"costs={costs!r}: give a profile (pipe.costs), or the path of a saved one")
-    if not (dump is None or isinstance(dump, (str, os.PathLike))):
-        raise InputError(f"dump={dump!r}: give the path of a folder")
-    chain = to_chain(passes, standard.PASSES)
-    known = Costs.load(costs) if isinstance(costs, (str, os.PathLike)) else costs
-    machine = Machine.of(devices)
-    if schedule != AUTO:
-        find_schedule(schedule)
-    ways = list_schedulers(schedule, len(machine), stages_per_device)
-    stated = n_microbatches if isinstance(n_microbatches, int) else None
-    if stated is not None and schedule != AUTO:
-        ways[0].schedule(stated)
-    check_policy(checkpoint)
-    if stage_backend is not None and stage_backend not in torch.compiler.list_backends(()):
-        backends = ", ".join(torch.compiler.list_backends())
-        raise InputError(f"stage_backend={stage_backend!r} is none of torch.compile's: give one of {backends}")
-    compiler = Compiler(
-        model=model,
-        machine=machine,
-        schedulers=ways,
-        n_microbatches=stated,
-        any_number=n_microbatches == AUTO,
-        checkpoint=checkpoint,
+    options = Options(
+        machine=Machine.of(devices),
+        chain=to_chain(passes, standard.PASSES),
+        schedule=schedule,
+        stages_per_device=stages_per_device,
+        n_microbatches=n_microbatches,
+        loss_fn=loss_fn,
+        recompute=choose_recompute(recompute, checkpoint),
         deferred_batch_norm=deferred_batch_norm,
         stage_backend=stage_backend,
         chunks=chunks,
-        chain=chain,
-        costs=known,
+        costs=load_costs(costs),
         dump=dump,
     )
-    files = None if weights is None else WeightFiles(weights)
-    pipeline = Pipeline(model, compiler, stated, loss_fn, files)
+    pipeline = Pipeline(Compiler(model, options, None if weights is None else WeightFiles(weights)))
     if example_inputs is not None:
         args, kwargs = parse_example_inputs(example_inputs)
         pipeline.compile_for(*args, **kwargs)
     return pipeline
+
+
+def choose_recompute(recompute: str | None, checkpoint: str | None) -> str:
+    """Return when stages recompute, as compile() is told by `recompute` or by `checkpoint`, its deprecated name.
+
+    Raises InputError where both are given.
+    """
+    if checkpoint is None:
+        return "plan" if recompute is None else recompute
+    if recompute is not None:
+        raise InputError(
+            f"recompute={recompute!r} and checkpoint={checkpoint!r} name one option: give recompute= alone"
+        )
+    # The third frame up is the line that calls compile().
+    warnings.warn(
+        f"compile(checkpoint={checkpoint!r}) is deprecated: write compile(recompute={checkpoint!r})",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return checkpoint
 
 
 def recompile_like(pipe: Pipeline, model: nn.Module, loss_fn: LossFn | None) -> Pipeline:
@@ -130,14 +123,12 @@ def recompile_like(pipe: Pipeline, model: nn.Module, loss_fn: LossFn | None) -> 
 
     Raises InputError for a schedule whose weights change between microbatches.
     """
-    compiler = pipe.build
-    assert isinstance(compiler, Compiler)
-    for scheduler in compiler.schedulers:
+    options = pipe.compiler.options
+    for scheduler in options.schedulers:
         if scheduler.name in ASYNCHRONOUS:
             raise InputError(
                 f"{scheduler.name} trains another way than the model by itself: verify a pipeline with 1F1B"
             )
-    changed = replace(
-        compiler, model=model, costs=None, dump=None, deferred_batch_norm=False, from_shapes=pipe.from_shapes
-    )
-    return Pipeline(model, changed, compiler.n_microbatches, loss_fn)
+    # Deferred statistics are those of the whole batch, and the unsplit model runs microbatch by microbatch.
+    options = replace(options, loss_fn=loss_fn, costs=None, dump=None, deferred_batch_norm=False)
+    return Pipeline(pipe.compiler.recompile_like(model, options))

@@ -1,216 +1,220 @@
-"""Compiler: capture a model for a call, run the chain of passes, and return the program."""
+"""Compiler: gives the program that runs a call, compiled on the first call in its mode, and kept.
+
+The way of a model: choose a candidate (auto), capture its graph (lowering, frontend), state the facts and run the chain
+of passes (lowering), build the program (compiled). Weights then move to the devices of their stages.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import inf
+import threading
+import warnings
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from fxsplit import passes as standard
-from fxsplit.api.auto import Candidate, list_microbatch_counts, predict_step_ms
-from fxsplit.api.modes import pin_weights, serves_both_modes
-from fxsplit.errors import ChainError, NoFit, PlanError, TraceError
-from fxsplit.frontend import capture
-from fxsplit.ir.chain import Chain
+from fxsplit.api.auto import choose_candidate
+from fxsplit.api.compiled import OTHER_MODE, Compiled, Mode, build_program, get_mode
+from fxsplit.api.lowering import capture_model, find_replicated, lower
+from fxsplit.api.microbatch_count import AUTO
+from fxsplit.api.modes import serves_both_modes
+from fxsplit.api.options import Options
+from fxsplit.api.validity import Validity
+from fxsplit.errors import InputError, PlanError
+from fxsplit.formats.safetensors_files import WeightFiles
 from fxsplit.ir.dump import make_observers, show_progress
-from fxsplit.ir.facts.call import Inputs
-from fxsplit.ir.facts.chunks import Chunks
-from fxsplit.ir.facts.costs import Costs, KnownCosts
+from fxsplit.ir.facts.call import Call, Inputs
 from fxsplit.ir.facts.effects import CallEffects
 from fxsplit.ir.facts.example import Example
-from fxsplit.ir.facts.machine import Machine
-from fxsplit.ir.facts.plan import Plan
-from fxsplit.ir.facts.stages import Stages
-from fxsplit.ir.facts.stages import list_weights as weights_in
-from fxsplit.ir.facts.workload import Workload
-from fxsplit.ir.graph import IR, Fact, name_pass
-from fxsplit.ir.manager import run_chain
-from fxsplit.passes.batch_norm import check_writes, note_statistics
-from fxsplit.runtime import Program
-from fxsplit.runtime.microbatches import choose_count, divide_rows
-from fxsplit.schedule.catalogue import ASYNCHRONOUS, Scheduler
-from fxsplit.schedule.of_plan import replicas_of
-from fxsplit.torch_internals.fake_weights import lacks_values
+from fxsplit.ir.facts.scope import Scope
+from fxsplit.ir.graph import name_pass
+from fxsplit.passes.batch_norm import note_statistics
+from fxsplit.runtime.microbatches import divide_rows
+from fxsplit.runtime.program import Batch, Program
+
+Shapes = tuple[tuple[int, ...], ...]
+"""The shapes of a call's tensors, without their rows."""
+
+MOST_SHAPES = 16
+"""Shapes besides the first for which a model is compiled that has to be exported for each shape anew."""
 
 
-@dataclass(frozen=True, eq=False)
 class Compiler:
-    """Compiles the model for a call, in whichever mode it is then."""
+    """Compiles one model with one set of options: a program for each mode, and for each shape where that needs its own.
 
-    model: nn.Module
-    machine: Machine
-    schedulers: Sequence[Scheduler]
-    n_microbatches: int | None
-    any_number: bool
-    checkpoint: str
-    deferred_batch_norm: bool
-    stage_backend: str | None
-    chunks: Chunks | None
-    chain: Chain
-    costs: Costs | None
-    dump: str | os.PathLike[str] | None
-    from_shapes: bool = False
+    What was compiled is kept by (mode, shapes). Under (mode, None) is the first program of a mode, which is right for
+    all shapes unless its graph was exported. Raises InputError for a model that is no module.
+    """
 
-    def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any], other: Program | None) -> Program:
-        """Return the program of the model's present mode; it shares the stages of the other mode where it can.
+    def __init__(
+        self, model: nn.Module, options: Options, weights: WeightFiles | None = None, *, from_shapes: bool = False
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise InputError(f"model is a {type(model).__name__}: give a torch.nn.Module")
+        self.model = model
+        self.options = options
+        self._weights = weights
+        self._from_shapes = from_shapes
+        self._kept: dict[tuple[Mode, Shapes | None], Compiled] = {}
+        self._modules: list[int] = []
+        self._lock = threading.RLock()  # the first calls of several threads must not compile twice
 
-        Where the two modes are different graphs, every parameter stays on the stage it has in the other one.
+    def program(self, mode: Mode, call: Call) -> Program:
+        """Return the program that runs `call` in a mode, which the model must be in; compile it if there is none."""
+        return self._find(mode, call).program
+
+    def prepare(self, mode: Mode, call: Call) -> Batch:
+        """Return a call ready to run: its program, its tensors, and how many rows each microbatch has.
+
+        Raises InputError for a call that the program is not made for, or that has too few rows for its microbatches.
         """
-        inputs, tensors = Inputs.of(self.model, args, kwargs, self.chunks)
-        batch = inputs.rows(tensors)
-        watchers = make_observers(self._folder(other), [name_pass(p) for p in self.chain])
+        compiled = self._find(mode, call)
+        compiled.validity.relink()
+        compiled.validity.check_weights()
+        program = compiled.program
+        tensors = self._bind(program.inputs, call)
+        rows = program.inputs.rows(tensors)
+        count = self.options.count_microbatches(program.scheduler, rows, compiled.found_count)
+        divided = divide_rows(rows, count)
+        compiled.captured[CallEffects].check_cut(count)
+        compiled.captured[Scope].check_rows(divided)
+        return Batch(program, tensors, divided)
+
+    def get_compiled(self, mode: Mode) -> Compiled | None:
+        """Return what was compiled first in a mode, or in the other mode where only that is compiled."""
+        return self._kept.get((mode, None)) or self._kept.get((OTHER_MODE[mode], None))
+
+    def place_all(self) -> None:
+        """Move the weights, which may be others now than before, to the devices of their stages."""
+        for compiled in self._kept.values():
+            compiled.place()
+
+    def recompile_like(self, model: nn.Module, options: Options) -> Compiler:
+        """Return a compiler for another model, which captures it by shapes alone where this one did."""
+        from_shapes = any(compiled.captured[Example].from_shapes for compiled in self._kept.values())
+        return Compiler(model, options, from_shapes=from_shapes)
+
+    def _find(self, mode: Mode, call: Call) -> Compiled:
+        """Return what is compiled for a call, after compiling it if need be; raises InputError for unusable hooks."""
+        with self._lock:
+            self._forget_replaced_modules()
+            first = self._kept.get((mode, None))
+            if first is None or self._is_outdated(first):
+                first = self._compile_first(mode, call, outdated=first)
+        first.validity.check_hooks()
+        scope = first.captured[Scope]
+        if not scope.fixed:
+            return first
+        shapes = scope.other_shapes(self._bind(first.program.inputs, call))
+        return first if shapes is None else self._find_for_shapes(mode, call, shapes, first)
+
+    def _find_for_shapes(self, mode: Mode, call: Call, shapes: Shapes, first: Compiled) -> Compiled:
+        """Return what is compiled for other shapes than the example's: an exported graph is for its own alone."""
+        with self._lock:
+            if (mode, shapes) in self._kept:
+                return self._kept[mode, shapes]
+            other = self._kept.get((OTHER_MODE[mode], None))
+            if other is not None and other.program is first.program and (OTHER_MODE[mode], shapes) in self._kept:
+                return self._kept[OTHER_MODE[mode], shapes]
+            if sum(m == mode and s is not None for m, s in self._kept) == MOST_SHAPES:
+                raise InputError(
+                    f"the model could only be exported, which makes a graph for every shape, and {shapes} (without "
+                    f"rows) is more than {MOST_SHAPES + 1} of them: pad to fewer shapes"
+                )
+            compiled = self._compile(call, first)
+            compiled.place()
+            if compiled.moves_weights:
+                self._kept = {(mode, None): compiled}
+            else:
+                self._kept[mode, shapes] = compiled
+            return compiled
+
+    def _compile_first(self, mode: Mode, call: Call, outdated: Compiled | None) -> Compiled:
+        """Return a mode compiled for a call, with all weights on their devices; keep it as the mode's first."""
+        compiled = self._compile(call, self._kept.get((OTHER_MODE[mode], None)) or outdated)
+        # Programs of this mode for other shapes were made beside the outdated one, and are outdated with it.
+        self._kept = {k: c for k, c in self._kept.items() if k[0] != mode and not compiled.moves_weights}
+        compiled.place()
+        if self._weights is not None:
+            # The model was built without values; they are read once their places are known.
+            self._weights.load(self.model, compiled.program.list_placed(), strict=True)
+            self._weights = None
+        self._kept[mode, None] = compiled
+        return compiled
+
+    def _compile(self, call: Call, like: Compiled | None) -> Compiled:
+        """Return the model's present mode, compiled for a call.
+
+        like: what the model was compiled to before, in the other mode or for other shapes. Its stages are shared where
+            the graph is the same; otherwise every weight stays on the stage that it has there.
+        """
+        observers = make_observers(self._choose_folder(like), [name_pass(p) for p in self.options.chain])
+        inputs, tensors = Inputs.of(self.model, *call, self.options.chunks)
+        rows = inputs.rows(tensors)
+        from_shapes = self._from_shapes or (like is not None and like.captured[Example].from_shapes)
+        capture_rows = partial(capture_model, self.model, self.options, call, from_shapes=from_shapes)
         # The first call may come under no_grad or inference_mode; what is learnt then must hold for training too.
         with torch.inference_mode(False), torch.enable_grad(), show_progress():
-            chosen, known = self._chosen(args, kwargs, batch, other)
-            count = chosen.n_microbatches
-            traced = self._captured(args, kwargs, divide_rows(batch, count)[0], other)
-            if other is not None and serves_both_modes(other, traced):
-                return other
-            costs = KeepCosts()
-            alone = False
+            if like is None:
+                candidate, known = choose_candidate(self.options, rows, capture_rows)
+            else:
+                candidate, known = like.adapt_candidate(self.options, rows), self.options.costs
+            captured = capture_rows(divide_rows(rows, candidate.n_microbatches)[0])
+            if like is not None and serves_both_modes(like, captured):
+                return like.share(self.model)
+            moves_weights = False
             try:
-                facts = self._facts(chosen, traced, other, known)
-                final = run_chain(traced.learn(*facts), self.chain, [costs, *watchers])
+                lowered = lower(self.options, captured, candidate, known, like=like, observers=observers)
             except PlanError:
-                if other is None:
+                if like is None:
                     raise
                 # Memory is shared otherwise in this mode, and the weights' places do not suit it: plan anew.
-                alone = True
-                final = run_chain(
-                    traced.learn(*self._facts(chosen, traced, None, known)), self.chain, [costs, *watchers]
-                )
-        for kind, name in ((Plan, "partition"), (Stages, "emit")):
-            if final.get(kind) is None:
-                raise ChainError(f"the chain {self.chain} learns no {kind.__name__}: it needs a pass like {name!r}")
-        program = Program(
-            model=self.model,
-            inputs=inputs,
-            stages=final[Stages],
-            plan=final[Plan],
-            costs=costs.found,
-            machine=self.machine,
-            scheduler=chosen.scheduler,
-            n_microbatches=count if self.any_number else None,
-            traced=traced,
-            final=final,
-            alone=alone,
-            checkpoint=self.checkpoint,
-            stage_backend=self.stage_backend,
+                moves_weights = True
+                lowered = lower(self.options, captured, candidate, known, observers=observers)
+        program = build_program(self.model, self.options, candidate, lowered)
+        replicated = find_replicated(candidate, lowered)
+        note_statistics(program.stages, replicated, self.options.deferred_batch_norm)
+        return Compiled(
+            captured=captured,
+            final=lowered.final,
+            costs=lowered.costs,
+            program=program,
+            validity=Validity.of(self.model, captured, program.stages),
+            found_count=candidate.n_microbatches if self.options.n_microbatches == AUTO else None,
+            moves_weights=moves_weights,
         )
-        program.schedule(count)  # raises for a plan that the schedule cannot run
-        note_statistics(program.stages, self._check_replicas(chosen, traced, final), self.deferred_batch_norm)
-        return program
 
-    def _captured(self, args: Sequence[Any], kwargs: Mapping[str, Any], rows: int, other: Program | None) -> IR:
-        """Return the graph of the model's present mode, for microbatches of so many rows.
+    def _forget_replaced_modules(self) -> None:
+        """Forget all that was compiled if a submodule was replaced since: it is of another model."""
+        modules = [id(module) for module in self.model.modules()]
+        if modules != self._modules:
+            self._kept.clear()
+            self._modules = modules
 
-        A model that was captured by its shapes is so in its other mode too, unless that needs the weights and has them.
-        """
-        from_shapes = self.from_shapes or (other is not None and other.traced[Example].from_shapes)
-        leaves = [step.path for step in self.chain if isinstance(step, standard.Leaf)]
-        try:
-            return capture(self.model, args, kwargs, rows, self.chunks, leaves, from_shapes)
-        except TraceError:
-            together = len({w.device for w in weights_in(self.model)}) == 1
-            if not from_shapes or not together or lacks_values(self.model):
-                raise
-            return capture(self.model, args, kwargs, rows, self.chunks, leaves)
+    def _is_outdated(self, compiled: Compiled) -> bool:
+        """Return whether an attribute that tracing may have made a constant of has another value now; warn of it."""
+        changes = compiled.validity.find_changes()
+        # A submodule's mode is changed on purpose. A number may be a counter, which would cost a compile every call.
+        name = next((name for name in changes if not name.endswith("training")), None)
+        if name is not None:
+            then, now = changes[name]
+            warnings.warn(
+                f"compiling again, because attribute {name!r} of the model changed from {then} to {now}: keep what "
+                "forward() does not read, such as counters, outside of the model",
+                stacklevel=5,
+            )
+        return bool(changes)
 
-    def _check_replicas(self, way: Candidate, traced: IR, final: IR) -> list[bool]:
-        """Return which stages have several devices; raises PlanError for one that cannot."""
-        stages = final[Stages]
-        homes = replicas_of(final[Plan]) or way.scheduler.homes(len(stages))
-        replicated = [len(home) > 1 for home in homes]
-        check_writes(stages, replicated, traced[CallEffects].written_buffers)
-        return replicated
+    def _bind(self, inputs: Inputs, call: Call) -> list[Tensor]:
+        """Return the tensors of a call, whose floating type may follow the model's; raises InputError for a misfit."""
+        floating = (p.dtype for p in self.model.parameters() if p.is_floating_point())
+        return inputs.bind(*call, next(floating, None))
 
-    def _chosen(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], batch: int, other: Program | None
-    ) -> tuple[Candidate, Costs | None]:
-        """Return the schedule and number of microbatches: the only ones, the other mode's, or the fastest that fit.
-
-        Also returns the costs that were measured on the way.
-        """
-        if other is not None:
-            count = self.n_microbatches or other.n_microbatches or 0
-            usual = other.scheduler.nearest(choose_count(batch, len(self.machine)))
-            return Candidate(other.scheduler, count if 0 < count <= batch else usual), self.costs
-        ways = []
-        for scheduler in self.schedulers:
-            usual = self.n_microbatches or scheduler.nearest(choose_count(batch, len(self.machine)))
-            numbers = list_microbatch_counts(batch, len(self.machine)) if self.any_number else [usual]
-            ways += [Candidate(scheduler, n) for n in numbers if n == scheduler.nearest(n)]
-        if len(ways) == 1:
-            return ways[0], self.costs
-        return self._fastest(ways, args, kwargs, batch)
-
-    def _fastest(
-        self, ways: Sequence[Candidate], args: Sequence[Any], kwargs: Mapping[str, Any], batch: int
-    ) -> tuple[Candidate, Costs | None]:
-        """Return the candidate whose step the simulator finds shortest, of those whose plans fit in memory."""
-        refused: list[tuple[float, Candidate, PlanError]] = []
-        found: list[tuple[float, Candidate, Costs | None]] = []
-        for count in sorted({way.n_microbatches for way in ways}):
-            traced = self._captured(args, kwargs, divide_rows(batch, count)[0], None)
-            known = self.costs
-            for way in (way for way in ways if way.n_microbatches == count):
-                costs = KeepCosts()
-                try:
-                    final = run_chain(traced.learn(*self._facts(way, traced, None, known)), self.chain, [costs])
-                    if final.get(Plan) is not None and final.get(Stages) is not None:
-                        self._check_replicas(way, traced, final)
-                except PlanError as error:
-                    refused.append((getattr(error, "short_bytes", inf), way, error))
-                    continue
-                known = costs.found or known
-                if final.get(Plan) is None:
-                    raise ChainError(f"the chain {self.chain} learns no Plan: nothing to choose a schedule by")
-                found.append((predict_step_ms(final[Plan], way), way, known))
-        if not found:
-            tried = ", ".join(str(way) for way in ways)
-            short, way, reason = min(refused, key=lambda entry: entry[0])
-            raise NoFit(f"none of {tried} fits; nearest is {way}: {reason}", short) from reason
-        _, way, known = min(found, key=lambda entry: entry[0])
-        return way, known
-
-    def _facts(self, way: Candidate, traced: IR, other: Program | None, known: Costs | None) -> list[Fact]:
-        """Return what the chain starts from, besides the graph and its example."""
-        machine = self.machine.unrolled(way.scheduler.homes())
-        count = way.n_microbatches
-        peaks = {k: way.scheduler.in_flight(count, k) for k in range(1, len(machine) + 1)}
-        versions = {k: way.scheduler.versions(count, k) for k in peaks if way.scheduler.name in ASYNCHRONOUS}
-        workload = Workload(way.scheduler.name, count, peaks, may_idle=other is not None, versions=versions)
-        facts: list[Fact] = [machine, workload]
-        if other is not None:
-            facts += [pin_weights(traced, other)]
-            facts += [] if other.costs is None else [KnownCosts(other.costs, complete=False)]
-        elif known is not None:
-            facts.append(KnownCosts(known, complete=known is self.costs))
-        return facts
-
-    def _folder(self, other: Program | None) -> Path | None:
+    def _choose_folder(self, like: Compiled | None) -> Path | None:
         """Return where to dump to: a second mode has a folder of its own inside the first's."""
-        folder = self.dump or os.environ.get("FXSPLIT_DUMP")
+        folder = self.options.dump or os.environ.get("FXSPLIT_DUMP")
         if not folder:
             return None
-        mode = "train" if self.model.training else "eval"
-        return Path(folder) / mode if other is not None else Path(folder)
-
-
-class KeepCosts:
-    """Keeps the costs, which the rewriting into stages forgets."""
-
-    found: Costs | None = None
-
-    def start(self, ir: IR) -> None:
-        """Know nothing yet."""
-
-    def after(self, name: str, ir: IR) -> None:
-        """Keep the latest costs."""
-        self.found = ir.get(Costs) or self.found
+        return Path(folder) if like is None else Path(folder) / get_mode(self.model)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxsplit.api.microbatch_count import check_microbatch_count, choose_microbatch_count
 from fxsplit.errors import InputError
 from fxsplit.frontend import capture
 from fxsplit.ir.dump import show_progress
@@ -31,11 +32,11 @@ def profile(
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}: give a torch.nn.Module")
-    if not (type(n_microbatches) is int and n_microbatches >= 1):
-        raise InputError(f"n_microbatches={n_microbatches!r}: give a number of at least 1")
+    check_microbatch_count(n_microbatches)
     args, kwargs = parse_example_inputs(example_inputs)
     inputs, tensors = Inputs.of(model, args, kwargs)
-    rows = divide_rows(inputs.rows(tensors), n_microbatches)[0]
+    batch = inputs.rows(tensors)
+    rows = divide_rows(batch, choose_microbatch_count(1, rows=batch, stated=n_microbatches))[0]
     with torch.inference_mode(False), torch.enable_grad(), show_progress():
         traced = capture(model, args, kwargs, rows)
         return run_chain(traced.learn(Machine.of([device])), [Profile(repeats)])[Costs]

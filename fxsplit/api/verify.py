@@ -16,9 +16,10 @@ from torch.nn.modules.rnn import RNNBase
 
 from fxsplit.api.compare import Difference, Outcome, differences, run_pipeline_step, run_unsplit_step, wide_dtype
 from fxsplit.api.compile import recompile_like
+from fxsplit.api.compiled import get_mode
 from fxsplit.api.pipeline import Pipeline
 from fxsplit.errors import InputError
-from fxsplit.ir.facts.call import parse_example_inputs
+from fxsplit.ir.facts.call import Call, parse_example_inputs
 from fxsplit.ir.facts.effects import CallEffects
 from fxsplit.runtime.loss import find_own_loss, sum_squares, take_model_loss
 from fxsplit.torch_internals import pytree
@@ -116,7 +117,8 @@ def _verified(pipe: Pipeline, model: nn.Module, call: Any, dtype: torch.dtype) -
     rounding: dict[tuple[str, str], float] = {}
     with recompile_like(pipe, model, loss_fn) as split:
         split.compile_for(*args, **kwargs)
-        how, rows = split.call_of(*args, **kwargs)
+        batch = split.compiler.prepare(get_mode(model), Call(args, kwargs))
+        how, rows = batch.program.inputs, batch.rows
         joined = split.traced[CallEffects].output_dims
         target = () if loss_fn else None
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from fxsplit.errors import FxsplitError, InputError
 from fxsplit.runtime.autograd_node import Backward, PipelineFunction
 from fxsplit.runtime.backends.threads import Workers
-from fxsplit.runtime.job import Job, Tape
+from fxsplit.runtime.job import Job, Tape, Work
 from fxsplit.runtime.loss import BatchLoss
 from fxsplit.runtime.microbatches import join, split, split_gradient
-from fxsplit.runtime.program import Program
+from fxsplit.runtime.program import Batch
 from fxsplit.runtime.stage.run import Packet
 from fxsplit.runtime.stage.weight_versions import Stepper
 from fxsplit.runtime.stopwatch import Stopwatch
@@ -26,7 +26,6 @@ from fxsplit.schedule.action import BACKWARD, FORWARD
 from fxsplit.torch_internals.batch_norm import count_as_one_batch
 from fxsplit.torch_internals.grad_leaves import mute
 from fxsplit.torch_internals.grad_sums import accumulate
-from fxsplit.torch_internals.thread_modes import ThreadModes
 
 
 class Engine:
@@ -38,7 +37,7 @@ class Engine:
         self._one_job = threading.Lock()  # jobs of one pipeline share its workers and buffers, so callers take turns
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _take_turn(self) -> Iterator[None]:
         """Let one caller at a time run a job; a worker that calls its own pipeline would wait for itself."""
         if self._workers.has(threading.current_thread()):
             raise FxsplitError(
@@ -48,77 +47,60 @@ class Engine:
         with self._one_job:
             yield
 
-    def forward(self, program: Program, tensors: Sequence[Tensor], rows: Sequence[int]) -> list[Any]:
+    def forward(self, batch: Batch) -> list[Any]:
         """Return the outputs of a batch, joined over microbatches; part of the autograd graph where that is on."""
-        tape: Tape = {}
-        job = Job(
-            program, program.passes(len(rows)).only(FORWARD), ThreadModes.read(), tape, _packets(program, tensors, rows)
-        )
-        with self._alone(), count_as_one_batch(program.noted):
+        program, tensors, rows = batch
+        work = Work(cut_packets(batch))
+        job = Job(program, program.passes(len(rows)).only(FORWARD), work)
+        with self._take_turn(), count_as_one_batch(program.noted):
             self._workers.run(job)
-        outputs, wanted = _joined(job, rows, program.joined)
+        outputs, wanted = join_outputs(job, rows, program.joined)
         if not any(wanted):
             return outputs
+        trained = program.list_trained()
+        backward = self._make_backward(batch, trained, work.tape)
         inputs = [t for t in tensors if t.requires_grad]
-        trained = program.trained()
-        leaves = _leaves(trained)
-        backward = self._backward(program, trained, tape, rows, tensors)
-        joined: tuple[Tensor, ...] = PipelineFunction.apply(backward, outputs, wanted, *inputs, *leaves)  # type: ignore[no-untyped-call]
+        joined: tuple[Tensor, ...] = PipelineFunction.apply(backward, outputs, wanted, *inputs, *list_leaves(trained))  # type: ignore[no-untyped-call]
         return list(joined)
 
     def step(
         self,
-        program: Program,
-        tensors: Sequence[Tensor],
-        rows: Sequence[int],
+        batch: Batch,
         loss: BatchLoss,
-        keep: bool,
-        watch: Stopwatch | None = None,
+        *,
+        keep_outputs: bool,
         stepper: Stepper | None = None,
+        watch: Stopwatch | None = None,
     ) -> list[Any]:
         """Run forward, loss and backward in the program's schedule, add to every `.grad`; let `watch` see it.
 
         In an asynchronous schedule `stepper` has stepped with the gradients already. Returns the outputs if they are to
         be kept.
         """
+        program = batch.program
 
         def finish(m: int, outputs: tuple[Any, ...]) -> Tensor:
-            return loss(m, program.result(outputs))
+            return loss(m, program.build_result(outputs))
 
-        packets = _packets(program, [t.detach() for t in tensors], rows)
-        trained = program.trained()
-        schedule = program.schedule(len(rows))
-        job = Job(
-            program,
-            schedule,
-            ThreadModes.read(),
-            {},
-            packets,
-            loss.make_output_gradients,
-            trained,
-            finish,
-            keep,
-            watch,
-            stepper,
-        )
-        watched = _leaves(trained) if stepper is None else []  # versions of weights are leaves of their own
-        with self._alone():
-            with mute(watched), count_as_one_batch(program.noted):
+        # No input gets a gradient, and a packet that wants none spares the first stage's backward its share.
+        packets = cut_packets(batch._replace(tensors=[t.detach() for t in batch.tensors]))
+        trained = program.list_trained()
+        work = Work(packets, finish, keep_outputs, loss.make_output_gradients, trained)
+        job = Job(program, program.schedule(len(batch.rows)), work, watch=watch, stepper=stepper)
+        muted = list_leaves(trained) if stepper is None else []  # versions of weights are leaves of their own
+        with self._take_turn():
+            with mute(muted), count_as_one_batch(program.noted):
                 self._workers.run(job)
+            # Only now, so that a step that fails leaves every .grad as it was.
             sums = job.total()
             hand_over(list(sums.totals.values()))
             accumulate(sums)
-        return _joined(job, rows, program.joined)[0] if keep else []
+        return join_outputs(job, batch.rows, program.joined)[0] if keep_outputs else []
 
-    def _backward(
-        self,
-        program: Program,
-        trained: Sequence[Sequence[Tensor]],
-        tape: Tape,
-        rows: Sequence[int],
-        tensors: Sequence[Tensor],
-    ) -> Backward:
+    def _make_backward(self, batch: Batch, trained: Sequence[Sequence[Tensor]], tape: Tape) -> Backward:
         """Return the pipelined backward of a forward pass; it keeps the engine alive until autograd drops it."""
+        program, tensors, rows = batch
+        leaves = list_leaves(trained)
 
         def backward(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
             if not tape:
@@ -130,49 +112,49 @@ class Engine:
                 [None] * len(rows) if g is None else split_gradient(g, rows, dim)
                 for g, dim in zip(gradients, program.joined, strict=True)
             ]
-            job = Job(
-                program,
-                program.passes(len(rows)).only(BACKWARD),
-                ThreadModes.read(),
-                tape,
-                seeds=lambda m: [column[m] for column in columns],
-                trained=trained,
-            )
+            work = Work(seeds=lambda m: [column[m] for column in columns], trained=trained, tape=tape)
+            job = Job(program, program.passes(len(rows)).only(BACKWARD), work)
             try:
-                with self._alone(), mute(_leaves(trained)):
+                # Hooks of leaves run once, on the sums, as autograd accumulates those.
+                with self._take_turn(), mute(leaves):
                     self._workers.run(job)
             finally:
                 tape.clear()
             of_inputs = [
-                _join_gradients([g[i] for g in job.returned], split(t, rows, spec.batch_dim), spec.batch_dim)
+                join_gradients([g[i] for g in job.returned], split(t, rows, spec.batch_dim), spec.batch_dim)
                 for i, (t, spec) in enumerate(zip(tensors, program.inputs.specs, strict=True))
                 if t.requires_grad
             ]
             sums = job.total()
-            of_leaves = [sums.totals.get(leaf) for leaf in _leaves(trained)]
+            of_leaves = [sums.totals.get(leaf) for leaf in leaves]
             hand_over(of_leaves)
             return [*of_inputs, *of_leaves]
 
         return backward
 
 
-def _leaves(trained: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+def list_leaves(trained: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """Return the leaves of all stages, each once: stages may share one."""
     return list(dict.fromkeys(leaf for part in trained for leaf in part))
 
 
-def _packets(program: Program, tensors: Sequence[Tensor], rows: Sequence[int]) -> list[Packet]:
+def cut_packets(batch: Batch) -> list[Packet]:
     """Return what the first stage gets for each microbatch: views, or copies where the graph writes to its inputs."""
+    program, tensors, rows = batch
     columns = [split(t.detach(), rows, s.batch_dim) for t, s in zip(tensors, program.inputs.specs, strict=True)]
-    if program.writes_inputs:  # a piece of one tensor would take a write to another for a write to itself
+    if program.writes_inputs:
+        # Autograd would take a write to one piece of a tensor for a write to all of its pieces.
         copies = {id(t): tuple(piece.clone() for piece in column) for t, column in zip(tensors, columns, strict=True)}
         columns = [copies[id(t)] for t in tensors]  # an input given twice stays one
     wanted = tuple(t.requires_grad for t in tensors)
     return [Packet(tuple(c[m] for c in columns), wanted) for m in range(len(rows))]
 
 
-def _joined(job: Job, rows: Sequence[int], dims: Sequence[int | None]) -> tuple[list[Any], list[bool]]:
-    """Return a job's outputs over all microbatches, and which of them want a gradient."""
+def join_outputs(job: Job, rows: Sequence[int], dims: Sequence[int | None]) -> tuple[list[Any], list[bool]]:
+    """Return a job's outputs over all microbatches, and which of them want a gradient.
+
+    Raises InputError for an output that has not one row for each row of the input.
+    """
     packets = [p for p in job.outputs if p is not None]
     outputs = []
     for i, (column, dim) in enumerate(zip(zip(*(p.values for p in packets), strict=True), dims, strict=True)):
@@ -187,7 +169,7 @@ def _joined(job: Job, rows: Sequence[int], dims: Sequence[int | None]) -> tuple[
     return outputs, [any(flags) for flags in zip(*(p.wanted for p in packets), strict=True)]
 
 
-def _join_gradients(pieces: Sequence[Tensor | None], like: Sequence[Tensor], dim: int | None) -> Tensor | None:
+def join_gradients(pieces: Sequence[Tensor | None], like: Sequence[Tensor], dim: int | None) -> Tensor | None:
     """Return the gradient of a whole batch, zero for microbatches that got none; their sum where all share a tensor."""
     if all(p is None for p in pieces):
         return None

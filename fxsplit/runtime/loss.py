@@ -16,6 +16,9 @@ from fxsplit.torch_internals.containers import to_plain_outputs
 
 LossFn = Callable[..., Tensor]
 
+Finish = Callable[[int, tuple[Any, ...]], Tensor]
+"""Computes a microbatch's loss from the last stage's outputs; its backward starts there."""
+
 
 def find_own_loss(outputs: Any) -> Tensor | None:
     """Return the loss that a model has computed itself: its only output, its first one, or the one called `loss`."""

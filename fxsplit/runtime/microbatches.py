@@ -13,16 +13,6 @@ from fxsplit.ir.facts.call import Inputs
 from fxsplit.ir.facts.chunks import TARGET, Replicate, find_stated_dim
 from fxsplit.torch_internals import pytree
 
-MICROBATCHES_PER_DEVICE = 2
-ROWS_PER_MICROBATCH = 4
-"""Unless stated, two microbatches a device, but one where they would have fewer rows than this: more microbatches fill
-the pipeline better, and small ones waste work and make batch norm's statistics noisy."""
-
-
-def choose_count(rows: int, devices: int) -> int:
-    """Return how many microbatches to cut a batch into where the user does not say."""
-    return min(rows, MICROBATCHES_PER_DEVICE * devices, max(devices, rows // ROWS_PER_MICROBATCH))
-
 
 def divide_rows(rows: int, n_microbatches: int) -> list[int]:
     """Return the rows of each microbatch: as even as possible, the larger ones first.

@@ -39,6 +39,11 @@ class ThreadModes:
             variables=contextvars.copy_context(),
         )
 
+    @property
+    def keeps_graph(self) -> bool:
+        """Whether autograd records what runs in these modes."""
+        return self.grad and not self.inference
+
     @contextmanager
     def enter(self) -> Iterator[None]:
         """Enter the modes in this thread."""

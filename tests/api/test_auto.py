@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxsplit
-from fxsplit.api.auto import Candidate, list_microbatch_counts, list_schedulers, predict_step_ms
+from fxsplit.api.candidates import Candidate, list_schedulers
+from fxsplit.api.microbatch_count import list_microbatch_counts
 from fxsplit.schedule import RUNNABLE
 from fxsplit.schedule.catalogue import Scheduler
 from tests.models import FAST
@@ -49,14 +50,14 @@ def test_the_fastest_schedule_is_taken() -> None:
     with compiled(n_microbatches=4) as first:
         costs = first.costs
     with compiled(schedule="auto", n_microbatches=4, costs=costs) as pipe:
-        chosen = predict_step_ms(pipe.plan, Candidate(Scheduler(pipe.plan.schedule, 2), 4))
+        chosen = Candidate(Scheduler(pipe.plan.schedule, 2), 4).predict_step_ms(pipe.plan)
         x = torch.randn(32, 32)
         pipe.step(x, target=x)
         pipe.eval()
         assert pipe(x).shape == x.shape
     for name in RUNNABLE:
         with compiled(schedule=name, n_microbatches=4, costs=costs) as other:
-            assert chosen <= predict_step_ms(other.plan, Candidate(Scheduler(name, 2), 4)) * (1 + 1e-9)
+            assert chosen <= Candidate(Scheduler(name, 2), 4).predict_step_ms(other.plan) * (1 + 1e-9)
 
 
 def test_numbers_of_microbatches_are_measured_and_kept() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxsplit
-from fxsplit.api import pipeline
+from fxsplit.api import compiler
 from fxsplit.errors import FxsplitError, InputError
 from tests.models import FAST, Mlp
 
@@ -131,7 +131,7 @@ def test_other_lengths_of_an_exported_model_are_compiled_on_their_first_call(mon
         for length in (6, 4):
             ids, mask = torch.randint(0, 20, (4, length)), torch.rand(4, length, dtype=torch.float64)
             torch.testing.assert_close(pipe(ids, mask), unsplit(ids, mask))
-        monkeypatch.setattr(pipeline, "MOST_SHAPES", 1)
+        monkeypatch.setattr(compiler, "MOST_SHAPES", 1)
         with pytest.raises(InputError, match=r"a graph for every shape, and \(\(5,\), \(5,\)\).* more than 2 of them"):
             pipe(torch.ones(2, 5).long(), torch.ones(2, 5, dtype=torch.float64))
 

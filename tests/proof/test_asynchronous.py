@@ -108,7 +108,7 @@ MODELS: dict[str, Callable[[int], tuple[nn.Module, Tensor, Tensor]]] = {
 
 
 @pytest.mark.parametrize(
-    ("schedule", "devices", "count", "checkpoint", "optimizer"),
+    ("schedule", "devices", "count", "recompute", "optimizer"),
     [
         ("PipeDream", 2, 5, "never", "adam"),
         ("PipeDream", 3, 7, "never", "sgd"),
@@ -119,7 +119,7 @@ MODELS: dict[str, Callable[[int], tuple[nn.Module, Tensor, Tensor]]] = {
 )
 @pytest.mark.parametrize("name", list(MODELS))
 def test_asynchronous_is_delayed_sgd(
-    name: str, schedule: str, devices: int, count: int, checkpoint: str, optimizer: str
+    name: str, schedule: str, devices: int, count: int, recompute: str, optimizer: str
 ) -> None:
     """Weights, buffers and the loss after a stream whose microbatches are uneven."""
     torch.manual_seed(0)
@@ -128,7 +128,7 @@ def test_asynchronous_is_delayed_sgd(
     unsplit = copy.deepcopy(model)
     make = OPTIMIZERS[optimizer]
     chain = FAST.replace("repeats=1", "repeats=1,tied=together")
-    options: Any = {"passes": chain, "n_microbatches": count, "schedule": schedule, "checkpoint": checkpoint}
+    options: Any = {"passes": chain, "n_microbatches": count, "schedule": schedule, "recompute": recompute}
     with fxsplit.compile(model, ["cpu"] * devices, example_inputs=x, loss_fn=F.cross_entropy, **options) as pipe:
         stage_of = stages_of(pipe, model)
         made = generate(schedule, devices, count)

@@ -174,5 +174,5 @@ def test_reentrant_checkpoints_are_refused() -> None:
             out: Tensor = self.b(checkpoint(self.a, self.b(x), use_reentrant=True))
             return out
 
-    with pytest.raises(TraceError, match=r"checkpoint\(use_reentrant=True\).*compile\(checkpoint='always'\)"):
+    with pytest.raises(TraceError, match=r"checkpoint\(use_reentrant=True\).*compile\(recompute='always'\)"):
         fxsplit.compile(Kept(), 2, example_inputs=torch.randn(8, 4), **OPTIONS)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.report import draw
-from fxsplit.runtime import job
+from fxsplit.runtime.job import Job
 from fxsplit.runtime.stage.run import Packet
 from fxsplit.schedule import RUNNABLE, generate
 from fxsplit.schedule.action import BACKWARD, COMPUTES
@@ -40,14 +40,14 @@ def test_no_more_is_held_than_simulated(schedule: str, devices: int, monkeypatch
     def counted(do: Callable[..., None]) -> Callable[..., None]:
         def done(running: Any, action: Any, *rest: Any) -> None:
             do(running, action, *rest)
-            replicas = len(running._schedule.homes[action.stage])
-            own = [m for stage, m in list(running._tape) if stage == action.stage]
+            replicas = len(running.schedule.homes[action.stage])
+            own = [m for stage, m in list(running.work.tape) if stage == action.stage]
             held = sum(m % replicas == action.replica for m in own)
             peaks[action.stage] = max(peaks.get(action.stage, 0), held)
 
         return done
 
-    monkeypatch.setattr(job, "_DO", {op: counted(do) for op, do in job._DO.items()})
+    monkeypatch.setattr(Job, "HANDLERS", {op: counted(do) for op, do in Job.HANDLERS.items()})
     options: Any = {"passes": FAST, "loss_fn": mean_square, "schedule": schedule, "n_microbatches": 2 * devices}
     with fxsplit.compile(deep(), ["cpu"] * devices, **options) as pipe:
         x = torch.randn(4 * devices, 8)
@@ -99,7 +99,7 @@ def test_numbers_of_microbatches_that_a_schedule_is_not_made_for() -> None:
 def test_a_gradient_is_handed_back_before_the_weights_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stage 0 runs backward while stage 1 still adds its weights' gradients: here that waits for stage 0."""
     begun = threading.Event()
-    add, back = Sums.add, job._DO[BACKWARD]
+    add, back = Sums.add, Job.HANDLERS[BACKWARD]
     in_time: list[bool] = []
     with fxsplit.compile(deep(), 2, loss_fn=mean_square, n_microbatches=1, passes=FAST) as pipe:
         x = torch.randn(4, 8)
@@ -122,7 +122,7 @@ def test_a_gradient_is_handed_back_before_the_weights_are_added(monkeypatch: pyt
             back(running, action, device, *rest)
 
         monkeypatch.setattr(Sums, "add", added)
-        monkeypatch.setitem(job._DO, BACKWARD, backward)
+        monkeypatch.setitem(Job.HANDLERS, BACKWARD, backward)
         pipe.step(x, target=x)
     assert in_time == [True]
 
@@ -132,7 +132,7 @@ def test_a_step_leaves_nothing_to_the_garbage_collector(schedule: str) -> None:
     """A cycle would hold the batch, its outputs and messages until a collection, on a GPU as well."""
 
     def held() -> int:
-        return sum(issubclass(type(one), (Tensor, Packet, job.Job)) for one in gc.get_objects())
+        return sum(issubclass(type(one), (Tensor, Packet, Job)) for one in gc.get_objects())
 
     with fxsplit.compile(deep(), 2, schedule=schedule, loss_fn=mean_square, n_microbatches=4, passes=FAST) as pipe:
         x = torch.randn(8, 8)

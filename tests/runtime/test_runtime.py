@@ -41,7 +41,7 @@ def test_a_failure_names_stage_microbatch_and_node_and_keeps_its_type() -> None:
         with pytest.raises(StageError, match="microbatch 2"):
             pipe.step(bad, target=torch.zeros(8, 3))
         assert all(p.grad is None for p in pipe.parameters()), "a failed step changes no gradient"
-        torch.testing.assert_close(pipe(x), pipe._model(x))
+        torch.testing.assert_close(pipe(x), pipe.model(x))
         pipe.step(x, target=torch.zeros(8, 3))
         assert all(p.grad is not None for p in pipe.parameters())
 

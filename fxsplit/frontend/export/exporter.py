@@ -77,7 +77,7 @@ def export(
         warnings.warn(
             f"forward() of {type(model).__name__} changes what is saved for backward, as checkpoint() does, which its "
             "graph does not: gradients are the same, buffers are written once and not again in the recomputation, and "
-            "compile(checkpoint='always') keeps as little",
+            "compile(recompute='always') keeps as little",
             stacklevel=2,
         )
     structure = program.call_spec.out_spec

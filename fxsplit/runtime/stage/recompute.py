@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from fxsplit.errors import FxsplitError, InputError
+from fxsplit.errors import FxsplitError
 from fxsplit.ir.facts.stages import Stage
 from fxsplit.runtime.stage.run import Packet, Saved, forward
 from fxsplit.torch_internals.batch_norm import note_nothing
@@ -33,14 +33,7 @@ POLICIES: dict[str, Callable[[bool, int, int], bool]] = {
     "except_last": lambda planned, microbatch, count: microbatch < count - 1,
     "always": lambda planned, microbatch, count: True,
 }
-"""Whether to checkpoint a stage on a microbatch, by whether the plan says so, the microbatch and their number."""
-
-
-def check_policy(checkpoint: str) -> str:
-    """Return the name of a policy; raises InputError for another."""
-    if checkpoint not in POLICIES:
-        raise InputError(f"checkpoint={checkpoint!r}: give one of {', '.join(POLICIES)}")
-    return checkpoint
+"""Whether to recompute a stage on a microbatch, by whether the plan says so, the microbatch and their number."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +77,7 @@ def forward_without_activations(
     changed = {n for n, b in after.items() if b._version != versions[n]}
     changed |= {n for n, b in before.items() if not torch.equal(b, after[n])}
     if late := sorted(changed - likely):
-        raise FxsplitError(f"buffer {late[0]!r} is written now and was not at first: use checkpoint='never'")
+        raise FxsplitError(f"buffer {late[0]!r} is written now and was not at first: use recompute='never'")
     detached = tuple(v.detach().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v for v in outputs)
     known = changed | (written or set())
     return (

@@ -23,12 +23,12 @@ def mean_square(model: nn.Module) -> Callable[[Any, Any], Tensor]:
 
 
 def largest_difference(
-    model: nn.Module, schedule: str, checkpoint: str = "never", loss: Loss = mean_square, **options: Any
+    model: nn.Module, schedule: str, recompute: str = "never", loss: Loss = mean_square, **options: Any
 ) -> float:
     torch.manual_seed(1)
     x = torch.randn(8, 8, dtype=torch.float64)
     ours, theirs = copy.deepcopy(model).double(), copy.deepcopy(model).double()
-    given: dict[str, Any] = {"passes": FAST, "n_microbatches": 4, "checkpoint": checkpoint, **options}
+    given: dict[str, Any] = {"passes": FAST, "n_microbatches": 4, "recompute": recompute, **options}
     with fxsplit.compile(ours, ["cpu"] * 2, loss_fn=loss(ours), schedule=schedule, **given) as pipe:
         return compare(run_pipeline_step(pipe, [x], x), run_unsplit_step(theirs, [x], x, loss(theirs), 4)).largest
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxsplit
-from fxsplit.runtime import job
+from fxsplit.runtime.job import Job
 from fxsplit.runtime.stage.recompute import POLICIES
 from fxsplit.runtime.stage.run import Saved
 from fxsplit.schedule import RUNNABLE
@@ -41,12 +41,12 @@ class Mixed(nn.Module):
         return out
 
 
-def left_behind(checkpoint: str, schedule: str, step: bool) -> list[Tensor]:
+def left_behind(recompute: str, schedule: str, step: bool) -> list[Tensor]:
     """Gradients and buffers after two steps of one model with one seed."""
     torch.manual_seed(0)
     model, x = Mixed(counts=schedule != "Chimera").double(), torch.randn(12, 8, dtype=torch.float64)
     options: Any = {"loss_fn": F.mse_loss, "n_microbatches": 4, "passes": FAST, "example_inputs": x}
-    with fxsplit.compile(model, ["cpu"] * 2, schedule=schedule, checkpoint=checkpoint, **options) as pipe:
+    with fxsplit.compile(model, ["cpu"] * 2, schedule=schedule, recompute=recompute, **options) as pipe:
         torch.manual_seed(1)
         for _ in range(2):
             if step:
@@ -58,30 +58,30 @@ def left_behind(checkpoint: str, schedule: str, step: bool) -> list[Tensor]:
 
 @pytest.mark.parametrize("step", [True, False], ids=["step", "call"])
 @pytest.mark.parametrize("schedule", RUNNABLE)
-@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
-def test_running_forward_again_changes_nothing(checkpoint: str, schedule: str, step: bool) -> None:
+@pytest.mark.parametrize("recompute", ["always", "except_last"])
+def test_running_forward_again_changes_nothing(recompute: str, schedule: str, step: bool) -> None:
     """Same dropout masks, same batch statistics, buffers as they were then, and left as they are now."""
     expected = left_behind("never", schedule, step)
-    found = left_behind(checkpoint, schedule, step)
+    found = left_behind(recompute, schedule, step)
     assert len(found) == len(expected) == 10 + 4
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("checkpoint", list(POLICIES))
-def test_what_is_kept(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("recompute", list(POLICIES))
+def test_what_is_kept(recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Activations are dropped for all microbatches, all but the last, or where the plan says so: here in stage 0."""
     kept: dict[tuple[int, int], bool] = {}
-    original = job._DO[FORWARD]
+    original = Job.HANDLERS[FORWARD]
 
     def forward(running: Any, action: Any, *rest: Any) -> None:
         original(running, action, *rest)
-        kept[action.stage, action.microbatch] = isinstance(running._tape[action.stage, action.microbatch], Saved)
+        kept[action.stage, action.microbatch] = isinstance(running.work.tape[action.stage, action.microbatch], Saved)
 
-    monkeypatch.setitem(job._DO, FORWARD, forward)
+    monkeypatch.setitem(Job.HANDLERS, FORWARD, forward)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     chain = "profile{repeats=1},augment,order,partition{recompute=auto,optimizer_factor=0},emit"
     x = torch.randn(40, 8)
-    options: Any = {"loss_fn": F.mse_loss, "n_microbatches": 4, "passes": chain, "checkpoint": checkpoint}
+    options: Any = {"loss_fn": F.mse_loss, "n_microbatches": 4, "passes": chain, "recompute": recompute}
     with fxsplit.compile(model, 2, example_inputs=x, **options) as roomy:
         need = max(s.memory_bytes for s in roomy.plan.stages)
     machine = fxsplit.Machine.of(["cpu"] * 2, memory_bytes=need - 1.0)
@@ -89,8 +89,8 @@ def test_what_is_kept(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pipe:
         pipe.step(x, target=x)
         planned = [s.recompute for s in pipe.plan.stages]
-    expected = {(s, m): not POLICIES[checkpoint](planned[s], m, 4) for s in range(2) for m in range(4)}
-    assert kept == expected and (checkpoint != "plan" or any(planned))
+    expected = {(s, m): not POLICIES[recompute](planned[s], m, 4) for s in range(2) for m in range(4)}
+    assert kept == expected and (recompute != "plan" or any(planned))
 
 
 def test_the_loss_is_computed_once() -> None:
@@ -108,10 +108,10 @@ def test_the_loss_is_computed_once() -> None:
             return self.scale * F.mse_loss(outputs, target)
 
     found = []
-    for checkpoint in ("never", "always"):
+    for recompute in ("never", "always"):
         torch.manual_seed(0)
         model, loss_fn, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), Scaled(), torch.randn(8, 8)
-        options: Any = {"passes": FAST, "n_microbatches": 2, "checkpoint": checkpoint}
+        options: Any = {"passes": FAST, "n_microbatches": 2, "recompute": recompute}
         with fxsplit.compile(model, ["cpu"] * 2, loss_fn=loss_fn, **options) as pipe:
             pipe.step(x, target=x)
         assert len(calls) == 2
@@ -123,10 +123,10 @@ def test_the_loss_is_computed_once() -> None:
 
 def test_autocast_holds_in_the_second_run() -> None:
     found = []
-    for checkpoint in ("never", "always"):
+    for recompute in ("never", "always"):
         torch.manual_seed(0)
         model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), torch.randn(8, 8)
-        options: Any = {"passes": FAST, "n_microbatches": 2, "checkpoint": checkpoint}
+        options: Any = {"passes": FAST, "n_microbatches": 2, "recompute": recompute}
         with fxsplit.compile(model, ["cpu"] * 2, **options) as pipe:
             with torch.autocast("cpu", torch.bfloat16):
                 out = pipe(x)
@@ -137,8 +137,8 @@ def test_autocast_holds_in_the_second_run() -> None:
 
 
 def test_unknown_policy() -> None:
-    with pytest.raises(fxsplit.FxsplitError, match="checkpoint='sometimes': give one of never, plan"):
-        fxsplit.compile(nn.Linear(1, 1), 1, checkpoint="sometimes")
+    with pytest.raises(fxsplit.FxsplitError, match="recompute='sometimes': give one of never, plan"):
+        fxsplit.compile(nn.Linear(1, 1), 1, recompute="sometimes")
 
 
 def statistics(model: nn.Module, batches: list[Tensor], n_microbatches: int) -> dict[str, Tensor]:
@@ -181,10 +181,10 @@ def branched() -> nn.Module:
     return Branched().double()
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1", "Interleaved1F1B"])
 @pytest.mark.parametrize("call", [True, False], ids=["call", "step"])
-def test_deferred_batch_norm_counts_whole_batches(checkpoint: str, schedule: str, call: bool) -> None:
+def test_deferred_batch_norm_counts_whole_batches(recompute: str, schedule: str, call: bool) -> None:
     """Also for uneven microbatches, and without a trace in gradients, evaluation or state_dict keys."""
     model = branched()
     batches = [torch.randn(7, 3, 6, 6, dtype=torch.float64) for _ in range(3)]
@@ -193,7 +193,7 @@ def test_deferred_batch_norm_counts_whole_batches(checkpoint: str, schedule: str
     options: Any = {"passes": FAST, "n_microbatches": 2, "loss_fn": F.mse_loss, "schedule": schedule}
     y = torch.randn(7, 2, dtype=torch.float64)
     with (
-        fxsplit.compile(model, ["cpu"] * 2, checkpoint=checkpoint, deferred_batch_norm=True, **options) as pipe,
+        fxsplit.compile(model, ["cpu"] * 2, recompute=recompute, deferred_batch_norm=True, **options) as pipe,
         fxsplit.compile(plain, ["cpu"] * 2, **options) as other,
     ):
         for batch in batches:

@@ -135,12 +135,12 @@ def take_mean_square(model: nn.Module) -> Callable[[Any, Any], Tensor]:
 
 
 def largest_difference(
-    model: nn.Module, schedule: str, checkpoint: str = "never", loss: Loss = take_mean_square, **options: Any
+    model: nn.Module, schedule: str, recompute: str = "never", loss: Loss = take_mean_square, **options: Any
 ) -> float:
     torch.manual_seed(1)
     x = torch.randn(8, 8, dtype=torch.float64)
     ours, theirs = copy.deepcopy(model).double(), copy.deepcopy(model).double()
-    given: dict[str, Any] = {"passes": FAST, "n_microbatches": 4, "checkpoint": checkpoint, **options}
+    given: dict[str, Any] = {"passes": FAST, "n_microbatches": 4, "recompute": recompute, **options}
     with fxsplit.compile(ours, ["cpu"] * 2, loss_fn=loss(ours), schedule=schedule, **given) as pipe:
         return compare(run_pipeline_step(pipe, [x], x), run_unsplit_step(theirs, [x], x, loss(theirs), 4)).largest
 
@@ -174,9 +174,9 @@ def test_a_weight_that_is_handed_on() -> None:
     assert torch.equal(once.totals[w], twice.totals[w]) and float(once.totals[w].mean()) > 90
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize("schedule", HALVED)
-def test_hooks_on_activations_run_once(schedule: str, checkpoint: str) -> None:
+def test_hooks_on_activations_run_once(schedule: str, recompute: str) -> None:
     def double(module: nn.Module, args: Any, output: Tensor) -> None:
         if output.requires_grad:
             output.register_hook(lambda gradient: gradient * 2)
@@ -184,7 +184,7 @@ def test_hooks_on_activations_run_once(schedule: str, checkpoint: str) -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
     for layer in model:
         layer[0].register_forward_hook(double)  # type: ignore[index]
-    assert largest_difference(model, schedule, checkpoint) < 1e-10
+    assert largest_difference(model, schedule, recompute) < 1e-10
 
 
 class Hooking(nn.LayerNorm):
@@ -228,13 +228,13 @@ class Heads(nn.Module):
         return h, self.aux(h)
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize("schedule", HALVED)
-def test_a_weight_that_only_the_loss_reads(schedule: str, checkpoint: str) -> None:
+def test_a_weight_that_only_the_loss_reads(schedule: str, recompute: str) -> None:
     def loss(model: Any) -> Callable[[Any, Any], Tensor]:
         return lambda o, t: F.mse_loss(o[0], t) + 0.1 * model.aux.weight.square().sum()
 
-    assert largest_difference(Heads(), schedule, checkpoint, loss) < 1e-10
+    assert largest_difference(Heads(), schedule, recompute, loss) < 1e-10
 
 
 SPACE: dict[int, Tensor] = {}

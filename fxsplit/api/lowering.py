@@ -1,0 +1,106 @@
+"""Lowering: from a model and a call to stages, in three steps: capture the graph, state the facts, run the chain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from fxsplit import passes as standard
+from fxsplit.api.candidates import Candidate
+from fxsplit.api.compiled import Compiled, Lowered
+from fxsplit.api.modes import pin_weights
+from fxsplit.api.options import Options
+from fxsplit.errors import ChainError, TraceError
+from fxsplit.frontend import capture
+from fxsplit.ir.facts.call import Call
+from fxsplit.ir.facts.costs import Costs, KnownCosts
+from fxsplit.ir.facts.effects import CallEffects
+from fxsplit.ir.facts.plan import Plan
+from fxsplit.ir.facts.stages import Stages, list_weights
+from fxsplit.ir.facts.workload import Workload
+from fxsplit.ir.graph import IR, Fact
+from fxsplit.ir.manager import Observer, run_chain
+from fxsplit.passes.batch_norm import check_writes
+from fxsplit.schedule.catalogue import ASYNCHRONOUS
+from fxsplit.torch_internals.fake_weights import lacks_values
+
+
+def capture_model(model: nn.Module, options: Options, call: Call, rows: int, *, from_shapes: bool) -> IR:
+    """Return the graph of the model in its present mode, for microbatches of so many rows.
+
+    `from_shapes`: nothing is computed. A model that needs its values to be captured is captured with them where it has
+    them on one device. Raises TraceError for a model that no front end can follow.
+    """
+    leaves = [step.path for step in options.chain if isinstance(step, standard.Leaf)]
+    try:
+        return capture(model, *call, rows, options.chunks, leaves, from_shapes=from_shapes)
+    except TraceError:
+        together = len({w.device for w in list_weights(model)}) == 1
+        if not from_shapes or not together or lacks_values(model):
+            raise
+        return capture(model, *call, rows, options.chunks, leaves)
+
+
+def lower(
+    options: Options,
+    captured: IR,
+    candidate: Candidate,
+    known: Costs | None,
+    like: Compiled | None = None,
+    observers: Sequence[Observer] = (),
+) -> Lowered:
+    """Return the stages that the chain of passes makes of a captured graph.
+
+    candidate: the schedule to plan for. known: costs measured before. like: what was compiled in the model's other
+        mode; every weight stays on the stage that it has there.
+
+    Raises PlanError where no plan fits, ChainError for a chain that learns no Plan.
+    """
+    keep = KeepCosts()
+    facts = list_facts(options, captured, candidate, known, like)
+    final = run_chain(captured.learn(*facts), options.chain, [keep, *observers])
+    if final.get(Plan) is None:
+        raise ChainError(f"the chain {options.chain} learns no Plan: it needs a pass like 'partition'")
+    return Lowered(captured, final, keep.found)
+
+
+def list_facts(
+    options: Options, captured: IR, candidate: Candidate, known: Costs | None, like: Compiled | None
+) -> list[Fact]:
+    """Return what the chain starts from, besides the graph and its example."""
+    scheduler, count = candidate.scheduler, candidate.n_microbatches
+    machine = options.machine.unrolled(scheduler.homes())
+    peaks = {k: scheduler.in_flight(count, k) for k in range(1, len(machine) + 1)}
+    versions = {k: scheduler.versions(count, k) for k in peaks if scheduler.name in ASYNCHRONOUS}
+    facts: list[Fact] = [
+        machine,
+        Workload(scheduler.name, count, peaks, may_idle=like is not None, versions=versions),
+    ]
+    if like is not None:
+        # The other mode's times serve where an operator is the same, and the rest is measured.
+        facts.append(pin_weights(captured, like.program.stages))
+        known, complete = like.costs, False
+    else:
+        complete = known is options.costs
+    return facts if known is None else [*facts, KnownCosts(known, complete=complete)]
+
+
+def find_replicated(candidate: Candidate, lowered: Lowered) -> list[bool]:
+    """Return which stages have several devices; raises PlanError for one that writes a buffer, but batch norm's."""
+    replicated = candidate.find_replicated(lowered.final)
+    check_writes(lowered.final[Stages], replicated, lowered.captured[CallEffects].written_buffers)
+    return replicated
+
+
+class KeepCosts:
+    """Keeps the costs that a chain learns: the rewriting into stages forgets them, as they are of another graph."""
+
+    found: Costs | None = None
+
+    def start(self, ir: IR) -> None:
+        """Know nothing yet."""
+
+    def after(self, name: str, ir: IR) -> None:
+        """Keep the latest costs."""
+        self.found = ir.get(Costs) or self.found

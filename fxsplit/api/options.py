@@ -1,0 +1,104 @@
+"""Options: everything that compile() is told besides the model, checked once, the same for every mode and shape."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from fxsplit.api.candidates import Candidate, list_schedulers
+from fxsplit.api.microbatch_count import (
+    AUTO,
+    check_microbatch_count,
+    choose_microbatch_count,
+    list_microbatch_counts,
+)
+from fxsplit.errors import InputError
+from fxsplit.ir.chain import Chain
+from fxsplit.ir.facts.chunks import Chunks
+from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.facts.machine import Machine
+from fxsplit.runtime.loss import LossFn
+from fxsplit.runtime.stage.recompute import POLICIES
+from fxsplit.schedule import find_schedule
+from fxsplit.schedule.catalogue import Scheduler
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Options:
+    """How a model is compiled. Every field is an argument of compile(), whose docstring says what it means.
+
+    Raises InputError or ScheduleError for an option that no model could be compiled with.
+    """
+
+    machine: Machine
+    chain: Chain
+    schedule: str = "1F1B"
+    stages_per_device: int | None = None
+    n_microbatches: int | str | None = None
+    loss_fn: LossFn | None = None
+    recompute: str = "plan"
+    deferred_batch_norm: bool = False
+    stage_backend: str | None = None
+    chunks: Chunks | None = None
+    costs: Costs | None = None
+    dump: str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.n_microbatches not in (None, AUTO):
+            check_microbatch_count(self.n_microbatches, ", 'auto', or leave it out")
+        if self.n_microbatches == AUTO and self.costs is not None:
+            raise InputError("n_microbatches='auto' measures microbatches of every size: leave costs= out")
+        # A loss class in place of its instance is a common slip, and a class is callable.
+        if self.loss_fn is not None and (not callable(self.loss_fn) or isinstance(self.loss_fn, type)):
+            raise InputError(
+                f"loss_fn={self.loss_fn!r} is no function or module: give loss_fn(outputs, target) -> scalar"
+            )
+        if not (self.dump is None or isinstance(self.dump, (str, os.PathLike))):
+            raise InputError(f"dump={self.dump!r}: give the path of a folder")
+        if self.recompute not in POLICIES:
+            raise InputError(f"recompute={self.recompute!r}: give one of {', '.join(POLICIES)}")
+        if self.stage_backend is not None and self.stage_backend not in torch.compiler.list_backends(()):
+            backends = ", ".join(torch.compiler.list_backends())
+            raise InputError(f"stage_backend={self.stage_backend!r} is none of torch.compile's: give one of {backends}")
+        if self.schedule != AUTO:
+            find_schedule(self.schedule)
+            # A schedule says itself which numbers it is made for, and making one is quick.
+            if self.stated_count is not None:
+                self.schedulers[0].schedule(self.stated_count)
+
+    @cached_property
+    def schedulers(self) -> Sequence[Scheduler]:
+        """The schedule stated, or all that "auto" may choose among, on this machine."""
+        return list_schedulers(self.schedule, len(self.machine), self.stages_per_device)
+
+    @property
+    def stated_count(self) -> int | None:
+        """The number of microbatches that the user has stated; None where fxsplit chooses it."""
+        return self.n_microbatches if isinstance(self.n_microbatches, int) else None
+
+    def count_microbatches(self, scheduler: Scheduler, rows: int, found: int | None = None) -> int:
+        """Return how many microbatches a batch of `rows` is cut into; `found` is what a search has chosen before."""
+        return choose_microbatch_count(
+            len(self.machine), rows=rows, stated=self.stated_count, found=found, scheduler=scheduler
+        )
+
+    def list_candidates(self, rows: int) -> list[Candidate]:
+        """Return every schedule with every number of microbatches that a batch of `rows` may be compiled with."""
+        candidates = []
+        for scheduler in self.schedulers:
+            counts = [self.count_microbatches(scheduler, rows)]
+            if self.n_microbatches == AUTO:
+                counts = list_microbatch_counts(rows, len(self.machine))
+            candidates += [Candidate(scheduler, n) for n in counts if n == scheduler.nearest(n)]
+        return candidates
+
+
+def load_costs(costs: Costs | str | os.PathLike[str] | None) -> Costs | None:
+    """Return a profile, read from its file where `costs` is a path; raises InputError or ProfileError."""
+    if not (costs is None or isinstance(costs, (Costs, str, os.PathLike))):
+        raise InputError(f"costs={costs!r}: give a profile (pipe.costs), or the path of a saved one")
+    return Costs.load(costs) if isinstance(costs, (str, os.PathLike)) else costs

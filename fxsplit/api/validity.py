@@ -1,0 +1,172 @@
+"""Validity: whether what was compiled still is the model, whose attributes, hooks and weights may change between calls.
+
+A graph holds as constants what forward() read of the model's attributes. It has no calls of the modules that were
+traced into, so it would run no hooks of theirs. It fetches some weights by their paths, under which the model may hold
+others by now.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from fxsplit.errors import InputError
+from fxsplit.ir.facts.example import Example
+from fxsplit.ir.facts.scope import Scope
+from fxsplit.ir.facts.stages import Stages, list_weights
+from fxsplit.ir.graph import IR
+from fxsplit.torch_internals.containers import HOOKS
+from fxsplit.torch_internals.module_kinds import is_dropout
+
+_TORCHS = nn.Module().__dict__.keys() - {"training"}
+_MOST_ITEMS = 100
+
+
+@dataclass(frozen=True, eq=False)
+class Validity:
+    """What one mode was compiled from; `attributes` are the model's as they were then."""
+
+    model: nn.Module
+    graph: fx.GraphModule
+    scope: Scope
+    from_shapes: bool
+    stages: Stages
+    attributes: Mapping[str, str]
+
+    @classmethod
+    def of(cls, model: nn.Module, captured: IR, stages: Stages) -> Validity:
+        """Return what a captured graph depends on, with the model's attributes as they are now."""
+        made = cls(model, captured.gm, captured[Scope], captured[Example].from_shapes, stages, {})
+        return replace(made, attributes=made.read_attributes())
+
+    def find_changes(self) -> dict[str, tuple[str | None, str | None]]:
+        """Return the attributes that have another value than when the graph was captured: path -> (then, now)."""
+        then, now = self.attributes, self.read_attributes()
+        if then == now:
+            return {}
+        names = sorted(then.keys() | now.keys())
+        return {name: (then.get(name), now.get(name)) for name in names if then.get(name) != now.get(name)}
+
+    def read_attributes(self) -> dict[str, str]:
+        """Return, by path, the values now of all that tracing may have made a constant of."""
+        found = {f"{path}.training": str(m.training) for path, m in self._whole}
+        # Which nodes draw random numbers was found out with the rates of then.
+        found |= {f"{path}.p": repr(m.p) for path, m in self._whole if is_dropout(m)}
+        for path, module in [("", self.model), *self._traced_into]:
+            found |= {f"{path}.{name}": value for name, value in _read_module(module)}
+        first: dict[int, str] = {}
+        for path, weight in _list_named_weights(self.model):
+            # One weight with two names is one in the graph: untied later, the graph would train only one of the two.
+            if first.setdefault(id(weight), path) != path:
+                found[f"{path} as"] = first[id(weight)]
+        if self.scope.fixed:
+            # An exported graph converts to the dtypes that there were.
+            found |= {f"{path}.dtype": str(p.dtype) for path, p in self.model.named_parameters()}
+        return {name.removeprefix("."): value for name, value in found.items()}
+
+    def check_hooks(self) -> None:
+        """Raise InputError for a hook on a module whose inside is cut into stages: nothing would call it.
+
+        A hook that the model's own library has registered belongs to its forward(), and its effect is in the graph.
+        """
+        for path, module in self._traced_into:
+            hooks = [hook for kind in HOOKS for hook in module.__dict__[kind].values()]
+            if not all(_is_from_library(hook, self.model) for hook in hooks):
+                kept_whole = next((path for path, _ in self._whole), "a layer")
+                raise InputError(
+                    f"submodule {path!r} has hooks, and its inside is cut into stages, so they would never run: put "
+                    f"them on modules that stay whole, such as {kept_whole!r}, or remove them"
+                )
+
+    def check_weights(self) -> None:
+        """Raise InputError for a parameter or buffer without values, where the model was captured by shapes alone."""
+        if not self.from_shapes:
+            return
+        if any(w.is_meta for stage in self.stages.stages for w in list_weights(stage.module)):
+            named = (*self.model.named_parameters(), *self.model.named_buffers())
+            name = next((name for name, w in named if w.is_meta), "a constant")
+            raise InputError(
+                f"{name!r} has no values yet, it is on the meta device: give the checkpoint, compile(weights=path) or "
+                "pipe.load_weights(path), or pipe.load_state_dict(state, assign=True)"
+            )
+
+    def relink(self) -> None:
+        """Let stages that fetch a parameter or buffer by its path fetch what the model has under it now."""
+        for module, path in self._fetched:
+            _relink(module, self.model, path)
+
+    @cached_property
+    def _whole(self) -> list[tuple[str, nn.Module]]:
+        """The modules that the graph calls, by path."""
+        paths = dict.fromkeys(str(n.target) for n in self.graph.graph.nodes if n.op == "call_module")
+        return [(path, self.graph.get_submodule(path)) for path in paths]
+
+    @cached_property
+    def _traced_into(self) -> list[tuple[str, nn.Module]]:
+        """The modules whose inside is in the graph, but for the model itself: calling the pipeline runs its hooks."""
+        whole = {path for path, _ in self._whole}
+        inside = tuple(f"{path}." for path in whole)
+        named = self.model.named_modules()
+        return [(path, m) for path, m in named if path and path not in whole and not f"{path}.".startswith(inside)]
+
+    @cached_property
+    def _fetched(self) -> list[tuple[nn.Module, str]]:
+        """Each stage's module with each path that it fetches."""
+        modules = [stage.module for stage in self.stages.stages]
+        return [(m, str(n.target)) for m in modules for n in m.graph.nodes if n.op == "get_attr"]
+
+
+def _read_module(module: nn.Module) -> Iterable[tuple[str, str]]:
+    """Yield, by name, the values of a module's own attributes that forward() may have read."""
+    for name, value in {**module._parameters, **module._buffers}.items():
+        if value is None:
+            yield name, "None"
+    for name, value in module.__dict__.items():
+        if isinstance(value, Tensor):
+            # A plain tensor is a constant of the graph. Its identity tells another one apart, and costs nothing.
+            yield name, f"tensor {id(value):#x}"
+        elif name not in _TORCHS and _is_plain(value):
+            yield name, repr(value)
+    if "forward" in module.__dict__:
+        yield "forward", str(id(module.__dict__["forward"]))
+
+
+def _list_named_weights(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    """Return all parameters and buffers with every path that each has."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    return (*parameters, *model.named_buffers(remove_duplicate=False))
+
+
+def _is_from_library(hook: Callable[..., Any], model: nn.Module) -> bool:
+    """Return whether a hook comes from the installed package that the model's class comes from."""
+    package = type(model).__module__.partition(".")[0]
+    file = getattr(sys.modules.get(package), "__file__", None) or ""
+    return "site-packages" in file and getattr(hook, "__module__", "").partition(".")[0] == package
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is a number, a text, or a short tuple of them, which repr() tells from any other."""
+    if type(value) is tuple:
+        # Every call looks at all attributes, so a long tuple would be paid for again and again.
+        return len(value) < _MOST_ITEMS and all(_is_plain(v) for v in value)
+    return value is None or type(value) in (bool, int, float, complex, str)
+
+
+def _relink(module: nn.Module, model: nn.Module, path: str) -> None:
+    """Let `module` hold under `path` what `model` holds there; constants that only the graph has are kept."""
+    *parents, name = path.split(".")
+    source, target = model, module
+    for parent in parents:
+        target = getattr(target, parent)
+        if parent not in source._modules:
+            return
+        source = getattr(source, parent)
+    for kind in ("_parameters", "_buffers"):
+        held = getattr(source, kind)
+        if name in held and name in getattr(target, kind):
+            getattr(target, kind)[name] = held[name]

@@ -1,0 +1,69 @@
+"""Channels: how the devices of a job talk: send, receive, fail. A job knows no other way to another device.
+
+Within a process each device has an inbox. Devices of other processes would need other channels, and the same job.
+"""
+
+from __future__ import annotations
+
+from queue import SimpleQueue
+from typing import Any, NamedTuple, Protocol
+
+from fxsplit.schedule.action import Action
+
+
+class Message(NamedTuple):
+    """What one device sends another: the action that is waiting for it, the values, and a token.
+
+    The token is what the receiver's stream must wait for until the values are there; None where they are there already.
+    """
+
+    action: Action
+    values: Any
+    token: Any
+
+
+class Stopped(Exception):
+    """The job has failed on some device: nothing more will come."""
+
+
+class Channels(Protocol):
+    """The channels among the devices of one job. Any thread may send and fail; each device receives in one thread."""
+
+    def send(self, device: int, message: Message) -> None:
+        """Send a message to a device, and do not wait for its arrival."""
+
+    def receive(self, device: int, action: Action) -> Message:
+        """Return the message for one of a device's actions, after waiting for it; raises Stopped if the job failed."""
+
+    def fail(self) -> None:
+        """Let every device that waits, and every one that will, raise Stopped."""
+
+
+class Inboxes:
+    """Channels within a process: one queue for each device."""
+
+    def __init__(self, n_devices: int) -> None:
+        self._inboxes: list[SimpleQueue[Message | None]] = [SimpleQueue() for _ in range(n_devices)]
+        self._arrived: list[dict[Action, Message]] = [{} for _ in range(n_devices)]
+
+    def send(self, device: int, message: Message) -> None:
+        """Put a message into a device's inbox."""
+        self._inboxes[device].put(message)
+
+    def receive(self, device: int, action: Action) -> Message:
+        """Return the message for an action, keeping what arrives meanwhile for later ones."""
+        # Messages of two neighbours may come in any order, and a device must take them in its schedule's.
+        arrived = self._arrived[device]
+        while action not in arrived:
+            message = self._inboxes[device].get()
+            if message is None:
+                # Put back for whoever waits next: a job that has failed stays so.
+                self._inboxes[device].put(None)
+                raise Stopped
+            arrived[message.action] = message
+        return arrived.pop(action)
+
+    def fail(self) -> None:
+        """Wake every device that waits."""
+        for inbox in self._inboxes:
+            inbox.put(None)

@@ -1,0 +1,80 @@
+"""Forwards: run stages forward for one job, each microbatch with random draws of its own, activations kept or not."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fxsplit.runtime.loss import Finish
+from fxsplit.runtime.program import Program
+from fxsplit.runtime.stage.buffer_copies import clone_outputs, save_buffer_copies
+from fxsplit.runtime.stage.recompute import ForwardRecord, forward_without_activations
+from fxsplit.runtime.stage.replica import Replica
+from fxsplit.runtime.stage.run import Packet, forward
+from fxsplit.schedule.action import Action
+from fxsplit.torch_internals.rng import draw_alone, new_seed, take_turn
+from fxsplit.torch_internals.thread_modes import NO_CONTEXT, ThreadModes
+
+
+class Ran(NamedTuple):
+    """A stage's forward on one microbatch: its inputs as leaves and its outputs; or `kept`, if it will recompute."""
+
+    kept: ForwardRecord | None
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+
+
+class Forwards:
+    """The forwards of one job; made in the caller's thread, whose random generator gives the job's seed."""
+
+    def __init__(self, program: Program, context: ThreadModes, n_microbatches: int) -> None:
+        self._program = program
+        self._context = context
+        self._n_microbatches = n_microbatches
+        self._draws = program.draws()
+        # One number for each batch that draws, as the unsplit model would take some: torch.manual_seed rules both.
+        self._seed = new_seed() if self._draws else 0
+        self._rewritten = program.find_rewritten_memory()
+        self._loss_draws: bool | None = None  # not known before the first loss
+
+    def run(self, replica: Replica, action: Action, packet: Packet) -> Ran:
+        """Run a stage forward on a microbatch's packet."""
+        program, stage, m = self._program, action.stage, action.microbatch
+        if self._context.keeps_graph and program.recomputes(stage, m, self._n_microbatches):
+            around = partial(self._surround, m)
+            known = program.written.get(stage)
+            with replica.use_version(action.version):
+                outputs, kept, program.written[stage] = forward_without_activations(
+                    replica.stage, packet, program.writes_inputs, known, around, self._context
+                )
+            return Ran(kept, (), outputs)
+        with self._surround(m), replica.use_version(action.version):
+            saved = forward(replica.stage, packet, program.writes_inputs)
+        return Ran(None, saved.inputs, clone_outputs(saved.outputs, self._rewritten))
+
+    def compute_loss(self, finish: Finish, m: int, outputs: tuple[Any, ...]) -> Tensor:
+        """Return a microbatch's loss; one that draws does so in a state of its own, as nodes do."""
+        # Setting a generator's state takes longer than a small loss, so the first loss tells whether there is need.
+        if not self._draws or self._loss_draws is False:
+            return finish(m, outputs)
+        with draw_alone(self._seed, m, "loss", outputs) as drew:
+            loss = finish(m, outputs)
+        self._loss_draws = drew()
+        return loss
+
+    def _surround(self, m: int, more: frozenset[int] = frozenset()) -> AbstractContextManager[Any]:
+        """Return what a stage's forward needs around it: draws of its own, copies of the buffers that autograd saves.
+
+        `more` is memory that is written to besides that of the buffers known.
+        """
+        rewritten = self._rewritten | more
+        # Most stages need nothing of it, and this runs for every action.
+        if not self._draws and not rewritten and not self._program.noted:
+            return NO_CONTEXT
+        stack = ExitStack()
+        stack.enter_context(take_turn(self._seed, m))
+        stack.enter_context(save_buffer_copies(rewritten, self._context.hooks))
+        return stack
