@@ -1,4 +1,4 @@
-"""A pipeline on one GPU beside the unsplit model: `python -m bench.gpu_runtime [--device cuda:0]`.
+"""A pipeline on one GPU beside the unsplit model: `python -m bench.gpu.runtime [--device cuda:0]`.
 
 Stages that share a GPU cannot be faster than the model alone; how little slower they are is what the runtime costs.
 Both train a transformer of GPU-filling size on equal microbatches, in turn, and medians are compared; and so is the

@@ -1,0 +1,109 @@
+"""Checks of memory: what a failed step keeps, what a step takes, and where weights lie."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from bench.gpu.setting import CLASSES, FAST, WIDTH, Setting
+from bench.networks.transformer import Encoder
+
+GIB = 2**30
+
+
+class Breakable(nn.Module):
+    """Asks for more memory than there is, once it is told to."""
+
+    broken = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the input, or raise torch.OutOfMemoryError."""
+        if self.broken:
+            torch.empty(2**40, device=x.device)
+        return x * 1.0
+
+
+def failed_steps_keep_no_memory(setting: Setting) -> tuple[bool, str]:
+    """Let three steps run out of memory: what they had made is given back without a garbage collection."""
+    if setting.dry:
+        return True, "needs a GPU"
+    breakable = Breakable()
+    layers = [*(nn.Linear(2000, 2000) for _ in range(4)), breakable, nn.Linear(2000, CLASSES)]
+    x, y = torch.randn(8000, 2000, device=setting.device), torch.randint(0, CLASSES, (8000,), device=setting.device)
+    model = nn.Sequential(*layers).to(setting.device)
+    # A leaf stays one node, so the graph calls the module's own forward and sees `broken`.
+    with setting.compile(model, 2, example_inputs=x, passes="leaf{path=4}," + FAST) as pipe:
+        pipe.step(x, target=y)
+        pipe.zero_grad()
+        setting.synchronize()
+        before = torch.cuda.memory_allocated()
+        breakable.broken = True
+        failures = sum(_runs_out_of_memory(lambda: pipe.step(x, target=y)) for _ in range(3))
+        kept = torch.cuda.memory_allocated() - before
+        gc.collect()
+        collected = torch.cuda.memory_allocated() - before
+    return failures == 3 and kept < 2**20, f"{failures} failures keep {kept:,} bytes, {collected:,} after a collection"
+
+
+def _runs_out_of_memory(run: Callable[[], object]) -> bool:
+    """Return whether `run` raises torch.OutOfMemoryError."""
+    try:
+        run()
+    except torch.OutOfMemoryError:
+        return True
+    return False
+
+
+class Recurrent(nn.Module):
+    """An LSTM, whose weights cuDNN wants in one piece of memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(WIDTH, WIDTH, batch_first=True), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return class scores: [rows, length, WIDTH] -> [rows, CLASSES]."""
+        scores: Tensor = self.head(self.rnn(x)[0].mean(1))
+        return scores
+
+
+def recurrent_weights_stay_flat(setting: Setting) -> tuple[bool, str]:
+    """Compile a recurrent model from host memory: cuDNN warns in each call if placing has scattered the weights."""
+    x, y = torch.randn(32, 7, WIDTH), torch.randint(0, CLASSES, (32,)).to(setting.device)
+    with setting.compile(Recurrent(), 2, example_inputs=x) as pipe:
+        pipe.step(x, target=y)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            pipe.step(x, target=y)
+    told = [str(w.message)[:90] for w in caught if "contiguous" in str(w.message)]
+    return not told, f"warnings {told}"
+
+
+def peak_beside_the_plan(setting: Setting) -> tuple[bool, str]:
+    """Tell the peak memory of a step beside what the plan says, under three schedules."""
+    if setting.dry:
+        return True, "needs a GPU"
+    model = Encoder(width=1024, heads=16, layers=8, length=512).to(setting.device)
+    x = torch.randint(0, 1000, (32, 512), device=setting.device)
+    y = torch.randint(0, 10, (32,), device=setting.device)
+    told = []
+    for schedule in ("GPipe", "1F1B", "ZB-H1"):
+        with setting.compile(model, 4, example_inputs=x, schedule=schedule) as pipe:
+            for _ in range(2):  # the first step makes what later ones find in the allocator's pools
+                pipe.zero_grad()
+                pipe.step(x, target=y)
+                setting.synchronize()
+            pipe.zero_grad()
+            setting.release_memory()
+            torch.cuda.reset_peak_memory_stats()
+            pipe.step(x, target=y)
+            setting.synchronize()
+            peak, reserved = torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB
+            planned = sum(stage.memory_bytes for stage in pipe.plan.stages) / GIB
+            told.append(f"{schedule}: {peak:.2f} GiB allocated, {reserved:.2f} reserved, {planned:.2f} planned")
+        model.zero_grad()
+    return True, "; ".join(told) + " (a plan counts two copies of the weights for the optimizer)"

@@ -1,0 +1,75 @@
+"""Checks of what lies in host memory while stages are on the GPU."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import fxsplit
+from bench.gpu.checks.equality import CLOSE
+from bench.gpu.setting import FAST, MICROBATCHES, Net, Setting
+from fxsplit.api.compare import Outcome, compare, run_pipeline_step, run_unsplit_step
+
+
+def stages_on_the_cpu_and_on_the_gpu(setting: Setting) -> tuple[bool, str]:
+    """Compare a step over one CPU device and one GPU, in either order, with the unsplit model's on the CPU."""
+    x, y = (t.cpu() for t in setting.make_batch())
+    found = []
+    for devices in (["cpu", setting.name], [setting.name, "cpu"]):
+        model = Net().double()
+        expected = run_unsplit_step(copy.deepcopy(model), [x], y, F.cross_entropy, MICROBATCHES)
+        with fxsplit.compile(
+            model, devices, n_microbatches=MICROBATCHES, example_inputs=x, passes=FAST, loss_fn=F.cross_entropy
+        ) as pipe:
+            outcome = run_pipeline_step(pipe, [x], y.to(devices[-1]))
+        moved = ({name: _to_host(t) for name, t in part.items()} for part in vars(outcome).values())
+        found.append(compare(Outcome(*moved), expected).largest)
+    return max(found) < CLOSE, f"differences {found}"
+
+
+def _to_host(tensor: Tensor | None) -> Tensor | None:
+    """Return a tensor in host memory."""
+    return None if tensor is None else tensor.cpu()
+
+
+def inputs_and_targets_in_host_memory(setting: Setting) -> tuple[bool, str]:
+    """Step with inputs and targets on the CPU; a target on the wrong device must be refused, and not be waited for."""
+    x, y = setting.make_batch()
+    with setting.compile(Net().double().to(setting.device), 2, example_inputs=x.cpu()) as pipe:
+        pipe.step(x.cpu(), target=y)
+        try:
+            pipe.step(x.cpu(), target=y.cpu())
+        except RuntimeError as error:
+            return True, f"inputs ran; targets are refused: {str(error)[:120]}"
+    return True, "inputs and targets ran"
+
+
+def gradient_of_an_input_in_host_memory(setting: Setting) -> tuple[bool, str]:
+    """Ask for the gradient of an input on the CPU: it lies where the input lies."""
+    x, y = setting.make_batch()
+    wanted = x.cpu().requires_grad_()
+    with setting.compile(Net().double().to(setting.device), 2, example_inputs=wanted.detach()) as pipe:
+        F.cross_entropy(pipe(wanted), y).backward()
+    device = None if wanted.grad is None else wanted.grad.device
+    return device is not None and device.type == "cpu", f"the gradient is on {device}"
+
+
+def pinned_input_overwritten_after_the_call(setting: Setting) -> tuple[bool, str]:
+    """Fill a pinned input with zeros as soon as the call returns, as a loader does that reuses its buffer."""
+    if setting.dry:
+        return True, "needs a GPU"
+    x, _ = setting.make_batch(torch.float32)
+    pinned = x.cpu().pin_memory()
+    with setting.compile(Net().to(setting.device), 2, example_inputs=x.cpu()) as pipe, torch.no_grad():
+        pipe.eval()
+        expected = pipe(x.cpu()).clone()
+        setting.synchronize()
+        setting.occupy(1e8)
+        found = pipe(pinned)
+        pinned.zero_()
+        setting.synchronize()
+    difference = float((found - expected).abs().max())
+    return difference < 1e-3, f"outputs differ by {difference:.1e}: was the input copied before the call returned?"

@@ -1,0 +1,45 @@
+"""What CUDA graphs would leave of the host's time of a stage, and whether threads may share one."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import torch
+from torch import nn
+
+from bench.gpu.setting import Setting
+from bench.gpu.timing import measure
+
+
+def run_graphs(setting: Setting) -> int:
+    """Print the host's and the GPU's time with and without a graph; return how many checks do not hold."""
+    layers = [layer for _ in range(8) for layer in (nn.Linear(256, 256), nn.GELU(), nn.LayerNorm(256))]
+    net = nn.Sequential(*layers).to(setting.device)
+    x = torch.randn(64, 256, device=setting.device, requires_grad=True)
+    calls, rounds = (1, 1) if setting.dry else (20, 10)
+    graphed = net if setting.dry else torch.cuda.make_graphed_callables(copy.deepcopy(net), (x,))
+    for name, model in (("eager", net), ("graphed", graphed)):
+
+        def run(model: nn.Module = model) -> None:
+            for _ in range(calls):
+                model(x).sum().backward()
+
+        taken = measure(setting, run, rounds)
+        host_us, gpu_us = 1e3 * taken.host_ms / calls, 1e3 * taken.gpu_ms / calls
+        print(f"{name}: host {host_us:.0f} us, GPU {gpu_us:.0f} us a forward and backward of 24 modules", flush=True)
+    errors: list[str] = []
+
+    def replay() -> None:
+        try:
+            stream = None if setting.dry else torch.cuda.Stream()
+            with torch.cuda.stream(stream):  # type: ignore[arg-type]
+                graphed(x.detach().clone().requires_grad_()).sum().backward()
+        except Exception as error:  # told below: an error of a thread is not one of the program
+            errors.append(f"{type(error).__name__}: {str(error)[:100]}")
+
+    thread = threading.Thread(target=replay)
+    thread.start()
+    thread.join()
+    print(f"{'FAIL' if errors else 'ok'} a graph of one thread replayed in another: {errors}", flush=True)
+    return len(errors)

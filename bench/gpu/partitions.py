@@ -1,0 +1,94 @@
+"""Several small GPUs made of one: streams whose kernels run on streaming multiprocessors of their own.
+
+Green contexts are CUDA's way to divide a GPU's multiprocessors. torch makes them one by one, and several of those may
+share multiprocessors; the driver divides the GPU at once. Which of the two keeps partitions apart is measured.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from bench.gpu.setting import Setting
+
+Partition = tuple[Any, torch.cuda.Stream]
+"""A green context, which must be kept alive, and a stream in it."""
+
+
+def make_partitions(setting: Setting, count: int, multiprocessors: int) -> list[Partition]:
+    """Return `count` partitions of so many multiprocessors each; raises what the driver says if there are none."""
+    try:
+        partitions = _by_torch(setting.device, count, multiprocessors)
+        if run_apart(setting, partitions):
+            return partitions
+        print("torch's green contexts share multiprocessors: the driver is asked instead", flush=True)
+    except Exception as error:  # what an older torch or driver lacks is told by many types of errors
+        print(f"torch makes no green contexts: {type(error).__name__}: {str(error)[:200]}", flush=True)
+    partitions = _by_driver(setting.device, count, multiprocessors)
+    print(f"green contexts by the driver; apart: {run_apart(setting, partitions)}", flush=True)
+    return partitions
+
+
+def _by_torch(device: torch.device, count: int, multiprocessors: int) -> list[Partition]:
+    """Return partitions made by torch."""
+    from torch.cuda.green_contexts import GreenContext
+
+    partitions: list[Partition] = []
+    for _ in range(count):
+        context: Any = GreenContext.create(num_sms=multiprocessors, device_id=device.index)
+        stream = context.Stream()
+        partitions.append((context, torch.cuda.ExternalStream(stream.cuda_stream, device=device)))
+    return partitions
+
+
+def _by_driver(device: torch.device, count: int, multiprocessors: int) -> list[Partition]:
+    """Return partitions made by CUDA's driver."""
+    from cuda.bindings import driver
+
+    def call(result: Any) -> Any:
+        """Return what a call of the driver gives behind its error code."""
+        if int(result[0]) != 0:
+            raise RuntimeError(str(result[0]))
+        return result[1] if len(result) == 2 else result[1:]
+
+    torch.zeros(1, device=device)  # torch makes the device's own context with its first tensor
+    handle = call(driver.cuDeviceGet(device.index))
+    kind = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
+    whole = call(driver.cuDeviceGetDevResource(handle, kind))
+    groups, _, _ = call(driver.cuDevSmResourceSplitByCount(count, whole, 0, multiprocessors))
+    partitions: list[Partition] = []
+    for group in groups[:count]:
+        description = call(driver.cuDevResourceGenerateDesc([group], 1))
+        flags = driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
+        context = call(driver.cuGreenCtxCreate(description, handle, flags))
+        stream = call(driver.cuGreenCtxStreamCreate(context, driver.CUstream_flags.CU_STREAM_NON_BLOCKING, 0))
+        partitions.append((context, torch.cuda.ExternalStream(int(stream), device=device)))
+    return partitions
+
+
+def run_apart(setting: Setting, partitions: list[Partition]) -> bool:
+    """Return whether two partitions at work take about as long as one, so that each has its own multiprocessors."""
+    matrix = torch.randn(4096, 4096, device=setting.device, dtype=torch.bfloat16)
+    first, second = (stream for _, stream in partitions[:2])
+    one = _multiply_s(setting, matrix, [first])
+    two = _multiply_s(setting, matrix, [first, second])
+    whole = _multiply_s(setting, matrix, [torch.cuda.Stream()])
+    print(f"   20 products: {1e3 * one:.1f} ms on one partition, {1e3 * two:.1f} on two at once", flush=True)
+    print(f"   20 products: {1e3 * whole:.1f} ms on the whole GPU", flush=True)
+    return two < 1.4 * one
+
+
+def _multiply_s(setting: Setting, matrix: torch.Tensor, streams: list[torch.cuda.Stream]) -> float:
+    """Return how long 20 products on each of the streams take, in seconds, once they have run before."""
+    begin = 0.0
+    for _ in range(2):
+        setting.synchronize()
+        begin = time.perf_counter()
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                for _ in range(20):
+                    matrix @ matrix
+    setting.synchronize()
+    return time.perf_counter() - begin

@@ -1,0 +1,47 @@
+"""pytest plugin: run the tests of CPU devices on one GPU.
+
+    python -m pytest -p bench.gpu.plugin tests/...      # FXSPLIT_ON=cuda:0 unless it says otherwise
+
+Tensors and modules are made on the GPU by default. Where a test asks for a number of devices, or for "cpu", it gets the
+GPU, as many times.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from fxsplit.ir.facts.machine import Machine
+
+ON = os.environ.get("FXSPLIT_ON", "cuda:0")
+find_machine = Machine.of
+
+
+def _to_gpu(device: Any) -> Any:
+    """Return the GPU for a device on the CPU, and any other device as it is."""
+    return ON if isinstance(device, (str, torch.device)) and str(device).startswith("cpu") else device
+
+
+def find_machine_on_gpu(devices: Any, **stated: Any) -> Machine:
+    """Return the machine meant by `devices`, with the GPU in place of every CPU device."""
+    if isinstance(devices, int) and not isinstance(devices, bool) and devices >= 1:
+        devices = [ON] * devices
+    elif isinstance(devices, (list, tuple)):
+        devices = [_to_gpu(device) for device in devices]
+    else:
+        devices = _to_gpu(devices)
+    return find_machine(devices, **stated)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Map devices for the whole session."""
+    mapping = patch.object(Machine, "of", staticmethod(find_machine_on_gpu))
+    mapping.start()
+    config.add_cleanup(mapping.stop)
+    device = torch.get_default_device()
+    torch.set_default_device(ON)
+    config.add_cleanup(lambda: torch.set_default_device(device))

@@ -1,0 +1,101 @@
+"""Where the checks run, and what they compile: on the GPU, or with --dry on the CPU to see that the checks work."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxsplit
+
+FAST = "profile{repeats=1},augment,order,partition,emit"
+"""Checks of values do not depend on how well the costs are measured."""
+RECOMPUTING = FAST.replace("partition", "partition{recompute=always}")
+SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "ZB-H1", "ZBVZeroBubble")
+CLASSES, WIDTH, ROWS, MICROBATCHES = 5, 64, 32, 8
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The device of all stages, and whether this is only a dry run on the CPU."""
+
+    dry: bool = False
+
+    @property
+    def name(self) -> str:
+        """The device's name."""
+        return "cpu" if self.dry else "cuda:0"
+
+    @property
+    def device(self) -> torch.device:
+        """The device."""
+        return torch.device(self.name)
+
+    @property
+    def schedules(self) -> Sequence[str]:
+        """The schedules to try: in a dry run two of them, of which one divides backwards."""
+        return ("1F1B", "ZB-H1") if self.dry else SCHEDULES
+
+    def synchronize(self) -> None:
+        """Wait until the GPU has done all its work."""
+        if not self.dry:
+            torch.cuda.synchronize()
+
+    def occupy(self, cycles: float) -> None:
+        """Let the current stream do nothing for so many cycles of the GPU's clock; 2e9 are about a second."""
+        if not self.dry:
+            # There is no public way to make a kernel of a known length.
+            torch.cuda._sleep(int(cycles))
+
+    def release_memory(self) -> None:
+        """Give back all memory that nothing uses, also what torch's allocator keeps."""
+        gc.collect()
+        if not self.dry:
+            torch.cuda.empty_cache()
+
+    def make_batch(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+        """Return inputs [ROWS, WIDTH] and targets [ROWS], always the same."""
+        torch.manual_seed(0)
+        x = torch.randn(ROWS, WIDTH, dtype=dtype).to(self.device)
+        return x, torch.randint(0, CLASSES, (ROWS,)).to(self.device)
+
+    def compile(
+        self, model: nn.Module, n_devices: int, n_microbatches: int = MICROBATCHES, **options: Any
+    ) -> fxsplit.Pipeline:
+        """Return the pipeline of a model over `n_devices` devices, all of which are the one device."""
+        given = {"passes": FAST, "loss_fn": F.cross_entropy, **options}
+        return fxsplit.compile(model, [self.name] * n_devices, n_microbatches=n_microbatches, **given)
+
+
+class Net(nn.Module):
+    """Linear layers with batch norm, dropout, writes in place, and a value that crosses every cut."""
+
+    def __init__(self, layers: int = 6, drop: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(WIDTH) for _ in range(layers))
+        self.drop, self.head = nn.Dropout(drop), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return class scores: [rows, WIDTH] -> [rows, CLASSES]."""
+        first = x
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = self.drop(F.relu(norm(layer(x)), inplace=True))
+        scores: Tensor = self.head(x + first)
+        return scores
+
+
+def flatten_gradients(model: nn.Module) -> Tensor:
+    """Return all gradients of a model as one vector."""
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def largest_difference(vectors: Sequence[Tensor]) -> float:
+    """Return how far any of the vectors is from the first one, relative to the first one's norm."""
+    first = vectors[0]
+    return max(float((v - first).norm() / first.norm()) for v in vectors)
