@@ -52,8 +52,9 @@ def run_command(setting: Setting, command: str, sizes: list[str], chaos_s: float
     if command == "chaos":
         return run_chaos(setting, chaos_s)
     if command == "hang":
+        # Standard error by its number, since sys.stderr may be replaced by what is no file.
         # A thread that waits inside autograd's engine sees no signal: only this timer's thread can end the process.
-        faulthandler.dump_traceback_later(HANG_S, exit=True, file=sys.__stderr__)
+        faulthandler.dump_traceback_later(HANG_S, exit=True, file=2)
         try:
             return run_checks(setting, [call_and_backward])
         finally:

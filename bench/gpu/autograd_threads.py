@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import torch
 
-from fxsplit.torch_internals.thread_modes import Context
+from fxsplit.torch_internals.thread_modes import ThreadModes
 
 
 def run_backwards_in_workers() -> AbstractContextManager[object]:
@@ -16,11 +16,11 @@ def run_backwards_in_workers() -> AbstractContextManager[object]:
 
     By default autograd hands a GPU's part of a backward to one thread that it keeps for each GPU.
     """
-    enter = Context.entered
+    enter = ThreadModes.enter
 
     @contextmanager
-    def enter_single_threaded(self: Context) -> Iterator[None]:
+    def enter_single_threaded(self: ThreadModes) -> Iterator[None]:
         with enter(self), torch.autograd.set_multithreading_enabled(False):
             yield
 
-    return patch.object(Context, "entered", enter_single_threaded)
+    return patch.object(ThreadModes, "enter", enter_single_threaded)

@@ -27,8 +27,8 @@ LONGEST_CYCLES = 2e6
 def run_chaos(setting: Setting, seconds: float = 65.0) -> int:
     """Take steps with delays under all schedules, for so many seconds; return how many checks do not hold."""
     rng = random.Random(0)
-    kind = CpuStream if setting.dry else CudaStream
-    mark, take = kind.mark, kind.take
+    kind: type[Any] = CpuStream if setting.dry else CudaStream
+    mark, fetch = kind.mark, kind.fetch
 
     def delay() -> None:
         if rng.random() < 0.3:
@@ -38,13 +38,13 @@ def run_chaos(setting: Setting, seconds: float = 65.0) -> int:
         delay()
         return mark(self)
 
-    def take_late(self: Any, tensors: Sequence[Any]) -> list[Any]:
+    def fetch_late(self: Any, tensors: Sequence[Any]) -> list[Any]:
         delay()
-        taken: list[Any] = take(self, tensors)
+        fetched: list[Any] = fetch(self, tensors)
         delay()
-        return taken
+        return fetched
 
-    with patch.object(kind, "mark", mark_late), patch.object(kind, "take", take_late):
+    with patch.object(kind, "mark", mark_late), patch.object(kind, "fetch", fetch_late):
         steps, worst = _step_for(setting, seconds, lambda: setting.occupy(rng.uniform(0, LONGEST_CYCLES / 2)))
     print(f"{'ok' if worst < CLOSE else 'FAIL'} chaos: {steps} steps with delays, largest difference {worst:.1e}")
     return int(worst >= CLOSE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ def run_graphs(setting: Setting) -> int:
     net = nn.Sequential(*layers).to(setting.device)
     x = torch.randn(64, 256, device=setting.device, requires_grad=True)
     calls, rounds = (1, 1) if setting.dry else (20, 10)
-    graphed = net if setting.dry else torch.cuda.make_graphed_callables(copy.deepcopy(net), (x,))
+    graphed: Any = net if setting.dry else torch.cuda.make_graphed_callables(copy.deepcopy(net), (x,))
     for name, model in (("eager", net), ("graphed", graphed)):
 
         def run(model: nn.Module = model) -> None:
@@ -33,7 +34,7 @@ def run_graphs(setting: Setting) -> int:
     def replay() -> None:
         try:
             stream = None if setting.dry else torch.cuda.Stream()
-            with torch.cuda.stream(stream):  # type: ignore[arg-type]
+            with torch.cuda.stream(stream):
                 graphed(x.detach().clone().requires_grad_()).sum().backward()
         except Exception as error:  # told below: an error of a thread is not one of the program
             errors.append(f"{type(error).__name__}: {str(error)[:100]}")

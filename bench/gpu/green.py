@@ -17,7 +17,7 @@ from bench.gpu.partitions import Partition, make_partitions
 from bench.gpu.setting import FAST, Setting
 from bench.gpu.speed import CHAIN, predict_ms
 from bench.gpu.timing import Case, measure
-from fxsplit.passes.profile import profile as profiling
+from fxsplit.passes.profile.time_in_step import in_worker_thread
 from fxsplit.runtime.streams import CudaStream
 from fxsplit.schedule.catalogue import Scheduler
 
@@ -92,14 +92,13 @@ def _stages_on(partitions: list[Partition]) -> Iterator[None]:
 @contextmanager
 def _profile_inside(context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
     """Let the profile be measured inside a context, which its own thread enters."""
-    in_thread = profiling.in_worker_thread
 
     def in_thread_inside(run: Callable[[], Any], intraop_threads: int) -> Any:
         def run_inside() -> Any:
             with context():
                 return run()
 
-        return in_thread(run_inside, intraop_threads)
+        return in_worker_thread(run_inside, intraop_threads)
 
-    with patch.object(profiling, "in_worker_thread", in_thread_inside):
+    with patch("fxsplit.passes.profile.profile.in_worker_thread", in_thread_inside):
         yield

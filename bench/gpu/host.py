@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ def _launch_s(setting: Setting, weights: Sequence[Tensor], count: int) -> float:
 
     launch(weights[0])  # the first launches of a kernel load it
     setting.synchronize()
-    return _time_threads([lambda w=w: launch(w) for w in weights], setting)
+    return _time_threads([partial(launch, w) for w in weights], setting)
 
 
 def _print_one_thread(setting: Setting, weights: Sequence[Tensor], operators: int) -> None:
@@ -89,7 +90,7 @@ def _train_us(setting: Setting, count: int) -> float:
     train(net)
     nets = [copy.deepcopy(net) for _ in range(count)]
     setting.synchronize()
-    return 1e6 * _time_threads([lambda m=m: train(m) for m in nets], setting) / rounds / layers
+    return 1e6 * _time_threads([partial(train, m) for m in nets], setting) / rounds / layers
 
 
 def _time_threads(runs: Sequence[Callable[[], None]], setting: Setting) -> float:

@@ -34,7 +34,7 @@ def backward_runs_on_the_stream_of_its_forward(setting: Setting) -> tuple[bool, 
             return x.view_as(x)
 
         @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
             look("backward")
             return gradient
 
