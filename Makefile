@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint types check bench dist clean
+.PHONY: demo test lint types docs check bench dist clean
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -22,7 +22,10 @@ lint: .venv/ready
 types: .venv/ready
 	$(BIN)/mypy
 
-check: test lint types
+docs: .venv/ready
+	$(BIN)/mkdocs build --strict --site-dir build/docs
+
+check: test lint types docs
 
 bench: .venv/ready
 	mkdir -p .benchmarks

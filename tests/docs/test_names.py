@@ -1,0 +1,77 @@
+"""Every command, option, target, name, keyword, path and link in the README, CONTRIBUTING and docs/ exists."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.docs import names
+from tests.docs.markdown import PAGES, ROOT, list_anchors, read_blocks, read_inline_code, read_links
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+@pages
+def test_inline_code_names_what_there_is(page: Path) -> None:
+    wrong = [f"{where}: {problem}" for where, code in read_inline_code(page) if (problem := names.check_inline(code))]
+    assert not wrong, "\n".join(wrong)
+
+
+@pages
+def test_blocks_that_are_not_run_name_what_there_is(page: Path) -> None:
+    wrong = []
+    for block in read_blocks(page):
+        if block.language == "sh":
+            lines = [line for line in block.text.splitlines() if line.strip()]
+            wrong += [f"{block}: {problem}" for line in lines if (problem := names.check_command(line))]
+        elif block.language == "python" and block.mark == "not run":
+            wrong += [f"{block}: {problem}" for problem in names.check_python(block.text)]
+    assert not wrong, "\n".join(wrong)
+
+
+@pages
+def test_links_lead_somewhere(page: Path) -> None:
+    for where, target in read_links(page):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        to = (page.parent / path).resolve() if path else page
+        assert to.exists(), f"{where}: there is no {path}"
+        assert not anchor or anchor in list_anchors(to), f"{where}: {path} has no heading {anchor}"
+
+
+def test_every_page_is_reached_from_the_readme_and_the_index() -> None:
+    for start, folder in ((ROOT / "README.md", "docs/"), (ROOT / "docs" / "index.md", "")):
+        reached = {target for _, target in read_links(start)}
+        for page in (ROOT / "docs").glob("*.md"):
+            assert page.name == "index.md" or f"{folder}{page.name}" in reached, f"{start.name} leads not to {page}"
+
+
+def test_the_commands_of_set_up_are_named() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert all(command in text for command in ("make demo", "make test", "make test-long"))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "fxsplit plam net.json",
+        "fxsplit plan net.json --device 2",
+        "make tset",
+        "--no-such-option",
+        "fxsplit.compil",
+        "fxsplit.schedule.homes.lines",
+        "FXSPLIT_DUMPS",
+        "docs/nothing.md",
+        "n_microbatchs=4",
+        "python -m bench.nothing",
+    ],
+)
+def test_a_misspelt_name_is_noticed(code: str) -> None:
+    assert names.check_inline(code)
+
+
+def test_misspelt_names_in_python_are_noticed() -> None:
+    text = "from fxsplit.schedule import Actoin\nfxsplit.compile(model, 2, n_microbatchs=4)\nfxsplit.Machin"
+    assert len(names.check_python(text)) == 3
