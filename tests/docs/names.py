@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import re
 import shlex
+from collections.abc import Callable
 from functools import cache
 from unittest import mock
 
@@ -57,7 +58,14 @@ def list_targets() -> set[str]:
 @cache
 def list_keywords() -> set[str]:
     """Return every keyword of the public functions and of Pipeline's methods."""
-    functions = [fxsplit.compile, fxsplit.plan, fxsplit.profile, fxsplit.verify, fxsplit.Machine.of, fxsplit.Machine]
+    functions: list[Callable[..., object]] = [
+        fxsplit.compile,
+        fxsplit.plan,
+        fxsplit.profile,
+        fxsplit.verify,
+        fxsplit.Machine.of,
+        fxsplit.Machine,
+    ]
     functions += [fxsplit.Device, fxsplit.Pipeline.step]
     return {name for function in functions for name in inspect.signature(function).parameters}
 
