@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from fxsplit.errors import TraceError
+from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.patch import Method, patch_method
 
 TORCHS = ("torch._library.", "torch._functorch.")

@@ -1,27 +1,56 @@
-"""The user's own graph, taken as it is."""
+"""The third front end: the user's own fx.GraphModule, taken as it is."""
 
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass
 from typing import Any
 
-from torch import fx
-from torch.utils import _pytree as pytree
+from torch import fx, nn
 
 from fxsplit.errors import TraceError
+from fxsplit.frontend.graph import Graph
+from fxsplit.frontend.subject import Subject
 from fxsplit.ir.facts.call import Inputs, TensorSpec
+from fxsplit.ir.facts.scope import Scope
+from fxsplit.torch_internals import pytree
+
+
+@dataclass(frozen=True)
+class GivenGraph:
+    """Takes a model that is a graph already, as another tracer left it."""
+
+    name: str = "graph_module"
+
+    @staticmethod
+    def takes(model: nn.Module) -> bool:
+        """Return whether the model is a graph that is called like a module.
+
+        The module of an exported program is not: its code generator flattens the arguments. It is traced as any other.
+        """
+        return isinstance(model, fx.GraphModule) and type(model.graph._codegen) is fx.graph.CodeGen
+
+    def attempt(self, subject: Subject) -> Graph:
+        """Return a copy of the graph: passes rewrite nodes, and the user's graph must stay as it is."""
+        assert isinstance(subject.model, fx.GraphModule)
+        return Graph(copy_given_graph(subject.model, subject.inputs), Scope(subject.inputs, self.name))
 
 
 def copy_given_graph(model: fx.GraphModule, inputs: Inputs) -> fx.GraphModule:
-    """Return the same nodes, with a placeholder for each tensor argument and the others' values in their places."""
+    """Return the same nodes, with one placeholder for each tensor argument and constants for all other arguments.
+
+    A graph with placeholders `x` and `extra`, called with `extra={"gain": 2.0, "bias": tensor}`, gets the placeholders
+    `x` and `extra_bias`. Raises TraceError where graph and forward() have different arguments.
+    """
     graph = fx.Graph()
-    names = iter(inputs.specs)
-    leaves = [graph.placeholder(next(names).name) if isinstance(v, TensorSpec) else v for v in inputs.leaves]
+    specs = iter(inputs.specs)
+    leaves = [graph.placeholder(next(specs).name) if isinstance(v, TensorSpec) else v for v in inputs.leaves]
     arguments = pytree.tree_unflatten(leaves, inputs.structure)
     values: dict[fx.Node, Any] = {}
     held: dict[str, Any] = {}
     for node in model.graph.nodes:
         if node.op == "placeholder":
+            # fx writes the stars of *args and **kwargs into a placeholder's target; the signature has none.
             name = str(node.target).lstrip("*")
             if name not in arguments:
                 raise TraceError(f"the graph has an input {name!r} that its forward() does not take: recompile it")

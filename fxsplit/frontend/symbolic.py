@@ -1,4 +1,8 @@
-"""The symbolic tracer: which modules stay whole, and what a failure says."""
+"""The first front end: torch.fx's symbolic tracing, which runs forward() on proxies and records what is done to them.
+
+For `def forward(self, x): return self.head(x.relu())` the graph is a placeholder `x`, a call of the method `relu` and a
+call of the module `head`. Python itself leaves nothing in a graph: an `if` or a loop on a traced value fails.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,16 +22,52 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from fxsplit.errors import TraceError
 from fxsplit.frontend.autograd_functions import one_trace, record_functions
+from fxsplit.frontend.graph import Graph
+from fxsplit.frontend.no_trace_left import refuse_assignments, refuse_draws, restore_model
+from fxsplit.frontend.subject import Subject
 from fxsplit.ir.facts.call import Inputs
+from fxsplit.ir.facts.scope import Scope
 from fxsplit.torch_internals.containers import LIBRARIES, to_plain_containers
+from fxsplit.torch_internals.graph_devices import fix_constant_devices
 from fxsplit.torch_internals.patch import Method, patch_method
+from fxsplit.torch_internals.rng import read_generators, read_python_generators
+
+
+@dataclass(frozen=True)
+class SymbolicTrace:
+    """Traces a model symbolically."""
+
+    name: str = "symbolic_trace"
+
+    def attempt(self, subject: Subject) -> Graph:
+        """Return the traced graph; raises TraceError naming the line and the submodule that tracing cannot follow."""
+        model = subject.model
+        draws = refuse_draws(model, lambda: (read_generators(), read_python_generators()))
+        # A cache that forward() fills while it is traced would be left with proxies in it.
+        with restore_model(model), refuse_assignments(model), draws:
+            gm = symbolic_trace(model, subject.inputs, subject.whole)
+        return Graph(fix_constant_devices(gm, subject.tensors[0].device), Scope(subject.inputs, self.name))
+
+
+def symbolic_trace(model: nn.Module, inputs: Inputs, whole: Sequence[str] = ()) -> fx.GraphModule:
+    """Return the graph of `model` in its present mode, in which the submodules `whole` are one call each.
+
+    Raises TraceError naming file, line and submodule.
+    """
+    tracer = Tracer(inputs, whole)
+    try:
+        with one_trace, _refuse_modes(), record_functions(partial(tracer.create_proxy, "call_function")):
+            graph = tracer.trace(model)
+    except Exception as error:
+        raise _explain(model, tracer, error) from error
+    return fx.GraphModule(model, graph, class_name=type(model).__name__)
 
 
 class InPlaceProxy(fx.Proxy):
     """A traced value on which `x += y` writes to x, as it does on a tensor; fx alone would compute x = x + y."""
 
 
-def _in_place(name: str) -> Callable[[InPlaceProxy, Any], Any]:
+def _make_in_place_method(name: str) -> Callable[[InPlaceProxy, Any], Any]:
     """Return the method that records one in-place operator."""
 
     def method(self: InPlaceProxy, other: Any) -> Any:
@@ -36,7 +77,7 @@ def _in_place(name: str) -> Callable[[InPlaceProxy, Any], Any]:
 
 
 for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"):
-    setattr(InPlaceProxy, f"__{_name}__", _in_place(_name))
+    setattr(InPlaceProxy, f"__{_name}__", _make_in_place_method(_name))
 
 
 class Tracer(fx.Tracer):
@@ -54,7 +95,7 @@ class Tracer(fx.Tracer):
         self.failed_in: str | None = None
         self._inputs = inputs
         self._whole = whole
-        self._modes = _modes()
+        self._modes = _read_modes()
         self._thread = threading.get_ident()
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
@@ -63,22 +104,21 @@ class Tracer(fx.Tracer):
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         """Add a node; raises TraceError inside a block that changes modes, which a graph does not record."""
-        if _modes() != self._modes:
+        if _read_modes() != self._modes:
             raise TraceError(MODES)
         return super().create_node(*args, **kwargs)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Keep torch's own modules whole, what behaves differently in training and evaluation, and what is stated."""
-        stated = module_qualified_name in self._whole
-        return stated or isinstance(m, (_NormBase, _DropoutNd)) or super().is_leaf_module(m, module_qualified_name)
+        """Return whether a module stays one call: torch's own, those with a training mode of their own, those asked."""
+        asked = module_qualified_name in self._whole
+        return asked or isinstance(m, (_NormBase, _DropoutNd)) or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Trace a call, remembering the innermost module in which tracing fails."""
-        if (
-            threading.get_ident() != self._thread
-        ):  # fx's patch reaches other threads, such as another pipeline's workers
+        # fx patches nn.Module for every thread, and another pipeline's worker may be running one just now.
+        if threading.get_ident() != self._thread:
             return forward(*args, **kwargs)
         try:
             return super().call_module(m, forward, args, kwargs)
@@ -97,10 +137,10 @@ class Tracer(fx.Tracer):
     ) -> tuple[Callable[..., Any], list[Any]]:
         """Return a function of the root alone that calls it with one placeholder for each tensor argument.
 
-        What it returns is in plain containers: fx would make a dataclass a node.
+        What the function returns is in plain containers: fx would make a dataclass a node.
         """
-        bound = self._inputs.call([self.create_proxy("placeholder", s.name, (), {}) for s in self._inputs.specs])
-        return lambda root: to_plain_containers(root_fn(root, *bound.args, **bound.kwargs)), [self.root]
+        call = self._inputs.call([self.create_proxy("placeholder", s.name, (), {}) for s in self._inputs.specs])
+        return lambda root: to_plain_containers(root_fn(root, *call.args, **call.kwargs)), [self.root]
 
 
 MODES = (
@@ -111,17 +151,17 @@ MODES = (
 
 
 @contextmanager
-def _modes_refused() -> Iterator[None]:
-    """Raise TraceError where this thread enters a block with a mode, also one that is the mode there is already.
+def _refuse_modes() -> Iterator[None]:
+    """Raise TraceError where this thread enters a block with a mode, even one that is in force already.
 
     autocast(enabled=False) changes nothing while tracing, and everything for a caller that runs under autocast.
     """
 
     def refusing(enter: Method) -> Method:
-        def entered(mode: Any) -> Any:
+        def refuse(mode: Any) -> Any:
             raise TraceError(MODES)
 
-        return entered
+        return refuse
 
     with ExitStack() as stack:
         for kind in (torch.autocast, torch.no_grad, torch.enable_grad):
@@ -129,25 +169,12 @@ def _modes_refused() -> Iterator[None]:
         yield
 
 
-def _modes() -> tuple[Any, ...]:
+def _read_modes() -> tuple[Any, ...]:
     """Return the modes that change what an operator computes, records or saves."""
     kinds = ("cpu", "cuda")
+    # checkpoint() shows here: it puts hooks on what operators save for backward.
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return torch.is_grad_enabled(), hooks, *((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
-
-
-def symbolic_trace(model: nn.Module, inputs: Inputs, whole: Sequence[str] = ()) -> fx.GraphModule:
-    """Return the graph of `model` in its present mode, in which the submodules `whole` are one call each.
-
-    Raises TraceError naming file, line and submodule.
-    """
-    tracer = Tracer(inputs, whole)
-    try:
-        with one_trace, _modes_refused(), record_functions(partial(tracer.create_proxy, "call_function")):
-            graph = tracer.trace(model)
-    except Exception as error:
-        raise _explain(model, tracer, error) from error
-    return fx.GraphModule(model, graph, class_name=type(model).__name__)
 
 
 ADVICE = {

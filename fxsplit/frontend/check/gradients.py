@@ -1,4 +1,8 @@
-"""Check the gradients of a graph: one that computes the right outputs may still have lost a backward."""
+"""Check the gradients of a graph: one that computes the right outputs may still have lost a backward.
+
+Both sides compute the gradients of the sum of squares of all outputs, with respect to parameters and inputs. The graph
+has lost a backward where a gradient differs, for example that of an autograd.Function which was traced through.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
+from torch import Tensor
 
 from fxsplit.errors import TraceError
-from fxsplit.frontend.check.outputs import Runner
-from fxsplit.ir.facts.call import Inputs
+from fxsplit.frontend.check.run import Runner
+from fxsplit.frontend.subject import Runnable
+from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.fake_weights import has_values
 from fxsplit.torch_internals.grad_leaves import watch_hooks
 from fxsplit.torch_internals.interpret import preserve
@@ -26,60 +30,58 @@ LOST = (
     "whole, fxsplit.leaf('its.path')"
 )
 
+Gradients = Sequence[Tensor | None]
+"""One gradient for each parameter, then one for each input; None where no output depends on it."""
 
-def check_gradients(model: nn.Module, both: nn.ModuleList, inputs: Inputs, tensors: Sequence[Tensor]) -> bool:
-    """Raise TraceError unless the graph has the model's gradients, for the sum of squares of all outputs.
 
-    Those of the inputs too, and of what is frozen now and may be thawed. `both` are the model and the graph, on one
-    device. A model that cannot itself run backward is not asked. Returns whether the graph puts hooks on activations.
+def check_gradients(here: Runnable) -> bool:
+    """Return whether the graph puts hooks on activations; raises TraceError unless it has the model's gradients.
+
+    Frozen parameters and inputs are compared too: they may want gradients later. Where model or graph have no backward
+    to all of these, only what wants a gradient now is compared; where the model has none to that either, nothing is.
     """
-    mine, traced = both[0], both[1]
-    assert isinstance(traced, fx.GraphModule)
-    named = {name: p for name, p in mine.named_parameters() if p.is_floating_point()}
-
+    named = {name: p for name, p in here.model.named_parameters() if p.is_floating_point()}
     hooked: list[Tensor] = []
-
-    def own(*given: Tensor) -> Any:
-        call = inputs.call(given)
-        return mine.forward(*call.args, **call.kwargs)
-
     for thawed in (True, False):
         trained = {name: p for name, p in named.items() if thawed or p.requires_grad}
-        with _wanting(list(trained.values())):
-            wanted = _gradients(both, own, tensors, list(trained.values()), thawed, or_none=True)
+        parameters = list(trained.values())
+        with _require_gradients(parameters):
+            wanted = _compute_gradients(here.run_model, here, parameters, of_inputs=thawed, or_none=True)
             if wanted is None:
                 continue
             with watch_hooks(hooked.append):
-                run = Runner(traced).run
-                found = _gradients(both, run, tensors, list(trained.values()), thawed, or_none=thawed)
-        if found is None:
-            continue  # what nobody wants now cannot be had: not a reason to refuse
-        names = [*trained, *(f"argument {s.name}" for s in inputs.specs)]
-        _compare(model, names, wanted, found)
+                run = Runner(here.graph).run
+                found = _compute_gradients(run, here, parameters, of_inputs=thawed, or_none=thawed)
+        if found is None:  # a gradient that nobody wants now, and the graph cannot give, is no reason to refuse it
+            continue
+        _compare_gradients(here, [*trained, *(f"argument {s.name}" for s in here.inputs.specs)], wanted, found)
         return bool(hooked)
     return False
 
 
-def _compare(model: nn.Module, names: list[str], wanted: Sequence[Any], found: Sequence[Any]) -> None:
-    """Raise TraceError for the first gradient that differs."""
+def _compare_gradients(here: Runnable, names: Sequence[str], wanted: Sequence[Any], found: Sequence[Any]) -> None:
+    """Raise TraceError for the first gradient that differs: the model's are `wanted`, the graph's are `found`."""
+    # Stand-ins have no values to compare, only whether there is a gradient at all.
     if not all(has_values(g) for g in wanted if g is not None):
         lost = (name for name, a, b in zip(names, wanted, found, strict=False) if a is not None and b is None)
         if name := next(lost, None):
-            raise TraceError(LOST.format(type(model).__name__, name))
+            raise TraceError(LOST.format(here.name, name))
         return
     wanted, found = ([g.to_dense() if g is not None and g.is_sparse else g for g in each] for each in (wanted, found))
+    # A small gradient is a difference of large ones, whose rounding it carries: the largest of all sets the tolerance.
     largest = max((float(torch.nan_to_num(g).abs().max()) for g in wanted if g is not None and g.numel()), default=0.0)
     for name, a, b in zip(names, wanted, found, strict=False):
         if a is None and b is None:
             continue
+        # No gradient and a gradient of zeros train the same.
         a, b = torch.zeros_like(b) if a is None else a, torch.zeros_like(a) if b is None else b
         if not torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE * largest, equal_nan=True):
-            raise TraceError(LOST.format(type(model).__name__, name))
+            raise TraceError(LOST.format(here.name, name))
 
 
 @contextmanager
-def _wanting(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Let parameters want gradients inside the block."""
+def _require_gradients(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Let parameters require gradients inside the block."""
     frozen = [p for p in parameters if not p.requires_grad]
     for parameter in frozen:
         parameter.requires_grad_()
@@ -90,28 +92,27 @@ def _wanting(parameters: Sequence[Tensor]) -> Iterator[None]:
             parameter.requires_grad_(False)
 
 
-def _gradients(
-    both: nn.ModuleList,
-    run: Callable[..., Any],
-    tensors: Sequence[Tensor],
-    trained: Sequence[Tensor],
-    of_inputs: bool,
-    or_none: bool = False,
-) -> Sequence[Tensor | None] | None:
-    """Return the gradients of `trained` and `of_inputs`; None where nothing depends on them, or `or_none` it fails."""
-    with preserve(both), torch.enable_grad():
-        leaves = [t.detach().clone().requires_grad_(of_inputs and t.is_floating_point()) for t in tensors]
+def _compute_gradients(
+    run: Callable[..., Any], here: Runnable, parameters: Sequence[Tensor], *, of_inputs: bool, or_none: bool
+) -> Gradients | None:
+    """Return the gradients of `parameters`, and `of_inputs`, for one call of `run`.
+
+    `or_none`: return None where no output wants a gradient, or where backward fails.
+    """
+    with preserve(here.modules), torch.enable_grad():
+        leaves = [t.detach().clone().requires_grad_(of_inputs and t.is_floating_point()) for t in here.tensors]
         try:
+            # A clone of each leaf: forward() may write to its arguments in place, and autograd forbids that on a leaf.
             outputs = [o for o in pytree.tree_leaves(run(*(leaf.clone() for leaf in leaves))) if _is_trained(o)]
             if not outputs:
-                return None if or_none else [None] * (len(trained) + len(leaves))
-            ends = [*trained, *(leaf for leaf in leaves if leaf.requires_grad)]
+                return None if or_none else [None] * (len(parameters) + len(leaves))
+            ends = [*parameters, *(leaf for leaf in leaves if leaf.requires_grad)]
             found = iter(torch.autograd.grad(sum(o.square().sum() for o in outputs), ends, allow_unused=True))
         except (RuntimeError, TraceError):
             if or_none:
                 return None
             raise
-    return [*(next(found) for _ in trained), *(next(found) if leaf.requires_grad else None for leaf in leaves)]
+    return [*(next(found) for _ in parameters), *(next(found) if leaf.requires_grad else None for leaf in leaves)]
 
 
 def _is_trained(value: Any) -> bool:

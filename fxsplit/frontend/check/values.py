@@ -1,174 +1,193 @@
-"""Check a graph against the model before anybody builds on it: outputs, gradients, and what either leaves behind."""
+"""Check a graph against the model before anything builds on it: outputs, gradients, and what either leaves behind.
+
+The model and the graph run on the same rows. The graph must return what the model returns, write the same values to
+buffers and arguments, and have the same gradients. Neither run leaves a trace on the model.
+"""
 
 from __future__ import annotations
 
 import operator
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
+from torch import Tensor, fx
 
 from fxsplit.errors import FxsplitError, TraceError
 from fxsplit.frontend.check.gradients import TOLERANCE, check_gradients
-from fxsplit.frontend.check.outputs import ShapeRecorder, find_output_dims, unpack_output
-from fxsplit.ir.facts.call import Inputs
+from fxsplit.frontend.check.outputs import find_output_dims, unpack_output
+from fxsplit.frontend.check.run import ShapeRecorder, describe, summarize
+from fxsplit.frontend.no_trace_left import refuse_assignments
+from fxsplit.frontend.subject import Runnable, Subject
+from fxsplit.ir.facts.effects import CallEffects
+from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.containers import drop_foreign_fields, rebuild, to_plain_outputs
-from fxsplit.torch_internals.fake_weights import Snapshot, has_values, make_runnable
-from fxsplit.torch_internals.interpret import describe_tensor, get_storage_id, preserve
+from fxsplit.torch_internals.fake_weights import Snapshot, has_values
+from fxsplit.torch_internals.interpret import get_storage_id, preserve
+from fxsplit.torch_internals.module_kinds import is_batch_norm
 
 
-def check_graph(
-    model: nn.Module,
-    gm: fx.GraphModule,
-    inputs: Inputs,
-    tensors: Sequence[Tensor],
-    from_shapes: bool = False,
-    cut: bool = True,
-) -> dict[str, Any]:
-    """Run the model and the graph on the same rows, without a trace on either, and compare all they leave behind.
+def check_graph(subject: Subject, gm: fx.GraphModule, rows: int) -> CallEffects:
+    """Return what one call leaves behind; raises TraceError where model and graph differ on the first `rows` rows.
 
-    `from_shapes`: their shapes alone. `cut`: they are not all rows of a batch, whose outputs have to be joined. Returns
-    what the Example is to know of it.
+    Raises InputError for an output that is no batch. The nodes of `gm` get the shapes of their values, for dumps, and
+    its output gets plain containers of tensors.
     """
-    pair = nn.ModuleList([model, gm])  # constants of the graph are buffers of gm
-    with make_runnable(pair, tensors, from_shapes) as (both, given):
+    with refuse_assignments(subject.model), subject.make_runnable(rows, gm) as here:
         try:
-            return _compared(model, gm, both, inputs, given, cut)
+            effects = _compare(here, gm, subject.is_cut)
         except (RuntimeError, ValueError, TypeError) as error:
-            if not from_shapes or isinstance(error, FxsplitError):
+            if not subject.from_shapes or isinstance(error, FxsplitError):
                 raise
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise TraceError(
-                f"{type(model).__name__} does not run on shapes alone ({reason}): forward() decides by values, or uses "
-                "a tensor that is neither parameter nor buffer; build it with its weights"
+                f"{subject.name} does not run on shapes alone ({summarize(error)}): forward() decides by values, or "
+                "uses a tensor that is neither parameter nor buffer; build it with its weights"
             ) from error
+    # Those that ran may have been copies or stand-ins.
+    own = {path: subject.model.get_buffer(path) for path in effects.written_buffers}
+    return replace(effects, written_buffers=own)
 
 
-def _compared(
-    model: nn.Module, gm: fx.GraphModule, both: nn.ModuleList, inputs: Inputs, tensors: Sequence[Tensor], cut: bool
-) -> dict[str, Any]:
-    """Do so with `both`, the model and the graph as they can run here."""
-    rows = inputs.rows(tensors)
-    mine, traced = both[0], both[1]
-    assert isinstance(traced, fx.GraphModule)
-    given, copies = ([t.detach().clone() for t in tensors] for _ in range(2))
+def _compare(here: Runnable, gm: fx.GraphModule, is_cut: bool) -> CallEffects:
+    """Compare model and graph as they run `here`, perhaps as copies; return what a call leaves behind.
+
+    `gm` is the graph that the IR will hold: it gets the shapes, and the plain containers of the output.
+    """
+    given, copies = here.clone_tensors(), here.clone_tensors()
     versions = [t._version for t in copies]
     with torch.no_grad():
-        weights = Snapshot(mine.parameters())
-        with preserve(both):
-            call = inputs.call(given)
-            try:
-                expected = mine.forward(*call.args, **call.kwargs)  # the model's own hooks run around the pipeline
-            except Exception as error:
-                error.add_note(f"fxsplit called the unsplit model with one microbatch of {rows} rows")
-                raise
-            state = [b.clone() for b in mine.buffers()]
-        _check_weights(model, mine, weights)
-        before = Snapshot(both.buffers())
-        with preserve(both):
-            got = rebuild(ShapeRecorder(traced, gm).run(*copies), lambda leaf: leaf)
-            for (name, buffer), value in zip(mine.named_buffers(), state, strict=True):
-                _compare(model, f"buffer {name!r}", value, buffer)
-            changed = before.changed()
-            rewritten = _rewritten(model, mine, traced, changed)
-            memory = {get_storage_id(t) for t in changed}
-            updated = tuple(name for name, b in mine.named_buffers() if get_storage_id(b) in memory)
+        expected, buffers = _run_model(here, given)
+        # Both must start from the same buffers: _run_model has put them back.
+        before = Snapshot(here.modules.buffers())
+        with preserve(here.modules):
+            got = rebuild(ShapeRecorder(here.graph, gm).run(*copies), lambda leaf: leaf)
+            for (name, buffer), value in zip(here.model.named_buffers(), buffers, strict=True):
+                _compare_values(here, f"buffer {name!r}", value, buffer)
+            changed = {get_storage_id(t) for t in before.changed()}
+            saved = _find_saved_buffers(here, changed)
+            written = {path: b for path, b in here.model.named_buffers() if get_storage_id(b) in changed}
     expected, dropped = drop_foreign_fields(expected)
-    flat = to_plain_outputs(expected)
-    (wanted, structure), (found, found_structure) = pytree.tree_flatten(flat), pytree.tree_flatten(got)
-    if structure != found_structure:
-        raise TraceError(
-            f"the graph of {type(model).__name__} returns {found_structure} and the model returns {structure}: "
-            "return tensors, tuples, lists or dicts of them"
-        )
-    for i, (a, b) in enumerate(zip(wanted, found, strict=True)):
-        _compare(model, f"output {i}", a, b)
-    for spec, a, b in zip(inputs.specs, given, copies, strict=True):
-        _compare(model, f"argument {spec.name!r}, which it writes to,", a, b)
-    hooking = check_gradients(model, both, inputs, tensors)
-    joined = find_output_dims(model, mine, inputs, tensors, wanted, cut)
+    wanted = _compare_outputs(here, expected, got)
+    for spec, a, b in zip(here.inputs.specs, given, copies, strict=True):
+        _compare_values(here, f"argument {spec.name!r}, which it writes to,", a, b)
+    sets_hooks = check_gradients(here)
+    output_dims = find_output_dims(here, wanted, is_cut)
     unpack_output(gm, got)
-    own = pytree.tree_structure(expected)
-    unknown = next((v for v in pytree.tree_leaves(expected) if isinstance(v, (dict, list, tuple))), None)
-    if unknown is not None:
-        raise TraceError(
-            f"{type(model).__name__} returns a {type(unknown).__name__}, which torch's pytrees do not know: return "
-            "tensors, tuples, lists or dicts of them, or register the type with torch.utils._pytree"
-        )
+    containers = _find_own_containers(here, expected, got)
     if dropped:
         warnings.warn(
-            f"{type(model).__name__} returns {', '.join(dropped)}, which is nothing that a pipeline could hand on: it "
-            "is left out of the outputs (use_cache=False, for example, does not make it)",
+            f"{here.name} returns {', '.join(dropped)}, which is nothing that a pipeline could hand on: it is left out "
+            "of the outputs (use_cache=False, for example, does not make it)",
             stacklevel=2,
         )
-    written = [t._version for t in copies] != versions
-    returns = None if own == structure else own
-    findings = {"written": written, "updated": updated, "rewritten": rewritten, "hooking": hooking}
-    return {**findings, "returns": returns, "joined": joined}
+    # The statistics of batch norms have a pass that keeps them in order; nothing keeps other buffers in order.
+    statistics = {id(b) for m in here.model.modules() if is_batch_norm(m) for b in m.buffers(recurse=False)}
+    return CallEffects(
+        writes_inputs=[t._version for t in copies] != versions,
+        written_buffers={path: b for path, b in written.items() if id(b) not in statistics},
+        saved_buffers=saved,
+        sets_hooks=sets_hooks,
+        containers=containers,
+        output_dims=output_dims,
+    )
 
 
-def _check_weights(model: nn.Module, mine: nn.Module, weights: Snapshot) -> None:
-    """Raise TraceError, naming a parameter, if forward() has written to it; all are as they were afterwards."""
+def _run_model(here: Runnable, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
+    """Return what the model returns for `tensors`, and what it has left in its buffers, which are as before again.
+
+    Raises TraceError, naming a parameter, if forward() has written to it.
+    """
+    weights = Snapshot(here.model.parameters())
+    with preserve(here.modules):
+        try:
+            returned = here.run_model(*tensors)
+        except Exception as error:
+            error.add_note(f"fxsplit called the unsplit model with one microbatch of {here.rows} rows")
+            raise
+        buffers = [b.clone() for b in here.model.buffers()]
     changed = {id(p) for p in weights.changed()}
-    written = [path for path, p in mine.named_parameters() if id(p) in changed]
+    written = [path for path, p in here.model.named_parameters() if id(p) in changed]
     weights.restore()
     if written:
         raise TraceError(
-            f"forward() of {type(model).__name__} writes to parameter {written[0]!r}, which a training step must not: "
-            "write to it outside of forward(), for example after optimizer.step() (Embedding: leave max_norm= out)"
+            f"forward() of {here.name} writes to parameter {written[0]!r}, which a training step must not: write to it "
+            "outside of forward(), for example after optimizer.step() (Embedding: leave max_norm= out)"
         )
+    return returned, buffers
 
 
-def _rewritten(model: nn.Module, mine: nn.Module, traced: fx.GraphModule, changed: Sequence[Tensor]) -> tuple[str, ...]:
+def _find_saved_buffers(here: Runnable, changed: set[int]) -> tuple[str, ...]:
     """Return the paths of buffers that each call writes and that something may save for backward.
 
     Those are what the graph fetches, and what modules from outside torch hold; torch's own save no state of their own.
-    Raises TraceError for a write to a tensor that is no buffer: a graph would keep it from call to call.
+    `changed` are the storages that a call has written. Raises TraceError for a write to a tensor that is no buffer: a
+    graph would keep it from call to call.
     """
-    memory = {get_storage_id(t) for t in changed}
-    held = {get_storage_id(b) for b in mine.buffers()}
-    found = {
-        path: t for path, t in list_fetched(traced).items() if isinstance(t, Tensor) and get_storage_id(t) in memory
-    }
+    held = {get_storage_id(b) for b in here.model.buffers()}
+    fetched = {path: t for path, t in list_fetched(here.graph).items() if isinstance(t, Tensor)}
+    found = {path: t for path, t in fetched.items() if get_storage_id(t) in changed}
     for path, tensor in found.items():
         if get_storage_id(tensor) not in held:
             raise TraceError(
-                f"forward() of {type(model).__name__} writes in place to {path!r}, a constant of the graph that would "
+                f"forward() of {here.name} writes in place to {path!r}, a constant of the graph that would "
                 "keep what was written from call to call: make it from an input (x.new_zeros(...)), or register it "
                 "as a buffer if it is meant to last"
             )
-    for path, module in mine.named_modules():
+    for path, module in here.model.named_modules():
         if not type(module).__module__.startswith("torch."):
             own = ((f"{path}.{name}".removeprefix("."), b) for name, b in module.named_buffers(recurse=False))
-            found |= {name: b for name, b in own if get_storage_id(b) in memory}
+            found |= {name: b for name, b in own if get_storage_id(b) in changed}
     return tuple(found)
 
 
-def _compare(model: nn.Module, what: str, wanted: Any, found: Any) -> None:
+def _compare_outputs(here: Runnable, expected: Any, got: Any) -> list[Any]:
+    """Return the model's flat outputs; raises TraceError unless the graph returns the same in the same containers."""
+    wanted, structure = pytree.tree_flatten(to_plain_outputs(expected))
+    found, found_structure = pytree.tree_flatten(got)
+    if structure != found_structure:
+        raise TraceError(
+            f"the graph of {here.name} returns {found_structure} and the model returns {structure}: "
+            "return tensors, tuples, lists or dicts of them"
+        )
+    for i, (a, b) in enumerate(zip(wanted, found, strict=True)):
+        _compare_values(here, f"output {i}", a, b)
+    return wanted
+
+
+def _find_own_containers(here: Runnable, expected: Any, got: Any) -> pytree.TreeSpec | None:
+    """Return the structure of what the model returns, where that is not what the graph returns.
+
+    Raises TraceError for a container that torch's pytrees take for a leaf: outputs could not be put back into it.
+    """
+    leaves, structure = pytree.tree_flatten(expected)
+    unknown = next((v for v in leaves if isinstance(v, (dict, list, tuple))), None)
+    if unknown is not None:
+        raise TraceError(
+            f"{here.name} returns a {type(unknown).__name__}, which torch's pytrees do not know: return "
+            "tensors, tuples, lists or dicts of them, or register the type with torch.utils._pytree"
+        )
+    return None if structure == pytree.tree_structure(got) else structure
+
+
+def _compare_values(here: Runnable, what: str, wanted: Any, found: Any) -> None:
     """Raise TraceError unless the graph has left behind what the model has."""
     if not isinstance(wanted, Tensor):
         return
     same_kind = isinstance(found, Tensor) and found.shape == wanted.shape and found.dtype == wanted.dtype
-    if not same_kind or not _close(wanted, found):
-        kinds = f"the graph gives {_kind(found)}, the model {_kind(wanted)}"
+    if not same_kind or not _is_close(wanted, found):
+        kinds = f"the graph gives {describe(found)}, the model {describe(wanted)}"
         raise TraceError(
-            f"the graph of {type(model).__name__} computes {what} differently from the model ({kinds}): "
+            f"the graph of {here.name} computes {what} differently from the model ({kinds}): "
             "tracing kept something that changes between calls, such as a Python number or a random draw, or a hook or "
             "mode inside forward() is not in the graph; move what changes into a tensor, or wrap the function that "
             "makes it with torch.fx.wrap"
         )
 
 
-def _kind(value: Any) -> str:
-    """Return a value's dtype and shape for a message."""
-    return describe_tensor(value) if isinstance(value, Tensor) else type(value).__name__
-
-
-def _close(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors are equal but for non-deterministic kernels."""
+def _is_close(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors are equal but for non-deterministic kernels; tensors without values always are."""
     if not has_values(a):
         return True
     if not a.is_floating_point() or a.numel() == 0:

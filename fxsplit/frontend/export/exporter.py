@@ -1,5 +1,7 @@
 """The second front end: torch.export, for models whose Python symbolic tracing cannot follow.
 
+torch.export runs forward() on tensors without values and records the operators that they pass through. So `if
+x.shape[1] > 4` leaves the branch that was taken, with a guard that other calls take it too, and `if x.sum() > 0` fails.
 The exported program is called with the tensors of the example, one argument each, and takes any number of rows; its
 other sizes, its dtypes and its mode are the example's. It fetches the model's own parameters and buffers.
 """
@@ -10,72 +12,84 @@ import contextlib
 import inspect
 import io
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from fxsplit.errors import TraceError
 from fxsplit.frontend.autograd_functions import mark_functions, one_trace
 from fxsplit.frontend.export.inline import inline_blocks
 from fxsplit.frontend.export.whole_modules import Wholes
-from fxsplit.ir.facts.call import Inputs
+from fxsplit.frontend.graph import Graph
+from fxsplit.frontend.no_trace_left import refuse_assignments, refuse_draws, restore_model
+from fxsplit.frontend.subject import Runnable, Subject
+from fxsplit.ir.facts.scope import Scope
+from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.containers import LIBRARIES, to_plain_outputs
-from fxsplit.torch_internals.fake_weights import is_fake, make_runnable
+from fxsplit.torch_internals.fake_weights import is_fake
 from fxsplit.torch_internals.grad_leaves import watch_hooks
 from fxsplit.torch_internals.graph_devices import move_constants
 from fxsplit.torch_internals.patch import Method, patch_method
+from fxsplit.torch_internals.rng import read_python_generators
 
-Bounds = tuple[int, "int | None"]
-Guard = Callable[..., Any] | None
 LEAST_ROWS = 2
-"""One row is taken for a constant by torch.export; a program of several rows runs with one."""
+"""torch.export takes one row for a constant, so it gets two; the check tells whether the graph is right for one."""
 
 
-def export(
-    model: nn.Module,
-    inputs: Inputs,
-    tensors: Sequence[Tensor],
-    from_shapes: bool = False,
-    paths: Sequence[str] = (),
-) -> tuple[fx.GraphModule, Bounds, Guard]:
-    """Return the graph of `model` in its present mode, and for which numbers of rows it is right.
+@dataclass(frozen=True)
+class TorchExport:
+    """Exports a model with torch.export."""
 
-    Those are numbers between bounds that the guard, called with tensors of such shapes, does not raise for. `tensors`
-    are rows of the example, at least LEAST_ROWS of them; the submodules `paths` stay whole. Raises TraceError naming
-    file, line and submodule.
-    """
-    shapes = tuple(
-        {spec.batch_dim: torch.export.Dim.DYNAMIC} if spec.batch_dim is not None else None for spec in inputs.specs
-    )
-    with make_runnable(model, tensors, from_shapes) as (whole, given):
-        if paths and from_shapes:
-            raise TraceError(f"submodule {paths[0]!r} can stay whole in an exported graph only once it has weights")
-        clones = tuple(t.detach().clone() for t in given)  # a tensor given twice would become one argument
+    name: str = "export"
+
+    def attempt(self, subject: Subject) -> Graph:
+        """Return the exported graph; raises TraceError naming the line and submodule that torch.export cannot follow.
+
+        The graph is right for numbers of rows within its bounds that its guard does not raise for.
+        """
+        model = subject.model
+        # Draws of torch's own generators are operators, which the graph holds; Python's would be constants in it.
+        with restore_model(model), refuse_assignments(model), refuse_draws(model, read_python_generators):
+            return _export(subject, self.name)
+
+
+def _export(subject: Subject, front_end: str) -> Graph:
+    """Return the exported graph, with the model's own parameters, buffers and modules in it."""
+    model, specs = subject.model, subject.inputs.specs
+    with subject.make_runnable(max(subject.rows, LEAST_ROWS)) as here:
+        if subject.whole and subject.from_shapes:
+            raise TraceError(
+                f"submodule {subject.whole[0]!r} can stay whole in an exported graph only once it has weights"
+            )
+        shapes = tuple({s.batch_dim: torch.export.Dim.DYNAMIC} if s.batch_dim is not None else None for s in specs)
         try:
-            wholes = Wholes(whole, paths, inputs, given)
-            with one_trace, _called_with_tensors(whole, inputs, wholes), _NeverDropped(), _quiet():
+            wholes = Wholes(here, subject.whole)
+            with one_trace, _take_tensors(here, wholes), _NeverDropped(), _be_quiet():
                 with (
                     mark_functions() as calls,
-                    _checkpoints() as lost,
+                    _notice_checkpoints() as checkpoints,
                     wholes.exporting(),
-                    _unconverted(),
+                    _skip_idle_conversions(),
                     watch_hooks(_refuse_hook),
                 ):
-                    program = torch.export.export(whole, clones, strict=False, dynamic_shapes=shapes)
+                    # Clones: a tensor that is given twice would become one argument.
+                    tensors = tuple(here.clone_tensors())
+                    program = torch.export.export(here.model, tensors, strict=False, dynamic_shapes=shapes)
                 module = program.module(check_guards=False)
                 guard = getattr(program.module(), "_guards_fn", None)
         except Exception as error:
-            raise _explain(model, whole, error) from error
-        graph, held, returned = inline_blocks(module, whole, [spec.name for spec in inputs.specs], calls, wholes.calls)
-    if lost:
+            raise _explain(here.model, error) from error
+        names = [spec.name for spec in specs]
+        graph, held, returned = inline_blocks(module, here.model, names, calls, wholes.calls)
+    if checkpoints:
         warnings.warn(
-            f"forward() of {type(model).__name__} changes what is saved for backward, as checkpoint() does, which its "
+            f"forward() of {subject.name} changes what is saved for backward, as checkpoint() does, which its "
             "graph does not: gradients are the same, buffers are written once and not again in the recomputation, and "
             "compile(recompute='always') keeps as little",
             stacklevel=2,
@@ -83,13 +97,18 @@ def export(
     structure = program.call_spec.out_spec
     assert structure is not None
     graph.output(pytree.tree_unflatten(returned, structure))
-    made = fx.GraphModule(_of(model, held), graph, class_name=type(model).__name__)
-    move_constants(made, given[0].device, tensors[0].device)
-    return made, _bounds(program), guard
+    gm = fx.GraphModule(_find_own(model, held), graph, class_name=subject.name)
+    # A model on several devices was exported from a copy in host memory.
+    move_constants(gm, here.tensors[0].device, subject.tensors[0].device)
+    return Graph(gm, Scope(subject.inputs, front_end, fixed=True, bounds=_read_bounds(program), guard=guard))
 
 
-def _of(model: nn.Module, held: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a graph, perhaps of a copy or of stand-ins, fetches and calls as the model itself has it."""
+def _find_own(model: nn.Module, held: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a graph fetches and calls, by path, with the model's own weights and modules in it.
+
+    `held` is what the exported model has there, which may be a copy of the model, or hold stand-ins. Raises TraceError
+    for a stand-in that is none of the model's own: a constant of the graph, whose value nobody knows.
+    """
     own = {**dict(model.named_modules()), **dict(model.named_parameters()), **dict(model.named_buffers())}
     found = {path: own.get(path, value) for path, value in held.items()}
     if lost := next((path for path, value in found.items() if isinstance(value, Tensor) and is_fake(value)), None):
@@ -100,10 +119,11 @@ def _of(model: nn.Module, held: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _bounds(program: torch.export.ExportedProgram) -> Bounds:
+def _read_bounds(program: torch.export.ExportedProgram) -> tuple[int, int | None]:
     """Return the fewest and the most rows that the program is right for; forward() takes another branch beyond."""
     least, most = LEAST_ROWS, None
     for found in program.range_constraints.values():
+        # torch writes "no limit" as a number near 2**63.
         low, high = int(found.lower), None if found.upper > 2**31 else int(found.upper)
         least = max(least, low)
         most = high if high is not None and (most is None or high < most) else most
@@ -111,24 +131,29 @@ def _bounds(program: torch.export.ExportedProgram) -> Bounds:
 
 
 @contextmanager
-def _called_with_tensors(model: nn.Module, inputs: Inputs, wholes: Wholes) -> Iterator[None]:
-    """Let forward() take one positional argument for each tensor, and return plain containers."""
-    original = model.forward
+def _take_tensors(here: Runnable, wholes: Wholes) -> Iterator[None]:
+    """Let forward() take one positional argument for each tensor, and return plain containers.
+
+    torch.export asks forward() for its signature, and would make arguments of the call's other values too.
+    """
+    model, specs, original = here.model, here.inputs.specs, here.model.forward
     own = model.__dict__.get("forward")
 
     def forward(*tensors: Tensor) -> Any:
-        pairs = zip(inputs.specs, tensors, strict=True)
-        wholes.called_with(next(t.shape[s.batch_dim] for s, t in pairs if s.batch_dim is not None))
-        call = inputs.call(tensors)
+        pairs = zip(specs, tensors, strict=True)
+        # While exporting this is a symbol, and not the number of rows of the example.
+        wholes.note_rows(next(t.shape[s.batch_dim] for s, t in pairs if s.batch_dim is not None))
+        call = here.inputs.call(tensors)
         return to_plain_outputs(original(*call.args, **call.kwargs))
 
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    names = [inspect.Parameter(f"in_{i}", kind) for i, _ in enumerate(inputs.specs)]
+    names = [inspect.Parameter(f"in_{i}", kind) for i, _ in enumerate(specs)]
     forward.__signature__ = inspect.Signature(names)  # type: ignore[attr-defined]
     model.__dict__["forward"] = forward
     try:
         yield
     finally:
+        # A forward that the caller has set on the instance stays there.
         del model.__dict__["forward"]
         if own is not None:
             model.__dict__["forward"] = own
@@ -154,16 +179,16 @@ class _NeverDropped(TorchFunctionMode):
 
 
 @contextmanager
-def _checkpoints() -> Iterator[list[None]]:
+def _notice_checkpoints() -> Iterator[list[None]]:
     """Yield a list that is not empty once the block has put hooks on what is saved for backward."""
     entered: list[None] = []
 
     def noting(enter: Method) -> Method:
-        def noted(hooks: saved_tensors_hooks) -> None:
+        def note(hooks: saved_tensors_hooks) -> None:
             entered.append(None)
             enter(hooks)
 
-        return noted
+        return note
 
     with patch_method(saved_tensors_hooks, "__enter__", noting):
         yield entered
@@ -175,11 +200,11 @@ def _refuse_hook(_: Tensor) -> None:
 
 
 @contextmanager
-def _unconverted() -> Iterator[None]:
+def _skip_idle_conversions() -> Iterator[None]:
     """Let module.to(...) inside forward() do nothing where it would change nothing: torch.export cannot follow it."""
 
-    def where_needed(to: Method) -> Method:
-        def converted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def skipping(to: Method) -> Method:
+        def convert(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             parsed: Any = torch._C._nn._parse_to(*args, **kwargs)
             device, dtype, _, layout = parsed
             weights = (*module.parameters(), *module.buffers())
@@ -187,28 +212,29 @@ def _unconverted() -> Iterator[None]:
             same = all(dtype in (None, w.dtype) or not w.is_floating_point() for w in weights)
             return module if there and same and layout is None else to(module, *args, **kwargs)
 
-        return converted
+        return convert
 
-    with patch_method(nn.Module, "to", where_needed):
+    with patch_method(nn.Module, "to", skipping):
         yield
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _be_quiet() -> Iterator[None]:
     """Keep what torch.export prints of a failure; the error says it."""
     with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
-def _explain(model: nn.Module, whole: nn.Module, error: Exception) -> TraceError:
+def _explain(model: nn.Module, error: Exception) -> TraceError:
     """Return a TraceError that points at the user's line, and names the submodule, in which exporting stopped."""
     if isinstance(error, TraceError):
         return error
     frames = []
     submodule = None
-    paths = {id(m): path for path, m in whole.named_modules()}
+    paths = {id(m): path for path, m in model.named_modules()}
     traceback = error.__traceback__
+    # The last frame of forward() of a submodule tells which submodule that is: its `self` is one of the modules.
     while traceback is not None:
         code = traceback.tb_frame.f_code
         submodule = paths.get(id(traceback.tb_frame.f_locals.get("self")), submodule)

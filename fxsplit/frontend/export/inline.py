@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils import _pytree as pytree
 
 from fxsplit.errors import TraceError
 from fxsplit.frontend.autograd_functions import enter, leave
-from fxsplit.frontend.check.outputs import find_submodule
 from fxsplit.frontend.export.whole_modules import WholeCall, whole
+from fxsplit.frontend.graph import find_submodule
+from fxsplit.torch_internals import pytree
 
 aten = torch.ops.aten
 END = 2**63 - 1

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from fxsplit.errors import TraceError
-from fxsplit.ir.facts.call import Inputs
+from fxsplit.frontend.subject import Runnable
+from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.containers import register_dataclasses
 from fxsplit.torch_internals.fake_weights import is_fake
 from fxsplit.torch_internals.interpret import preserve
@@ -64,7 +64,7 @@ class WholeCall:
     def output(self, graph: fx.Graph, node: fx.Node, position: int) -> fx.Node:
         """Return the node of one tensor of what the call returns."""
         for key in self.outputs[position]:
-            if isinstance(key, pytree.GetAttrKey):
+            if hasattr(key, "name"):  # a field of a dataclass
                 node = graph.call_function(getattr, (node, key.name))
             else:
                 node = graph.call_function(operator.getitem, (node, getattr(key, "idx", getattr(key, "key", None))))
@@ -88,20 +88,20 @@ class _Returned:
 class Wholes:
     """The submodules of a model that stay whole; `calls` fills as the model is exported."""
 
-    def __init__(self, model: nn.Module, paths: Sequence[str], inputs: Inputs, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, here: Runnable, paths: Sequence[str]) -> None:
         self.calls: list[WholeCall] = []
-        self._model = model
-        self._modules = {path: model.get_submodule(path) for path in paths}
-        self._rows = inputs.rows(tensors)
+        self._model = here.model
+        self._modules = {path: here.model.get_submodule(path) for path in paths}
+        self._rows = here.rows
         self._batch: Any = self._rows
-        once = _returns(model, self._modules, inputs, tensors) if paths else {}
-        twice = _returns(model, self._modules, inputs, inputs.doubled(tensors)) if paths else {}
+        once = _returns(here, self._modules, here.clone_tensors()) if paths else {}
+        twice = _returns(here, self._modules, here.clone_doubled()) if paths else {}
         for path in paths:
             if len(once[path]) != len(twice[path]):
                 raise self._refused(path, f"is called {len(once[path])} times for {self._rows} rows, which can change")
         self._returns = {path: list(zip(once[path], twice[path], strict=True)) for path in paths}
 
-    def called_with(self, rows: Any) -> None:
+    def note_rows(self, rows: Any) -> None:
         """Note the number of rows that the model is exported with."""
         self._batch = rows
 
@@ -199,9 +199,7 @@ def _odd(value: Any) -> Any:
     return value
 
 
-def _returns(
-    model: nn.Module, modules: Mapping[str, nn.Module], inputs: Inputs, tensors: Sequence[Tensor]
-) -> dict[str, list[_Returned]]:
+def _returns(here: Runnable, modules: Mapping[str, nn.Module], tensors: Sequence[Tensor]) -> dict[str, list[_Returned]]:
     """Return what each call of the submodules returns."""
     found: dict[str, list[_Returned]] = {path: [] for path in modules}
 
@@ -210,9 +208,8 @@ def _returns(
 
     handles = [module.register_forward_hook(noting(path)) for path, module in modules.items()]
     try:
-        with torch.no_grad(), preserve(model):
-            call = inputs.call([t.detach().clone() for t in tensors])
-            model.forward(*call.args, **call.kwargs)
+        with torch.no_grad(), preserve(here.model):
+            here.run_model(*tensors)
     finally:
         for handle in handles:
             handle.remove()

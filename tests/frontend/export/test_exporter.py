@@ -106,13 +106,13 @@ def test_exports_in_several_threads_take_turns() -> None:
 
 def test_a_model_in_several_places_is_exported_from_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it is once stages are on GPUs and another mode is compiled; the graph is of the model all the same."""
-    from fxsplit.frontend.export import exporter
+    from fxsplit.frontend import subject
 
     @contextmanager
-    def copied(module: nn.Module, tensors: list[Tensor], _: bool) -> Iterator[tuple[nn.Module, list[Tensor]]]:
+    def copied(module: nn.Module, tensors: list[Tensor], from_shapes: bool) -> Iterator[tuple[nn.Module, list[Tensor]]]:
         yield copy.deepcopy(module), [t.clone() for t in tensors]
 
-    monkeypatch.setattr(exporter, "make_runnable", copied)
+    monkeypatch.setattr(subject, "make_runnable", copied)
     model, x = Branches(), torch.randn(6, 8)
     with fxsplit.compile(model, 2, example_inputs=x, n_microbatches=2, passes=FAST) as pipe:
         held = {id(w) for s in pipe.stages.stages for w in (*s.module.parameters(), *s.module.buffers())}

@@ -1,0 +1,52 @@
+"""Run a graph whose model has just run: an error here is a fault of capturing, and shapes are noted on the way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, fx
+
+from fxsplit.errors import FxsplitError, TraceError
+from fxsplit.frontend.graph import find_submodule
+from fxsplit.torch_internals.interpret import Interpreter, describe_tensor
+
+
+class Runner(Interpreter):
+    """Runs the graph of a model that has just run by itself: where the graph fails, capturing it has lost something."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one node; raises TraceError naming it."""
+        try:
+            return super().run_node(n)
+        except FxsplitError:
+            raise
+        except Exception as error:
+            raise TraceError(
+                f"node {n.name!r} of the graph does not run, although the model does ({summarize(error)}): keep the "
+                f"module that it is from whole, fxsplit.leaf({find_submodule(n) or 'its.path'!r})",
+                submodule=find_submodule(n),
+            ) from error
+
+
+class ShapeRecorder(Runner):
+    """Notes dtype and shape of every value in the nodes of `original`, of which `gm` may be a copy, for dumps."""
+
+    def __init__(self, gm: fx.GraphModule, original: fx.GraphModule) -> None:
+        super().__init__(gm)
+        self._nodes = {n.name: n for n in original.graph.nodes}
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one node and note what it made."""
+        value = super().run_node(n)
+        self._nodes[n.name].meta["fxsplit_shape"] = describe(value)
+        return value
+
+
+def describe(value: Any) -> str:
+    """Return a tensor's dtype and shape, or the name of another value's type."""
+    return describe_tensor(value) if isinstance(value, Tensor) else type(value).__name__
+
+
+def summarize(error: Exception) -> str:
+    """Return the first line of what an error says; torch's errors go on with traces of C++."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,121 @@
+"""Subject: the model to capture, and the call of it that its graph is for.
+
+`capture` makes one Subject. Every front end attempts it, and the check runs the model and the graph on rows of it:
+
+    Subject  ->  front end: attempt(subject)  ->  Graph  ->  check_graph(subject, graph, rows)  ->  Findings
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from fxsplit.errors import TraceError
+from fxsplit.ir.facts.call import Inputs
+from fxsplit.torch_internals.fake_weights import make_runnable
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A model in its present mode, with one batch of tensors for its call.
+
+    `rows` is the size of a microbatch, at most that of the batch. `whole` are paths of submodules that must stay one
+    call each in the graph. `from_shapes`: the model computes shapes and no values, as it must where weights have none.
+    """
+
+    model: nn.Module
+    inputs: Inputs
+    tensors: Sequence[Tensor]
+    rows: int
+    whole: tuple[str, ...] = ()
+    from_shapes: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name of the model's class, for messages."""
+        return type(self.model).__name__
+
+    @cached_property
+    def batch(self) -> int:
+        """The number of rows in the whole batch."""
+        return self.inputs.rows(self.tensors)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a batch becomes several microbatches, whose outputs have to be joined."""
+        return self.rows < self.batch
+
+    def take_rows(self, rows: int) -> list[Tensor]:
+        """Return the first `rows` rows of each tensor, or every row twice where the batch has fewer rows."""
+        narrow = rows <= self.batch
+        return self.inputs.narrow(self.tensors, rows) if narrow else self.inputs.doubled(self.tensors)
+
+    def check_whole(self) -> None:
+        """Raise TraceError for a path in `whole` under which the model has no submodule."""
+        known = dict(self.model.named_modules(remove_duplicate=False))
+        unknown = next((path for path in self.whole if path not in known or not path), None)
+        if unknown is not None:
+            children = ", ".join(name for name, _ in self.model.named_children())
+            raise TraceError(f"fxsplit.leaf({unknown!r}): {self.name} has no such submodule; it has {children}")
+
+    @contextmanager
+    def make_runnable(self, rows: int, *graphs: fx.GraphModule) -> Iterator[Runnable]:
+        """Yield the model, and beside it a graph of it, so that they run here on the first `rows` rows."""
+        # One list of modules, since both must hold the same weights: copied once, or replaced once by stand-ins.
+        modules = nn.ModuleList([self.model, *graphs])
+        with make_runnable(modules, self.take_rows(rows), from_shapes=self.from_shapes) as (here, tensors):
+            yield Runnable(here, self.inputs, tensors)
+
+
+@dataclass(frozen=True, eq=False)
+class Runnable:
+    """A subject's model, the graph beside it if one was given, and rows for them, on one device.
+
+    They are the subject's own; or copies in host memory, where the weights are on several devices; or they hold
+    stand-ins, which have shapes and no values.
+    """
+
+    modules: nn.ModuleList
+    inputs: Inputs
+    tensors: list[Tensor]
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that runs."""
+        return self.modules[0]
+
+    @property
+    def graph(self) -> fx.GraphModule:
+        """The graph that runs."""
+        graph = self.modules[1]
+        assert isinstance(graph, fx.GraphModule)
+        return graph
+
+    @property
+    def name(self) -> str:
+        """The name of the model's class, for messages."""
+        return type(self.model).__name__
+
+    @cached_property
+    def rows(self) -> int:
+        """How many rows the tensors have."""
+        return self.inputs.rows(self.tensors)
+
+    def clone_tensors(self) -> list[Tensor]:
+        """Return copies of the rows: forward() may write to its arguments, and the rows are the caller's."""
+        return [t.detach().clone() for t in self.tensors]
+
+    def clone_doubled(self) -> list[Tensor]:
+        """Return the tensors with every row twice."""
+        return [t.detach().clone() for t in self.inputs.doubled(self.tensors)]
+
+    def run_model(self, *tensors: Tensor) -> Any:
+        """Return what the model's forward() returns for tensors in the places of the call's tensors."""
+        call = self.inputs.call(tensors)
+        # Not model(...): the model's own hooks run around the whole pipeline, and no graph holds them.
+        return self.model.forward(*call.args, **call.kwargs)
