@@ -1,0 +1,102 @@
+"""CONTRIBUTING's map has the rooms that there are, and a compile and a step flow as its tables say."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+import fxsplit
+from tests.docs.markdown import ROOT, read_prose
+from tests.models import Mlp
+
+PAGE = ROOT / "CONTRIBUTING.md"
+Place = tuple[str, str]
+"""A file of the project and the name of a function or class in it."""
+
+
+def read_section(heading: str) -> list[str]:
+    """Return the lines of a section of CONTRIBUTING, its blocks left out."""
+    lines = [line for _, line in read_prose(PAGE)]
+    start = lines.index(f"## {heading}") + 1
+    ends = [number for number, line in enumerate(lines) if number >= start and line.startswith("## ")]
+    return lines[start : ends[0]]
+
+
+def read_flow(heading: str) -> list[Place]:
+    """Return the files and names of a flow's table, from top to bottom."""
+    rows = [re.match(r"\| `([\w/.]+\.py)` \| (`[^|]+`) \|", line) for line in read_section(heading)]
+    return [(row[1], name) for row in rows if row for name in re.findall(r"`([\w.]+)`", row[2])]
+
+
+def record_calls(run: Callable[[], object]) -> list[Place]:
+    """Return the project's functions that are called, in the order of their first calls, in any thread."""
+    called: dict[Place, None] = {}
+    root, passes = f"{ROOT / 'fxsplit'}/", f"{ROOT / 'fxsplit' / 'passes'}/"
+
+    def profile(frame: FrameType, event: str, _: Any) -> None:
+        path = frame.f_code.co_filename
+        if event == "call" and path.startswith(root):
+            # The passes are imported through a link, and lie beside the package.
+            file = f"passes/{path[len(passes) :]}" if path.startswith(passes) else path[len(str(ROOT)) + 1 :]
+            called.setdefault((file, frame.f_code.co_qualname))
+
+    threading.setprofile(profile)
+    sys.setprofile(profile)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return list(called)
+
+
+def find_place(place: Place, called: list[Place]) -> int:
+    """Return when a function, or the first method of a class, was first called."""
+    file, name = place
+    times = [i for i, (f, n) in enumerate(called) if f == file and (n == name or n.startswith(f"{name}."))]
+    assert times, f"{PAGE.name} says that {name} of {file} is called, and it is not"
+    return times[0]
+
+
+def compile_small_model() -> fxsplit.Pipeline:
+    return fxsplit.compile(
+        Mlp(), ["cpu"] * 2, example_inputs=torch.randn(8, 8), n_microbatches=2, loss_fn=F.cross_entropy
+    )
+
+
+def test_the_map_has_every_room_and_no_other() -> None:
+    named = set(re.findall(r"^\| `([\w/]+)/` \|", "\n".join(read_section("The map of the house")), re.MULTILINE))
+    folders = [p for p in (ROOT / "fxsplit").iterdir() if p.is_dir() and not p.is_symlink() and list(p.glob("*.py"))]
+    assert named == {"passes", *(f"fxsplit/{folder.name}" for folder in folders)}
+
+
+def test_a_compile_flows_as_the_page_says() -> None:
+    flow, called = read_flow("How a compile flows"), record_calls(lambda: compile_small_model().close())
+    assert len(flow) >= 10
+    times = [find_place(place, called) for place in flow]
+    assert times == sorted(times), "the calls come in another order than the table has"
+
+
+def test_a_step_flows_as_the_page_says() -> None:
+    """Workers run beside each other, so all that can be compared is what the caller does, and that all are called."""
+    x, y = torch.randn(8, 8), torch.zeros(8, dtype=torch.int64)
+    pipes: list[fxsplit.Pipeline] = []
+
+    def step() -> None:
+        pipes.append(compile_small_model())
+        pipes[0].step(x, target=y)
+        pipes[0].close()
+
+    flow = read_flow("How a step flows")
+    assert len(flow) >= 10
+    called = record_calls(step)
+    times = {place: find_place(place, called) for place in flow}
+    by_caller = [times[place] for place in flow if place[1] in ("Pipeline.step", "Engine.step", "cut_packets")]
+    assert by_caller == sorted(by_caller)
