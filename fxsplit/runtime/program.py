@@ -1,6 +1,6 @@
 """Program: all that the runtime needs to run one compiled mode of a model; nothing that another process could not take.
 
-It has neither the model nor the IR it was compiled from. `Batch` is a call of it.
+It has neither the model nor the graph that it was compiled from. `Batch` is a call of it.
 """
 
 from __future__ import annotations

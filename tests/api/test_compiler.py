@@ -1,0 +1,122 @@
+"""The compiler keeps one program for each mode, and for each shape where that needs its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxsplit
+from fxsplit.api import compiler as compiling
+from fxsplit.api import lowering
+from fxsplit.api.compiler import Compiler
+from fxsplit.api.options import Options
+from fxsplit.errors import ChainError, InputError
+from fxsplit.ir.chain import parse_chain
+from fxsplit.ir.facts.call import Call
+from fxsplit.passes import PASSES
+from tests.models import FAST, Mlp, ModeDependent
+
+
+def make(model: nn.Module, chain: str = FAST, **options: Any) -> Compiler:
+    return Compiler(
+        model, Options(machine=fxsplit.Machine.of(["cpu"] * 2), chain=parse_chain(chain, PASSES), **options)
+    )
+
+
+def call(*tensors: Tensor) -> Call:
+    return Call(tensors, {})
+
+
+def count_captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Note the microbatch size of each capture."""
+    captured: list[int] = []
+    capture = lowering.capture_model
+
+    def noting(model: Any, options: Any, called: Any, rows: int, **how: Any) -> Any:
+        captured.append(rows)
+        return capture(model, options, called, rows, **how)
+
+    monkeypatch.setattr(compiling, "capture_model", noting)
+    return captured
+
+
+def test_a_mode_is_compiled_once_for_every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured = count_captures(monkeypatch)
+    compiler = make(Mlp(), n_microbatches=4)
+    program = compiler.program("train", call(torch.randn(10, 8)))
+    assert compiler.program("train", call(torch.randn(5, 8))) is program and captured == [3]
+
+
+def test_modes_with_one_graph_share_a_program_and_others_do_not() -> None:
+    for model, shared in ((Mlp(), True), (ModeDependent(), False)):
+        x = call(torch.randn(8, 8))
+        compiler = make(model)
+        trained = compiler.program("train", x)
+        model.eval()
+        assert (compiler.program("eval", x) is trained) == shared
+        compiled = compiler.get_compiled("eval")
+        assert compiled is not None and not compiled.moves_weights
+
+
+class ByLength(nn.Module):
+    """Decides by the length of its sequences, which only torch.export follows, for each length anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.drop = nn.Linear(8, 8), nn.Linear(8, 8), nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] > 4:
+            x = self.drop(self.a(x))
+        result: Tensor = self.b(torch.tanh(x))
+        return result
+
+
+def test_programs_are_kept_by_mode_and_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured = count_captures(monkeypatch)
+    model = ByLength()
+    compiler = make(model, n_microbatches=2)
+    six, three = call(torch.randn(8, 6, 8)), call(torch.randn(8, 3, 8))
+    first, other = compiler.program("train", six), compiler.program("train", three)
+    assert other is not first and len(captured) == 2
+    assert compiler.program("train", three) is other and compiler.program("train", six) is first
+    assert len(captured) == 2
+    model.a = nn.Linear(8, 8)  # another model: all that was compiled is forgotten
+    assert compiler.program("train", six) is not first
+    assert compiler.program("train", three) is not other and len(captured) == 4
+    monkeypatch.setattr(compiling, "MOST_SHAPES", 1)
+    with pytest.raises(InputError, match=r"and \(\(5, 8\),\) \(without rows\) is more than 2 of them"):
+        compiler.program("train", call(torch.randn(8, 5, 8)))
+
+
+def test_an_outdated_mode_takes_its_other_shapes_with_it() -> None:
+    """Only the first program of a mode is looked at, and an attribute may be read for other shapes alone."""
+    model = ByLength()
+    compiler = make(model, n_microbatches=2)
+    six, three = call(torch.randn(8, 6, 8)), call(torch.randn(8, 3, 8))
+    first, other = compiler.program("train", six), compiler.program("train", three)
+    model.scale = 2.0  # type: ignore[assignment]
+    with pytest.warns(UserWarning, match="attribute 'scale' of the model changed from None to 2.0"):
+        assert compiler.program("train", six) is first, "the graph is the same: nothing in it reads the attribute"
+    assert compiler.program("train", three) is not other
+
+
+def test_a_call_is_prepared_with_its_rows() -> None:
+    compiler = make(Mlp(), n_microbatches=4)
+    x = torch.randn(10, 8)
+    batch = compiler.prepare("train", call(x))
+    assert batch.rows == [3, 3, 2, 2] and batch.tensors == [x]
+    with pytest.raises(InputError, match="a batch of 3 rows cannot be cut into n_microbatches=4"):
+        compiler.prepare("train", call(torch.randn(3, 8)))
+
+
+def test_what_cannot_be_compiled_is_refused() -> None:
+    with pytest.raises(InputError, match=r"model is a function: give a torch\.nn\.Module"):
+        make(lambda x: x)  # type: ignore[arg-type]
+    with pytest.raises(ChainError, match="learns no Plan: it needs a pass like 'partition'"):
+        make(Mlp(), "profile{repeats=1}").program("train", call(torch.randn(8, 8)))
+    with pytest.raises(ChainError, match="learns no Stages: it needs a pass like 'emit'"):
+        make(Mlp(), "profile{repeats=1},augment,order,partition").program("train", call(torch.randn(8, 8)))

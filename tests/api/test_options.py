@@ -1,0 +1,96 @@
+"""Options check themselves; compile() gives the deprecated spelling of one of them a warning."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxsplit
+from fxsplit import Costs, Machine
+from fxsplit.api.candidates import Candidate
+from fxsplit.api.compile import choose_recompute, recompile_like
+from fxsplit.api.options import Options, load_costs
+from fxsplit.errors import InputError, ScheduleError
+from fxsplit.schedule.catalogue import Scheduler
+from tests.models import FAST, Mlp
+
+EMPTY = Costs((), (), (), (), (), 1, "cpu", {})
+
+
+def make(**options: Any) -> Options:
+    return Options(**{"machine": Machine.of(["cpu"] * 2), "chain": fxsplit.DEFAULT, **options})
+
+
+def test_options_are_frozen_and_checked_whenever_they_are_made() -> None:
+    options = make(n_microbatches=4)
+    with pytest.raises(FrozenInstanceError):
+        options.n_microbatches = 0  # type: ignore[misc]
+    with pytest.raises(InputError, match="n_microbatches=0"):
+        replace(options, n_microbatches=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"n_microbatches": True}, InputError, "n_microbatches=True: give a number of at least 1, 'auto', or leave it"),
+        ({"n_microbatches": "auto", "costs": EMPTY}, InputError, "'auto' measures microbatches of every size"),
+        ({"loss_fn": nn.MSELoss}, InputError, "is no function or module"),
+        ({"dump": 3}, InputError, "dump=3: give the path of a folder"),
+        ({"recompute": "sometimes"}, InputError, "recompute='sometimes': give one of never, plan"),
+        ({"stage_backend": "fastest"}, InputError, "stage_backend='fastest' is none of torch.compile's"),
+        ({"schedule": "1f1b"}, ScheduleError, "did you mean '1F1B'"),
+        ({"schedule": "Interleaved1F1B", "n_microbatches": 5}, ScheduleError, "5 microbatches do not divide"),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make(**options)
+
+
+def test_candidates_are_every_schedule_with_every_number() -> None:
+    assert make().list_candidates(64) == [Candidate(Scheduler("1F1B", 2), 4)]
+    assert make(n_microbatches=3).list_candidates(64) == [Candidate(Scheduler("1F1B", 2), 3)]
+    assert [c.n_microbatches for c in make(n_microbatches="auto").list_candidates(64)] == [2, 4, 8, 16]
+    both = make(schedule="auto", n_microbatches=4).list_candidates(64)
+    assert [c.scheduler.name for c in both] == [s.name for s in make(schedule="auto").schedulers] and len(both) == 7
+    # Chimera runs two pipelines of half the microbatches each, so it is no candidate for three.
+    three = make(schedule="auto", n_microbatches=3).list_candidates(9)
+    assert {c.n_microbatches for c in three} == {3} and "Chimera" not in [c.scheduler.name for c in three]
+
+
+def test_costs_are_read_from_a_path_or_taken(tmp_path: Path) -> None:
+    EMPTY.save(tmp_path / "costs.json")
+    assert load_costs(EMPTY) is EMPTY and load_costs(None) is None
+    read = load_costs(str(tmp_path / "costs.json"))
+    assert read is not None and read.rows == 1
+    with pytest.raises(InputError, match="costs=3: give a profile"):
+        load_costs(3)  # type: ignore[arg-type]
+
+
+def test_checkpoint_is_the_deprecated_name_of_recompute() -> None:
+    with pytest.warns(DeprecationWarning, match=r"write compile\(recompute='always'\)") as caught:
+        pipe = fxsplit.compile(Mlp(), 2, checkpoint="always")
+    assert pipe.compiler.options.recompute == "always"
+    assert caught[0].filename == __file__, "the warning points at the line that calls compile()"
+    with pytest.raises(InputError, match="recompute='never' and checkpoint='always' name one option"):
+        fxsplit.compile(Mlp(), 2, recompute="never", checkpoint="always")
+    assert choose_recompute(None, None) == "plan" and choose_recompute("never", None) == "never"
+
+
+def test_a_pipeline_to_compare_with_has_the_same_options_but_what_belongs_to_one_model() -> None:
+    x = torch.randn(8, 8)
+    loss = nn.MSELoss()
+    options: Any = {"passes": FAST, "deferred_batch_norm": True, "recompute": "always", "n_microbatches": 4}
+    with fxsplit.compile(Mlp(), 2, example_inputs=x, **options) as pipe:
+        other = recompile_like(pipe, Mlp().double(), loss)
+        mine, its = pipe.compiler.options, other.compiler.options
+        assert (its.recompute, its.n_microbatches, its.chain, its.machine) == ("always", 4, mine.chain, mine.machine)
+        assert its.loss_fn is loss and its.costs is None and not its.deferred_batch_norm
+    pipedream = fxsplit.compile(Mlp(), 2, schedule="PipeDream")
+    with pytest.raises(InputError, match="PipeDream trains another way"):
+        recompile_like(pipedream, Mlp(), loss)

@@ -1,0 +1,108 @@
+"""Channels: what a job sends arrives where its schedule waits for it, and a failure wakes whoever waits."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import fxsplit
+from fxsplit.errors import StageError
+from fxsplit.runtime import engine
+from fxsplit.runtime.channels import Channels, Inboxes, Message, Stopped
+from fxsplit.runtime.job import Job
+from fxsplit.schedule.action import BACKWARD, FORWARD, Action
+from tests.models import FAST, Mlp
+
+FIRST, SECOND = Action(1, FORWARD, 0), Action(1, FORWARD, 1)
+
+
+def test_messages_are_taken_in_the_order_of_the_schedule() -> None:
+    channels = Inboxes(2)
+    channels.send(1, Message(SECOND, "second", None))
+    channels.send(0, Message(FIRST, "of another device", None))
+    channels.send(1, Message(FIRST, "first", "token"))
+    assert channels.receive(1, FIRST) == (FIRST, "first", "token")
+    assert channels.receive(1, SECOND).values == "second"
+    assert channels.receive(0, FIRST).values == "of another device"
+
+
+def test_a_failure_wakes_who_waits_and_stays() -> None:
+    channels = Inboxes(2)
+    woken: list[bool] = []
+
+    def wait() -> None:
+        for _ in range(2):
+            try:
+                channels.receive(1, FIRST)
+            except Stopped:
+                woken.append(True)
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    channels.send(1, Message(SECOND, "for later", None))
+    channels.fail()
+    waiting.join(10.0)
+    assert woken == [True, True]
+    with pytest.raises(Stopped):
+        channels.receive(0, FIRST)
+
+
+class Recording(Inboxes):
+    """Channels of the test's own making: they note what passes, and hand on copies, as another process would."""
+
+    def __init__(self, n_devices: int) -> None:
+        super().__init__(n_devices)
+        self.sent: list[tuple[int, Action]] = []
+
+    def send(self, device: int, message: Message) -> None:
+        self.sent.append((device, message.action))
+        values: Any = message.values
+        if message.action.op == FORWARD:
+            values = values._replace(values=tuple(v.clone() for v in values.values))
+        else:
+            values = [v.clone() for v in values]
+        super().send(device, message._replace(values=values))
+
+
+def test_a_job_talks_only_through_the_channels_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Recording] = []
+
+    def build(program: Any, schedule: Any, work: Any, **options: Any) -> Job:
+        channels: Channels = Recording(schedule.n_devices)
+        assert isinstance(channels, Recording)
+        made.append(channels)
+        return Job(program, schedule, work, channels=channels, **options)
+
+    x, y = torch.randn(8, 8), torch.randn(8, 3)
+    options: Any = {"n_microbatches": 2, "loss_fn": F.mse_loss, "passes": FAST, "example_inputs": x}
+    with fxsplit.compile(Mlp(), 2, **options) as pipe:
+        expected = pipe.step(x, target=y)
+        gradients = [p.grad for p in pipe.parameters()]
+        pipe.zero_grad()
+        monkeypatch.setattr(engine, "Job", build)
+        found = pipe.step(x, target=y)
+        assert torch.equal(found, expected)
+        assert all(torch.equal(a, p.grad) for a, p in zip(gradients, pipe.parameters(), strict=True))  # type: ignore[arg-type]
+    (channels,) = made
+    crossings = {(1, Action(1, FORWARD, m)) for m in range(2)} | {(0, Action(0, BACKWARD, m)) for m in range(2)}
+    assert set(channels.sent) == crossings and len(channels.sent) == len(crossings)
+
+
+def test_a_failed_step_fails_the_channels(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed: list[bool] = []
+
+    class Failing(Inboxes):
+        def fail(self) -> None:
+            failed.append(True)
+            super().fail()
+
+    monkeypatch.setattr(engine, "Job", lambda p, s, w, **options: Job(p, s, w, channels=Failing(2), **options))
+    x = torch.randn(8, 8)
+    with fxsplit.compile(Mlp(), 2, example_inputs=x, loss_fn=F.mse_loss, passes=FAST) as pipe:
+        with pytest.raises(StageError):
+            pipe.step(x, target=torch.zeros(8, 4))
+        assert failed
