@@ -1,16 +1,17 @@
 """The passes, one file each, in the order they run; the only list of them."""
 
 from fxsplit.passes.augment import Augment
+from fxsplit.passes.batch_norm import BatchNorm
 from fxsplit.passes.emit import Emit
 from fxsplit.passes.leaf import Leaf
 from fxsplit.passes.order import Order
 from fxsplit.passes.partition import Partition
 from fxsplit.passes.profile.profile import Profile
 
-PASSES = {p.name: p for p in (Leaf, Profile, Augment, Order, Partition, Emit)}
+PASSES = {p.name: p for p in (Leaf, Profile, Augment, Order, Partition, Emit, BatchNorm)}
 """Every pass that comes with fxsplit, by its name in chains."""
 
-DEFAULT = (Profile(), Augment(), Order(), Partition(), Emit())
+DEFAULT = (Profile(), Augment(), Order(), Partition(), Emit(), BatchNorm())
 """The chain that compile() runs unless told otherwise."""
 
-__all__ = ["DEFAULT", "PASSES", "Augment", "Emit", "Leaf", "Order", "Partition", "Profile"]
+__all__ = ["DEFAULT", "PASSES", "Augment", "BatchNorm", "Emit", "Leaf", "Order", "Partition", "Profile"]

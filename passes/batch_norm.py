@@ -1,41 +1,91 @@
-"""batch norm: let running statistics be noted, and written once a batch or in the microbatches' order."""
+"""batch-norm: let batch norms note their running statistics, where they may not write them as microbatches pass.
+
+The last pass of a chain. Without it, each microbatch changes the running statistics when it passes the layer, as the
+unsplit model would do for that microbatch. That is wrong in two cases: the statistics are to change once a batch, or
+several devices run the stage at the same time, so that microbatches pass in no fixed order.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import fx, nn
 
 from fxsplit.errors import PlanError
-from fxsplit.ir.facts.stages import Stages
+from fxsplit.ir.facts.effects import CallEffects
+from fxsplit.ir.facts.plan import Plan
+from fxsplit.ir.facts.stages import Stage, Stages
+from fxsplit.ir.facts.workload import Workload
+from fxsplit.ir.graph import IR
 from fxsplit.torch_internals.batch_norm import Calls, Noted
+from fxsplit.torch_internals.interpret import find_target
 from fxsplit.torch_internals.module_kinds import is_batch_norm
 
 
-def note_statistics(stages: Stages, replicated: Sequence[bool], deferred: bool) -> None:
-    """Let batch norms note their statistics: all of them if `deferred`, otherwise those of `replicated` stages."""
-    noted: dict[nn.Module, Calls] = {}
-    for stage, several in zip(stages.stages, replicated, strict=True):
-        if not (several or deferred):
+@dataclass(frozen=True)
+class BatchNorm:
+    """Put a Noted in place of batch norms: of all if `deferred`, otherwise of those in stages with several devices.
+
+    Where neither asks for it, the IR stays as it is.
+    """
+
+    deferred: bool = False
+
+    name: ClassVar[str] = "batch-norm"
+
+    def __call__(self, ir: IR) -> IR:
+        """Learn Stages anew; raises PlanError for a replicated stage that writes a buffer of another kind."""
+        replicated = _list_replicated(ir)
+        if not (self.deferred or any(replicated)):
+            return ir
+        stages, noted = [], dict[nn.Module, Calls]()
+        for stage, several in zip(ir[Stages].stages, replicated, strict=True):
+            if several:
+                _check_writes(ir[CallEffects], stage)
+            stages.append(_note_statistics(stage, self.deferred, noted) if several or self.deferred else stage)
+        made = Stages(tuple(stages), ir[Stages].result)
+        # The graph calls the stages' modules, so it is made again with the new ones. What else is known of it holds.
+        return ir.rewrite(made.call_in_turn(type(ir.gm).__name__), *ir.facts).learn(made)
+
+
+def _list_replicated(ir: IR) -> list[bool]:
+    """Return, for each stage of the plan, whether several devices run it."""
+    several = [len(stage.devices) > 1 for stage in ir[Plan].stages]
+    # A plan that gives a stage several devices overrides the schedule, which may place every stage twice (Chimera).
+    return several if any(several) else [ir[Workload].replicated] * len(several)
+
+
+def _note_statistics(stage: Stage, at_once: bool, noted: dict[nn.Module, Calls]) -> Stage:
+    """Return the stage with a Noted in place of every batch norm that it calls; itself if it calls none.
+
+    at_once: whether the statistics change once a batch. noted: where the calls of each layer are noted, for all stages.
+    """
+    module = stage.module
+    graph = fx.Graph()
+    held: dict[str, Any] = {}
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        copy = copies[node] = graph.node_copy(node, copies.__getitem__)
+        if node.op not in ("call_module", "get_attr"):
             continue
-        module = stage.module
-        for node in list(module.graph.nodes):
-            norm = module.get_submodule(str(node.target)) if node.op == "call_module" else None
-            if is_batch_norm(norm):
-                # A whole batch changes the statistics once for each call of a layer, a microbatch in the calls' order.
-                calls: Calls = {} if deferred else noted.setdefault(norm, {})
-                module.add_submodule(f"noted_{node.name}", Noted(norm, deferred, calls))
-                node.target = f"noted_{node.name}"
-        module.recompile()
+        target = find_target(module, node)
+        if is_batch_norm(target):
+            # A layer that is called twice changes its statistics twice a batch, but once for each microbatch in turn.
+            target = Noted(target, at_once, {} if at_once else noted.setdefault(target, {}))
+            copy.target = f"noted_{node.name}"
+        held[str(copy.target)] = target
+    if not any(isinstance(target, Noted) for target in held.values()):
+        return stage
+    return replace(stage, module=fx.GraphModule(held, graph, class_name=type(module).__name__))
 
 
-def check_writes(stages: Stages, replicated: Sequence[bool], buffers: Mapping[str, Tensor]) -> None:
-    """Raise PlanError if a `replicated` stage writes one of the `buffers`."""
-    written = {id(b): path for path, b in buffers.items()}
-    for stage, several in zip(stages.stages, replicated, strict=True):
-        path = next((written[id(b)] for b in stage.module.buffers() if several and id(b) in written), None)
-        if path is not None:
-            raise PlanError(
-                f"stage {stage.index} has several devices, which would all write buffer {path!r} at once: only batch "
-                "norm's statistics can be kept in order; plan with partition{model=forwarded}, and not for Chimera"
-            )
+def _check_writes(effects: CallEffects, stage: Stage) -> None:
+    """Raise PlanError if a stage with several devices writes a buffer that is no batch norm's."""
+    written = {id(b): path for path, b in effects.written_buffers.items()}
+    path = next((written[id(b)] for b in stage.module.buffers() if id(b) in written), None)
+    if path is not None:
+        raise PlanError(
+            f"stage {stage.index} has several devices, which would all write buffer {path!r} at once: only batch "
+            "norm's statistics can be kept in order; plan with partition{model=forwarded}, and not for Chimera"
+        )

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from operator import getitem
 from typing import Any, ClassVar
 
-from torch import fx, nn
+from torch import fx
 
 from fxsplit.errors import PlanError
 from fxsplit.ir.facts.effects import find_effects
@@ -56,7 +55,8 @@ class Emit:
         result = rebuild(
             ir.gm.graph.output_node().args[0], lambda v: Ref(last.index(v.name)) if isinstance(v, fx.Node) else v
         )
-        return ir.rewrite(_calls(ir.gm, stages), Plan).learn(Stages(tuple(stages), result))
+        made = Stages(tuple(stages), result)
+        return ir.rewrite(made.call_in_turn(f"{type(ir.gm).__name__}Stages"), Plan).learn(made)
 
 
 def _boundaries(graph: fx.Graph, plan: Plan) -> list[tuple[str, ...]]:
@@ -100,17 +100,3 @@ def _stage_module(
             held[str(node.target)] = find_target(gm, node)
     graph.output(tuple(made[name] for name in gives))
     return fx.GraphModule(held, graph, class_name=f"Stage{index}")
-
-
-def _calls(gm: fx.GraphModule, stages: list[Stage]) -> fx.GraphModule:
-    """Return the graph that calls the stages one after another: the original function, rewritten."""
-    graph = fx.Graph()
-    root = nn.Module()
-    values: dict[str, fx.Node] = {name: graph.placeholder(name) for name in stages[0].inputs}
-    for stage in stages:
-        root.add_module(f"stage_{stage.index}", stage.module)
-        call = graph.call_module(f"stage_{stage.index}", tuple(values[name] for name in stage.inputs))
-        values = {name: graph.call_function(getitem, (call, i)) for i, name in enumerate(stage.outputs)}
-    result: Any = fx.node.map_arg(gm.graph.output_node().args[0], lambda n: values[n.name])
-    graph.output(result)
-    return fx.GraphModule(root, graph, class_name=f"{type(gm).__name__}Stages")

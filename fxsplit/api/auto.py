@@ -7,12 +7,11 @@ from math import inf
 from typing import NamedTuple
 
 from fxsplit.api.candidates import Candidate
-from fxsplit.api.lowering import find_replicated, lower
+from fxsplit.api.lowering import lower
 from fxsplit.api.options import Options
 from fxsplit.errors import NoFit, PlanError
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.plan import Plan
-from fxsplit.ir.facts.stages import Stages
 from fxsplit.ir.graph import IR
 from fxsplit.runtime.microbatches import divide_rows
 
@@ -45,8 +44,6 @@ def choose_candidate(options: Options, rows: int, capture_rows: CaptureRows) -> 
             try:
                 lowered = lower(options, captured, candidate, known)
                 known = lowered.costs or known
-                if lowered.final.get(Stages) is not None:
-                    find_replicated(candidate, lowered)
             except PlanError as error:
                 refused.append((getattr(error, "short_bytes", inf), candidate, error))
                 continue

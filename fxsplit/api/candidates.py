@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from fxsplit.api.microbatch_count import AUTO
 from fxsplit.errors import ScheduleError
 from fxsplit.ir.facts.plan import Plan
-from fxsplit.ir.facts.stages import Stages
-from fxsplit.ir.graph import IR
 from fxsplit.schedule import RUNNABLE, simulate
 from fxsplit.schedule.catalogue import Scheduler
-from fxsplit.schedule.of_plan import replicas_of, schedule_of, times_of
+from fxsplit.schedule.of_plan import schedule_of, times_of
 
 
 @dataclass(frozen=True)
@@ -26,11 +24,6 @@ class Candidate:
         """Return the simulated time of a training step by a plan that was made for this candidate, in milliseconds."""
         schedule = schedule_of(plan, self.scheduler, self.n_microbatches)
         return simulate(schedule, times_of(plan, schedule)).step_ms
-
-    def find_replicated(self, final: IR) -> list[bool]:
-        """Return, for each stage that the chain has emitted, whether several devices run it."""
-        homes = replicas_of(final[Plan]) or self.scheduler.homes(len(final[Stages]))
-        return [len(home) > 1 for home in homes]
 
     def __str__(self) -> str:
         return f"{self.scheduler.name} with {self.n_microbatches} microbatches"

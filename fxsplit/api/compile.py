@@ -26,7 +26,7 @@ from fxsplit.runtime.loss import LossFn
 from fxsplit.schedule.catalogue import ASYNCHRONOUS
 
 DEFAULT = Chain(standard.DEFAULT)
-"""The chain that compile() runs: profile, augment, order, partition, emit."""
+"""The chain that compile() runs: profile, augment, order, partition, emit, batch-norm."""
 
 
 def compile(
@@ -130,5 +130,6 @@ def recompile_like(pipe: Pipeline, model: nn.Module, loss_fn: LossFn | None) -> 
                 f"{scheduler.name} trains another way than the model by itself: verify a pipeline with 1F1B"
             )
     # Deferred statistics are those of the whole batch, and the unsplit model runs microbatch by microbatch.
-    options = replace(options, loss_fn=loss_fn, costs=None, dump=None, deferred_batch_norm=False)
+    chain = Chain(tuple(step for step in options.chain if not isinstance(step, standard.BatchNorm)))
+    options = replace(options, chain=chain, loss_fn=loss_fn, costs=None, dump=None, deferred_batch_norm=False)
     return Pipeline(pipe.compiler.recompile_like(model, options))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fxsplit.api.auto import choose_candidate
 from fxsplit.api.compiled import OTHER_MODE, Compiled, Mode, build_program, get_mode
-from fxsplit.api.lowering import capture_model, find_replicated, lower
+from fxsplit.api.lowering import capture_model, lower
 from fxsplit.api.microbatch_count import AUTO
 from fxsplit.api.modes import serves_both_modes
 from fxsplit.api.options import Options
@@ -30,7 +30,6 @@ from fxsplit.ir.facts.effects import CallEffects
 from fxsplit.ir.facts.example import Example
 from fxsplit.ir.facts.scope import Scope
 from fxsplit.ir.graph import name_pass
-from fxsplit.passes.batch_norm import note_statistics
 from fxsplit.runtime.microbatches import divide_rows
 from fxsplit.runtime.program import Batch, Program
 
@@ -150,7 +149,7 @@ class Compiler:
         like: what the model was compiled to before, in the other mode or for other shapes. Its stages are shared where
             the graph is the same; otherwise every weight stays on the stage that it has there.
         """
-        observers = make_observers(self._choose_folder(like), [name_pass(p) for p in self.options.chain])
+        observers = make_observers(self._choose_folder(like), [name_pass(p) for p in self.options.passes])
         inputs, tensors = Inputs.of(self.model, *call, self.options.chunks)
         rows = inputs.rows(tensors)
         from_shapes = self._from_shapes or (like is not None and like.captured[Example].from_shapes)
@@ -174,8 +173,6 @@ class Compiler:
                 moves_weights = True
                 lowered = lower(self.options, captured, candidate, known, observers=observers)
         program = build_program(self.model, self.options, candidate, lowered)
-        replicated = find_replicated(candidate, lowered)
-        note_statistics(program.stages, replicated, self.options.deferred_batch_norm)
         return Compiled(
             captured=captured,
             final=lowered.final,

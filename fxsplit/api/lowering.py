@@ -11,17 +11,14 @@ from fxsplit.api.candidates import Candidate
 from fxsplit.api.compiled import Compiled, Lowered
 from fxsplit.api.modes import pin_weights
 from fxsplit.api.options import Options
-from fxsplit.errors import ChainError, TraceError
+from fxsplit.errors import TraceError
 from fxsplit.frontend import capture
 from fxsplit.ir.facts.call import Call
 from fxsplit.ir.facts.costs import Costs, KnownCosts
-from fxsplit.ir.facts.effects import CallEffects
-from fxsplit.ir.facts.plan import Plan
-from fxsplit.ir.facts.stages import Stages, list_weights
+from fxsplit.ir.facts.stages import list_weights
 from fxsplit.ir.facts.workload import Workload
 from fxsplit.ir.graph import IR, Fact
 from fxsplit.ir.manager import Observer, run_chain
-from fxsplit.passes.batch_norm import check_writes
 from fxsplit.schedule.catalogue import ASYNCHRONOUS
 from fxsplit.torch_internals.fake_weights import lacks_values
 
@@ -55,13 +52,11 @@ def lower(
     candidate: the schedule to plan for. known: costs measured before. like: what was compiled in the model's other
         mode; every weight stays on the stage that it has there.
 
-    Raises PlanError where no plan fits, ChainError for a chain that learns no Plan.
+    Raises PlanError where no plan fits, MissingFact for a chain that learns no Plan.
     """
     keep = KeepCosts()
     facts = list_facts(options, captured, candidate, known, like)
-    final = run_chain(captured.learn(*facts), options.chain, [keep, *observers])
-    if final.get(Plan) is None:
-        raise ChainError(f"the chain {options.chain} learns no Plan: it needs a pass like 'partition'")
+    final = run_chain(captured.learn(*facts), options.passes, [keep, *observers])
     return Lowered(captured, final, keep.found)
 
 
@@ -70,12 +65,14 @@ def list_facts(
 ) -> list[Fact]:
     """Return what the chain starts from, besides the graph and its example."""
     scheduler, count = candidate.scheduler, candidate.n_microbatches
-    machine = options.machine.unrolled(scheduler.homes())
+    homes = scheduler.homes()
+    machine = options.machine.unrolled(homes)
+    replicated = any(len(home) > 1 for home in homes)
     peaks = {k: scheduler.in_flight(count, k) for k in range(1, len(machine) + 1)}
     versions = {k: scheduler.versions(count, k) for k in peaks if scheduler.name in ASYNCHRONOUS}
     facts: list[Fact] = [
         machine,
-        Workload(scheduler.name, count, peaks, may_idle=like is not None, versions=versions),
+        Workload(scheduler.name, count, peaks, may_idle=like is not None, versions=versions, replicated=replicated),
     ]
     if like is not None:
         # The other mode's times serve where an operator is the same, and the rest is measured.
@@ -84,13 +81,6 @@ def list_facts(
     else:
         complete = known is options.costs
     return facts if known is None else [*facts, KnownCosts(known, complete=complete)]
-
-
-def find_replicated(candidate: Candidate, lowered: Lowered) -> list[bool]:
-    """Return which stages have several devices; raises PlanError for one that writes a buffer, but batch norm's."""
-    replicated = candidate.find_replicated(lowered.final)
-    check_writes(lowered.final[Stages], replicated, lowered.captured[CallEffects].written_buffers)
-    return replicated
 
 
 class KeepCosts:

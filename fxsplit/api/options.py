@@ -21,6 +21,8 @@ from fxsplit.ir.chain import Chain
 from fxsplit.ir.facts.chunks import Chunks
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.machine import Machine
+from fxsplit.ir.graph import name_pass
+from fxsplit.passes import BatchNorm
 from fxsplit.runtime.loss import LossFn
 from fxsplit.runtime.stage.recompute import POLICIES
 from fxsplit.schedule import find_schedule
@@ -74,6 +76,16 @@ class Options:
     def schedulers(self) -> Sequence[Scheduler]:
         """The schedule stated, or all that "auto" may choose among, on this machine."""
         return list_schedulers(self.schedule, len(self.machine), self.stages_per_device)
+
+    @cached_property
+    def passes(self) -> Chain:
+        """The chain with batch-norm, put behind the last pass where `chain` lacks it, which defers if asked to.
+
+        A user's chain need not name batch-norm, and replicas would write statistics in no order without it.
+        """
+        if BatchNorm.name not in [name_pass(step) for step in self.chain]:
+            return Chain((*self.chain, BatchNorm(self.deferred_batch_norm)))
+        return self.chain.replace(BatchNorm.name, BatchNorm(deferred=True)) if self.deferred_batch_norm else self.chain
 
     @property
     def stated_count(self) -> int | None:

@@ -65,7 +65,7 @@ assert spec is None or not spec.origin.startswith({site!r}), spec
 print(fxsplit.DEFAULT)
 """
     printed = python("-c", code.format(site=str(tmp_path / "site")), cwd=tmp_path, path=tmp_path / "site")
-    assert printed.strip() == "profile,augment,order,partition,emit"
+    assert printed.strip() == "profile,augment,order,partition,emit,batch-norm"
 
 
 def test_sdist_holds_the_passes(built: Path) -> None:
@@ -79,7 +79,7 @@ def test_passes_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["passes"]) == 0
     printed = capsys.readouterr().out
     assert "partition{use_all=true,optimizer_factor=2.0,model=forwarded," in printed
-    assert "default chain: profile,augment,order,partition,emit" in printed
+    assert "default chain: profile,augment,order,partition,emit,batch-norm" in printed
 
 
 def test_help_is_quick_and_bad_commands_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,9 +66,9 @@ def test_chain_text_round_trip() -> None:
 
     for text in (FAST, "profile,augment{max_states=10},order,partition{use_all=false,optimizer_factor=0.5},emit"):
         assert str(spec.parse_chain(text, PASSES)) == text
-    assert str(DEFAULT) == "profile,augment,order,partition,emit"
-    assert str(DEFAULT.after("order", Keep("a"))) == "profile,augment,order,keep{module=a},partition,emit"
-    assert str(DEFAULT.replace("partition", fold_conv_bn)) == "profile,augment,order,fold-conv-bn,emit"
+    assert str(DEFAULT) == "profile,augment,order,partition,emit,batch-norm"
+    assert str(DEFAULT.after("order", Keep("a"))) == "profile,augment,order,keep{module=a},partition,emit,batch-norm"
+    assert str(DEFAULT.replace("partition", fold_conv_bn)) == "profile,augment,order,fold-conv-bn,emit,batch-norm"
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from fxsplit.errors import ChainError
 from tests.models import FAST, Mlp, ModeDependent, Residual
 
 FILES = ["00-trace.txt", "01-profile.txt", "02-augment.txt", "03-order.txt", "04-partition.txt", "05-emit.txt"]
+FILES.append("06-batch-norm.txt")
 
 
 def dumped(folder: Path, **options: object) -> fxsplit.Pipeline:
@@ -28,7 +29,7 @@ def test_dump_writes_the_ir_before_the_first_and_after_every_pass(tmp_path: Path
     trace = (tmp_path / "a" / FILES[0]).read_text()
     assert "%stem_0 = module stem.0(%x) : float32[4, 8, 8, 8]" in trace
     assert "[Costs]" not in trace and "[Machine]\ncpu:0: cpu" in trace
-    for name, section in zip(FILES[1:], ("Costs", "Antichains", "States", "Plan", "Stages"), strict=True):
+    for name, section in zip(FILES[1:], ("Costs", "Antichains", "States", "Plan", "Stages", "Stages"), strict=True):
         assert f"\n[{section}]\n" in (tmp_path / "a" / name).read_text()
 
 
@@ -59,7 +60,7 @@ def test_environment_variables(
     assert re.findall(r"^# after (\S+)", printed, re.MULTILINE) == ["trace", "partition"]
     monkeypatch.setenv("FXSPLIT_PRINT_AFTER", "all")
     dumped(tmp_path)
-    assert len(re.findall(r"^# after", capsys.readouterr().out, re.MULTILINE)) == 6
+    assert len(re.findall(r"^# after", capsys.readouterr().out, re.MULTILINE)) == 7
     monkeypatch.setenv("FXSPLIT_PRINT_AFTER", "partitoin")
     with pytest.raises(ChainError, match="FXSPLIT_PRINT_AFTER names 'partitoin': known are all, trace, profile"):
         dumped(tmp_path)
@@ -91,5 +92,5 @@ def test_the_rewritten_graph_is_the_model(tmp_path: Path) -> None:
 
 def test_steps_and_repr() -> None:
     with fxsplit.compile(Mlp(), 2, example_inputs=torch.randn(8, 8), passes=FAST) as pipe:
-        assert [s.text for s in pipe.ir.steps] == FAST.split(",")
+        assert [s.text for s in pipe.ir.steps] == [*FAST.split(","), "batch-norm"]
         assert repr(pipe).startswith("Pipeline(Mlp)\nstage ")

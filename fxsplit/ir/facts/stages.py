@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import getitem
 from typing import Any, ClassVar
 
 import torch
@@ -68,8 +69,25 @@ class Stages:
         """Return the last stage's outputs in the structure the model returns."""
         return rebuild(self.result, lambda leaf: outputs[leaf.position] if isinstance(leaf, Ref) else leaf)
 
+    def call_in_turn(self, class_name: str) -> fx.GraphModule:
+        """Return the graph that calls the stages one after another, `stage_0` first: the model, rewritten."""
+        graph, root = fx.Graph(), nn.Module()
+        values = {name: graph.placeholder(name) for name in self.stages[0].inputs}
+        for stage in self.stages:
+            root.add_module(f"stage_{stage.index}", stage.module)
+            call = graph.call_module(f"stage_{stage.index}", tuple(values[name] for name in stage.inputs))
+            values = {name: graph.call_function(getitem, (call, i)) for i, name in enumerate(stage.outputs)}
+        graph.output(self.fill(list(values.values())))
+        return fx.GraphModule(root, graph, class_name=class_name)
+
     def verify(self, ir: IR) -> None:
-        """Raise BrokenFact unless each stage takes what the one before gives and no buffer lives in two stages."""
+        """Raise BrokenFact unless the graph calls these stages in turn, each takes what the one before gives, and no
+        buffer lives in two stages.
+        """
+        # The runtime runs the stages and a dump shows the graph: a pass that changes one must change the other.
+        called = [ir.gm.get_submodule(str(n.target)) for n in ir.gm.graph.nodes if n.op == "call_module"]
+        if [id(module) for module in called] != [id(stage.module) for stage in self.stages]:
+            raise BrokenFact("the graph calls other modules than the stages: give ir.rewrite(stages.call_in_turn(...))")
         owner: dict[int, int] = {}
         for i, stage in enumerate(self.stages):
             stage.module.graph.lint()

@@ -17,7 +17,7 @@ class Workload(GivenFact):
     `versions[k]` lists, where steps of the optimizer come between microbatches, how many versions of its weights each
     of k stages keeps at once; it is one otherwise. `may_idle` allows stages without a node, which then only pass values
     on: where another mode of the model has placed the weights already, this one's graph may be too small for every
-    device.
+    device. `replicated`: the schedule places every stage on several devices, as Chimera does.
     """
 
     schedule: str
@@ -25,6 +25,7 @@ class Workload(GivenFact):
     in_flight: Mapping[int, tuple[int, ...]]
     may_idle: bool = False
     versions: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    replicated: bool = False
 
     made_by: ClassVar[str] = "compile(schedule=, n_microbatches=)"
 
