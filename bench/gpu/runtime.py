@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import fxsplit
 from bench.networks.transformer import Encoder
 from fxsplit.schedule import generate, simulate
-from fxsplit.schedule.of_plan import times_of
+from fxsplit.schedule.of_plan import read_times
 
 WARM_UP, ROUNDS = 3, 10
 
@@ -71,7 +71,7 @@ def main() -> None:
                     ours.append(taken[1])
             # Stages that share a GPU take turns on it, so no step is shorter than all of its work.
             schedule = generate(pipe.plan.schedule, stages, n)
-            apart = simulate(schedule, times_of(pipe.plan, schedule)).step_ms
+            apart = simulate(schedule, read_times(pipe.plan, schedule)).step_ms
             predicted = max(apart, n * pipe.plan.single_ms)
         a, b = 1000.0 * median(alone), 1000.0 * median(ours)
         print(f"| {stages} | {a:.1f} | {b:.1f} | {100 * a / b:.1f} % | {predicted:.1f} | {b / predicted:.2f} |")

@@ -15,7 +15,7 @@ from bench.gpu.timing import SIZES, Case, measure
 from fxsplit.api.pipeline import Pipeline
 from fxsplit.schedule import simulate
 from fxsplit.schedule.catalogue import Scheduler
-from fxsplit.schedule.of_plan import schedule_of, times_of
+from fxsplit.schedule.of_plan import build_schedule, read_times
 
 CHAIN = "profile{repeats=3},augment,order,partition,emit"
 PIPELINES = ((1, "1F1B"), (2, "1F1B"), (4, "1F1B"), (4, "ZB-H1"), (4, "GPipe"))
@@ -86,8 +86,8 @@ def _measure_pipeline(
 
 def predict_ms(pipe: Pipeline, scheduler: Scheduler, n_microbatches: int) -> float:
     """Return the step time that the plan predicts, in milliseconds, with a device for each stage."""
-    schedule = schedule_of(pipe.plan, scheduler, n_microbatches)
-    return simulate(schedule, times_of(pipe.plan, schedule)).step_ms
+    schedule = build_schedule(pipe.plan, scheduler, n_microbatches)
+    return simulate(schedule, read_times(pipe.plan, schedule)).step_ms
 
 
 def _peak_gib(setting: Setting, run: Callable[[], object]) -> float:

@@ -10,7 +10,7 @@ from fxsplit.errors import ScheduleError
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.schedule import RUNNABLE, simulate
 from fxsplit.schedule.catalogue import Scheduler
-from fxsplit.schedule.of_plan import schedule_of, times_of
+from fxsplit.schedule.of_plan import build_schedule, read_times
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Candidate:
 
     def predict_step_ms(self, plan: Plan) -> float:
         """Return the simulated time of a training step by a plan that was made for this candidate, in milliseconds."""
-        schedule = schedule_of(plan, self.scheduler, self.n_microbatches)
-        return simulate(schedule, times_of(plan, schedule)).step_ms
+        schedule = build_schedule(plan, self.scheduler, self.n_microbatches)
+        return simulate(schedule, read_times(plan, schedule)).step_ms
 
     def __str__(self) -> str:
         return f"{self.scheduler.name} with {self.n_microbatches} microbatches"

@@ -32,8 +32,8 @@ from fxsplit.runtime.program import Batch, Program
 from fxsplit.runtime.stage.weight_versions import Stepper, make_stepper
 from fxsplit.runtime.stopwatch import Stopwatch
 from fxsplit.schedule import simulate
-from fxsplit.schedule.memory import memory
-from fxsplit.schedule.of_plan import footprints_of, times_of
+from fxsplit.schedule.memory import trace_memory
+from fxsplit.schedule.of_plan import read_footprints, read_times
 from fxsplit.schedule.timeline import Timeline
 from fxsplit.torch_internals.containers import HOOKS
 
@@ -219,9 +219,9 @@ class Pipeline(nn.Module):
         schedule = program.schedule(len(step.batch.rows))
         watch = Stopwatch(schedule)
         step.engine.step(step.batch, step.loss, keep_outputs=False, stepper=step.stepper, watch=watch)
-        simulation = simulate(schedule, times_of(program.plan, schedule))
+        simulation = simulate(schedule, read_times(program.plan, schedule))
         names = tuple(d.name for d in program.machine.devices[: schedule.n_devices])
-        predicted = Timeline.of(simulation, names, memory(simulation, footprints_of(program.plan)))
+        predicted = Timeline.of(simulation, names, trace_memory(simulation, read_footprints(program.plan)))
         return watch.make_timeline(names), replace(predicted, title=f"{schedule.name}, predicted")
 
     def _prepare_step(

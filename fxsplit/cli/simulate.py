@@ -17,8 +17,8 @@ from fxsplit.planner import Options
 from fxsplit.planner.planner import Planner
 from fxsplit.schedule import SCHEDULES, Schedule, Simulation, Times, generate, simulate, verify
 from fxsplit.schedule.catalogue import Scheduler
-from fxsplit.schedule.memory import Course, memory, peak
-from fxsplit.schedule.of_plan import footprints_of, replicas_of, schedule_of, times_of
+from fxsplit.schedule.memory import Course, find_peak, trace_memory
+from fxsplit.schedule.of_plan import build_schedule, find_replicas, read_footprints, read_times
 from fxsplit.schedule.timeline import Timeline
 from fxsplit.schedule.torch_csv import read_csv, write_csv
 
@@ -53,9 +53,9 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.profile:
         plan = _planned(arguments, schedule)
     verify(schedule)
-    times = Times.unit(schedule.n_stages) if plan is None else times_of(plan, schedule)
+    times = Times.unit(schedule.n_stages) if plan is None else read_times(plan, schedule)
     simulation = simulate(schedule, times)
-    courses = () if plan is None else memory(simulation, footprints_of(plan))
+    courses = () if plan is None else trace_memory(simulation, read_footprints(plan))
     timeline = Timeline.of(simulation, _names(plan, schedule), courses)
     if arguments.trace:
         from fxsplit.report.perfetto import save_trace
@@ -95,7 +95,7 @@ def _schedule(arguments: argparse.Namespace, plan: Plan | None) -> Schedule:
     if count is None:
         count = plan.n_microbatches if plan else 2 * devices
     if plan is not None and arguments.devices is None:
-        return schedule_of(plan, Scheduler(name, devices, arguments.stages_per_device), count)
+        return build_schedule(plan, Scheduler(name, devices, arguments.stages_per_device), count)
     return generate(name, devices, count, arguments.stages_per_device)
 
 
@@ -110,7 +110,7 @@ def _planned(arguments: argparse.Namespace, schedule: Schedule) -> Plan:
 
 def _names(plan: Plan | None, schedule: Schedule) -> tuple[str, ...]:
     """Return what to call the devices."""
-    if plan is not None and schedule.homes == replicas_of(plan):
+    if plan is not None and schedule.homes == find_replicas(plan):
         return plan.device_names[: schedule.n_devices]
     if plan is None or schedule.n_devices != len(plan.stages):
         return tuple(f"device {d}" for d in range(schedule.n_devices))
@@ -131,7 +131,7 @@ def _answer(simulation: Simulation, courses: tuple[Course, ...], unit: bool) -> 
         "bubble": simulation.bubble,
         "bubbles": list(simulation.bubbles),
         "peak_activations": list(schedule.peak_activations()),
-        "peak_bytes": [peak(course) for course in courses] if courses else None,
+        "peak_bytes": [find_peak(course) for course in courses] if courses else None,
         "weight_versions": list(schedule.weight_versions()),
         "lag": list(schedule.lag()),
     }
@@ -148,7 +148,7 @@ def _show(simulation: Simulation, courses: tuple[Course, ...], timeline: Timelin
     print(f"{'device':<12}{'stages':<14}{'bubble':>8}{'activations':>13}{'memory':>12}{'versions':>10}{'lag':>5}")
     for d, name in enumerate(timeline.devices):
         own = [s for s, home in enumerate(schedule.homes) if d in home]
-        held = format_bytes(peak(courses[d])) if courses else "-"
+        held = format_bytes(find_peak(courses[d])) if courses else "-"
         row = f"{name:<12}{','.join(map(str, own)):<14}{100 * simulation.bubbles[d]:>6.1f} %"
         row += f"{schedule.peak_activations()[d]:>13g}{held:>12}"
         print(row + f"{max(versions[s] for s in own):>10}{max(lags[s] for s in own):>5}")

@@ -21,8 +21,8 @@ from fxsplit.runtime.stage.recompute import POLICIES
 from fxsplit.runtime.stage.replica import Replica
 from fxsplit.schedule import Schedule, verify
 from fxsplit.schedule.catalogue import Scheduler
-from fxsplit.schedule.generate import all_then_all
-from fxsplit.schedule.of_plan import replicas_of, schedule_of
+from fxsplit.schedule.generate import run_forwards_first
+from fxsplit.schedule.of_plan import build_schedule, find_replicas
 from fxsplit.schedule.schedule import Homes
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.batch_norm import Noted
@@ -70,7 +70,7 @@ class Program:
         """
         if n_microbatches not in self._schedules:
             memory_bytes = [device.memory_bytes for device in self.machine.devices]
-            schedule = schedule_of(self.plan, self.scheduler, n_microbatches, memory_bytes)
+            schedule = build_schedule(self.plan, self.scheduler, n_microbatches, memory_bytes)
             verify(schedule)
             self._schedules[n_microbatches] = schedule
         return self._schedules[n_microbatches]
@@ -78,7 +78,7 @@ class Program:
     def passes(self, n_microbatches: int) -> Schedule:
         """Return all forwards, then all backwards, for when something else comes between; any number will do."""
         if n_microbatches not in self._passes:
-            made = Schedule("passes", n_microbatches, self.homes, all_then_all(self.homes, n_microbatches))
+            made = Schedule("passes", n_microbatches, self.homes, run_forwards_first(self.homes, n_microbatches))
             self._passes[n_microbatches] = made
         return self._passes[n_microbatches]
 
@@ -89,7 +89,7 @@ class Program:
     @cached_property
     def homes(self) -> Homes:
         """The devices of each stage."""
-        return replicas_of(self.plan) or self.scheduler.homes(len(self.stages))
+        return find_replicas(self.plan) or self.scheduler.homes(len(self.stages))
 
     @cached_property
     def replicas(self) -> list[list[Replica]]:

@@ -1,4 +1,7 @@
-"""Schedules as data: pure functions make them, a verifier and a simulator read them, the runtime executes them."""
+"""Schedules as data: who does what, in which order.
+
+Pure functions make schedules, a verifier and a simulator read them, and the runtime executes them.
+"""
 
 from fxsplit.schedule.action import Action
 from fxsplit.schedule.catalogue import PEAKS, RUNNABLE, SCHEDULES, find_schedule, generate

@@ -1,4 +1,8 @@
-"""Action: one thing a device does, with its text."""
+"""Actions, the words that schedules are written in: one thing that a device does, such as `0F3`.
+
+A schedule is a list of actions for each device. `0F3` is the forward (F) of stage 0 on microbatch 3. A *stage* is the
+part of the model between two cuts; a *microbatch* is one of the equal parts that a batch is divided into.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +18,11 @@ REDUCE, STEP = "REDUCE", "STEP"
 COMPUTES = (FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
 TRANSFERS = (SEND_F, RECV_F, SEND_B, RECV_B)
 GRADIENTS = (BACKWARD, INPUT_GRADIENT)
-"""What makes the gradients that an earlier stage waits for."""
+"""The actions that make the gradients which the stage before waits for."""
 RELEASES = (BACKWARD, WEIGHT_GRADIENT)
-"""What is the last to need a microbatch's activations."""
+"""The actions that are the last to read a microbatch's activations, whose memory is free after them."""
 
+# Seven digits at most: a longer number is a mistake, and lists with a place for each stage would fill the memory.
 _TOKEN = re.compile(
     r"(?P<stage>\d{1,7})(?P<op>SEND_F|RECV_F|SEND_B|RECV_B|REDUCE|STEP|F|B|I|W)(?P<microbatch>\d{0,7})"
     r"(?:r(?P<replica>\d{1,7}))?(?:v(?P<version>\d{1,7}))?"
@@ -25,13 +30,17 @@ _TOKEN = re.compile(
 
 
 class Action(NamedTuple):
-    """One thing a device does for one stage and microbatch.
+    """One thing that a device does for one stage and one microbatch.
 
-    F forward, B full backward, I gradient of the inputs, W gradient of the weights; SEND_F and RECV_F a value to the
-    next stage and from the one before, SEND_B and RECV_B a gradient the other way; REDUCE sums the gradients of a
-    stage's replicas, STEP lets the optimizer make weight `version` from gradients up to those of `microbatch`. Other
-    actions use weight `version`; a schedule that waits for its step has version 0 alone. `replica` is which copy of the
-    stage does it.
+    - `F` is a forward and `B` a full backward. A backward may be divided: `I` makes the gradients of the stage's
+      inputs, and `W` later those of its weights.
+    - `SEND_F` and `RECV_F` move a value to the next stage, `SEND_B` and `RECV_B` a gradient to the stage before.
+    - `REDUCE` sums the gradients of a stage's replicas.
+    - `STEP` lets the optimizer make weight `version` from the gradients of all microbatches up to `microbatch`.
+
+    All other actions use weight `version`. It is always 0 in a schedule whose only step comes after all microbatches.
+    `replica` says which copy of the stage works, where several devices share a stage. A REDUCE is for all microbatches,
+    and its `microbatch` is -1.
     """
 
     stage: int
@@ -42,7 +51,10 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Return the action of a text such as 0F3, 2SEND_B0, 1REDUCE, 0F3r1 (replica 1) or 0B5v2 (weight version 2)."""
+        """Return the action of a text such as 0F3, 2SEND_B0, 1REDUCE, 0F3r1 (replica 1) or 0B5v2 (weight version 2).
+
+        Raises ScheduleError for any other text.
+        """
         found = _TOKEN.fullmatch(text)
         if found is None or (found["microbatch"] == "" and found["op"] != REDUCE):
             raise ScheduleError(
@@ -54,5 +66,6 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         microbatch = "" if self.microbatch < 0 else str(self.microbatch)
+        # Replica 0 and version 0 are not written: the schedules that most people use have no others.
         replica = f"r{self.replica}" if self.replica else ""
         return f"{self.stage}{self.op}{microbatch}{replica}" + (f"v{self.version}" if self.version else "")

@@ -1,4 +1,8 @@
-"""The asynchronous schedules: weights change while microbatches are under way, and backward uses its forward's."""
+"""The asynchronous schedules: the optimizer steps while microbatches are under way.
+
+A device never waits for the last microbatch of a batch, so it is never idle once the stream of microbatches flows. The
+price is that a microbatch's backward must use the weights of its forward, and so several versions of them are kept.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +14,35 @@ from fxsplit.schedule.schedule import Schedule
 
 
 def pipedream(n_devices: int, n_microbatches: int, stages_per_device: int = 1) -> Schedule:
-    """Return PipeDream with weight stashing (Narayanan et al. 2019): every microbatch steps, as soon as it is back.
+    """Return PipeDream with weight stashing (Narayanan et al. 2019): a step after every microbatch's backward.
 
-    Stage s forwards with its newest weights and keeps n_devices - s versions; its gradients lag n_devices - 1 - s.
+    On 2 devices with 4 microbatches (`v2` is weight version 2):
+
+        0F0 0F1 0B0 0STEP0v1 0F2v1 0B1 0STEP1v2 0F3v2 0B2v1 0STEP2v3 0B3v2 0STEP3v4
+        1F0 1B0 1STEP0v1 1F1v1 1B1v1 1STEP1v2 1F2v2 1B2v2 1STEP2v3 1F3v3 1B3v3 1STEP3v4
+
+    A forward takes the newest weights of its stage. Stage s has n_devices - s microbatches under way and keeps as many
+    versions of its weights; its gradients are n_devices - 1 - s versions behind the weights that they are applied to.
     """
     rows = []
     for stage in range(n_devices):
-        ahead = n_devices - stage  # microbatches under way: the one m sees the steps of those before them
+        # With so many microbatches under way, microbatch m sees the steps of all but the `ahead` - 1 before it.
+        ahead = n_devices - stage
         versions = [max(0, m - ahead + 1) for m in range(n_microbatches)]
-        rows.append(_stepping(stage, versions, ahead, every=1))
-    return _stream("PipeDream", n_devices, n_microbatches, stages_per_device, rows)
+        rows.append(_stream_with_steps(stage, versions, ahead, every=1))
+    return _schedule_stream("PipeDream", n_devices, n_microbatches, stages_per_device, rows)
 
 
 def pipedream_2bw(n_devices: int, n_microbatches: int, stages_per_device: int = 1) -> Schedule:
-    """Return PipeDream-2BW (Narayanan et al. 2021): a step every n_devices microbatches, on weights two versions deep.
+    """Return PipeDream-2BW (Narayanan et al. 2021): a step after every n_devices microbatches, and two versions kept.
 
-    Microbatches of batch k use version k - 1, and their gradients make version k + 1 from version k: a lag of 1.
+    On 2 devices with 4 microbatches:
+
+        0F0 0F1 0B0 0F2 0B1 0STEP1v1 0F3 0B2 0B3 0STEP3v2
+        1F0 1B0 1F1 1B1 1STEP1v1 1F2 1B2 1F3 1B3 1STEP3v2
+
+    The microbatches of batch k use weight version k - 1, and their gradients make version k + 1 from version k: every
+    stage's gradients are one version behind. Raises ScheduleError unless n_devices divides the microbatches.
     """
     if n_microbatches % n_devices:
         near = n_microbatches - n_microbatches % n_devices
@@ -33,13 +50,17 @@ def pipedream_2bw(n_devices: int, n_microbatches: int, stages_per_device: int = 
             f"PipeDream-2BW: {n_microbatches} microbatches do not divide into batches of {n_devices}, one for each "
             f"device: give {f'{near} or ' if near else ''}{near + n_devices}"
         )
+    # When batch k begins, batch k - 1 is still under way in the pipeline, so its step's weights do not exist yet.
     versions = [max(0, m // n_devices - 1) for m in range(n_microbatches)]
-    rows = [_stepping(stage, versions, n_devices - stage, every=n_devices) for stage in range(n_devices)]
-    return _stream("PipeDream-2BW", n_devices, n_microbatches, stages_per_device, rows)
+    rows = [_stream_with_steps(stage, versions, n_devices - stage, every=n_devices) for stage in range(n_devices)]
+    return _schedule_stream("PipeDream-2BW", n_devices, n_microbatches, stages_per_device, rows)
 
 
-def _stepping(stage: int, versions: list[int], ahead: int, every: int) -> tuple[Action, ...]:
-    """Return one forward and one backward in turn, with `ahead` microbatches under way, and a step every so often."""
+def _stream_with_steps(stage: int, versions: list[int], ahead: int, every: int) -> tuple[Action, ...]:
+    """Return the actions of a stage: 1F1B with `ahead` microbatches under way, and a step after each `every` backwards.
+
+    `versions[m]` is the weight version that microbatch m uses.
+    """
     forwards = [Action(stage, FORWARD, m, version=v) for m, v in enumerate(versions)]
     backwards = [Action(stage, BACKWARD, m, version=v) for m, v in enumerate(versions)]
     row: list[Action] = []
@@ -50,10 +71,13 @@ def _stepping(stage: int, versions: list[int], ahead: int, every: int) -> tuple[
     return tuple(row)
 
 
-def _stream(
+def _schedule_stream(
     name: str, n_devices: int, n_microbatches: int, stages_per_device: int, rows: list[tuple[Action, ...]]
 ) -> Schedule:
-    """Return the schedule of a stream of microbatches over a line of devices."""
+    """Return the schedule of a stream of microbatches over devices with one stage each; raises ScheduleError for more.
+
+    With several stages on a device, the stages of a microbatch would see weights of different ages.
+    """
     if stages_per_device != 1:
         raise ScheduleError(f"{name}: {stages_per_device} stages a device; it is made for 1")
     return Schedule(name, n_microbatches, line(n_devices), tuple(rows), synchronous=False)

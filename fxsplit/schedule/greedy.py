@@ -1,4 +1,7 @@
-"""List scheduling: what each device does next, decided in simulated time; any placement of stages will do."""
+"""List scheduling: decide what each device does next, in simulated time, for any placement of stages.
+
+It makes the schedules that have no simple pattern: ZBVZeroBubble, Chimera, and 1F1B over replicas.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from fxsplit.schedule.action import BACKWARD, FORWARD, INPUT_GRADIENT, RELEASES,
 from fxsplit.schedule.schedule import Homes
 
 UNIT = {FORWARD: 1.0, BACKWARD: 2.0, INPUT_GRADIENT: 1.0, WEIGHT_GRADIENT: 1.0}
-"""How long each action takes in a schedule that knows no better."""
+"""How long each action takes in simulated time, where no times are known: a backward counts as two forwards."""
 
 Rows = tuple[tuple[Action, ...], ...]
 
@@ -22,38 +25,43 @@ def list_schedule(
     most: Callable[[int], float],
     split: bool = False,
 ) -> Rows:
-    """Return each device's actions: whenever it is free it takes the first, by `order`, of what it could start then.
+    """Return each device's actions, in order, as a list scheduler finds them.
 
-    `most(device)` is how many microbatches of a stage a device may hold activations of at once; `split` tells I and W
-    apart. A stage's replicas take microbatches in turn, and what one does takes as many times as long as there are
-    of them. Raises ScheduleError where nothing can go on because devices hold too much.
+    Whenever a device is free, it takes the first action by `order` (smaller comes first) of all that it could start at
+    that moment. `most(device)` is how many forwards a device may be ahead of the actions that free their activations.
+    With `split` a backward is done as I and W. Replicas of a stage take microbatches in turn. An action of a stage with
+    r replicas takes r times as long as others, because plans give several devices to the stages with most work.
+    Raises ScheduleError where nothing can go on because devices hold too much.
     """
     n_devices, last = 1 + max(d for home in homes for d in home), len(homes) - 1
     rows: list[list[Action]] = [[] for _ in range(n_devices)]
     free, held = [0.0] * n_devices, [0] * n_devices
     ready: list[dict[Action, float]] = [{} for _ in range(n_devices)]
-    stale: set[int] = set()  # devices whose next action must be looked for again
+    # Most devices are not concerned by an action, so the choices of those that are not stale are remembered.
+    stale: set[int] = set()
 
-    def action(stage: int, op: str, m: int) -> Action:
-        return Action(stage, op, m, m % len(homes[stage]))
-
-    def release(a: Action, now: float) -> None:
-        device = homes[a.stage][a.replica]
+    def release(stage: int, op: str, m: int, now: float) -> None:
+        a = Action(stage, op, m, m % len(homes[stage]))
+        device = homes[stage][a.replica]
         ready[device][a] = now
         stale.add(device)
 
+    # What a stage behind sends back: with divided backwards, the gradients of its inputs alone.
     backward = INPUT_GRADIENT if split else BACKWARD
     for m in range(n_microbatches):
-        release(action(0, FORWARD, m), 0.0)
+        release(0, FORWARD, m, 0.0)
     left = n_microbatches * len(homes) * (3 if split else 2)
     next_of: list[tuple[float, int, Any, Action] | None] = [None] * n_devices
     while left:
         for device in stale:
             next_of[device] = None
+            # Only a forward takes memory; a device that holds too much waits for its own backwards.
             able = [(a, t) for a, t in ready[device].items() if a.op != FORWARD or held[device] < most(device)]
             if able:
                 start = max(free[device], min(t for _, t in able))
+                # The action itself breaks ties of `order`, so that the result does not depend on a dict's order.
                 next_of[device] = (start, device, *min((order(a), a) for a, t in able if t <= start))
+        # Of all devices the one that can start first acts, which keeps simulated time from running backwards.
         soonest = min((n for n in next_of if n is not None), key=lambda n: n[:2], default=None)
         if soonest is None:
             raise ScheduleError("nothing can go on: let devices hold more microbatches at once")
@@ -63,14 +71,15 @@ def list_schedule(
         del ready[device][a]
         rows[device].append(a)
         free[device] = now = start + UNIT[a.op] * len(homes[a.stage])
+        # True counts as 1: a forward takes memory, and the action that ends a microbatch frees it.
         held[device] += (a.op == FORWARD) - (a.op in RELEASES)
         left -= 1
         if a.op == FORWARD and a.stage < last:
-            release(action(a.stage + 1, FORWARD, a.microbatch), now)
+            release(a.stage + 1, FORWARD, a.microbatch, now)
         if a.op == FORWARD and a.stage == last:
-            release(action(a.stage, backward, a.microbatch), now)
+            release(a.stage, backward, a.microbatch, now)
         if a.op == backward and a.stage > 0:
-            release(action(a.stage - 1, backward, a.microbatch), now)
+            release(a.stage - 1, backward, a.microbatch, now)
         if a.op == INPUT_GRADIENT:
-            release(action(a.stage, WEIGHT_GRADIENT, a.microbatch), now)
+            release(a.stage, WEIGHT_GRADIENT, a.microbatch, now)
     return tuple(tuple(row) for row in rows)

@@ -1,4 +1,4 @@
-"""Memory: what each device holds while a schedule runs."""
+"""Memory: how many bytes each device holds at every moment of a simulated step."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ from fxsplit.schedule.action import BACKWARD, FORWARD, RELEASES, WEIGHT_GRADIENT
 from fxsplit.schedule.simulate import Simulation
 
 Course = tuple[tuple[float, float], ...]
-"""What a device holds: (from when, in ms; bytes)."""
+"""What one device holds over a step, as pairs (from when, in ms; bytes), in order of time."""
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a stage holds, in bytes: always (weights, their gradients, optimizer state, buffers), and per microbatch.
+    """What one stage holds, in bytes.
 
-    `kept_bytes` is what autograd keeps of a microbatch from forward to backward (with `recompute` only while one of
-    them runs), `boundary_bytes` the values received and sent; `parameter_bytes` is one more version of the weights.
+    - `held_bytes`: always held: weights, their gradients, the optimizer's state, buffers.
+    - `kept_bytes`: what autograd keeps of one microbatch from its forward to its backward. With `recompute` it is kept
+      only while the forward or the backward runs.
+    - `boundary_bytes`: the values of one microbatch that the stage receives and sends, kept until its backward.
+    - `parameter_bytes`: one more version of the weights.
     """
 
     held_bytes: float
@@ -27,25 +30,29 @@ class Footprint:
     recompute: bool = False
 
 
-def memory(simulation: Simulation, footprints: Sequence[Footprint]) -> tuple[Course, ...]:
-    """Return what every device holds over the step."""
+def trace_memory(simulation: Simulation, footprints: Sequence[Footprint]) -> tuple[Course, ...]:
+    """Return what every device holds over the step; `footprints` are the stages'."""
     schedule = simulation.schedule
     courses = []
     for device, (row, spans) in enumerate(zip(schedule.actions, simulation.spans, strict=True)):
         now = sum(f.held_bytes for f, home in zip(footprints, schedule.homes, strict=True) if device in home)
         course = [(0.0, now)]
+        # The versions of the weights after the last action of each stage and replica.
         kept: dict[tuple[int, int], int] = {}
         for action, (begin, end), versions in zip(row, spans, schedule.versions(device), strict=True):
             footprint, place = footprints[action.stage], (action.stage, action.replica)
             if action.op == FORWARD:
+                # Activations grow while a forward runs. All of them count from its start, which is never too little.
                 now += footprint.kept_bytes + footprint.boundary_bytes
                 course.append((begin, now))
                 if footprint.recompute:
                     now -= footprint.kept_bytes
             elif footprint.recompute and action.op in (BACKWARD, WEIGHT_GRADIENT):
+                # A recomputed forward runs at the start of a backward, and makes the activations a second time.
                 course.append((begin, now + footprint.kept_bytes))
             if action.op in RELEASES:
                 now -= footprint.boundary_bytes + (0.0 if footprint.recompute else footprint.kept_bytes)
+            # The first version of the weights is among the bytes that are always held.
             now += footprint.parameter_bytes * (versions - kept.get(place, 1))
             kept[place] = versions
             course.append((end, now))
@@ -53,6 +60,6 @@ def memory(simulation: Simulation, footprints: Sequence[Footprint]) -> tuple[Cou
     return tuple(courses)
 
 
-def peak(course: Course) -> float:
-    """Return the most that a device holds."""
+def find_peak(course: Course) -> float:
+    """Return the most bytes that a device holds at once."""
     return max(bytes_ for _, bytes_ in course)

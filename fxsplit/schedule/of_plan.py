@@ -1,4 +1,4 @@
-"""From a plan to its schedule, and to what a simulation needs: times and memory of its stages."""
+"""From a plan to its schedule, and to the times and the memory of its stages that a simulation needs."""
 
 from __future__ import annotations
 
@@ -8,43 +8,48 @@ from math import inf
 from fxsplit.errors import ScheduleError
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.schedule.catalogue import Scheduler
-from fxsplit.schedule.generate import enough, replicated
+from fxsplit.schedule.generate import count_in_flight, schedule_replicas
 from fxsplit.schedule.memory import Footprint
 from fxsplit.schedule.schedule import Homes, Schedule
 from fxsplit.schedule.simulate import Times
 
 
-def replicas_of(plan: Plan) -> Homes | None:
-    """Return the devices of each stage, if some stage has several."""
+def find_replicas(plan: Plan) -> Homes | None:
+    """Return the devices of each stage if some stage has several, which are its replicas; else None."""
     homes = tuple(s.devices for s in plan.stages)
     return homes if any(len(home) > 1 for home in homes) else None
 
 
-def schedule_of(plan: Plan, scheduler: Scheduler, n_microbatches: int, memory_bytes: Sequence[float] = ()) -> Schedule:
-    """Return the schedule of a training step by a plan, also one whose stages have several devices.
+def build_schedule(
+    plan: Plan, scheduler: Scheduler, n_microbatches: int, memory_bytes: Sequence[float] = ()
+) -> Schedule:
+    """Return the schedule of a training step by a plan, also by a plan whose stages have several devices.
 
-    `memory_bytes` is what each device has (default: no limit): replicas hold as many microbatches as keep all busy, or
-    as fit.
+    `memory_bytes` is what each device has (default: no limit). A replica holds as many microbatches as keep all devices
+    busy, or fewer where those do not fit. Raises ScheduleError for a schedule that does not run with such a plan.
     """
-    homes = replicas_of(plan)
+    homes = find_replicas(plan)
     if homes is None:
         return scheduler.schedule(n_microbatches, len(plan.stages))
     if scheduler.stages_per_device not in (None, 1):
         raise ScheduleError(f"{scheduler.name}: a plan with replicated stages has one stage a device")
-    most = enough(homes)
-    for s, (home, footprint) in enumerate(zip(homes, footprints_of(plan), strict=True)):
+    most = count_in_flight(homes)
+    for s, (home, footprint) in enumerate(zip(homes, read_footprints(plan), strict=True)):
+        # A stage that recomputes keeps its boundaries for each microbatch, and activations of one microbatch at a time.
         room = min((memory_bytes[d] for d in home if memory_bytes), default=inf) - footprint.held_bytes
         each = footprint.kept_bytes * (not footprint.recompute) + footprint.boundary_bytes
         fitting = (room - footprint.kept_bytes * footprint.recompute) / each if each else inf
+        # With less than one microbatch under way nothing runs; whether the plan fits was the planner's question.
         most[s] = max(1, int(min(most[s], fitting)))
-    return replicated(scheduler.name, homes, n_microbatches, most)
+    return schedule_replicas(scheduler.name, homes, n_microbatches, most)
 
 
-def times_of(plan: Plan, schedule: Schedule) -> Times:
-    """Return the times of a plan's stages; raises ScheduleError where the schedule has another number of stages.
+def read_times(plan: Plan, schedule: Schedule) -> Times:
+    """Return the times of a plan's stages, in milliseconds for a microbatch.
 
-    Under `overlapped` transfers take time between devices; under the other cost models they keep both ends busy, as the
-    plan's loads say. A stage's replicas take a microbatch each, and sum gradients once.
+    Under the cost model `overlapped` a transfer is under way while both devices compute on. Under the other cost models
+    it keeps both devices busy, as the loads of the plan count it, and is part of their forwards and backwards. Replicas
+    of a stage sum their gradients once. Raises ScheduleError where the schedule has another number of stages.
     """
     if len(plan.stages) != schedule.n_stages:
         raise ScheduleError(
@@ -52,11 +57,12 @@ def times_of(plan: Plan, schedule: Schedule) -> Times:
             f"{len(plan.stages)}: plan for {schedule.n_stages} devices, one for each stage"
         )
     busy = plan.model.name != "overlapped"
+    # A plan has one time for what crosses a cut both ways. Its bytes tell how much of that goes forward.
     shares = [_forward_share(s.in_bytes, s.in_gradient_bytes) for s in plan.stages]
     shares.append(_forward_share(plan.stages[-1].out_bytes, plan.stages[-1].out_gradient_bytes))
     forward, backward, weight, reduce = [], [], [], []
     for i, stage in enumerate(plan.stages):
-        # A plan's times are divided among the devices of a stage, and one of them takes as many times as long.
+        # A plan divides a stage's times by its replicas; one replica takes as many times as long for a microbatch.
         several = len(stage.devices) if len(schedule.homes[i]) > 1 else 1
         ahead = stage.receive_ms * shares[i] + stage.send_ms * shares[i + 1]
         behind = stage.receive_ms + stage.send_ms - ahead
@@ -64,7 +70,7 @@ def times_of(plan: Plan, schedule: Schedule) -> Times:
         backward.append(several * (stage.backward_ms + behind * busy))
         weight.append(several * stage.weight_ms)
         reduce.append(several * stage.reduce_ms)
-        if several == 1:
+        if several == 1:  # a schedule without REDUCE actions pays for the sum in each backward
             backward[i] += stage.reduce_ms
     hops = [0.0 if busy else s.receive_ms for s in plan.stages]
     return Times(
@@ -77,8 +83,9 @@ def times_of(plan: Plan, schedule: Schedule) -> Times:
     )
 
 
-def footprints_of(plan: Plan) -> list[Footprint]:
-    """Return what each stage of a plan holds."""
+def read_footprints(plan: Plan) -> list[Footprint]:
+    """Return what each stage of a plan holds, in bytes."""
+    # Under `direct` the memory of a plan counts no boundary values, and a simulation is to agree with it.
     forwarded = plan.model.name != "direct"
     return [
         Footprint(s.held_bytes, s.kept_bytes, (s.in_bytes + s.out_bytes) * forwarded, s.parameter_bytes, s.recompute)
@@ -87,6 +94,6 @@ def footprints_of(plan: Plan) -> list[Footprint]:
 
 
 def _forward_share(value_bytes: float, gradient_bytes: float) -> float:
-    """Return the share of a boundary's traffic that goes forward."""
+    """Return the share of a boundary's bytes that goes forward; half where nothing crosses."""
     both = value_bytes + gradient_bytes
     return value_bytes / both if both else 0.5

@@ -1,4 +1,7 @@
-"""Schedule: who does what, in which order."""
+"""Schedule: which device does which actions, in which order; and what follows from the order alone.
+
+What needs times is in `simulate.py` and `memory.py`.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,15 @@ from functools import cached_property
 from fxsplit.schedule.action import BACKWARD, COMPUTES, FORWARD, INPUT_GRADIENT, RELEASES, STEP, TRANSFERS, Action
 
 Homes = tuple[tuple[int, ...], ...]
-"""The devices of each stage: one, or one for each replica."""
+"""The devices of each stage: one, or one for each replica. ((0,), (1, 2)) is stage 1 on devices 1 and 2."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Each device's actions in order; `homes[s]` are the devices of stage s, one a replica.
+    """Each device's actions in order: `actions[d]` are those of device d, `homes[s]` the devices of stage s.
 
-    A schedule is `synchronous` if all its microbatches see the same weights.
+    Replica r of stage s is on device `homes[s][r]`. A schedule is `synchronous` if all its microbatches see the same
+    weights, because the optimizer steps once, after them.
     """
 
     name: str
@@ -26,7 +30,7 @@ class Schedule:
 
     @property
     def n_stages(self) -> int:
-        """How many stages the schedule drives."""
+        """How many stages there are."""
         return len(self.homes)
 
     @property
@@ -36,19 +40,24 @@ class Schedule:
 
     @cached_property
     def replica_of(self) -> dict[tuple[int, int], int]:
-        """Which replica of a stage has a microbatch, by (stage, microbatch): the one that forwards it."""
+        """Which replica of a stage has a microbatch, by (stage, microbatch): the one that forwards it.
+
+        A schedule of backwards alone has no forwards: there it is the replica that does the microbatch's backward.
+        """
         actions = [a for row in self.actions for a in row if a.op in COMPUTES]
         forwards = (a for a in actions if a.op == FORWARD)
+        # Later entries win, so forwards decide wherever there are any.
         return {(a.stage, a.microbatch): a.replica for a in (*actions, *forwards)}
 
     @cached_property
     def splits(self) -> frozenset[tuple[int, int]]:
-        """The (stage, microbatch) whose backward is split into I and W."""
+        """The (stage, microbatch) pairs whose backward is divided into I and W."""
         return frozenset((a.stage, a.microbatch) for row in self.actions for a in row if a.op == INPUT_GRADIENT)
 
     @cached_property
     def releases(self) -> dict[int, list[Action]]:
-        """The last actions on microbatches, by stage: what a sum of gradients waits for."""
+        """The actions that end a microbatch, B or W, by stage: what a sum of gradients waits for."""
+        # Whoever runs or verifies a schedule asks for each action, so the search is done once.
         found: dict[int, list[Action]] = {}
         for action in (a for row in self.actions for a in row if a.op in RELEASES):
             found.setdefault(action.stage, []).append(action)
@@ -56,12 +65,12 @@ class Schedule:
 
     @cached_property
     def transfers(self) -> bool:
-        """Whether transfers between devices are written out; if not they go without saying."""
+        """Whether transfers between devices are written out. If not, every value is sent as soon as it is made."""
         return any(a.op in TRANSFERS for row in self.actions for a in row)
 
     @cached_property
     def steps(self) -> tuple[int, ...]:
-        """The last microbatch before each step of the optimizer, which are the same in all stages."""
+        """The last microbatch before each step of the optimizer; all stages step at the same microbatches."""
         return tuple(sorted({a.microbatch for row in self.actions for a in row if a.op == STEP}))
 
     def device_of(self, stage: int, microbatch: int) -> int:
@@ -69,12 +78,12 @@ class Schedule:
         return self.homes[stage][self.replica_of.get((stage, microbatch), 0)]
 
     def gradient(self, stage: int, microbatch: int) -> Action:
-        """Return the action that makes the gradient of a stage's inputs."""
+        """Return the action that makes the gradient of a stage's inputs for a microbatch: its B or its I."""
         op = INPUT_GRADIENT if (stage, microbatch) in self.splits else BACKWARD
         return Action(stage, op, microbatch, self.replica_of.get((stage, microbatch), 0))
 
     def only(self, op: str) -> Schedule:
-        """Return the schedule of the actions with `op` alone: a forward pass, or the backward of an earlier one."""
+        """Return the schedule of the actions with `op` alone, such as a forward pass without training."""
         return replace(self, actions=tuple(tuple(a for a in row if a.op == op) for row in self.actions))
 
     def in_flight(self, device: int) -> list[dict[int, int]]:
@@ -92,6 +101,7 @@ class Schedule:
     def peak_in_flight(self) -> tuple[int, ...]:
         """Return, for each stage, the most microbatches that a device holds activations of at once."""
         peak = [0] * self.n_stages
+        # Replicas of a stage may hold different numbers, and the largest counts.
         for device in range(self.n_devices):
             for held in self.in_flight(device):
                 for stage, count in held.items():
@@ -99,16 +109,21 @@ class Schedule:
         return tuple(peak)
 
     def peak_activations(self) -> tuple[float, ...]:
-        """Return the most activations each device holds at once; 1 is a microbatch's in a device's share of stages."""
+        """Return the most activations that each device holds at once.
+
+        The unit is what one microbatch leaves in all stages of one device: with 2 stages a device, a forward of one of
+        them counts 0.5.
+        """
+        # A device with v stages has stages of 1 / v of the length, and an activation of one counts as much less.
         share = self.n_devices / max(1, self.n_stages)
         return tuple(
             share * max((sum(held.values()) for held in self.in_flight(d)), default=0) for d in range(self.n_devices)
         )
 
     def versions(self, device: int) -> list[int]:
-        """Return, after each of a device's actions, how many versions of the weights its stage keeps there.
+        """Return, after each of a device's actions, how many versions of its weights the action's stage keeps there.
 
-        Those are the ones in use and the newest.
+        Kept are the versions that microbatches under way use, and the newest version.
         """
         newest: dict[tuple[int, int], int] = {}
         used: dict[tuple[int, int], list[int]] = {}
@@ -117,6 +132,7 @@ class Schedule:
             place = action.stage, action.replica
             using = used.setdefault(place, [])
             if action.op == FORWARD:
+                # One entry for each microbatch under way: a version is dropped with the last that uses it.
                 using.append(action.version)
             elif action.op in RELEASES:
                 using.remove(action.version)
@@ -126,7 +142,7 @@ class Schedule:
         return found
 
     def weight_versions(self) -> tuple[int, ...]:
-        """Return how many versions of its weights each stage keeps at once."""
+        """Return the most versions of its weights that each stage keeps at once."""
         kept = [1] * self.n_stages
         for device, row in enumerate(self.actions):
             for action, versions in zip(row, self.versions(device), strict=True):
@@ -134,21 +150,23 @@ class Schedule:
         return tuple(kept)
 
     def lag(self) -> tuple[int, ...]:
-        """Return, for each stage, how many versions its gradients are behind the weights that they are applied to."""
+        """Return, for each stage, the most versions that its gradients lag behind the weights they are applied to."""
         lags = [0] * self.n_stages
         for row in self.actions:
+            # The versions that the gradients since the last step were computed with, for each stage and replica.
             waiting: dict[tuple[int, int], list[int]] = {}
             for action in row:
                 place = action.stage, action.replica
                 if action.op in RELEASES:
                     waiting.setdefault(place, []).append(action.version)
                 elif action.op == STEP:
+                    # A step that makes version v applies gradients to version v - 1.
                     behind = [action.version - 1 - version for version in waiting.pop(place, [])]
                     lags[action.stage] = max([lags[action.stage], *behind])
         return tuple(lags)
 
     def at(self, device: int, position: int) -> str:
-        """Return the name of a place, for messages."""
+        """Return how errors name a place, such as `1F1B: device 0, position 2, 0B0`."""
         return f"{self.name}: device {device}, position {position}, {self.actions[device][position]}"
 
     def __str__(self) -> str:

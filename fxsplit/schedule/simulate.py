@@ -1,4 +1,7 @@
-"""Simulate: when every action starts and ends, from what each takes."""
+"""Simulate: when every action starts and ends, from how long each takes.
+
+Each device does its actions in their order, each as soon as what it needs is there. Nothing is drawn or measured.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,19 @@ from dataclasses import dataclass
 
 from fxsplit.errors import ScheduleError
 from fxsplit.schedule.action import BACKWARD, FORWARD, INPUT_GRADIENT, RECV_F, REDUCE, STEP, WEIGHT_GRADIENT, Action
-from fxsplit.schedule.flow import needs, plain
+from fxsplit.schedule.flow import drop_version, find_needs
 from fxsplit.schedule.schedule import Schedule
 from fxsplit.schedule.verify import first_stuck
 
 
 @dataclass(frozen=True)
 class Times:
-    """What each action takes, in milliseconds: by stage, and for transfers by the boundary before a stage.
+    """How long each action takes, in milliseconds for one microbatch; every list has one entry for each stage.
 
-    Of a full backward the gradients of weights take `weight_ms` (half of it unless given), those of inputs the rest.
-    `forward_hop_ms[s]` is what a value takes from stage s - 1 to s, `backward_hop_ms[s]` its gradient back; both only
-    between devices.
+    Of a full backward, `backward_ms`, the weights' gradients take `weight_ms` (half of it if none is given), and the
+    inputs' gradients the rest. `forward_hop_ms[s]` is how long a value is under way from stage s - 1 to stage s, and
+    `backward_hop_ms[s]` its gradient on the way back; both count only where the stages are on different devices.
+    `reduce_ms` is a sum over replicas, `step_ms` a step of the optimizer; both take nothing where they are not given.
     """
 
     forward_ms: Sequence[float]
@@ -31,11 +35,11 @@ class Times:
 
     @classmethod
     def unit(cls, n_stages: int) -> Times:
-        """Return F = I = W = 1 and B = 2, with free transfers."""
+        """Return F = I = W = 1 and B = 2 ms for each of `n_stages` stages, with transfers that take no time."""
         return cls([1.0] * n_stages, [2.0] * n_stages)
 
     def of(self, action: Action) -> float:
-        """Return how long a device is busy with an action."""
+        """Return how long a device is busy with an action, in milliseconds: not at all with sends and receives."""
         stage = action.stage
         if action.op == FORWARD:
             return self.forward_ms[stage]
@@ -43,45 +47,52 @@ class Times:
             whole = self.backward_ms[stage]
             late = self.weight_ms[stage] if self.weight_ms else whole / 2
             return {BACKWARD: whole, INPUT_GRADIENT: whole - late, WEIGHT_GRADIENT: late}[action.op]
+        # Sums and steps are left out of most plans, and transfers are paid for by those who wait for them.
         extra = {REDUCE: self.reduce_ms, STEP: self.step_ms}.get(action.op, ())
         return extra[stage] if extra else 0.0
 
     def hop(self, action: Action, boundary: int) -> float:
-        """Return how long what `action` waits for is under way over a boundary."""
+        """Return how long what `action` waits for is under way over a boundary, in milliseconds."""
+        # A value crosses a boundary forwards if a forward waits for it; all else that crosses is a gradient.
         hops = self.forward_hop_ms if action.op in (FORWARD, RECV_F) else self.backward_hop_ms
         return hops[boundary] if hops else 0.0
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """When each of a device's actions starts and ends, in milliseconds from the step's start: `spans[device][i]`."""
+    """When each action starts and ends: `spans[d][i]` is (begin, end) of the i-th action of device d.
+
+    Times are in milliseconds from the start of the step.
+    """
 
     schedule: Schedule
     spans: tuple[tuple[tuple[float, float], ...], ...]
 
     @property
     def step_ms(self) -> float:
-        """The time of the whole step."""
+        """The time of the whole step, in milliseconds."""
         return max((end for row in self.spans for _, end in row), default=0.0)
 
     @property
     def bubbles(self) -> tuple[float, ...]:
-        """The share of the step that each device idles."""
+        """The share of the step that each device is idle, from 0 to 1."""
         whole = self.step_ms
         busy = [sum(end - begin for begin, end in row) for row in self.spans]
         return tuple(1.0 - b / whole if whole else 0.0 for b in busy)
 
     @property
     def bubble(self) -> float:
-        """The share of the step that devices idle, mean over devices."""
+        """The share of the step that devices are idle, as a mean over devices."""
         return sum(self.bubbles) / max(1, len(self.bubbles))
 
 
 def simulate(schedule: Schedule, times: Times) -> Simulation:
-    """Return the timeline of `schedule`: each device does its actions in order, each as soon as what it needs is there.
+    """Return when every action of `schedule` starts and ends.
 
-    Raises ScheduleError naming the place where nothing can go on (a deadlock).
+    Raises ScheduleError where `times` are for another number of stages, and where devices wait for each other for ever
+    (a deadlock), naming the first device and action that cannot go on.
     """
+    # A list of another plan would be read without an error where it is too long.
     for what in ("forward_ms", "backward_ms", "weight_ms"):
         count = len(getattr(times, what))
         if count != schedule.n_stages and (count or what != "weight_ms"):
@@ -93,16 +104,18 @@ def simulate(schedule: Schedule, times: Times) -> Simulation:
     while moved:
         moved = False
         for device, row in enumerate(schedule.actions):
+            # A device goes on until it waits for another one. What it waits for may be simulated later in this turn.
             while len(spans[device]) < len(row):
                 action = row[len(spans[device])]
                 ready = _ready(schedule, action, ends, times)
                 if ready is None:
                     break
                 begin = max(free[device], ready)
-                free[device] = ends[plain(action)] = begin + times.of(action)
+                free[device] = ends[drop_version(action)] = begin + times.of(action)
                 spans[device].append((begin, free[device]))
                 moved = True
     if any(len(done) < len(row) for done, row in zip(spans, schedule.actions, strict=True)):
+        # Simulated order does not tell who waits for whom in the circle; the verifier's search does.
         stuck = first_stuck(schedule)
         assert stuck is not None
         device, position, need = stuck
@@ -111,9 +124,9 @@ def simulate(schedule: Schedule, times: Times) -> Simulation:
 
 
 def _ready(schedule: Schedule, action: Action, ends: dict[Action, float], times: Times) -> float | None:
-    """Return when what an action needs has arrived, or None while some of it is not even made."""
+    """Return when all that an action needs has arrived, in milliseconds, or None while some of it is not made yet."""
     ready = 0.0
-    for need, boundary in needs(schedule, action):
+    for need, boundary in find_needs(schedule, action):
         end = ends.get(need)
         if end is None:
             return None

@@ -1,4 +1,7 @@
-"""Timeline: what every device did when, predicted or measured; what pictures are drawn from."""
+"""Timeline: what every device did when, predicted by a simulation or measured in a run.
+
+Reports draw it: in the terminal, as a picture, and as a file for Perfetto.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from fxsplit.schedule.simulate import Simulation
 
 
 class Span(NamedTuple):
-    """One action, from when to when, in milliseconds from the step's start."""
+    """One action, from when to when, in milliseconds from the start of the step."""
 
     action: Action
     begin_ms: float
@@ -20,7 +23,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans by device, in order; `memory` is what each device held, where that is known."""
+    """The spans of each device, in order of time; `memory` is what each device held, where that is known."""
 
     title: str
     devices: tuple[str, ...]
@@ -29,9 +32,13 @@ class Timeline:
 
     @classmethod
     def of(cls, simulation: Simulation, devices: tuple[str, ...] = (), memory: tuple[Course, ...] = ()) -> Timeline:
-        """Return the timeline of a simulation; what takes no time is left out."""
+        """Return the timeline of a simulation; `devices` are names for it (default: device 0, device 1, ...).
+
+        Transfers, sums and optimizer steps that take no time are left out. Computing is kept even where it takes none.
+        """
         schedule = simulation.schedule
         names = devices or tuple(f"device {d}" for d in range(schedule.n_devices))
+        # A picture would draw a span without length as a line.
         spans = tuple(
             tuple(Span(a, *span) for a, span in zip(row, times, strict=True) if a.op in COMPUTES or span[0] < span[1])
             for row, times in zip(schedule.actions, simulation.spans, strict=True)
@@ -41,4 +48,5 @@ class Timeline:
     @property
     def length_ms(self) -> float:
         """When the last action ends."""
+        # A device does one action after another, so its last span ends last.
         return max((row[-1].end_ms for row in self.spans if row), default=0.0)

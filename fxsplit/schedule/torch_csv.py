@@ -1,8 +1,13 @@
-"""torch's schedule files: one line a rank, one cell an action, as torch.distributed.pipelining and torchtitan use them.
+"""Schedule files of torch.distributed.pipelining and torchtitan: one line for each rank, one cell for each action.
 
-A file has either only what ranks compute (F, B, I, W) or also the transfers (SEND_F, RECV_F, SEND_B, RECV_B). Cells may
-be empty. UNSHARD and RESHARD, which tell fully sharded data parallelism to gather and drop weights, and REDUCE_GRAD are
-read; the first two are left out.
+1F1B on two ranks with two microbatches:
+
+    0F0,0F1,0B0,0B1
+    1F0,1B0,1F1,1B1
+
+A file has either only what ranks compute (F, B, I, W), or also the transfers (SEND_F, RECV_F, SEND_B, RECV_B). An empty
+cell is an idle moment. REDUCE_GRAD is read as REDUCE. UNSHARD and RESHARD tell fully sharded data parallelism to gather
+and to drop weights; they are left out.
 """
 
 from __future__ import annotations
@@ -23,7 +28,10 @@ _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
 
 def read_csv(path: str | os.PathLike[str]) -> Schedule:
-    """Return the schedule in a file, verified; raises ScheduleError naming the rank and cell at fault."""
+    """Return the schedule in a file, named for the file, and verified.
+
+    Raises ScheduleError, naming the rank and the cell at fault, for a file that is none or is wrong.
+    """
     try:
         with Path(path).open(newline="", encoding="utf-8") as file:
             lines = list(csv.reader(file, strict=True))
@@ -37,10 +45,11 @@ def read_csv(path: str | os.PathLike[str]) -> Schedule:
         row: list[Action] = []
         for column, cell in enumerate(cells):
             try:
-                row += _actions(cell.strip())
+                row += _parse_cell(cell.strip())
             except ScheduleError as error:
                 raise ScheduleError(f"{name}: rank {rank}, cell {column}: {error}") from error
         rows.append(tuple(row))
+    # A file does not say where stages live: a stage lives on the rank that computes it.
     homes: dict[int, int] = {}
     for rank, row_ in enumerate(rows):
         for action in row_:
@@ -50,9 +59,11 @@ def read_csv(path: str | os.PathLike[str]) -> Schedule:
                     raise ScheduleError(f"{name}: rank {rank}, {action}: stage {action.stage} is rank {home}'s too")
     if not homes:
         raise ScheduleError(f"{name}: no rank computes anything: is it a schedule of torch.distributed.pipelining?")
+    # Stages are numbered from 0 without gaps, so a gap tells of a line that is missing.
     missing = next(stage for stage in range(len(homes) + 1) if stage not in homes)
     if missing < len(homes):
         raise ScheduleError(f"{name}: no rank has stage {missing}, and one has stage {max(homes)}")
+    # Numbers of microbatches, too, are read off what is done; verify() finds those that some stage leaves out.
     count = 1 + max(action.microbatch for row_ in rows for action in row_)
     schedule = Schedule(name, count, tuple((homes[s],) for s in range(len(homes))), tuple(rows))
     verify(schedule)
@@ -60,9 +71,10 @@ def read_csv(path: str | os.PathLike[str]) -> Schedule:
 
 
 def write_csv(schedule: Schedule, path: str | os.PathLike[str], transfers: bool = False) -> None:
-    """Write what devices compute, or with `transfers` also what they send and receive.
+    """Write a schedule as torch reads it: what devices compute, or with `transfers` also what they send and receive.
 
-    Raises NotExportable for what torch has no word for: replicas of one stage, and steps or versions of weights.
+    Raises NotExportable for what torch has no word for: replicas of a stage, and steps or versions of weights. No file
+    is written then.
     """
     for device, row in enumerate(schedule.actions):
         for action in row:
@@ -71,22 +83,24 @@ def write_csv(schedule: Schedule, path: str | os.PathLike[str], transfers: bool 
                 raise NotExportable(f"{schedule.name}: device {device} does {action}, and torch has no {what}")
     rows = (with_transfers if transfers else without_transfers)(schedule).actions
     with Path(path).open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([[_cell(a) for a in row] for row in rows])
+        csv.writer(file).writerows([[_write_cell(a) for a in row] for row in rows])
 
 
-def _actions(cell: str) -> list[Action]:
-    """Return the actions of a cell: one, none, or those that torch overlaps."""
+def _parse_cell(cell: str) -> list[Action]:
+    """Return the actions of a cell: one, none, or the several that torch does at once, as in `(1F1;1B0)OVERLAP_F_B`."""
     if not cell or _SHARDING.fullmatch(cell):
         return []
+    # What torch overlaps is done one after the other here: first the forward, as it stands first.
     overlapped = _OVERLAP.fullmatch(cell)
     if overlapped:
-        return [action for part in overlapped[1].split(";") for action in _actions(part.strip())]
+        return [action for part in overlapped[1].split(";") for action in _parse_cell(part.strip())]
+    # torch numbers REDUCE_GRAD with a microbatch that has no meaning, as the sum is over all of them.
     action = Action.parse(re.sub(r"REDUCE_GRAD\d*$", REDUCE, cell))
     if action.op not in (*COMPUTES, *TRANSFERS, REDUCE) or action.replica or action.version:
         raise ScheduleError(f"{cell!r} is no action of torch's")
     return [action]
 
 
-def _cell(action: Action) -> str:
-    """Return torch's text of an action."""
+def _write_cell(action: Action) -> str:
+    """Return torch's word for an action."""
     return f"{action.stage}REDUCE_GRAD" if action.op == REDUCE else str(action)

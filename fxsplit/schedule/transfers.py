@@ -1,4 +1,7 @@
-"""Transfers: a schedule with what goes between devices written out."""
+"""Transfers: add what devices send and receive to a schedule of what they compute, and leave it out again.
+
+Generators make schedules without transfers. torch's runtime wants them written out.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +12,26 @@ from fxsplit.schedule.schedule import Schedule
 
 
 def with_transfers(schedule: Schedule) -> Schedule:
-    """Return the schedule with every send right after what makes a value, and every receive right before its use."""
+    """Return the schedule with each send right after the action that makes a value, and each receive before its use.
+
+    `0F0 0B0 / 1F0 1B0` becomes `0F0 0SEND_F0 0RECV_B0 0B0 / 1RECV_F0 1F0 1B0 1SEND_B0`.
+    """
     rows: list[list[Action]] = [[] for _ in schedule.actions]
+    # Transfers that the schedule has already are left out first, so that none stands twice.
     for device, row in enumerate(without_transfers(schedule).actions):
         for action in row:
-            rows[device] += [*_before(schedule, action), action, *_after(schedule, action)]
+            rows[device] += [*_list_receives(schedule, action), action, *_list_sends(schedule, action)]
     return replace(schedule, actions=tuple(tuple(row) for row in rows))
 
 
 def without_transfers(schedule: Schedule) -> Schedule:
-    """Return the schedule of what devices compute; transfers go without saying."""
+    """Return the schedule of what devices compute; readers of such a schedule add the transfers in their minds."""
     return replace(schedule, actions=tuple(tuple(a for a in row if a.op not in TRANSFERS) for row in schedule.actions))
 
 
-def _before(schedule: Schedule, action: Action) -> list[Action]:
-    """Return what a device receives for an action."""
+def _list_receives(schedule: Schedule, action: Action) -> list[Action]:
+    """Return what a device receives before an action: nothing, or one value or gradient."""
+    # The boundaries of stage s are s before it and s + 1 behind it.
     stage, m, last = action.stage, action.microbatch, schedule.n_stages - 1
     if action.op == FORWARD and stage > 0 and _crosses(schedule, stage, m):
         return [Action(stage, RECV_F, m, action.replica)]
@@ -32,8 +40,8 @@ def _before(schedule: Schedule, action: Action) -> list[Action]:
     return []
 
 
-def _after(schedule: Schedule, action: Action) -> list[Action]:
-    """Return what a device sends once an action is done."""
+def _list_sends(schedule: Schedule, action: Action) -> list[Action]:
+    """Return what a device sends after an action: nothing, or one value or gradient."""
     stage, m, last = action.stage, action.microbatch, schedule.n_stages - 1
     if action.op == FORWARD and stage < last and _crosses(schedule, stage + 1, m):
         return [Action(stage, SEND_F, m, action.replica)]
@@ -43,5 +51,8 @@ def _after(schedule: Schedule, action: Action) -> list[Action]:
 
 
 def _crosses(schedule: Schedule, boundary: int, m: int) -> bool:
-    """Return whether a microbatch changes devices between stage `boundary` - 1 and it."""
+    """Return whether microbatch m changes devices at a boundary, the cut between stages `boundary` - 1 and `boundary`.
+
+    A stage with several replicas sends one microbatch here and the next one there, so this depends on m.
+    """
     return schedule.device_of(boundary - 1, m) != schedule.device_of(boundary, m)

@@ -22,8 +22,8 @@ from fxsplit.report import draw, save_picture
 from fxsplit.report.perfetto import trace_events
 from fxsplit.schedule import Times, generate, simulate
 from fxsplit.schedule.action import Action
-from fxsplit.schedule.memory import Footprint, memory, peak
-from fxsplit.schedule.of_plan import times_of
+from fxsplit.schedule.memory import Footprint, find_peak, trace_memory
+from fxsplit.schedule.of_plan import read_times
 from fxsplit.schedule.timeline import Timeline
 from tests.cli.test_plan import chain
 
@@ -159,7 +159,7 @@ def test_overlapped_transfers_take_time_between_devices() -> None:
     steps = {}
     for model in ("forwarded", "overlapped"):
         found = Planner(costs).plan(machine, make_workload(machine), Options(model=model))
-        steps[model] = simulate(schedule, times_of(found, schedule)).step_ms
+        steps[model] = simulate(schedule, read_times(found, schedule)).step_ms
     assert steps["overlapped"] == pytest.approx(9 + 4)  # each of two boundaries, forward and back, once
     assert steps["forwarded"] == pytest.approx(9 + 8)  # both ends are busy with each
 
@@ -167,10 +167,12 @@ def test_overlapped_transfers_take_time_between_devices() -> None:
 def test_memory_counts_versions_and_recomputation() -> None:
     stash = generate("PipeDream", 2, 6)
     made = simulate(stash, Times.unit(2))
-    kept = memory(made, [Footprint(100, 10, 1, 7)] * 2)
-    assert [peak(course) for course in kept] == [100 + 2 * 11 + 7, 100 + 11]
-    again = memory(simulate(generate("1F1B", 2, 6), Times.unit(2)), [Footprint(100, 10, 1, 7, recompute=True)] * 2)
-    assert [peak(course) for course in again] == [100 + 2 * 1 + 10, 100 + 1 + 10]
+    kept = trace_memory(made, [Footprint(100, 10, 1, 7)] * 2)
+    assert [find_peak(course) for course in kept] == [100 + 2 * 11 + 7, 100 + 11]
+    again = trace_memory(
+        simulate(generate("1F1B", 2, 6), Times.unit(2)), [Footprint(100, 10, 1, 7, recompute=True)] * 2
+    )
+    assert [find_peak(course) for course in again] == [100 + 2 * 1 + 10, 100 + 1 + 10]
     for course in (*kept, *again):
         assert course[-1][1] == 100 and [t for t, _ in course] == sorted(t for t, _ in course)
 

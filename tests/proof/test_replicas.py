@@ -20,7 +20,7 @@ from fxsplit.errors import InputError, PlanError, ScheduleError
 from fxsplit.ir.facts.price import CostModel, price_split
 from fxsplit.ir.facts.workload import Workload
 from fxsplit.schedule import Times, simulate, verify
-from fxsplit.schedule.generate import REPLICABLE, enough, replicated
+from fxsplit.schedule.generate import REPLICABLE, count_in_flight, schedule_replicas
 from tests.models import FAST, Mlp, Residual
 
 TOLERANCE = 1e-10
@@ -133,16 +133,16 @@ def test_chimera_is_the_unsplit_model(name: str, devices: int, shared: bool) -> 
 def test_replicas_deal_with_less_memory() -> None:
     """They hold as many microbatches as keep them busy, or as fit."""
     homes = ((0,), (1, 2, 3), (4,))
-    assert enough(homes) == [5, 2, 1] and enough(((0,), (1,), (2,))) == [3, 2, 1]
-    fast = replicated("1F1B", homes, 12, enough(homes))
-    slow = replicated("1F1B", homes, 12, [2, 1, 1])
+    assert count_in_flight(homes) == [5, 2, 1] and count_in_flight(((0,), (1,), (2,))) == [3, 2, 1]
+    fast = schedule_replicas("1F1B", homes, 12, count_in_flight(homes))
+    slow = schedule_replicas("1F1B", homes, 12, [2, 1, 1])
     for schedule in (fast, slow):
         verify(schedule)
     assert fast.peak_in_flight() == (5, 2, 1) and slow.peak_in_flight() == (2, 1, 1)
     times = Times([1.0, 3.0, 1.0], [2.0, 6.0, 2.0])
     assert simulate(fast, times).step_ms < simulate(slow, times).step_ms
     with pytest.raises(ScheduleError, match="Interleaved1F1B: the plan gives a stage several devices"):
-        replicated("Interleaved1F1B", homes, 12, enough(homes))
+        schedule_replicas("Interleaved1F1B", homes, 12, count_in_flight(homes))
 
 
 class Counts(nn.Module):

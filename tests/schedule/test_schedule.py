@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from fxsplit.errors import ScheduleError
 from fxsplit.schedule import PEAKS, SCHEDULES, Action, Schedule, Times, find_schedule, generate, simulate, verify
-from fxsplit.schedule.generate import all_then_all
+from fxsplit.schedule.generate import run_forwards_first
 from fxsplit.schedule.greedy import list_schedule
-from fxsplit.schedule.homes import blocks, line
+from fxsplit.schedule.homes import group_in_blocks, line
 from fxsplit.schedule.transfers import with_transfers, without_transfers
 
 PICTURES = {
@@ -157,9 +157,9 @@ def test_weight_versions_and_lag(devices: int) -> None:
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(1, 6), st.booleans())
 def test_any_placement_can_be_scheduled(counts: list[int], microbatches: int, split: bool) -> None:
     """Unequal numbers of stages a device, in blocks: by list scheduling, and all forwards before all backwards."""
-    homes = blocks(counts)
+    homes = group_in_blocks(counts)
     rows = list_schedule(homes, microbatches, lambda a: (a.op == "F", a.microbatch), lambda d: sum(counts), split)
-    for made in (rows, all_then_all(homes, microbatches)):
+    for made in (rows, run_forwards_first(homes, microbatches)):
         schedule = Schedule("own", microbatches, homes, made)
         verify(schedule)
         assert simulate(schedule, Times.unit(sum(counts))).step_ms > 0
