@@ -1,4 +1,7 @@
-"""The errors fxsplit raises: each names the value that is wrong and the next step."""
+"""The errors that fxsplit raises: each names the value that is wrong, and what to do next.
+
+Errors of one kind have one class, which is also a built-in error where programs expect that (ValueError, KeyError).
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,11 @@ class FxsplitError(Exception):
 
 
 class InputError(FxsplitError, ValueError):
-    """An argument of a public function is not usable."""
+    """An argument of a public function, or of the command, cannot be used."""
 
 
 class TraceError(FxsplitError):
-    """The model cannot be captured as a graph; names the user's file, line and submodule."""
+    """The model cannot be captured as a graph; the message names the file, line and submodule of the user's code."""
 
     def __init__(self, message: str, submodule: str | None = None) -> None:
         super().__init__(message)
@@ -28,10 +31,11 @@ class ChainError(FxsplitError, ValueError):
 
 
 class MissingFact(FxsplitError, KeyError):
-    """A pass needs a fact that no earlier pass has learnt."""
+    """A pass needs a fact that no earlier pass has learnt: some pass is missing from the chain, or comes too late."""
 
     def __str__(self) -> str:
-        return str(self.args[0])  # KeyError would print the repr
+        # KeyError would print the message as a quoted string.
+        return str(self.args[0])
 
 
 class BrokenFact(FxsplitError):
@@ -43,7 +47,7 @@ class ProfileError(FxsplitError, ValueError):
 
 
 class PlanError(FxsplitError):
-    """No plan exists under the constraints, such as contradictory pins."""
+    """No plan exists under the constraints, such as pins that contradict each other, or a file holds none."""
 
 
 class NoFit(PlanError):
@@ -58,7 +62,7 @@ class NoFit(PlanError):
 
 
 class ScheduleError(FxsplitError, ValueError):
-    """A schedule is unknown, illegal or cannot run."""
+    """A schedule is unknown, illegal, or cannot run in the way that is asked for."""
 
 
 class NotExportable(ScheduleError):
@@ -66,11 +70,15 @@ class NotExportable(ScheduleError):
 
 
 class ClosedError(FxsplitError, RuntimeError):
-    """The pipeline has been closed and its workers have gone."""
+    """The pipeline has been closed, and its workers are gone."""
 
 
 class StageError(FxsplitError):
-    """A stage raised; the original is `__cause__` and its type is a base, so that `except` clauses keep working."""
+    """A stage raised an error, which is the `__cause__`.
+
+    The error that users see is made by `locate_stage_error`: it is also of the original's type, so `except` clauses for
+    that type keep working. `where` names the stage, the microbatch and the line of the user's code.
+    """
 
     where: str = ""
 
@@ -79,15 +87,16 @@ class StageError(FxsplitError):
 
 
 def locate_stage_error(original: Exception, where: str) -> StageError:
-    """Return an error that is both a StageError and of `original`'s own type, and says `where` it happened."""
+    """Return an error that is both a StageError and of `original`'s type, and says `where` it happened."""
     bases = (StageError, type(original))
     try:
         kind = type("StageError", bases, {"__module__": __name__, "__init__": Exception.__init__})
         error: StageError = kind(*original.args)
-    except TypeError:  # a type that cannot be subclassed, or that needs other arguments
+    except TypeError:  # some types cannot be subclassed, or need other arguments than their own `args`
         error = StageError(*original.args)
     error.__dict__.update(vars(original))
-    for name in _slots(type(original)):  # OSError.errno, StopIteration.value: fields that are not in vars()
+    # OSError.errno and StopIteration.value are fields that vars() does not have.
+    for name in _list_slots(type(original)):
         with suppress(AttributeError, TypeError):
             setattr(error, name, getattr(original, name))
     error.where = where
@@ -95,7 +104,7 @@ def locate_stage_error(original: Exception, where: str) -> StageError:
     return error
 
 
-def _slots(kind: type) -> list[str]:
-    """Return the fields of an exception type that C code or `__slots__` holds."""
+def _list_slots(kind: type) -> list[str]:
+    """Return the names of the fields of an exception type that C code or `__slots__` holds."""
     fields = (item for base in kind.__mro__ if base not in (BaseException, object) for item in vars(base).items())
     return [n for n, v in fields if isinstance(v, (GetSetDescriptorType, MemberDescriptorType)) and n[:2] != "__"]

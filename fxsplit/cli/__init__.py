@@ -1,1 +1,1 @@
-"""What the `fxsplit` command does, one file a subcommand; each loads only what it needs."""
+"""The `fxsplit` command, one file for each subcommand; each loads only what it needs."""

@@ -1,4 +1,4 @@
-"""`fxsplit demo`: train torchvision's ResNet-18 as a pipeline on real images, and show that nothing is lost."""
+"""`fxsplit demo`: train torchvision's ResNet-18 as a pipeline on real images, and show that results are the model's."""
 
 from __future__ import annotations
 
@@ -41,26 +41,27 @@ class Digits:
 
     @classmethod
     def load(cls) -> Digits:
-        """Return the images, every fifth of them for testing."""
+        """Return the images, every fifth of them for testing; raises FxsplitError where scikit-learn is missing."""
         try:
             from sklearn.datasets import load_digits
         except ImportError as error:
             raise FxsplitError("the demo needs scikit-learn: pip install 'fxsplit[demo]'") from error
         data = load_digits()
         images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16.0
+        # ResNet-18 halves an image five times, so 8 pixels are too few; it wants three colours.
         x = F.interpolate(images, size=(SIDE, SIDE), mode="bilinear").expand(-1, 3, -1, -1).contiguous()
         y = torch.tensor(data.target, dtype=torch.int64)
         test = torch.arange(len(y)) % 5 == 0
         return cls(x[~test], y[~test], x[test], y[test])
 
     def batches(self) -> list[tuple[Tensor, Tensor]]:
-        """Return one epoch's batches in a new random order; the last may be smaller."""
+        """Return the batches of one epoch in a new random order; the last one may be smaller."""
         order = torch.split(torch.randperm(len(self.train_y)), BATCH)
         return [(self.train_x[i], self.train_y[i]) for i in order]
 
 
 def main(console: Console) -> int:
-    """Run the demo; return 0 if the goal is reached and the pipeline equals the unsplit model."""
+    """Run the demo; return 0 if the accuracy is reached and the pipeline equals the unsplit model, else 1."""
     torch.manual_seed(0)
     digits = Digits.load()
     model = _resnet18()
@@ -79,13 +80,14 @@ def main(console: Console) -> int:
         console.print(str(timing))
         accuracy = train(pipe, digits, console)
     reached = accuracy > GOAL
+    # In float64 other orders of summation differ by far less than this.
     equal = proof.largest < 1e-10
     console.print(f"test accuracy {accuracy:.2%} ({'over' if reached else 'NOT over'} the goal of {GOAL:.0%})")
     return 0 if reached and equal else 1
 
 
 def _resnet18() -> nn.Module:
-    """Return torchvision's ResNet-18 for ten classes, with random weights."""
+    """Return torchvision's ResNet-18 for ten classes, with random weights; raises FxsplitError without torchvision."""
     declare_detection_operators()
     try:
         from torchvision import models
@@ -96,7 +98,10 @@ def _resnet18() -> nn.Module:
 
 
 def prove(model: nn.Module, x: Tensor, y: Tensor) -> Differences:
-    """Return how one training step in float64 differs from the unsplit model's, on copies of `model`."""
+    """Return how one training step in float64 differs from the unsplit model's, on copies of `model`.
+
+    x is [rows, 3, height, width], y [rows]; 16 rows are used.
+    """
     split, unsplit = copy.deepcopy(model).double(), copy.deepcopy(model).double()
     x = x[:16].double()
     y = y[:16]
@@ -106,7 +111,7 @@ def prove(model: nn.Module, x: Tensor, y: Tensor) -> Differences:
 
 
 def train(pipe: Pipeline, digits: Digits, console: Console) -> float:
-    """Train until the goal is reached; return the accuracy on the test images."""
+    """Train until the goal or the last epoch is reached; return the accuracy on the test images, from 0 to 1."""
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.02, momentum=0.9, weight_decay=5e-4)
     accuracy = 0.0
     for epoch in range(1, MAX_EPOCHS + 1):
@@ -127,7 +132,7 @@ def train(pipe: Pipeline, digits: Digits, console: Console) -> float:
 
 @dataclass(frozen=True)
 class Timing:
-    """Medians of interleaved training steps, in milliseconds."""
+    """Medians of interleaved training steps on whole batches, in milliseconds."""
 
     pipeline_ms: float
     unsplit_ms: float
@@ -137,7 +142,7 @@ class Timing:
 
     @classmethod
     def measure(cls, pipe: Pipeline, model: nn.Module, x: Tensor, y: Tensor) -> Timing:
-        """Time the pipeline against a copy of `model` on whole batches, one after another in turn."""
+        """Time the pipeline and a copy of `model` in turn, so that a busy machine slows down both."""
         unsplit = copy.deepcopy(model)
         threads, everything = pipe.ir[Machine].intraop_threads(), torch.get_num_threads()
 
@@ -148,20 +153,23 @@ class Timing:
             pipe.step(x, target=y)
 
         state = copy.deepcopy(pipe.state_dict())
+        # The model alone has as many threads as one stage has, and then as many as both stages have together.
         samples: dict[str, list[float]] = {"pipeline": [], "one": [], "all": []}
         for _ in range(TIMED_STEPS):
-            samples["pipeline"].append(_elapsed(split))
-            with _threads(threads):
-                samples["one"].append(_elapsed(whole))
-            with _threads(everything):
-                samples["all"].append(_elapsed(whole))
-        pipe.load_state_dict(state)  # batch norm has seen the timed steps
+            samples["pipeline"].append(_measure_ms(split))
+            with _use_threads(threads):
+                samples["one"].append(_measure_ms(whole))
+            with _use_threads(everything):
+                samples["all"].append(_measure_ms(whole))
+        # The timed steps have changed the statistics of batch norm.
+        pipe.load_state_dict(state)
         pipe.zero_grad()
         plan = pipe.plan
         schedule = generate(SCHEDULE, len(plan.stages), MICROBATCHES)
         times = Times([s.forward_ms for s in plan.stages], [s.backward_ms for s in plan.stages])
         predicted = simulate(schedule, times)
         return cls(
+            # The first step of each warms up.
             median(samples["pipeline"][1:]),
             median(samples["one"][1:]),
             median(samples["all"][1:]),
@@ -179,7 +187,7 @@ class Timing:
         )
 
 
-def _elapsed(run: Callable[[], None]) -> float:
+def _measure_ms(run: Callable[[], None]) -> float:
     """Return how many milliseconds `run` takes."""
     begin = time.perf_counter()
     run()
@@ -187,7 +195,7 @@ def _elapsed(run: Callable[[], None]) -> float:
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
+def _use_threads(count: int) -> Iterator[None]:
     """Let operators use `count` threads inside the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)

@@ -1,4 +1,4 @@
-"""The `fxsplit` command."""
+"""The `fxsplit` command: find the subcommand, run it, and turn its errors into exit codes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ NO_FIT = 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; return its exit code: 0 done, 1 the goal is missed, 2 bad input, 3 no plan fits."""
+    """Run a subcommand; return its exit code.
+
+    0: done. 1: what was to be shown does not hold. 2: bad input, for which argparse exits by itself. 3: no plan fits.
+    """
     parser = argparse.ArgumentParser(prog="fxsplit", description="Cut a PyTorch model into stages and pipeline it.")
     parser.add_argument("--version", action="version", version=f"fxsplit {metadata.version('fxsplit')}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -28,8 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     verify.add_arguments(commands.add_parser("verify", help="prove that a model's pipeline is the model"))
     arguments = parser.parse_args(argv)
     run = {
-        "demo": _demo,
-        "passes": _passes,
+        "demo": _run_demo,
+        "passes": _list_passes,
         "plan": plan.main,
         "explain": explain.main,
         "simulate": simulate.main,
@@ -37,12 +40,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     }[arguments.command]
     try:
         return run(arguments)
+    # Errors that fxsplit raises on purpose name what to do. Any other is a fault, and its traceback is of use.
     except FxsplitError as error:
         print(f"fxsplit {arguments.command}: {error}", file=sys.stderr)
         return NO_FIT if isinstance(error, NoFit) else BAD_INPUT
 
 
-def _demo(arguments: argparse.Namespace) -> int:
+def _run_demo(arguments: argparse.Namespace) -> int:
     """Run the demo."""
     from rich.console import Console
 
@@ -51,8 +55,8 @@ def _demo(arguments: argparse.Namespace) -> int:
     return demo.main(Console())
 
 
-def _passes(arguments: argparse.Namespace) -> int:
-    """Print every pass with its options and defaults."""
+def _list_passes(arguments: argparse.Namespace) -> int:
+    """Print each pass with its options and their defaults, in the text that a chain is written in."""
     import dataclasses
 
     from fxsplit.api.compile import DEFAULT

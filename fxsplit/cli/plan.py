@@ -1,4 +1,4 @@
-"""`fxsplit plan`: the best plan of a profile for a machine, as a table or JSON; needs neither torch nor the model."""
+"""`fxsplit plan`: the best plan of a profile for a machine, as a table or JSON, without torch and without the model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fxsplit.planner.solve import RECOMPUTE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what `plan` and `explain` understand."""
+    """Add the arguments of `plan` and `explain`."""
     parser.add_argument("file", help="fxsplit's profile, a PipeDream graph.txt, or a dnn-partitioning JSON")
     parser.add_argument("--devices", metavar="N|A..B", help="equal devices (default: what the file states, else 2)")
     parser.add_argument("--machine", metavar="TOML", help="a machine in place of equal devices")
@@ -48,16 +48,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what only `plan` understands."""
+    """Add the arguments of `plan`: those of `explain`, and its own."""
     add_arguments(parser)
     parser.add_argument("--baselines", action="store_true", help="price splits by hand beside the plan")
 
 
 class Question:
-    """The arguments, read and checked: a profile, and what to plan for."""
+    """The arguments, read and checked: a profile, and what to plan for.
+
+    Raises InputError naming an argument that is wrong, and ProfileError for the file.
+    """
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         begin = time.perf_counter()
+        # Turned round, so that a bandwidth that is not a number is refused too.
         if arguments.bandwidth is not None and not arguments.bandwidth >= LEAST_BYTES_PER_S:
             raise InputError(f"--bandwidth {arguments.bandwidth}: give bytes per second, more than zero")
         if arguments.microbatches is not None and arguments.microbatches < 1:
@@ -65,12 +69,14 @@ class Question:
         if arguments.max_states < 1:
             raise InputError(f"--max-states {arguments.max_states}: give at least 1")
         self.arguments = arguments
+        # A bandwidth says how long bytes take, so the file's own times of transfers no longer hold.
         by_bytes = arguments.bandwidth is not None or arguments.machine is not None
         self.profile: Profile = read(arguments.file, by_bytes)
-        pins = dict(_pin(text) for text in arguments.pin)
+        pins = dict(_parse_pin(text) for text in arguments.pin)
         keep = [text.split(",") for text in arguments.together]
         self.planner = Planner(self.profile.costs, pins, keep, arguments.max_states)
         self.load_s = time.perf_counter() - begin
+        # These files' own solver takes devices in any order. Links of a machine, and replicas, need them in theirs.
         foreign = self.profile.format == "dnn-partitioning"
         self.options = Options(
             model=arguments.cost_model or self.profile.cost_model,
@@ -83,7 +89,10 @@ class Question:
         )
 
     def counts(self) -> list[int | None]:
-        """Return the numbers of devices to plan for; None is what the file or the machine states."""
+        """Return the numbers of devices to plan for; None stands for those that the file or the machine states.
+
+        Raises InputError for --devices that are neither a number nor a range.
+        """
         text = self.arguments.devices
         if text is None:
             return [None]
@@ -96,7 +105,7 @@ class Question:
         return list(range(first, last + 1))
 
     def machine(self, count: int | None) -> Machine:
-        """Return the machine with so many devices."""
+        """Return the machine of --machine, or one of `count` equal devices."""
         if self.arguments.machine:
             machine = read_machine(self.arguments.machine)
             if self.arguments.bandwidth:
@@ -105,24 +114,29 @@ class Question:
         return build_machine(self.profile, count, self.arguments.bandwidth)
 
     def plan(self, count: int | None, planner: Planner | None = None) -> Plan:
-        """Return the best plan for so many devices, by the question's own planner or another."""
+        """Return the best plan for `count` devices, by the question's planner or by another one.
+
+        Raises NoFit where none fits, or where every plan runs a node where it cannot run.
+        """
         machine = self.machine(count)
         workload = make_workload(machine, self.arguments.schedule, self.arguments.microbatches)
         plan = (planner or self.planner).plan(machine, workload, self.options)
+        # A node that cannot run is given a time beyond all others, so it is the bottleneck where it cannot be avoided.
         if plan.bottleneck_ms >= self.profile.never_ms:
             raise NoFit("no plan fits: some node runs on hosts alone, and there is no host for it")
         return plan
 
     def answer(self, plan: Plan) -> dict[str, Any]:
-        """Return a plan as the object that other programs read; times are in the file's own unit."""
+        """Return a plan as the JSON object that other programs read; times are in the file's own unit."""
         answer = plan_to_dict(plan)
-        if self.profile.format == "pipedream":  # its graph counts inputs as nodes
+        # Readers of PipeDream's files expect each of its nodes in a stage, and inputs are nodes there.
+        if self.profile.format == "pipedream":
             answer["stages"][0]["nodes"] = [i.name for i in self.profile.costs.inputs] + answer["stages"][0]["nodes"]
         return answer | {"unit": self.profile.unit, "seconds": {"load": self.load_s, **self.planner.seconds}}
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the plan, or the whole curve where --devices is a range."""
+    """Print the plan; where --devices is a range, a row for each number of devices."""
     question = Question(arguments)
     counts = question.counts()
     plans = [(count, question.plan(count)) for count in counts]
@@ -140,16 +154,17 @@ def main(arguments: argparse.Namespace) -> int:
     (_, plan) = plans[0]
     print(plan)
     if arguments.baselines:
-        print(_beside(question, counts[0], plan))
+        print(_price_baselines(question, counts[0], plan))
     seconds = {"load": question.load_s, **question.planner.seconds}
     print("seconds: " + ", ".join(f"{name} {s:.4f}" for name, s in seconds.items()))
     return 0
 
 
-def _beside(question: Question, count: int | None, plan: Plan) -> str:
-    """Return the splits by hand, each with how much slower than the plan it is."""
+def _price_baselines(question: Question, count: int | None, plan: Plan) -> str:
+    """Return a table of simple splits, each with how many times as long as the plan its slowest stage takes."""
     machine = question.machine(count)
     workload = make_workload(machine, question.arguments.schedule, question.arguments.microbatches)
+    # Simple splits cut where the planner may not have looked, so they need all states and not a contraction's.
     chains, states = question.planner.lattice(machine, whole=True)
     rows = [f"\n{'split':<12}{'bottleneck ms':>15}{'x plan':>8}", f"{'plan':<12}{plan.bottleneck_ms:>15.4f}{1:>8.2f}"]
     for name in BASELINES:
@@ -164,8 +179,9 @@ def _beside(question: Question, count: int | None, plan: Plan) -> str:
     return "\n".join(rows)
 
 
-def _pin(text: str) -> tuple[str, int]:
-    """Return a pin from `name=stage`."""
+def _parse_pin(text: str) -> tuple[str, int]:
+    """Return the name and the device of a pin, from `name=device`; raises InputError for any other text."""
+    # From the right, since names of nodes may hold an equals sign.
     name, _, stage = text.rpartition("=")
     if not name or not stage.isdecimal():
         raise InputError(f"--pin {text}: give a submodule or node and the number of a device, such as layer1=0")

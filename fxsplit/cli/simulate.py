@@ -1,4 +1,4 @@
-"""`fxsplit simulate`: how long a schedule takes, what devices idle and hold; without torch or a model."""
+"""`fxsplit simulate`: how long a schedule takes, how much devices idle and hold; without torch or a model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fxsplit.schedule.torch_csv import read_csv, write_csv
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what `simulate` understands."""
+    """Add the arguments of `simulate`."""
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
         "--schedule", metavar="NAME", help=f"one of {', '.join(SCHEDULES)} (default: the plan's, or 1F1B)"
@@ -45,18 +45,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print what the schedule takes, as a table with a drawing, or as JSON."""
+    """Print what a simulated step takes, as a table with a drawing or as JSON, and write the files asked for."""
     if arguments.bandwidth is not None and not arguments.profile:
         raise InputError("--bandwidth prices the transfers of a --profile; a --plan has them already")
     plan = read_plan(arguments.plan) if arguments.plan else None
-    schedule = _schedule(arguments, plan)
+    # The schedule comes before a plan of --profile, which needs as many stages as the schedule has.
+    schedule = _choose_schedule(arguments, plan)
     if arguments.profile:
-        plan = _planned(arguments, schedule)
+        plan = _plan_profile(arguments, schedule)
     verify(schedule)
     times = Times.unit(schedule.n_stages) if plan is None else read_times(plan, schedule)
     simulation = simulate(schedule, times)
     courses = () if plan is None else trace_memory(simulation, read_footprints(plan))
-    timeline = Timeline.of(simulation, _names(plan, schedule), courses)
+    timeline = Timeline.of(simulation, _name_devices(plan, schedule), courses)
+    # Reports are loaded where they are asked for: matplotlib takes a second.
     if arguments.trace:
         from fxsplit.report.perfetto import save_trace
 
@@ -68,18 +70,22 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.to_csv:
         write_csv(schedule, arguments.to_csv)
     if arguments.json:
-        print(json.dumps(_answer(simulation, courses, plan is None)))
+        print(json.dumps(_describe(simulation, courses, plan is None)))
     else:
         _show(simulation, courses, timeline, plan is None)
     return 0
 
 
-def _schedule(arguments: argparse.Namespace, plan: Plan | None) -> Schedule:
-    """Return the schedule that the arguments ask for."""
+def _choose_schedule(arguments: argparse.Namespace, plan: Plan | None) -> Schedule:
+    """Return the schedule of --csv, or of a name and numbers that are given, the plan's, or defaults.
+
+    Raises InputError for an argument that a file contradicts.
+    """
     if arguments.csv:
         schedule = read_csv(arguments.csv)
         if arguments.stages_per_device is not None:
             raise InputError(f"--stages-per-device: the file {arguments.csv!r} says where its stages are")
+        # A file says how many devices and microbatches there are; to say the same beside it does no harm.
         given = (arguments.devices, arguments.n_microbatches)
         for name, value, stated in zip(
             ("--devices", "--n-microbatches"), given, (schedule.n_devices, schedule.n_microbatches), strict=True
@@ -94,13 +100,14 @@ def _schedule(arguments: argparse.Namespace, plan: Plan | None) -> Schedule:
     count = arguments.n_microbatches
     if count is None:
         count = plan.n_microbatches if plan else 2 * devices
+    # A number of devices that is given asks for that schedule, also where the plan has replicas.
     if plan is not None and arguments.devices is None:
         return build_schedule(plan, Scheduler(name, devices, arguments.stages_per_device), count)
     return generate(name, devices, count, arguments.stages_per_device)
 
 
-def _planned(arguments: argparse.Namespace, schedule: Schedule) -> Plan:
-    """Return the best plan of a profile with a stage for each of the schedule's; all links are equal."""
+def _plan_profile(arguments: argparse.Namespace, schedule: Schedule) -> Plan:
+    """Return the best plan of a profile with as many stages as the schedule has, over equal links."""
     profile = read(arguments.profile, by_bytes=arguments.bandwidth is not None)
     machine = Machine.planned(schedule.n_stages, arguments.bandwidth)
     return Planner(profile.costs).plan(
@@ -108,17 +115,21 @@ def _planned(arguments: argparse.Namespace, schedule: Schedule) -> Plan:
     )
 
 
-def _names(plan: Plan | None, schedule: Schedule) -> tuple[str, ...]:
-    """Return what to call the devices."""
+def _name_devices(plan: Plan | None, schedule: Schedule) -> tuple[str, ...]:
+    """Return the names of the devices: the plan's where its devices are the schedule's, and else numbers."""
     if plan is not None and schedule.homes == find_replicas(plan):
         return plan.device_names[: schedule.n_devices]
     if plan is None or schedule.n_devices != len(plan.stages):
         return tuple(f"device {d}" for d in range(schedule.n_devices))
+    # One device of the schedule stands for all replicas of a stage.
     return tuple("+".join(plan.device_names[d] for d in s.devices) for s in plan.stages)
 
 
-def _answer(simulation: Simulation, courses: tuple[Course, ...], unit: bool) -> dict[str, Any]:
-    """Return the simulation as the object that other programs read; times are in ms, or in units of a forward."""
+def _describe(simulation: Simulation, courses: tuple[Course, ...], unit: bool) -> dict[str, Any]:
+    """Return the simulation as the JSON object that other programs read.
+
+    Times are in ms, or with `unit` in forwards of a stage; bubbles are shares of the step, bytes are peaks by device.
+    """
     schedule = simulation.schedule
     return {
         "schedule": schedule.name,
@@ -138,7 +149,7 @@ def _answer(simulation: Simulation, courses: tuple[Course, ...], unit: bool) -> 
 
 
 def _show(simulation: Simulation, courses: tuple[Course, ...], timeline: Timeline, unit: bool) -> None:
-    """Print a row a device, and the timeline where the terminal is wide enough for it."""
+    """Print a row for each device, the whole step, and the timeline as wide as the terminal."""
     from rich.console import Console
 
     from fxsplit.report.terminal import draw

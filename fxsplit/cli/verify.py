@@ -1,4 +1,4 @@
-"""`fxsplit verify MODULE:FACTORY`: the proof that a model's pipeline is the model."""
+"""`fxsplit verify MODULE:FACTORY`: prove that a model's pipeline computes what the model computes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:  # torch takes a second to load, and --help needs none of it
     from fxsplit.api.verify import Verification
 
 CHAIN = "profile{repeats=1},augment,order,partition,emit"
-"""What is compared does not depend on how well the costs are measured."""
+"""The passes unless others are asked for: one repeat, since what is compared does not depend on exact costs."""
 SHOWN = 10
-"""How many names are listed of what agrees."""
+"""How many names are listed where all agree."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what `verify` understands."""
+    """Add the arguments of `verify`."""
     parser.add_argument(
         "factory", metavar="MODULE:FACTORY", help="FACTORY() returns (model, args) or (model, args, kwargs)"
     )
@@ -35,11 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print how the pipeline differs from the model; return 0 only if it does not."""
+    """Print how the pipeline differs from the model; return 0 if it does not, and else 1.
+
+    Raises InputError for a factory that is none, and for a model that raises.
+    """
     from fxsplit.api.compile import compile
     from fxsplit.api.verify import verify
 
-    model, args, kwargs = _made(arguments.factory)
+    model, args, kwargs = _call_factory(arguments.factory)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
@@ -54,19 +57,23 @@ def main(arguments: argparse.Namespace) -> int:
                 found = verify(pipe, args, kwargs)
         except FxsplitError:
             raise
-        except Exception as error:  # the model's own, mostly: nothing has been shown about its pipeline
+        except Exception as error:  # most are the model's own, and nothing has been shown about its pipeline
             raise InputError(f"{arguments.factory}: {type(error).__name__}: {error}") from error
+    # Each warning once, on standard error: standard output may be JSON.
     for text in dict.fromkeys(str(w.message) for w in said if w.category is UserWarning):
         print(f"fxsplit verify: {text}", file=sys.stderr)
     if arguments.json:
-        print(json.dumps(answer(found)))
+        print(json.dumps(describe(found)))
     else:
         _show(found)
     return 0 if found.equal else 1
 
 
-def _made(name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Return what a factory makes; raises InputError naming what is not as it should be."""
+def _call_factory(name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Return the model, arguments and keyword arguments that a factory makes.
+
+    `name` is module:function. Raises InputError naming what cannot be imported, called or used.
+    """
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise InputError(f"{name!r}: write MODULE:FACTORY, such as mymodels:make_resnet")
@@ -88,6 +95,7 @@ def _made(name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         raise InputError(f"{name!r} returned a {type(made).__name__}: return (model, args) or (model, args, kwargs)")
     model, args, *more = made
     kwargs = more[0] if more else {}
+    # One input alone is what most models take.
     if not isinstance(args, (tuple, list)):
         args = (args,)
     if not isinstance(kwargs, Mapping):
@@ -95,8 +103,8 @@ def _made(name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     return model, tuple(args), dict(kwargs)
 
 
-def answer(found: Verification) -> dict[str, Any]:
-    """Return a verification as the object that other programs read."""
+def describe(found: Verification) -> dict[str, Any]:
+    """Return a verification as the JSON object that other programs read."""
     return {
         "equal": found.equal,
         "max_relative_difference": found.largest,
@@ -111,9 +119,10 @@ def answer(found: Verification) -> dict[str, Any]:
 
 
 def _show(found: Verification) -> None:
-    """Print a row for each name, the largest differences first."""
+    """Print a row for each output, gradient and buffer, the largest differences first, and the verdict."""
     print(f"{'what':<10}{'relative difference':>20}  name")
     ordered = sorted(found.differences, key=lambda d: -d.value)
+    # Where something differs, the whole list shows where it begins.
     listed = ordered if found.offending else ordered[:SHOWN]
     for d in listed:
         print(f"{d.kind:<10}{d.value:>20.1e}  {d.name}")
@@ -122,7 +131,7 @@ def _show(found: Verification) -> None:
     verdict = "equal" if found.equal else f"NOT equal: {len(found.offending)} of {len(ordered)} differ"
     print(
         f"\n{verdict}; {found.nodes} nodes by {found.front_end}, {found.stages} stages, {found.n_microbatches} "
-        f"microbatches, {answer(found)['dtype']}"
+        f"microbatches, {describe(found)['dtype']}"
     )
     if found.by_nature:
         print(

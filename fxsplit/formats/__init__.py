@@ -1,4 +1,7 @@
-"""Readers of profiles: fxsplit's own, and those of other tools. A file is data: nothing in it is ever run."""
+"""Files, read and written: profiles of fxsplit and of other tools, machines, plans, weights.
+
+A file is data: nothing in it is ever run.
+"""
 
 from fxsplit.formats.foreign import Profile
 from fxsplit.formats.read import read

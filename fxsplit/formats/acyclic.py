@@ -1,4 +1,4 @@
-"""The order of a file's nodes: deterministic, or an error that names a cycle."""
+"""Sort the nodes of a file topologically, or name the cycle that forbids it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ from fxsplit.errors import ProfileError
 
 
 def sort_topologically(before: Mapping[str, Iterable[str]], name: str) -> list[str]:
-    """Return the nodes of `before` (each with those it needs) in a topological order; `name` is the file's."""
+    """Return all nodes in an order in which each stands behind those it needs; `before[n]` is what node n needs.
+
+    The order depends on the file alone: the same file gives the same order. Raises ProfileError, with the cycle and the
+    file's `name`, where there is none.
+    """
     try:
         return list(TopologicalSorter(before).static_order())
     except CycleError as error:
+        # The first and last node of the cycle are the same one.
         cycle = " -> ".join(str(node) for node in error.args[1])
         raise ProfileError(f"{name!r} has a cycle ({cycle}): a pipeline needs an acyclic graph") from error

@@ -1,4 +1,14 @@
-"""The JSON of the dnn-partitioning workloads (Tarnawski et al. 2020): latencies of nodes, transfer times of edges."""
+"""The JSON of the dnn-partitioning workloads (Tarnawski et al. 2020): latencies of nodes, transfer times of edges.
+
+    {"maxFPGAs": 2, "maxCPUs": 1, "maxSizePerFPGA": 1000.0,
+     "nodes": [{"id": 0, "name": "a", "fpgaLatency": 1.0, "cpuLatency": 10.0, "size": 100.0, "supportedOnFpga": 1,
+                "isBackwardNode": 0, "colorClass": 1}, ...],
+     "edges": [{"sourceId": 0, "destId": 1, "cost": 0.5, "size": 10.0}, ...]}
+
+Latencies and costs are milliseconds, sizes bytes; FPGA stands for any accelerator. Nodes of one colour class lie on one
+device. A backward node is placed with the forward nodes of its class, its *mates*; without any it is an *orphan*. The
+*home* of a node is the name under which it is placed: its own, or that of its mate.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +21,20 @@ from fxsplit.formats.foreign import TOO_LARGE, Profile
 from fxsplit.ir.facts.costs import Costs, Exchange, NodeCost
 
 BYTES_PER_MS = 2.0**31
-"""Where edges state times, a time is written as this many bytes a millisecond over a link that moves as many."""
+"""Where edges state times, a millisecond is written as so many bytes, over a link that moves as many in that time."""
 
 LEAST = 1e-300
-"""Bytes of a memory that holds nothing."""
+"""The bytes of a memory that holds nothing: a device needs a positive size."""
 
 NEVER = 1e6
-"""A node that an accelerator does not support takes this many times everything else there."""
+"""A node that an accelerator does not support takes so many times as long as all nodes together."""
 
 
 def parse(data: Any, name: str, by_bytes: bool) -> Profile:
-    """Return the profile in a parsed file.
+    """Return the profile in `data`, the JSON of the file called `name`; raises ProfileError with place and value.
 
-    Accelerators and hosts, and the accelerators' memory, come from the file. A backward node lies with the forward
-    nodes of its colour class, or by itself where it has none; tensors between backward nodes are exchanges, which set
-    no order. Transfers cost what their edges state, or with `by_bytes` what their bytes take.
+    Devices and their memory come from the file. Tensors between backward nodes are exchanges: they cost transfers, and
+    set no order of homes. Transfers cost what their edges state, or with `by_bytes` what their sizes take.
     """
     nodes = _nodes(data, name)
     edges = _edges(data, nodes, name)
@@ -34,22 +43,24 @@ def parse(data: Any, name: str, by_bytes: bool) -> Profile:
     for a, b, *_ in edges:
         if not nodes[a]["backward"] and not nodes[b]["backward"] and home[a] != home[b]:
             before[home[b]][home[a]] = None
-    sort_topologically(
-        before, name
-    )  # a cycle of forward nodes is an error; one through orphans only keeps them together
+    # A cycle of forward nodes is an error. A cycle through orphans, below, only keeps them on one device.
+    sort_topologically(before, name)
     for a, b, *_ in edges if extra else ():
         if nodes[a]["backward"] and nodes[b]["backward"] and {home[a], home[b]} & extra and home[a] != home[b]:
-            before[home[a]][home[b]] = None  # an orphan's place mirrors that of its neighbours
+            # Backward runs against the order of homes, so an orphan's home comes behind that of the nodes it feeds.
+            before[home[a]][home[b]] = None
     knots = _knots(before) if extra else []
+    # What a knot's members need of each other must not set an order: they are kept together.
     for knot in knots:
         for h in knot:
             before[h] = {maker: None for maker in before[h] if maker not in knot}
-    order = sort_topologically(_grouped(before, knots), name)
+    order = sort_topologically(_merge_needs(before, knots), name)
     position = {h: i for i, h in enumerate(order)}
     together = [tuple(sorted(c, key=position.__getitem__)) for c in [*_classes(nodes, home), *knots]]
     members = defaultdict(list)
     for i, h in home.items():
         members[h].append(nodes[i])
+    # More than the whole graph takes, also where nothing takes any time.
     total = sum(n["ms"] for n in nodes.values()) + 1.0
     costs = Costs(
         nodes=tuple(_cost(h, members[h], tuple(before[h]), total) for h in order),
@@ -75,7 +86,7 @@ def parse(data: Any, name: str, by_bytes: bool) -> Profile:
 
 
 def _nodes(data: Any, name: str) -> dict[Any, dict[str, Any]]:
-    """Return the nodes by their ids."""
+    """Return the nodes by their ids; raises ProfileError for a node that lacks one, or has a wrong value."""
     if not isinstance(data["nodes"], list) or not data["nodes"]:
         raise ProfileError(f"{name!r} has no nodes")
     nodes: dict[Any, dict[str, Any]] = {}
@@ -96,6 +107,7 @@ def _nodes(data: Any, name: str) -> dict[Any, dict[str, Any]]:
             "color": node.get("colorClass"),
             "supported": bool(node.get("supportedOnFpga", True)),
         }
+    # Names are how people pin nodes. Where some names are not unique, ids make them so.
     names = [n["name"] for n in nodes.values()]
     if len(set(names)) < len(names):
         for i, node in nodes.items():
@@ -104,7 +116,7 @@ def _nodes(data: Any, name: str) -> dict[Any, dict[str, Any]]:
 
 
 def _edges(data: Any, nodes: dict[Any, Any], name: str) -> list[tuple[Any, Any, float, float]]:
-    """Return the edges as (source, target, milliseconds, bytes)."""
+    """Return the edges as (source id, target id, milliseconds, bytes); raises ProfileError for an edge to nowhere."""
     if not isinstance(data["edges"], list):
         raise ProfileError(f"{name!r} has edges={data['edges']!r}: give a list")
     found = []
@@ -121,9 +133,11 @@ def _edges(data: Any, nodes: dict[Any, Any], name: str) -> list[tuple[Any, Any, 
 
 
 def _homes(nodes: dict[Any, dict[str, Any]]) -> tuple[dict[Any, str], set[str]]:
-    """Return the name under which each node is placed, and which of them are backward nodes without a mate."""
+    """Return the home of each node, by its id, and which homes are those of orphans alone."""
+    # Of several forward nodes of a class the first one is the mate: reversed, since later entries win.
     mates = {n["color"]: n["name"] for n in reversed(nodes.values()) if not n["backward"] and n["color"] is not None}
     home, orphans = {}, set()
+    # Orphans of one class share the home of the first of them.
     alone: dict[Any, str] = {}
     for i, n in nodes.items():
         home[i] = n["name"]
@@ -136,7 +150,7 @@ def _homes(nodes: dict[Any, dict[str, Any]]) -> tuple[dict[Any, str], set[str]]:
 
 
 def _classes(nodes: dict[Any, dict[str, Any]], home: dict[Any, str]) -> list[set[str]]:
-    """Return the colour classes, which no cut may part."""
+    """Return the homes of each colour class, which must lie on one device."""
     classes: dict[Any, set[str]] = defaultdict(set)
     for i, n in nodes.items():
         if n["color"] is not None:
@@ -145,15 +159,15 @@ def _classes(nodes: dict[Any, dict[str, Any]], home: dict[Any, str]) -> list[set
 
 
 def _knots(before: dict[str, dict[str, None]]) -> list[set[str]]:
-    """Return the places that lie on a cycle with each other."""
+    """Return the sets of homes that lie on a cycle with each other: the strongly connected ones."""
     import networkx as nx  # takes a fifth of a second to load, which other files need not wait for
 
     graph = nx.DiGraph([(maker, h) for h, makers in before.items() for maker in makers])
     return sorted((c for c in nx.strongly_connected_components(graph) if len(c) > 1), key=min)
 
 
-def _grouped(before: dict[str, dict[str, None]], knots: list[set[str]]) -> dict[str, list[str]]:
-    """Return what each place needs, where a knot needs all that its members need before any of them."""
+def _merge_needs(before: dict[str, dict[str, None]], knots: list[set[str]]) -> dict[str, list[str]]:
+    """Return what each home needs, where each member of a knot needs all that any member needs from outside."""
     needs = {h: list(makers) for h, makers in before.items()}
     for knot in knots:
         members = [h for h in before if h in knot]
@@ -164,7 +178,7 @@ def _grouped(before: dict[str, dict[str, None]], knots: list[set[str]]) -> dict[
 
 
 def _cost(name: str, members: list[dict[str, Any]], inputs: tuple[str, ...], total: float) -> NodeCost:
-    """Return the costs of a forward node and its backward mates."""
+    """Return the costs of a home: of a forward node and its backward mates together."""
 
     def ms(backward: bool) -> float:
         return sum(n["ms"] if n["supported"] else NEVER * total for n in members if n["backward"] == backward)
@@ -181,6 +195,7 @@ def _cost(name: str, members: list[dict[str, Any]], inputs: tuple[str, ...], tot
         gradient_bytes=0,
         kept_bytes=0,
         parameter_bytes=0,
+        # Sizes of nodes are what a device must hold of them, whatever it is.
         buffer_bytes=sum(n["bytes"] for n in members),
         host_ms=sum(n["host_ms"] for n in members),
     )
@@ -189,7 +204,10 @@ def _cost(name: str, members: list[dict[str, Any]], inputs: tuple[str, ...], tot
 def _exchanges(
     edges: list[tuple[Any, Any, float, float]], home: dict[Any, str], by_bytes: bool
 ) -> tuple[Exchange, ...]:
-    """Return every tensor: what one node gives to others at one price, with the places that make and read it."""
+    """Return every tensor: what one node gives to others at one price, with the homes that make and read it.
+
+    A tensor that several nodes of a stage read is sent to that stage once.
+    """
     nets: dict[tuple[Any, float], dict[str, None]] = {}
     for a, b, ms, size in edges:
         price = size if by_bytes else ms * BYTES_PER_MS
@@ -198,7 +216,7 @@ def _exchanges(
 
 
 def _number(record: Any, key: str, where: str) -> float:
-    """Return a finite number, zero or more."""
+    """Return a finite number, zero or more; raises ProfileError for any other value."""
     value = record.get(key)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < TOO_LARGE:
         raise ProfileError(f"{where} has {key}={str(value)[:40]}: give a finite number, zero or more")
@@ -206,7 +224,7 @@ def _number(record: Any, key: str, where: str) -> float:
 
 
 def _count(data: Any, key: str, name: str) -> int:
-    """Return a whole number of devices."""
+    """Return a whole number of devices, zero or more; raises ProfileError for any other value."""
     value = data.get(key, 0)
     if type(value) is not int or value < 0:
         raise ProfileError(f"{name!r} has {key}={value!r}: give a whole number of devices")

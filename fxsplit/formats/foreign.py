@@ -1,4 +1,4 @@
-"""What a file brings: costs, and the machine that it was made for, where it states one."""
+"""Profile: what is read from a file: costs, and the machine that they are for where the file states one."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from math import inf
 from fxsplit.ir.facts.costs import Costs
 
 TOO_LARGE = 1e60
-"""No time or size is so large, and sums of smaller ones do not overflow."""
+"""Times and sizes from here on are refused as mistakes. Sums and products of smaller ones do not overflow."""
 
 
 @dataclass(frozen=True, eq=False)
 class Profile:
     """Costs read from a file of some `format`.
 
-    `unit` is the file's unit of time, in which objectives are printed. `accelerators`, `hosts`, `memory_bytes` and
-    `bytes_per_s` describe the machine that the file states; None means that it states no devices. `cost_model` is the
-    one its own tool solves. A stage that takes `never_ms` has nodes that cannot run where they are. Where the file
-    states transfers in time, bytes stand for that, at `nominal_bytes_per_ms`.
+    - `unit`: the file's unit of time, in which objectives are printed.
+    - `accelerators`, `hosts`, `memory_bytes`, `bytes_per_s`: the machine that the file states; `accelerators` is None
+      where it states no devices.
+    - `cost_model`: the cost model under which the tool that wrote the file plans.
+    - `never_ms`: a stage that takes so long has nodes that cannot run where they are.
+    - `nominal_bytes_per_ms`: where the file states how long transfers take and not how large they are, a millisecond
+      is written as so many bytes; 0 where sizes are real.
     """
 
     costs: Costs

@@ -1,4 +1,4 @@
-"""A machine in TOML: devices with memory and speed, and the links that join them.
+"""A machine in TOML: devices with memory and speed, and the links that join them. Five devices, for example:
 
 bytes_per_s = 1.25e9            # between one entry's devices and the next one's; unlimited where it is left out
 
@@ -9,6 +9,10 @@ memory_bytes = 80e9
 speed = 1.0                     # relative to the hardware that was profiled
 link_bytes_per_s = 300e9        # between neighbours of this entry
 bytes_per_s = 25e9              # each device's own link, where that is slower
+
+[[devices]]
+name = "host"
+host = true                     # takes the times that the profile states for hosts
 """
 
 from __future__ import annotations
@@ -26,13 +30,17 @@ KEYS = {"name", "count", "memory_bytes", "speed", "link_bytes_per_s", "bytes_per
 
 
 def read_machine(path: str | os.PathLike[str]) -> Machine:
-    """Return the machine in a file; raises InputError, naming file, place and value, for anything else."""
+    """Return the machine in a file; raises InputError, naming file, place and value, for a file that holds none.
+
+    Devices stand in the order of the file, which is the order in which a pipeline passes them.
+    """
     name = str(path)
     try:
         data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise InputError(f"cannot read a machine from {name!r}: {error}") from error
     entries = data.get("devices")
+    # A key that is not known is refused: a misspelt one would be left out without a word.
     odd = sorted(data.keys() - {"devices", "bytes_per_s"})
     if odd or not isinstance(entries, list) or not entries:
         what = f"has {odd[0]!r}" if odd else "has no [[devices]]"
@@ -45,11 +53,12 @@ def read_machine(path: str | os.PathLike[str]) -> Machine:
         odd = sorted(entry.keys() - KEYS) if isinstance(entry, dict) else ["?"]
         if odd:
             raise InputError(f"{where} has {odd[0]!r}: known are {', '.join(sorted(KEYS))}")
-        count = entry.get("count", 1)
+        count = entry.get("count", 1)  # `type` below, since true would pass for the number 1
         if type(count) is not int or count < 1:
             raise InputError(f"{where} has count={count!r}: give a whole number of devices, at least 1")
         label = str(entry.get("name", f"device{i}"))
         for k in range(count):
+            # A link joins a device with the one before it, in this entry or at the end of the last one.
             if devices:
                 links.append(_number(entry, "link_bytes_per_s", inf, where) if k else between)
             devices.append(
@@ -65,7 +74,7 @@ def read_machine(path: str | os.PathLike[str]) -> Machine:
 
 
 def _number(table: Any, key: str, default: float, where: str) -> float:
-    """Return a positive number, or the default where it is left out."""
+    """Return a positive number of a table, or the default where the table leaves it out."""
     value = table.get(key, default)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
         raise InputError(f"{where} has {key}={value!r}: give a positive number")

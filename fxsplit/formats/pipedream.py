@@ -1,4 +1,11 @@
-"""PipeDream's graph.txt: a line a node, `id -- description -- times and sizes`, and an indented line an edge."""
+"""PipeDream's graph.txt (Narayanan et al. 2019): a line for each node, and an indented line for each edge.
+
+    node1 -- Input -- forward_compute_time=0.0, backward_compute_time=0.0, activation_size=40.0, parameter_size=0.0
+    node2 -- Linear -- forward_compute_time=1.0, backward_compute_time=2.0, activation_size=8.0, parameter_size=64.0
+        node1 -- node2
+
+Times are milliseconds and sizes are bytes. A node with several outputs has a list of sizes, `[8.0; 4.0]`.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +17,7 @@ from fxsplit.formats.acyclic import sort_topologically
 from fxsplit.formats.foreign import TOO_LARGE, Profile
 from fxsplit.ir.facts.costs import Costs, InputCost, NodeCost
 
+# The order of a node's figures, which `_cost` relies on.
 FIGURES = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 _FIGURE = re.compile(r"(\w+)=(\[[^\]]*\]|[^,\s]+)")
 
@@ -21,10 +29,9 @@ class _Node:
 
 
 def parse(text: str, name: str) -> Profile:
-    """Return the profile in `text`; times are milliseconds, sizes bytes.
+    """Return the profile in `text`, the contents of the file called `name`; raises ProfileError with line and value.
 
     As in PipeDream, nodes described as Input are what the model is given: they cost nothing and lie in the first stage.
-    A result that nobody reads stays with what makes it.
     """
     nodes, edges = _lines(text, name)
     readers: dict[str, list[str]] = {n: [] for n in nodes}
@@ -37,13 +44,15 @@ def parse(text: str, name: str) -> Profile:
     own = [n for n in order if n not in set(given)]
     if not own:
         raise ProfileError(f"{name!r} has no nodes: a PipeDream profile has lines like 'node1 -- ReLU -- ...'")
-    idle = [n for n in own if not readers[n] and len(makers[n]) == 1 and not _weighs(nodes[n])]
+    # A result that nobody reads and that costs nothing, such as a tuple's unused item, stays with the node that makes
+    # it: by itself it would be free to move, and double the states to search for nothing.
+    idle = [n for n in own if not readers[n] and len(makers[n]) == 1 and not _has_costs(nodes[n])]
     costs = Costs(
         nodes=tuple(_cost(n, nodes[n], tuple(makers[n])) for n in own),
         inputs=tuple(InputCost(n, nodes[n].figures["activation_size"], 0) for n in given),
         outputs=(),
         together=tuple((makers[n][0], n) for n in idle if makers[n][0] not in set(given)),
-        rows=1,
+        rows=1,  # the file does not say how many rows were measured
         device_kind="cuda",
     )
     costs.check()
@@ -51,7 +60,7 @@ def parse(text: str, name: str) -> Profile:
 
 
 def _lines(text: str, name: str) -> tuple[dict[str, _Node], list[tuple[str, str]]]:
-    """Return nodes by their ids and the edges, each once."""
+    """Return the nodes by their ids, and each edge once; raises ProfileError for a line that is neither."""
     nodes: dict[str, _Node] = {}
     edges: dict[tuple[str, str], int] = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -59,6 +68,7 @@ def _lines(text: str, name: str) -> tuple[dict[str, _Node], list[tuple[str, str]
             continue
         parts = line.strip().split(" -- ")
         where = f"{name!r}, line {number}"
+        # A node's description may hold the separator, so a node is told by three parts or more.
         if line[0].isspace() and len(parts) == 2:
             edges.setdefault((parts[0], parts[1]), number)
         elif len(parts) >= 3:
@@ -70,6 +80,7 @@ def _lines(text: str, name: str) -> tuple[dict[str, _Node], list[tuple[str, str]
                 f"{where} is neither a node ('id -- description -- times') nor an indented edge ('id -- id'): "
                 f"{line.strip()[:60]!r}; is this a profile, and whole?"
             )
+    # Edges may stand before their nodes, so ids are looked up at the end.
     for (a, b), number in edges.items():
         for end in (a, b):
             if end not in nodes:
@@ -80,12 +91,13 @@ def _lines(text: str, name: str) -> tuple[dict[str, _Node], list[tuple[str, str]
 
 
 def _figures(text: str, where: str) -> dict[str, float]:
-    """Return the four figures of a node; a list of sizes is summed."""
+    """Return the four figures of a node, where a list of sizes counts as its sum; raises ProfileError for others."""
     found = dict(_FIGURE.findall(text))
     figures = {}
     for figure in FIGURES:
         if figure not in found:
             raise ProfileError(f"{where}: {figure}= is missing; is the file cut off?")
+        # PipeDream writes the sizes of a node with several outputs as a list.
         words = found[figure].strip("[]").replace(";", " ").split()
         try:
             value = sum(float(word) for word in words)
@@ -97,14 +109,15 @@ def _figures(text: str, where: str) -> dict[str, float]:
     return figures
 
 
-def _weighs(node: _Node) -> bool:
-    """Return whether a node takes time or memory for itself."""
+def _has_costs(node: _Node) -> bool:
+    """Return whether a node takes time or has parameters."""
     return any(node.figures[f] for f in (FIGURES[0], FIGURES[1], FIGURES[3]))
 
 
 def _cost(name: str, node: _Node, inputs: tuple[str, ...]) -> NodeCost:
-    """Return a node's costs; the gradient of an activation is as large as the activation."""
+    """Return the costs of a node."""
     forward, backward, activation, parameters = (node.figures[f] for f in FIGURES)
+    # The file has one size: of the output, of its gradient, and of what backward needs of it.
     size = activation
     return NodeCost(
         name=name,

@@ -1,4 +1,8 @@
-"""Plans as JSON: what `fxsplit plan --json` prints, and what `fxsplit simulate --plan` reads."""
+"""Plans as JSON: what `fxsplit plan --json` prints, and what `fxsplit simulate --plan` reads.
+
+{"objective": 9.02, "lower_bound": 9.02, "gap": 0.0, "optimal": true, "cost_model": "forwarded",
+ "stages": [{"nodes": ["n0"], "devices": ["device0"], "load": 3.0, "forward_ms": 1.0, ...}, ...], ...}
+"""
 
 from __future__ import annotations
 
@@ -14,14 +18,19 @@ from fxsplit.errors import PlanError
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.price import COST_MODELS, CostModel, StagePlan
 
+# All numbers of a stage: a figure that StagePlan gains is written and read without a change here.
 _FIGURES = [f.name for f in fields(StagePlan) if f.name.endswith(("_ms", "_bytes"))]
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
-    """Return a plan as an object of JSON: objective, bound and stages first, then all else that it says."""
+    """Return a plan as an object of JSON: the objective, its bound and the stages first, then all else.
+
+    The objective is the load of the slowest stage, in milliseconds for a microbatch.
+    """
     return {
         "objective": plan.bottleneck_ms,
         "lower_bound": plan.lower_bound_ms,
+        # JSON has no infinity, which the gap is where nothing bounds the objective.
         "gap": plan.gap if isfinite(plan.gap) else None,
         "optimal": plan.optimal,
         "cost_model": plan.model.name,
@@ -52,17 +61,18 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
 
 
 def read_plan(path: str | os.PathLike[str]) -> Plan:
-    """Return the plan in a file; raises PlanError, naming the file and what is wrong, for anything else."""
+    """Return the plan in a file; raises PlanError, naming the file and what is wrong, for a file that holds none."""
     name = os.fspath(path)
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise PlanError(f"cannot read a plan from {name!r}: {error}; write one with fxsplit plan --json") from error
+    # Any JSON file comes here, so the two keys that every plan has tell whether it is one.
     if not isinstance(data, dict) or "stages" not in data or "objective" not in data:
         raise PlanError(f"{name!r} is no plan: write one with fxsplit plan PROFILE --json")
     try:
         names = [str(d) for d in data["device_names"]]
-        stages = tuple(_stage(i, stage, names) for i, stage in enumerate(data["stages"]))
+        stages = tuple(_read_stage(i, stage, names) for i, stage in enumerate(data["stages"]))
         if not stages:
             raise PlanError("it has no stages")
         if data["cost_model"] not in COST_MODELS:
@@ -83,13 +93,14 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
         raise PlanError(f"{name!r} is a damaged plan: {what}; write it again with fxsplit plan --json") from error
 
 
-def _stage(index: int, data: dict[str, Any], names: list[str]) -> StagePlan:
-    """Return one stage."""
+def _read_stage(index: int, data: dict[str, Any], names: list[str]) -> StagePlan:
+    """Return one stage; raises PlanError for a device or number that cannot be."""
     for device in data["devices"]:
         if device not in names:
             raise PlanError(f"stage {index} is on {device!r}, which is none of its devices")
     backward = _number(data["backward_ms"], f"backward_ms of stage {index}")
-    data = {"weight_ms": backward / 2, **data}  # earlier versions did not say
+    # Files of earlier versions do not say what of a backward is for weights: half of it, as simulations assume.
+    data = {"weight_ms": backward / 2, **data}
     if _number(data["weight_ms"], f"weight_ms of stage {index}") > backward:
         raise PlanError(f"weight_ms of stage {index} is {data['weight_ms']}, and it is part of backward_ms={backward}")
     return StagePlan(
@@ -101,14 +112,15 @@ def _stage(index: int, data: dict[str, Any], names: list[str]) -> StagePlan:
 
 
 def _count(value: Any, what: str) -> int:
-    """Return a whole number that is not negative."""
+    """Return a whole number that is zero or more; raises PlanError for any other value."""
+    # A float holds no larger number exactly.
     if type(value) is not int or not 0 <= value < 2**53:
         raise PlanError(f"{what} is {value!r}: it must be a whole number, zero or more")
     return int(value)
 
 
 def _number(value: Any, what: str) -> float:
-    """Return a number that is finite and not negative."""
+    """Return a finite number that is zero or more; raises PlanError for any other value."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not (math.isfinite(value) and value >= 0):
         raise PlanError(f"{what} is {value!r}: it must be a finite number, zero or more")
     return float(value)

@@ -1,4 +1,4 @@
-"""Tell the format of a file by its contents and read it."""
+"""Read a profile of any format: the format is told by the contents of the file, and not by its name."""
 
 from __future__ import annotations
 
@@ -15,29 +15,32 @@ from fxsplit.ir.facts.costs import Costs
 def read(path: str | os.PathLike[str], by_bytes: bool = False) -> Profile:
     """Return the profile in a file: fxsplit's JSON, a PipeDream graph.txt, or a dnn-partitioning JSON.
 
-    With `by_bytes` transfers will be priced by their bytes, even where the file states times.
-    Raises ProfileError, naming file, place and value, for anything else.
+    A file may state both how long a transfer takes and how large it is; with `by_bytes` its size counts.
+    Raises ProfileError, naming file, place and value, for a file of none of these formats.
     """
     name = str(path)
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ProfileError(f"cannot read {name!r}: {error}; give a profile written by costs.save(path)") from error
+    # The other two formats are JSON objects.
     if not text.lstrip().startswith("{"):
         return pipedream.parse(text, name)
     try:
         data = json.loads(text, parse_constant=lambda word: _refuse(name, word))
     except ValueError as error:
+        # A ProfileError is a ValueError too: the one of _refuse says more than what is wrapped around it here.
         if isinstance(error, ProfileError):
             raise
         raise ProfileError(f"{name!r} is no whole JSON file (is it cut off?): {error}") from error
     except RecursionError as error:
         raise ProfileError(f"{name!r} is nested too deeply for a profile") from error
+    # fxsplit's own files have nodes, but name what each node reads and so need no edges.
     if "nodes" in data and "edges" in data:
         return dnn_partitioning.parse(data, name, by_bytes)
     return Profile(Costs.parse(data, name), "fxsplit")
 
 
 def _refuse(name: str, word: str) -> float:
-    """Raise for NaN and infinity, which JSON does not have and Python reads all the same."""
+    """Raise ProfileError for NaN and infinity, which JSON does not have and Python's reader takes all the same."""
     raise ProfileError(f"{name!r} holds {word}: every time and size must be a finite number")

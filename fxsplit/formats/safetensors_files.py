@@ -1,4 +1,8 @@
-"""Checkpoints in safetensors files: one, or several with an index. Tensors are read one at a time, where they go."""
+"""Checkpoints in safetensors files: one file, or several with an index. Tensors are read one at a time.
+
+The index of a checkpoint in several files is JSON beside them: {"weight_map": {"layer.weight": "model-1.safetensors"}}.
+Each tensor goes straight to its device, so that no more than one of them is in host memory at a time.
+"""
 
 from __future__ import annotations
 
@@ -22,28 +26,28 @@ INDEX = ".index.json"
 
 
 class WeightFiles:
-    """Which file holds each tensor of a checkpoint.
+    """The files of a checkpoint: which of them holds each tensor.
 
     `path` is a .safetensors file, an index (.safetensors.index.json) beside its files, or a folder with either.
-    Raises InputError for one that is not there, or is no such file.
+    Raises InputError for a path that is not there, or is none of these.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = _found(Path(path))
+        self.path = _find_file(Path(path))
         if self.path.name.endswith(INDEX):
-            self._file_of = _indexed(self.path)
+            self._file_of = _read_index(self.path)
         else:
             with self._opened() as handles:
                 self._file_of = dict.fromkeys(handles(self.path).keys(), self.path)
 
     @property
     def names(self) -> Iterable[str]:
-        """The names of all tensors."""
+        """The names of all tensors of the checkpoint."""
         return self._file_of.keys()
 
     @contextmanager
     def _opened(self) -> Iterator[Any]:
-        """Yield a function that opens a file, once; all are closed after the block."""
+        """Yield a function that returns a file's open handle; each file is opened once, and closed after the block."""
         handles: dict[Path, Any] = {}
         with ExitStack() as stack:
 
@@ -59,10 +63,12 @@ class WeightFiles:
 
     @torch.inference_mode(False)
     def load(self, model: nn.Module, places: Sequence[tuple[Tensor, torch.device]], strict: bool) -> None:
-        """Give each weight of the model its value on its device, in the order of `places`; others in host memory.
+        """Give each weight of the model its value from the files, on its device, in the order of `places`.
 
-        Weights go by the names of the model's state_dict. Raises InputError, before anything is loaded, naming a weight
-        that no file holds, or has in another shape or dtype; and, if `strict`, a tensor that is none of the model's.
+        `places` are pairs of a weight and its device. Other weights stay where they are, or go to host memory where
+        they have no values yet. Weights are found by the names of the model's state_dict, of which a tied
+        weight has several. Raises InputError, before anything is loaded, naming a weight that no file holds, or holds
+        in another shape or dtype; and, if `strict`, a tensor that the model does not have.
         """
         state = {k: w for k, w in model.state_dict(keep_vars=True).items() if isinstance(w, Tensor)}
         names: dict[int, list[str]] = {}
@@ -74,6 +80,7 @@ class WeightFiles:
         order = [w for w, _ in places if id(w) in stored]
         rest = [w for w in {id(w): w for w in state.values()}.values() if id(w) not in where]
         with self._opened() as handles, torch.no_grad():
+            # All checks come before the first weight changes: a model is loaded whole or not at all.
             for weight in (*order, *rest):
                 self._check_kind(handles, stored[id(weight)], weight)
                 self._check_tied(handles, [name for name in names[id(weight)] if name in self._file_of])
@@ -81,11 +88,11 @@ class WeightFiles:
             for weight in (*order, *rest):
                 device = where.get(id(weight), torch.device("cpu") if weight.is_meta else weight.device)
                 value = handles(self._file_of[stored[id(weight)]]).get_tensor(stored[id(weight)])
-                # Always a copy: what is read is the file's own memory, and would change with it.
+                # Always a copy: what is read is the memory of the mapped file, and would change with the file.
                 _give(weight, value.to(device))
 
     def _check_tied(self, handles: Any, names: Sequence[str]) -> None:
-        """Raise InputError where the files hold several values for one weight of several names."""
+        """Raise InputError where the files hold different values for one weight that has several names."""
         for name in names[1:]:
             first, other = (handles(self._file_of[one]).get_tensor(one) for one in (names[0], name))
             if not torch.equal(first, other):
@@ -95,7 +102,7 @@ class WeightFiles:
                 )
 
     def _check_kind(self, handles: Any, name: str, weight: Tensor) -> None:
-        """Raise InputError unless a file has a weight as the model wants it."""
+        """Raise InputError unless the file holds a weight in the shape and dtype of the model's."""
         handle = handles(self._file_of[name])
         try:
             held = handle.get_slice(name)
@@ -103,6 +110,7 @@ class WeightFiles:
             file = self._file_of[name].name
             raise InputError(f"{self.path.name}: {file} does not hold {name!r} ({error}): is it complete?") from error
         shape = tuple(held.get_shape())
+        # A slice has no dtype, but an empty part of it does, and loads nothing. Scalars cannot be sliced.
         dtype = (held[:0] if shape else handle.get_tensor(name)).dtype
         if (shape, dtype) != (tuple(weight.shape), weight.dtype):
             raise InputError(
@@ -111,9 +119,10 @@ class WeightFiles:
             )
 
 
-def _found(path: Path) -> Path:
-    """Return the file that a path means."""
+def _find_file(path: Path) -> Path:
+    """Return the .safetensors file or the index that a path means; raises InputError where that is not clear."""
     if path.is_dir():
+        # An index comes first: beside it lie the files that it names, several of the other kind.
         kinds = ("*.safetensors" + INDEX, "*.safetensors")
         found = next((files for kind in kinds if (files := sorted(path.glob(kind)))), [])
         if len(found) != 1:
@@ -125,13 +134,14 @@ def _found(path: Path) -> Path:
     return path
 
 
-def _indexed(path: Path) -> dict[str, Path]:
-    """Return the file of each tensor that an index names."""
+def _read_index(path: Path) -> dict[str, Path]:
+    """Return the file of each tensor that an index names; raises InputError for files that are not beside it."""
     try:
         held = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         files = {str(name): str(file) for name, file in held.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{str(path)!r} is no index of safetensors files (no weight_map): {error}") from error
+    # A name with a folder in it could lead anywhere, and an index comes from others.
     for file in sorted(set(files.values())):
         if PurePosixPath(file).name != file or not (path.parent / file).is_file():
             raise InputError(
@@ -148,7 +158,8 @@ def _check_names(
     strict: bool,
     path: Path,
 ) -> None:
-    """Raise InputError unless the files hold what the model wants."""
+    """Raise InputError unless the files hold a tensor for each weight of the model, and, if `strict`, no others."""
+    # state_dict() hooks may make tensors that no file can be loaded into.
     held_by_model = {id(w) for w in (*model.parameters(), *model.buffers())}
     made = next((name for name, w in state.items() if id(w) not in held_by_model), None)
     if made is not None:
@@ -168,6 +179,7 @@ def _check_names(
             f"{str(path)!r} holds {len(extra)} tensors that {type(model).__name__} does not have, such as "
             f"{extra[0]!r}: give its own checkpoint, or pipe.load_weights(path, strict=False) to leave them out"
         )
+    # What is not persistent is in no checkpoint, and must have its values already.
     named = [*model.named_parameters(), *model.named_buffers()]
     lost = next((name for name, w in named if w.is_meta and id(w) not in names), None)
     if lost is not None:
@@ -178,7 +190,10 @@ def _check_names(
 
 
 def _check_free(name: str, weight: Tensor) -> None:
-    """Raise InputError for a weight without values that cannot get any and stay the same object."""
+    """Raise InputError for a weight without values that cannot get any and stay the same object.
+
+    `torch.utils.swap_tensors` gives it values, and refuses a tensor that something else refers to.
+    """
     if not weight.is_meta:
         return
     if any(list_gradient_hooks(weight)):
@@ -190,7 +205,7 @@ def _check_free(name: str, weight: Tensor) -> None:
 
 
 def _give(weight: Tensor, value: Tensor) -> None:
-    """Let a weight have a value; it stays the same object, which optimizers may hold, with its attributes."""
+    """Give a weight a value. The weight stays the same object, which optimizers may hold, with its attributes."""
     if weight.is_meta:
         torch.utils.swap_tensors(weight, fill_like(weight, value))
     else:

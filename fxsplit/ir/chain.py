@@ -1,4 +1,8 @@
-"""Chains and their text: `profile{repeats=3},augment,order,partition,emit` <-> passes."""
+"""Chains: sequences of passes, and the text that they are written in.
+
+`profile{repeats=3},augment,order,partition,emit` is a chain of five passes, the first with an option. A chain is read
+from text by `parse_chain`, and `str(chain)` gives the text back.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,16 @@ from fxsplit.errors import ChainError
 from fxsplit.ir.graph import Pass, name_pass
 
 Scalar = str | int | float | bool
+# A pass and what ends it, a comma or the end of the text; dots and colons are for package.module:attribute.
 _ITEM = re.compile(r"\s*(?P<name>[\w.:-]+)\s*(?:\{(?P<options>[^{}]*)\})?\s*(?:,|$)")
 
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """A sequence of passes; `before`, `after` and `replace` return another one."""
+    """A sequence of passes, which never changes; `before`, `after` and `replace` return another chain.
+
+    They find a pass by its name, and raise ChainError where the chain has none of that name.
+    """
 
     passes: tuple[Pass, ...]
 
@@ -45,7 +53,7 @@ class Chain:
         return Chain((*self.passes[:at], *others, *self.passes[at + 1 :]))
 
     def _find(self, name: str) -> int:
-        """Return where the pass called `name` stands."""
+        """Return the position of the first pass called `name`."""
         names = [name_pass(p) for p in self.passes]
         if name not in names:
             raise ChainError(f"no pass {name!r} in this chain ({', '.join(names)})")
@@ -56,11 +64,12 @@ class Chain:
 
 
 def pass_text(step: Pass) -> str:
-    """Return a pass as text: its name, and the options that differ from their defaults."""
+    """Return a pass as text: its name, and the options that differ from their defaults, as `profile{repeats=5}`."""
+    # A plain function is a pass too, and has no options.
     if not dataclasses.is_dataclass(step):
         return name_pass(step)
     options = [
-        f"{f.name}={_scalar_text(getattr(step, f.name))}"
+        f"{f.name}={_write_scalar(getattr(step, f.name))}"
         for f in dataclasses.fields(step)
         if getattr(step, f.name) != f.default
     ]
@@ -68,18 +77,19 @@ def pass_text(step: Pass) -> str:
 
 
 def parse_chain(text: str, known: Mapping[str, Callable[..., Any]]) -> Chain:
-    """Return the chain that `text` describes.
+    """Return the chain that `text` describes; `known` are the passes that come with fxsplit, by name.
 
     A name is one of `known`, of an installed entry point in group `fxsplit.passes`, or `package.module:attribute`.
-    Raises ChainError naming what is unknown.
+    Raises ChainError naming a pass, an option or a piece of text that is not understood.
     """
     passes = []
     at = 0
+    # Item by item, so that an error shows the text from the place where reading stopped.
     while at < len(text.rstrip()):
         match = _ITEM.match(text, at)
         if match is None:
             raise ChainError(f"cannot read the chain {text!r} from {text[at:]!r}: write name{{option=value}},name,...")
-        passes.append(_make(match["name"], match["options"], known))
+        passes.append(_create_pass(match["name"], match["options"], known))
         at = match.end()
     if not passes:
         raise ChainError("an empty chain: write for example 'profile,augment,order,partition,emit'")
@@ -87,11 +97,12 @@ def parse_chain(text: str, known: Mapping[str, Callable[..., Any]]) -> Chain:
 
 
 def to_chain(passes: str | Chain | Iterable[Pass], known: Mapping[str, Callable[..., Any]]) -> Chain:
-    """Return `passes` as a Chain, whichever way it was written."""
+    """Return `passes` as a Chain, from a text, a Chain or several passes; raises ChainError for what is no pass."""
     if isinstance(passes, str):
         return parse_chain(passes, known)
     chain = passes if isinstance(passes, Chain) else Chain(tuple(passes))
     for step in chain:
+        # A class is callable, but calling it makes a pass and does not run one.
         if isinstance(step, type) or not callable(step):
             raise ChainError(
                 f"{step!r} is not a pass: give a function from IR to IR, or an instance of a pass class; names go into "
@@ -100,21 +111,23 @@ def to_chain(passes: str | Chain | Iterable[Pass], known: Mapping[str, Callable[
     return chain
 
 
-def _make(name: str, options: str | None, known: Mapping[str, Callable[..., Any]]) -> Pass:
-    """Return the pass called `name` with its options set."""
-    found = _find(name, known)
+def _create_pass(name: str, options: str | None, known: Mapping[str, Callable[..., Any]]) -> Pass:
+    """Return the pass called `name` with its options, the text between braces; raises ChainError for a wrong option."""
+    found = _find_pass(name, known)
     if not isinstance(found, type):
         if options:
             raise ChainError(f"pass {name!r} is a plain function and has no options, not {{{options}}}")
         step: Pass = found
         return step
+    # The default of an option says which type it is of, so a text needs no quotes.
     values = {}
     types = {f.name: f for f in dataclasses.fields(found)} if dataclasses.is_dataclass(found) else {}
     for part in filter(None, (p.strip() for p in (options or "").split(","))):
         key, _, value = part.partition("=")
         if key not in types or not value:
             raise ChainError(f"pass {name!r} has no option {part!r}: it has {', '.join(types) or 'none'}")
-        values[key] = _scalar(name, key, value, types[key].default)
+        values[key] = _read_scalar(name, key, value, types[key].default)
+    # A pass checks itself when it is made, and an option without a default may be missing.
     try:
         made: Pass = found(**values)
     except TypeError as error:
@@ -122,8 +135,8 @@ def _make(name: str, options: str | None, known: Mapping[str, Callable[..., Any]
     return made
 
 
-def _find(name: str, known: Mapping[str, Callable[..., Any]]) -> Any:
-    """Return the class or function behind a name."""
+def _find_pass(name: str, known: Mapping[str, Callable[..., Any]]) -> Any:
+    """Return the class or function behind a name; raises ChainError, with what is known, where there is none."""
     if name in known:
         return known[name]
     if ":" in name:
@@ -141,8 +154,9 @@ def _find(name: str, known: Mapping[str, Callable[..., Any]]) -> Any:
     raise ChainError(f"unknown pass {name!r}: {hint}known are {names}; a pass of yours is package.module:name")
 
 
-def _scalar(name: str, key: str, text: str, default: Any) -> Scalar:
-    """Return an option's value, of the type of its default."""
+def _read_scalar(name: str, key: str, text: str, default: Any) -> Scalar:
+    """Return an option's value, of the type of its default; raises ChainError for a text of another type."""
+    # Before numbers: in Python, True is an int.
     if isinstance(default, bool):
         if text in ("true", "false"):
             return text == "true"
@@ -155,6 +169,6 @@ def _scalar(name: str, key: str, text: str, default: Any) -> Scalar:
     return text
 
 
-def _scalar_text(value: Scalar) -> str:
-    """Return an option's value as it is parsed."""
+def _write_scalar(value: Scalar) -> str:
+    """Return the text of an option's value, as `_read_scalar` reads it."""
     return str(value).lower() if isinstance(value, bool) else str(value)

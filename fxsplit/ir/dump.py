@@ -1,4 +1,7 @@
-"""Watching a chain run: dump every IR to a folder, print some, show progress that takes long."""
+"""Observers of a chain: write every IR to a folder, print some of them, and show how far long work has come.
+
+They watch what `manager.run_chain` does, and never change it.
+"""
 
 from __future__ import annotations
 
@@ -17,24 +20,25 @@ from fxsplit.ir.progress import listen
 from fxsplit.ir.text import render
 
 PATIENCE_S = 1.0
-"""Work that is over sooner shows no progress bar."""
+"""Work that takes fewer seconds shows no progress bar."""
 
 
 @dataclass
 class DumpTo:
-    """Writes `00-trace.txt` before the first pass and `NN-name.txt` after each."""
+    """Writes `00-trace.txt` before the first pass, and `01-profile.txt` and so on after each pass."""
 
     folder: Path
     _count: int = field(default=0, init=False)
 
     def start(self, ir: IR) -> None:
-        """Write the IR as it was traced."""
+        """Write the IR as it was traced; raises InputError where the folder cannot be made."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(
                 f"cannot dump into {str(self.folder)!r}: {error}; give a folder that can be made"
             ) from error
+        # Each chain that runs numbers its files from 0, also where one observer watches several.
         self._count = 0
         self._write("trace", ir)
 
@@ -50,7 +54,10 @@ class DumpTo:
 
 @dataclass(frozen=True)
 class PrintAfter:
-    """Prints the IR after the passes in `names`, or after each when that is ("all",)."""
+    """Prints the IR after each pass in `names`, or after every pass where `names` has "all"; "trace" is the IR before.
+
+    `file` is where it prints (default: standard output at that time).
+    """
 
     names: tuple[str, ...]
     file: TextIO | None = None
@@ -66,16 +73,18 @@ class PrintAfter:
 
 
 def make_observers(dump: str | os.PathLike[str] | None, passes: Sequence[str]) -> list[DumpTo | PrintAfter]:
-    """Return the observers asked for by `dump=`, FXSPLIT_DUMP and FXSPLIT_PRINT_AFTER.
+    """Return the observers asked for by `dump=` and by FXSPLIT_DUMP and FXSPLIT_PRINT_AFTER in the environment.
 
     Raises ChainError when a name in FXSPLIT_PRINT_AFTER is none of `passes`.
     """
     observers: list[DumpTo | PrintAfter] = []
+    # What the program asks for goes before what its environment asks for.
     folder = dump or os.environ.get("FXSPLIT_DUMP")
     if folder:
         observers.append(DumpTo(Path(folder)))
     names = tuple(filter(None, (n.strip() for n in os.environ.get("FXSPLIT_PRINT_AFTER", "").split(","))))
     for name in names:
+        # A misspelt name would print nothing, and leave its user to wonder.
         if name not in ("all", "trace", *passes):
             raise ChainError(f"FXSPLIT_PRINT_AFTER names {name!r}: known are all, trace, {', '.join(passes)}")
     if names:
@@ -85,10 +94,11 @@ def make_observers(dump: str | os.PathLike[str] | None, passes: Sequence[str]) -
 
 @contextmanager
 def show_progress() -> Iterator[None]:
-    """Show a bar on standard error for tracked work that takes over a second, where that is a terminal."""
+    """Show a bar on standard error for tracked work inside the block that takes over a second, on terminals alone."""
     if not sys.stderr.isatty():
         yield
         return
+    # rich takes a tenth of a second to load, which programs without a terminal need not wait for.
     from rich.console import Console
     from rich.progress import Progress, TaskID
 

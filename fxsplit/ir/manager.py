@@ -1,4 +1,7 @@
-"""Run a chain: apply each pass, verify every fact, record the step, tell the observers."""
+"""Run a chain: apply each pass, verify every fact after it, record the step, and tell the observers.
+
+This is where every compile passes: a pass that breaks a fact is named here, and not where its result is used.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from fxsplit.ir.graph import IR, Pass, Step, name_pass
 
 
 class Observer(Protocol):
-    """Watches a chain run; never changes it."""
+    """Something that watches a chain run, such as `dump.DumpTo`."""
 
     def start(self, ir: IR) -> None:
         """See the IR before the first pass."""
@@ -23,7 +26,11 @@ class Observer(Protocol):
 
 
 def run_chain(ir: IR, chain: Iterable[Pass], observers: Sequence[Observer] = ()) -> IR:
-    """Return the IR after every pass of `chain`; raises what a pass raises, or BrokenFact naming the pass at fault."""
+    """Return the IR after all passes of `chain`.
+
+    Raises what a pass raises, ChainError for a pass that returns no IR, and BrokenFact, naming the pass, where a fact
+    does not hold after it.
+    """
     for observer in observers:
         observer.start(ir)
     for step in chain:
@@ -32,6 +39,7 @@ def run_chain(ir: IR, chain: Iterable[Pass], observers: Sequence[Observer] = ())
         if not isinstance(result, IR):
             what = f"returned {type(result).__name__}: a pass returns an IR (is 'return ir' missing?)"
             raise ChainError(f"pass {name_pass(step)!r} {what}")
+        # The steps of before the pass: a pass that makes a new IR would lose them.
         ir = replace(result, steps=(*ir.steps, Step(pass_text(step), time.perf_counter() - begin)))
         _verify(ir, name_pass(step))
         for observer in observers:
@@ -40,9 +48,10 @@ def run_chain(ir: IR, chain: Iterable[Pass], observers: Sequence[Observer] = ())
 
 
 def _verify(ir: IR, name: str) -> None:
-    """Verify the graph and every fact, whoever learnt it."""
+    """Raise BrokenFact unless the graph is sound and every fact holds, also those that earlier passes learnt."""
     try:
         ir.gm.graph.lint()
+        # All facts, and not only new ones: a pass may have changed the graph that an older fact is about.
         for fact in ir.facts.values():
             fact.verify(ir)
     except FxsplitError as error:

@@ -1,4 +1,7 @@
-"""How long work tells a listener that it advances, without knowing who listens."""
+"""Progress: work that takes long tells how far it has come, without knowing who listens.
+
+`track` is called by the work, `listen` by who shows it. With no listener nothing is shown.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,17 @@ Listener = Callable[[str, int, int], None]
 """Called with (what is done, items finished, items in all)."""
 
 
-def _nobody(what: str, done: int, total: int) -> None:
-    """Ignore progress."""
+def _ignore(what: str, done: int, total: int) -> None:
+    """Do nothing: the listener where nobody listens."""
 
 
-_listener: ContextVar[Listener] = ContextVar("fxsplit progress listener", default=_nobody)
+# A context variable, since threads that work for one caller copy it, and those of another caller do not see it.
+_listener: ContextVar[Listener] = ContextVar("fxsplit progress listener", default=_ignore)
 
 
 @contextmanager
 def listen(listener: Listener) -> Iterator[None]:
-    """Send the progress of everything inside the block to `listener`."""
+    """Send the progress of all work inside the block to `listener`, in place of the listener outside of it."""
     token = _listener.set(listener)
     try:
         yield
@@ -31,7 +35,8 @@ def listen(listener: Listener) -> Iterator[None]:
 
 
 def track(items: Sequence[T], what: str) -> Iterator[T]:
-    """Yield `items` one by one, telling the listener after each."""
+    """Yield `items` one by one, and tell the listener after each is done; `what` is what the work is called."""
+    # Read once: the items may be asked for in a thread that has another context.
     listener = _listener.get()
     for done, item in enumerate(items, 1):
         yield item

@@ -1,4 +1,9 @@
-"""Timelines as trace events, which Perfetto (ui.perfetto.dev) and chrome://tracing open."""
+"""Timelines as trace events, JSON that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+    {"traceEvents": [{"name": "0F0", "cat": "forward", "ph": "X", "ts": 0.0, "dur": 1000.0, "pid": 0, "tid": 0}, ...]}
+
+`ts` and `dur` are microseconds; `ph` is the kind of an event: M names a row, X is a span, C a counter's new value.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +20,15 @@ WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gr
 
 
 def trace_events(timelines: Sequence[Timeline]) -> dict[str, Any]:
-    """Return timelines as one JSON object: a process each, a thread each device, a counter of what it holds."""
+    """Return timelines as one JSON object.
+
+    Each timeline is a process, and each of its devices a thread, with a counter of the bytes that the device holds.
+    """
     events: list[dict[str, Any]] = []
     for pid, timeline in enumerate(timelines):
         events.append({"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": timeline.title}})
         for tid, (name, spans) in enumerate(zip(timeline.devices, timeline.spans, strict=True)):
+            # Viewers group rows by process and thread, which stand for timeline and device here.
             here = {"pid": pid, "tid": tid}
             events.append({"name": "thread_name", "ph": "M", **here, "args": {"name": name}})
             for action, begin_ms, end_ms in spans:
@@ -34,6 +43,7 @@ def trace_events(timelines: Sequence[Timeline]) -> dict[str, Any]:
                         "args": action._asdict(),
                     }
                 )
+        # A measured timeline has no memory, so there may be fewer courses than devices.
         for tid, (name, course) in enumerate(zip(timeline.devices, timeline.memory, strict=False)):
             counter = {"name": f"memory of {name}", "ph": "C", "pid": pid, "tid": tid}
             events += [{**counter, "ts": ms * US_PER_MS, "args": {"bytes": bytes_}} for ms, bytes_ in course]
@@ -41,5 +51,5 @@ def trace_events(timelines: Sequence[Timeline]) -> dict[str, Any]:
 
 
 def save_trace(timelines: Sequence[Timeline], path: str | os.PathLike[str]) -> None:
-    """Write timelines as a trace-event file."""
+    """Write timelines as a file of trace events."""
     Path(path).write_text(json.dumps(trace_events(timelines)), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Timelines as a picture, one above the other on the same scale."""
+"""Timelines as a picture, one above the other on one scale: predicted above measured, for example."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gr
 KINDS = (".svg", ".png", ".pdf")
 INCHES_A_LANE, INCHES_WIDE = 0.35, 10.0
 FAINTER = 0.25
-"""By how much each further stage of one device is paler."""
+"""How much paler the blocks of each further stage of one device are."""
 
 
 def save_picture(timelines: Sequence[Timeline], path: str | os.PathLike[str]) -> None:
-    """Draw timelines with matplotlib; raises InputError for another ending than .svg, .png or .pdf, or without it."""
+    """Draw timelines with matplotlib: a row for each device, a block for each action with its microbatch in it.
+
+    Raises InputError for a path that ends in anything but .svg, .png or .pdf, and where matplotlib is missing.
+    """
     if Path(path).suffix not in KINDS:
         raise InputError(f"cannot draw {os.fspath(path)!r}: end its name in {', '.join(KINDS)}")
     try:
@@ -27,9 +30,11 @@ def save_picture(timelines: Sequence[Timeline], path: str | os.PathLike[str]) ->
         from matplotlib.patches import Patch
     except ImportError as error:
         raise InputError("pictures need matplotlib: pip install 'fxsplit[picture]'") from error
+    # At least one lane, as matplotlib takes no height of zero.
     lanes = [max(1, len(t.devices)) for t in timelines]
     figure = Figure(figsize=(INCHES_WIDE, INCHES_A_LANE * sum(lanes) + 0.8 * len(lanes)), layout="constrained")
     axes = figure.subplots(len(timelines), 1, squeeze=False, sharex=True, gridspec_kw={"height_ratios": lanes})[:, 0]
+    # The legend has the kinds of actions that occur, in the order in which they do.
     seen: dict[str, str] = {}
     for axis, timeline in zip(axes, timelines, strict=True):
         for lane, spans in enumerate(timeline.spans):
@@ -39,6 +44,7 @@ def save_picture(timelines: Sequence[Timeline], path: str | os.PathLike[str]) ->
                 seen.setdefault(NAMES.get(action.op, action.op.lower()), colour)
                 pale = max(0.3, 1.0 - FAINTER * stages.index(action.stage))
                 axis.barh(lane, end_ms - begin_ms, left=begin_ms, color=colour, alpha=pale, edgecolor="white", lw=0.4)
+                # A number that is wider than its block could not be told from its neighbours'.
                 if action.microbatch >= 0 and end_ms - begin_ms > 0.012 * timeline.length_ms:
                     middle = (begin_ms + end_ms) / 2
                     axis.text(middle, lane, str(action.microbatch), ha="center", va="center", fontsize=6)

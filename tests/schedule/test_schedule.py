@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxsplit.errors import ScheduleError
@@ -81,6 +81,7 @@ def legal(name: str, devices: int, microbatches: int, per_device: int | None = N
         return None
 
 
+@settings(deadline=None)  # where the machine is busy, an example takes long
 @given(st.sampled_from(list(SCHEDULES)), st.integers(1, 6), st.integers(1, 13), st.sampled_from([None, 1, 2, 3]))
 def test_every_schedule_is_legal_at_every_size_it_takes(
     name: str, devices: int, microbatches: int, per_device: int | None
@@ -98,6 +99,7 @@ def test_every_schedule_is_legal_at_every_size_it_takes(
     assert simulate(written, times).step_ms == simulate(schedule, times).step_ms
 
 
+@settings(deadline=None)  # where the machine is busy, an example takes long
 @given(st.sampled_from(["GPipe", "1F1B"]), st.integers(1, 6), st.integers(1, 9))
 def test_known_peaks_and_bubble(name: str, stages: int, microbatches: int) -> None:
     """Peaks: N under GPipe, D - s under 1F1B; bubble (D-1)/(N+D-1) with F=1, B=2 under both, when N >= D."""
@@ -154,6 +156,7 @@ def test_weight_versions_and_lag(devices: int) -> None:
     assert double.weight_versions() == (2,) * devices and double.lag() == (1,) * devices
 
 
+@settings(deadline=None)  # where the machine is busy, an example takes long
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(1, 6), st.booleans())
 def test_any_placement_can_be_scheduled(counts: list[int], microbatches: int, split: bool) -> None:
     """Unequal numbers of stages a device, in blocks: by list scheduling, and all forwards before all backwards."""

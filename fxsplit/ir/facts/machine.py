@@ -1,4 +1,7 @@
-"""Machine: the devices a plan may use, with their memory and speed, and the links between neighbours."""
+"""Machine: the devices that a plan may use, with their memory and speed, and the links between neighbours.
+
+A machine need not exist here: `Machine.planned(8)` is one to plan for, which no pipeline can run on.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +23,21 @@ DeviceLike: TypeAlias = "str | torch.device"
 GPU_LINK_BYTES_PER_S = 16e9
 """Assumed between two GPUs where nothing else is stated: a 16-lane PCIe 3 link, the slowest in common use."""
 LEAST_BYTES_PER_S = 1e-3
-"""A link slower than this is a mistake, and its times would overflow."""
+"""A link slower than this is refused as a mistake: the times that it leads to would overflow."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """One place a stage can run.
+    """One place where a stage can run.
 
-    `name` is unlike any other in the machine; `torch_device` is where its tensors live (None in a machine that is only
-    planned for); `speed` is relative to the hardware that was profiled; `bytes_per_s` is the bandwidth of its own
-    link, where that is less than the links between devices. A `host` takes each node's `host_ms` and exchanges values
-    without cost, as the CPUs of the dnn-partitioning files do.
+    - `name`: unlike any other in the machine.
+    - `torch_device`: where the tensors of its stages live; None in a machine that is only planned for.
+    - `memory_bytes`: what weights, activations and the rest of its stages may take; unlimited by default.
+    - `speed`: relative to the hardware that was profiled; a device of speed 2 takes half as long.
+    - `bytes_per_s`: the bandwidth of its own link, where that is less than that of the links between devices.
+    - `host`: it takes each node's `host_ms`, and exchanges values without cost, as CPUs of dnn-partitioning files do.
+
+    Raises InputError for a value that is not of its type, or not positive.
     """
 
     name: str
@@ -41,12 +48,14 @@ class Device:
     host: bool = False
 
     def __post_init__(self) -> None:
+        # Told by its type's name, so that planning does not load torch to ask isinstance().
         if self.torch_device is not None and type(self.torch_device).__module__ != "torch":
             raise InputError(f"device {self.name!r} has torch_device={self.torch_device!r}: give a torch.device")
         for value in (self.memory_bytes, self.speed, self.bytes_per_s):
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise InputError(f"device {self.name!r} has {value!r} for memory_bytes or speed: give a number")
         for what in ("memory_bytes", "bytes_per_s"):
+            # Turned round, so that what is not a number is refused too.
             if not getattr(self, what) > 0 or (what == "bytes_per_s" and getattr(self, what) < LEAST_BYTES_PER_S):
                 raise InputError(f"device {self.name!r} has {what}={getattr(self, what)}: give a positive number")
         if not (self.speed > 0 and isfinite(self.speed)):
@@ -55,10 +64,11 @@ class Device:
 
 @dataclass(frozen=True)
 class Machine(GivenFact):
-    """Devices in pipeline order and the bandwidth between each and the next, in bytes per second.
+    """Devices in pipeline order, and the bandwidth between each and the next.
 
-    `links[i]` joins device i and i+1; infinite means that values are handed over without a copy, as between threads
-    of one process on a CPU.
+    `links[i]` joins devices i and i + 1, in bytes per second. An infinite link hands values over without a copy, as
+    between threads of one process on a CPU. `shared` is for a machine that was unrolled: the real device of each of
+    its devices. Raises InputError unless names differ and there is a link for each pair of neighbours.
     """
 
     devices: tuple[Device, ...]
@@ -90,7 +100,7 @@ class Machine(GivenFact):
         bytes_per_s: float | None = None,
         memory_bytes: float | None = None,
     ) -> Machine:
-        """Return the machine meant by `devices`.
+        """Return the machine that a user means by `devices`.
 
         `devices` is a number (that many GPUs where there are as many, CPU devices otherwise), names or torch.devices
         with repeats allowed, Device objects, or a Machine, which is returned as it is. `bytes_per_s` states every
@@ -110,20 +120,24 @@ class Machine(GivenFact):
             devices = [devices]
         elif not isinstance(devices, (list, tuple)):
             raise InputError(f"devices={devices!r}: give a number, a list of names or torch.devices, or a Machine")
+        # Devices that name one GPU several times share its memory evenly.
         shared: dict[torch.device, int] = {}
-        parsed = [d if isinstance(d, Device) else _existing(d) for d in devices]
+        parsed = [d if isinstance(d, Device) else _find_device(d) for d in devices]
         for where in parsed:
             if isinstance(where, torch.device):
                 shared[where] = shared.get(where, 0) + 1
-        memory = {d: _memory(d) / count if memory_bytes is None else memory_bytes for d, count in shared.items()}
-        made = tuple(d if isinstance(d, Device) else Device(_label(d, i), d, memory[d]) for i, d in enumerate(parsed))
+        memory = {d: _read_memory(d) / count if memory_bytes is None else memory_bytes for d, count in shared.items()}
+        made = tuple(
+            d if isinstance(d, Device) else Device(_name_device(d, i), d, memory[d]) for i, d in enumerate(parsed)
+        )
         pairs = itertools.pairwise(made)
+        # Between devices on one GPU, and between CPU devices, nothing is copied.
         links = (inf if a.torch_device == b.torch_device else GPU_LINK_BYTES_PER_S for a, b in pairs)
         return cls(made, tuple(links) if bytes_per_s is None else (bytes_per_s,) * (len(made) - 1))
 
     @classmethod
     def planned(cls, devices: int, bytes_per_s: float = inf, memory_bytes: float = inf) -> Machine:
-        """Return a machine of equal devices to plan for, which need not exist here."""
+        """Return a machine of equal devices and links to plan for, which need not exist here."""
         if type(devices) is not int or devices < 1:
             raise InputError(f"devices={devices!r}: give at least 1 device to plan for")
         return cls(
@@ -132,13 +146,15 @@ class Machine(GivenFact):
         )
 
     def unrolled(self, homes: Sequence[Sequence[int]]) -> Machine:
-        """Return the machine with a device for each stage, of which stage s is on devices `homes[s]` of this one.
+        """Return the machine that has a device for each stage, where stage s is on devices `homes[s]` of this machine.
 
-        Stages of one device share its memory evenly, and what goes between them goes nowhere. A stage on several
-        devices counts as one that has the least of each of theirs.
+        The planner gives each stage a device. For schedules with several stages on a device, or with replicas, it plans
+        on this machine. Stages of one device share its memory evenly, and values between them need no link. A stage on
+        several devices is as slow, and has as little memory, as the least of them.
         """
         if [list(home) for home in homes] == [[i] for i in range(len(self))]:
             return self
+        # How many stages each device has, and how many of them have been unrolled so far.
         count = Counter(device for home in homes for device in home)
         seen: Counter[int] = Counter()
         made = []
@@ -150,6 +166,7 @@ class Machine(GivenFact):
             made.append(replace(device, name=name, memory_bytes=memory, speed=speed))
             seen[home[0]] += 1
         links = (
+            # A bandwidth is per millisecond there, and per second here.
             min(inf if a == b else 1000.0 * self.bytes_per_ms(a, b) for a, b in zip(one, other, strict=False))
             for one, other in itertools.pairwise(homes)
         )
@@ -160,14 +177,15 @@ class Machine(GivenFact):
 
     @property
     def uniform(self) -> bool:
-        """Whether all devices are alike and all links too, so that it does not matter which ones stay idle."""
+        """Whether all devices are alike and all links are, so that it does not matter which of them stay idle."""
         kinds = {(d.memory_bytes, d.speed, d.bytes_per_s, d.host) for d in self.devices}
         return len(kinds) == 1 and len(set(self.links)) <= 1
 
     def bytes_per_ms(self, own: int, other: int) -> float:
         """Return the bandwidth with which device `own` exchanges values with `other`, in bytes per millisecond.
 
-        Devices that are not neighbours are joined by a link like all others; plans that part neighbours ask for that.
+        Devices that are not neighbours count as joined by the slowest link. Plans that take devices in another order
+        than the machine's, or leave some out, ask for that.
         """
         if self.devices[own].host:
             return inf
@@ -176,16 +194,20 @@ class Machine(GivenFact):
         return min(between, self.devices[own].bytes_per_s) / 1000.0
 
     def reduce_ms_per_byte(self, devices: Sequence[int]) -> float:
-        """Return how long neighbours take to sum one byte of gradients each: 4 (r - 1) / (r^2 bandwidth)."""
+        """Return how long r neighbouring devices take to sum a byte of gradients of each, in milliseconds.
+
+        4 (r - 1) / (r^2 bandwidth), as in PipeDream (Narayanan et al. 2019), over the slowest link among them.
+        """
         r = len(devices)
         if r == 1:
             return 0.0
         slowest = min(self.bytes_per_ms(a, b) for a, b in itertools.pairwise(devices))
+        # bytes_per_ms counts the own link of its first device: the pairs above leave out the last device's.
         slowest = min(slowest, self.bytes_per_ms(devices[-1], devices[-2]))
         return 4.0 * (r - 1) / (r * r * slowest)
 
     def torch_devices(self) -> list[torch.device]:
-        """Return where each device's tensors live; raises InputError for a machine that is only planned for."""
+        """Return the torch device of each device; raises InputError for a machine that is only planned for."""
         found = [d.torch_device for d in self.devices if d.torch_device is not None]
         if len(found) < len(self.devices):
             missing = next(d.name for d in self.devices if d.torch_device is None)
@@ -193,7 +215,8 @@ class Machine(GivenFact):
         return found
 
     def intraop_threads(self) -> int:
-        """Return how many threads each CPU device may use inside one operator."""
+        """Return how many threads each CPU device may use inside one operator: its share of the cores, at least 1."""
+        # Stages that were unrolled from one device take turns on its threads.
         homes = self.shared or range(len(self))
         sharers = len({home for home, d in zip(homes, self.torch_devices(), strict=True) if d.type == "cpu"})
         return max(1, (os.cpu_count() or 1) // max(1, sharers))
@@ -207,8 +230,8 @@ class Machine(GivenFact):
         return "\n".join(lines)
 
 
-def _existing(name: DeviceLike) -> torch.device:
-    """Return the torch.device called `name`, with its index where its kind has several."""
+def _find_device(name: DeviceLike) -> torch.device:
+    """Return the torch.device called `name`, with an index if it is a GPU; raises InputError if it is not here."""
     import torch
 
     try:
@@ -217,6 +240,7 @@ def _existing(name: DeviceLike) -> torch.device:
         raise InputError(
             f"unknown device {name!r}: give 'cpu', 'cuda:0', a torch.device, a fxsplit.Device, or a number of devices"
         ) from error
+    # cpu:0 and cpu are one place, and only one of them compares equal to the device of a tensor.
     if device.type == "cpu":
         return torch.device("cpu")
     if device.type != "cuda":
@@ -227,13 +251,13 @@ def _existing(name: DeviceLike) -> torch.device:
     return torch.device("cuda", device.index or 0)
 
 
-def _label(device: torch.device, position: int) -> str:
-    """Return a name that stays unique when a device is repeated."""
+def _name_device(device: torch.device, position: int) -> str:
+    """Return a name that is unique also where a device is repeated: `cpu:1`, or `cuda:0#1` for the second device."""
     return f"{device.type}:{position}" if device.type == "cpu" else f"{device}#{position}"
 
 
-def _memory(device: torch.device) -> float:
-    """Return the bytes of memory `device` reports; a CPU device is unlimited, since the operating system pages."""
+def _read_memory(device: torch.device) -> float:
+    """Return the bytes of memory that `device` reports; a CPU device is unlimited, since the operating system pages."""
     import torch
 
     return float(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else inf

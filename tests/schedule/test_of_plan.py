@@ -1,0 +1,107 @@
+"""Schedules, times and memory of hand-made plans, by the definitions of their cost models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fxsplit.errors import ScheduleError
+from fxsplit.ir.facts.plan import Plan
+from fxsplit.ir.facts.price import CostModel, StagePlan
+from fxsplit.schedule import generate
+from fxsplit.schedule.catalogue import Scheduler
+from fxsplit.schedule.of_plan import build_schedule, find_replicas, read_footprints, read_times
+
+NOTHING = dict.fromkeys(("receive_ms", "send_ms", "reduce_ms", "load_ms", "in_bytes", "out_bytes", "memory_bytes"), 0.0)
+
+
+def stage(*devices: int, **figures: Any) -> StagePlan:
+    """A stage of 10 ms forward and 20 ms backward, 8 of them for weights."""
+    times = {"forward_ms": 10.0, "backward_ms": 20.0, "weight_ms": 8.0}
+    return StagePlan(nodes=(), devices=devices, **{**NOTHING, **times, **figures})
+
+
+def plan(*stages: StagePlan, model: str = "forwarded") -> Plan:
+    names = tuple(f"d{d}" for d in range(1 + max(d for s in stages for d in s.devices)))
+    return Plan(stages, names, 0.0, 0.0, "1F1B", 4, 1, 1, CostModel(model))
+
+
+# Over the cut 3 bytes go forward and 1 back, so three quarters of its 4 ms are the value's.
+CUT = plan(
+    stage(0, send_ms=4.0, out_bytes=3.0, out_gradient_bytes=1.0),
+    stage(1, receive_ms=4.0, send_ms=2.0, in_bytes=3.0, in_gradient_bytes=1.0),
+)
+
+
+def test_transfers_keep_both_ends_busy() -> None:
+    """The last stage's 2 ms are of outputs that nobody counted in bytes, and are halved."""
+    times = read_times(CUT, generate("1F1B", 2, 4))
+    assert times.forward_ms == [13.0, 14.0] and times.backward_ms == [21.0, 22.0] and times.weight_ms == [8.0, 8.0]
+    assert times.forward_hop_ms == [0.0, 0.0] and times.backward_hop_ms == [0.0, 0.0]
+
+
+def test_overlapped_transfers_are_under_way() -> None:
+    times = read_times(plan(*CUT.stages, model="overlapped"), generate("1F1B", 2, 4))
+    assert times.forward_ms == [10.0, 10.0] and times.backward_ms == [20.0, 20.0]
+    assert times.forward_hop_ms == [0.0, 3.0] and times.backward_hop_ms == [0.0, 1.0]
+
+
+def test_a_replica_takes_as_many_times_as_long() -> None:
+    """And sums once; where a schedule has no sums, a backward pays for it."""
+    wide = plan(stage(0), stage(1, 2, 3, reduce_ms=5.0, receive_ms=2.0))
+    schedule = build_schedule(wide, Scheduler("1F1B", 2), 6)
+    assert schedule.homes == ((0,), (1, 2, 3)) and find_replicas(wide) == schedule.homes
+    times = read_times(wide, schedule)
+    assert times.forward_ms == [10.0, 33.0] and times.backward_ms == [20.0, 63.0]
+    assert times.weight_ms == [8.0, 24.0] and times.reduce_ms == [0.0, 15.0]
+    plain = read_times(wide, generate("1F1B", 2, 6))
+    assert plain.backward_ms == [20.0, 26.0] and plain.forward_ms == [10.0, 11.0]
+
+
+def test_a_plan_with_a_device_a_stage_has_no_replicas() -> None:
+    assert find_replicas(CUT) is None
+    assert build_schedule(CUT, Scheduler("GPipe", 2), 3) == generate("GPipe", 2, 3)
+    with pytest.raises(ScheduleError, match="has 3 stages, and the plan 2: plan for 3 devices"):
+        read_times(CUT, generate("1F1B", 3, 4))
+
+
+@pytest.mark.parametrize(
+    ("memory_bytes", "recompute", "most"),
+    [
+        ((), False, 4),  # 4 devices from stage 0 on keep all busy
+        ((100.0,) * 4, False, 4),
+        ((39.0,) * 4, False, 2),  # 10 held, and 12 for each microbatch
+        ((46.0,) * 4, False, 3),
+        ((33.9,) * 4, False, 1),
+        ((1.0,) * 4, False, 1),  # too little for any: the planner has been asked whether the plan fits
+        ((30.0,) * 4, True, 4),  # 10 held, 10 of the one that runs, and 2 for each
+        ((25.9,) * 4, True, 2),
+    ],
+)
+def test_replicas_hold_what_fits(memory_bytes: tuple[float, ...], recompute: bool, most: int) -> None:
+    first = stage(0, held_bytes=10.0, kept_bytes=10.0, out_bytes=2.0, recompute=recompute)
+    schedule = build_schedule(plan(first, stage(1, 2, 3)), Scheduler("1F1B", 4), 12, memory_bytes)
+    assert schedule.peak_in_flight()[0] == most
+
+
+def test_the_smallest_device_of_a_stage_decides() -> None:
+    wide = stage(0, 1, held_bytes=10.0, kept_bytes=10.0)
+    schedule = build_schedule(plan(wide, stage(2)), Scheduler("1F1B", 3), 8, (100.0, 20.0, 100.0))
+    assert schedule.peak_in_flight()[0] == 1
+
+
+def test_replicas_have_one_stage_a_device() -> None:
+    wide = plan(stage(0, 1), stage(2))
+    assert build_schedule(wide, Scheduler("1F1B", 3, stages_per_device=1), 4).n_devices == 3
+    with pytest.raises(ScheduleError, match="a plan with replicated stages has one stage a device"):
+        build_schedule(wide, Scheduler("1F1B", 3, stages_per_device=2), 4)
+
+
+def test_footprints() -> None:
+    both = stage(0, in_bytes=1.0, out_bytes=2.0, held_bytes=4.0, kept_bytes=8.0, parameter_bytes=16.0, recompute=True)
+    (found,) = read_footprints(plan(both))
+    assert (found.held_bytes, found.kept_bytes, found.boundary_bytes, found.parameter_bytes) == (4, 8, 3, 16)
+    assert found.recompute
+    (found,) = read_footprints(plan(both, model="direct"))
+    assert found.boundary_bytes == 0

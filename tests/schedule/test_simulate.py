@@ -1,0 +1,79 @@
+"""What simulations say of small schedules whose times one can add up by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fxsplit.errors import ScheduleError
+from fxsplit.schedule import Action, Schedule, Times, generate, simulate
+from fxsplit.schedule.homes import line
+from fxsplit.schedule.transfers import with_transfers
+
+
+def parse_rows(*rows: str) -> tuple[tuple[Action, ...], ...]:
+    return tuple(tuple(Action.parse(text) for text in row.split()) for row in rows)
+
+
+def spans_of(schedule: Schedule, times: Times) -> dict[str, Any]:
+    """Return when each action starts and ends, by its text."""
+    found = simulate(schedule, times)
+    return {
+        str(action): span
+        for row, spans in zip(schedule.actions, found.spans, strict=True)
+        for action, span in zip(row, spans, strict=True)
+    }
+
+
+def test_transfers_that_are_written_out_take_their_way() -> None:
+    """A receive ends when the value has come; each way has its own time, and boundary 2 another than boundary 1."""
+    times = Times([1, 2, 4], [8, 16, 32], forward_hop_ms=[100, 0.5, 0.25], backward_hop_ms=[100, 0.125, 0.0625])
+    found = spans_of(with_transfers(generate("1F1B", 3, 1)), times)
+    assert found["0SEND_F0"] == (1, 1) and found["1RECV_F0"] == (1.5, 1.5)
+    assert found["1F0"] == (1.5, 3.5) and found["2RECV_F0"] == (3.75, 3.75)
+    assert found["2B0"] == (7.75, 39.75) and found["1RECV_B0"] == (39.8125, 39.8125)
+    assert found["0RECV_B0"] == (55.9375, 55.9375) and found["0B0"] == (55.9375, 63.9375)
+    # Without transfers in the schedule, the same values are under way as long.
+    plain = spans_of(generate("1F1B", 3, 1), times)
+    assert all(found[text] == span for text, span in plain.items())
+
+
+def test_a_receive_holds_its_device_up_where_it_stands() -> None:
+    """The actions of a device are done in their order, also where a receive has to wait and others could go on."""
+    rows = parse_rows(
+        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1", "1RECV_F0 1F0 1RECV_F1 1F1 1B0 1SEND_B0 1B1 1SEND_B1"
+    )
+    found = spans_of(Schedule("own", 2, line(2), rows), Times([1, 1], [2, 2], forward_hop_ms=[0, 5]))
+    assert found["1RECV_F1"] == (7, 7) and found["1F1"] == (7, 8) and found["1B0"] == (8, 10)
+
+
+def test_sums_and_steps_take_the_time_of_their_stage() -> None:
+    times = Times([1, 1], [2, 2], reduce_ms=[10, 20], step_ms=[100, 200])
+    found = spans_of(generate("Chimera", 2, 2), times)
+    assert found["0REDUCE"][1] - found["0REDUCE"][0] == 10 and found["1REDUCE"][1] - found["1REDUCE"][0] == 20
+    stream = spans_of(generate("PipeDream", 2, 1), times)
+    assert stream["0STEP0v1"][1] - stream["0STEP0v1"][0] == 100 and stream["1STEP0v1"] == (4, 204)
+    free = spans_of(generate("PipeDream", 2, 1), Times.unit(2))
+    assert free["1STEP0v1"] == (4, 4)
+
+
+def test_a_divided_backward_is_half_and_half_unless_it_is_said() -> None:
+    found = spans_of(generate("ZB-H1", 1, 1), Times([1], [6]))
+    assert found == {"0F0": (0, 1), "0I0": (1, 4), "0W0": (4, 7)}
+    found = spans_of(generate("ZB-H1", 1, 1), Times([1], [6], weight_ms=[2]))
+    assert found == {"0F0": (0, 1), "0I0": (1, 5), "0W0": (5, 7)}
+
+
+def test_bubbles_are_shares_of_the_step() -> None:
+    found = simulate(generate("GPipe", 2, 1), Times([1, 2], [3, 4]))
+    assert found.step_ms == 10 and found.bubbles == pytest.approx((0.6, 0.4)) and found.bubble == pytest.approx(0.5)
+    nothing = simulate(generate("GPipe", 2, 1), Times([0, 0], [0, 0]))
+    assert nothing.step_ms == 0 and nothing.bubbles == (0, 0)
+
+
+def test_times_of_another_number_of_stages() -> None:
+    schedule = generate("GPipe", 2, 1)
+    with pytest.raises(ScheduleError, match="GPipe has 2 stages, and backward_ms has 1 times"):
+        simulate(schedule, Times([1, 1], [1]))
+    assert simulate(schedule, Times([1, 1], [2, 2], weight_ms=[])).step_ms == 6
