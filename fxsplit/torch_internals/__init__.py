@@ -1,1 +1,25 @@
-"""All that knows torch's private parts, and nothing of pipelines."""
+"""Everything that knows torch's private parts, and nothing of pipelines: the place to look at when torch is bumped.
+
+No other room but `frontend/` names a private part of torch. Those in use here, each with the files that use it:
+
+- torch.utils._pytree: pytree, containers, rng
+- torch._subclasses.fake_tensor: fake_weights, rng
+- torch._ops.OpOverload and its _schema: fake_weights
+- torch.Tensor._make_subclass: fake_weights
+- torch.Tensor._version: fake_weights
+- torch.Tensor._backward_hooks: grad_leaves
+- torch.Tensor._post_accumulate_grad_hooks: grad_leaves
+- torch.autograd.graph._engine_run_backward: grad_sums
+- torch._foreach_add_: grad_sums
+- torch._debug_has_internal_overlap: grad_sums
+- torch.Tensor._use_count: grad_sums
+- torch.Tensor._is_view: grad_sums
+- torch.Tensor._base: grad_sums
+- torch._C._storage_Use_Count: grad_sums
+- torch.UntypedStorage._cdata: grad_sums, interpret
+- torch._C._autograd._top_saved_tensors_default_hooks: thread_modes
+- torch.nn.modules.batchnorm._BatchNorm: module_kinds, batch_norm
+- torch.nn.modules.dropout._DropoutNd: module_kinds, rng
+- torch.nn.Module: the dictionaries _parameters, _buffers, _modules and those of hooks (`containers.HOOKS`), everywhere
+- autograd nodes (public, but bare of types): next_functions, variable and name() in grad_leaves and grad_split
+"""

@@ -1,4 +1,4 @@
-"""Small things that several rooms need to know about Python and torch."""
+"""Rebuild what models return out of plain containers, and name what torch keeps in modules and tracebacks."""
 
 from __future__ import annotations
 
@@ -11,65 +11,66 @@ import torch
 from torch.utils import _pytree as pytree
 
 LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-"""Where frames of a traceback are not the user's: torch and fxsplit."""
+"""The folders of torch and fxsplit: a traceback's frames in other files are the user's."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-"""Where a module keeps its hooks."""
+"""The attributes in which a module keeps its hooks."""
 
 
 def rebuild(value: Any, leaf: Callable[[Any], Any]) -> Any:
     """Return `value` in plain tuples, lists, dicts and named tuples, with `leaf` applied to everything else.
 
-    torch.fx keeps a graph's outputs in immutable containers; a model returns plain ones. Other dataclasses, and what
-    derives from dict, become dicts.
+    torch.fx keeps a graph's outputs in immutable containers, and a model returns plain ones. Dataclasses that torch's
+    pytrees know become dicts without the fields that are None, and so do classes derived from dict (with all items).
     """
     if isinstance(value, tuple):
         parts = [rebuild(v, leaf) for v in value]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     if isinstance(value, list):
         return [rebuild(v, leaf) for v in value]
+    # Before dataclasses: what transformers' models return is both, and its items leave out what is None.
     if isinstance(value, dict):
         return {k: rebuild(v, leaf) for k, v in value.items()}
     if is_dataclass(value) and not isinstance(value, type) and type(value) in pytree.SUPPORTED_NODES:
         held = {f.name: getattr(value, f.name) for f in fields(value) if f.init}
-        return {name: rebuild(v, leaf) for name, v in held.items() if v is not None}  # as torch's pytrees have them
+        # torch's pytrees leave out fields that are None too, so both count the same leaves.
+        return {name: rebuild(v, leaf) for name, v in held.items() if v is not None}
     return leaf(value)
 
 
 def to_plain_containers(value: Any) -> Any:
-    """Return a value in plain containers, whatever its leaves."""
+    """Return a value in plain containers, with its leaves as they are. Its dataclasses become known to pytrees."""
     register_dataclasses(value)
     return rebuild(value, lambda leaf: leaf)
 
 
 def to_plain_outputs(value: Any) -> Any:
-    """Return what a model returns in plain containers, without what no pipeline can hand on.
-
-    See `drop_foreign_fields`.
-    """
+    """Return what a model returns in plain containers, without the fields that `drop_foreign_fields` drops."""
     return to_plain_containers(drop_foreign_fields(value)[0])
 
 
 def drop_foreign_fields(value: Any) -> tuple[Any, list[str]]:
-    """Return what a model returns without the fields that hold other than tensors and constants, and those fields.
+    """Return what a model returns without fields that hold other than tensors and constants, and those fields' names.
 
-    A language model returns a cache of keys and values unless it is told not to. Dataclasses become known to torch's
-    pytrees.
+    No pipeline can hand such fields from stage to stage. For example, a language model returns a cache of keys and
+    values unless it is told not to. Only the items of a dict at the top are looked at.
     """
     register_dataclasses(value)
     if isinstance(value, dict):
-        unknown = [name for name, held in value.items() if not _is_known(held)]
-        kept = {name: held for name, held in value.items() if name not in unknown}
+        foreign = [name for name, held in value.items() if not _has_plain_leaves(held)]
+        kept = {name: held for name, held in value.items() if name not in foreign}
         made: Any = value
-        if unknown:
+        if foreign:
+            # A dataclass that is also a dict fills its items from its fields, which keywords set.
             made = type(value)(**kept) if is_dataclass(value) else type(value)(kept)
-        return made, unknown
+        return made, foreign
     return value, []
 
 
 def register_dataclasses(value: Any) -> None:
-    """Let torch's pytrees know the dataclasses in `value`."""
+    """Make the classes of all dataclasses in `value` known to torch's pytrees, which would take them for leaves."""
     children: Iterable[Any] = ()
     if is_dataclass(value) and not isinstance(value, type):
+        # A class that is registered twice is an error.
         if type(value) not in pytree.SUPPORTED_NODES:
             pytree.register_dataclass(type(value))
         children = (getattr(value, f.name) for f in fields(value))
@@ -79,7 +80,7 @@ def register_dataclasses(value: Any) -> None:
         register_dataclasses(child)
 
 
-def _is_known(value: Any) -> bool:
+def _has_plain_leaves(value: Any) -> bool:
     """Return whether all leaves are tensors, or constants that may be compared."""
     constants = (torch.Tensor, bool, int, float, complex, str, type(None))
     return all(isinstance(leaf, constants) for leaf in pytree.tree_leaves(value))

@@ -1,4 +1,9 @@
-"""Stand-ins: tensors that have a shape and no memory, to capture and plan what is too big to be anywhere at once."""
+"""Capture and plan models that are too big to be in memory at once, with *fake tensors* in place of their weights.
+
+A fake tensor has a shape, a dtype and a device, and no memory; operators on it compute shapes only. A user builds such
+a model inside `without_weights()`. Capture and profiling run it inside `make_runnable(...)`, and values are loaded
+stage by stage afterwards.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +26,7 @@ P = TypeVar("P", bound=Tensor)
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Return whether a tensor stands for another inside of `make_runnable`."""
+    """Return whether a tensor is a fake one, as all are that run inside of `make_runnable(..., from_shapes=True)`."""
     return isinstance(tensor, FakeTensor)
 
 
@@ -37,18 +42,20 @@ def lacks_values(model: nn.Module) -> bool:
 
 @contextmanager
 def without_weights() -> Iterator[None]:
-    """Build a model without memory for its parameters: inside the block they are on the meta device.
+    """Build a model without memory for its parameters: inside the block they are made on the meta device.
 
-    Buffers are computed as ever, which `torch.device("meta")` would not do, and which a checkpoint need not have.
-    Parameters are made one at a time, and what initialises them has nothing to do.
+    Buffers keep their values: a file of weights need not have them, and `torch.device("meta")` would lose them.
+    Each parameter is allocated and given back before the next one, and initialisers find no values to compute.
     """
     made: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
 
     def without_memory(register: Method) -> Method:
         def registered(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
             if param is not None and not param.is_meta and not is_lazy(param):
-                of, empty = made.get(id(param), (lambda: None, param))
-                if of() is not param:  # one that is registered twice stays one
+                find_original, empty = made.get(id(param), (lambda: None, param))
+                # One parameter that is registered under two names stays one. A new one may have the id of one that is
+                # gone, which its weak reference tells.
+                if find_original() is not param:
                     empty = fill_like(param, param.detach().to("meta"))
                     made[id(param)] = weakref.ref(param), empty
                 param = empty
@@ -62,15 +69,16 @@ def without_weights() -> Iterator[None]:
 
 @contextmanager
 def make_runnable(module: M, tensors: Sequence[Tensor], from_shapes: bool) -> Iterator[tuple[M, list[Tensor]]]:
-    """Yield the module and inputs for it such that they can run as one.
+    """Yield the module and inputs for it, such that they can run on one device.
 
-    They are what they are; copies in host memory, where weights are on several devices, as once stages have been
-    placed; or, `from_shapes`, the module with stand-ins in place of all it holds, for as long as the block takes.
+    With `from_shapes` all parameters, buffers and inputs are replaced by fake tensors for as long as the block takes.
+    Otherwise, where weights are on several devices, as once stages have been placed, the block gets copies in host
+    memory. In all other cases module and inputs are yielded as they are.
     """
     devices = {w.device for w in (*module.parameters(), *module.buffers())}
     if from_shapes:
-        with _replace_by_fakes(module, tensors[0].device) as imagine:
-            yield module, [imagine(t) for t in tensors]
+        with _replace_by_fakes(module, tensors[0].device) as make_fake:
+            yield module, [make_fake(t) for t in tensors]
     elif len(devices) > 1:
         yield copy.deepcopy(module).to("cpu"), [t.detach().cpu().requires_grad_(t.requires_grad) for t in tensors]
     else:
@@ -78,9 +86,10 @@ def make_runnable(module: M, tensors: Sequence[Tensor], from_shapes: bool) -> It
 
 
 def fill_like(weight: P, value: Tensor) -> P:
-    """Return a weight of the same class, attributes and strides as another, with a value."""
+    """Return a tensor with the values of `value`, and with class, attributes, strides and requires_grad of `weight`."""
     made = torch.empty_strided(weight.shape, weight.stride(), dtype=value.dtype, device=value.device).copy_(value)
     if isinstance(weight, nn.Parameter):
+        # A class derived from Parameter may have a constructor of its own, which this does not call.
         made = torch.Tensor._make_subclass(type(weight), made, weight.requires_grad)
     made.requires_grad_(weight.requires_grad)
     made.__dict__.update(weight.__dict__)
@@ -88,34 +97,38 @@ def fill_like(weight: P, value: Tensor) -> P:
 
 
 class Snapshot:
-    """What tensors hold, to tell later which were written to; of stand-ins it is how often they were."""
+    """The values of tensors, to tell later which were written to. For fake tensors, the counts of their writes."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._kept = [(t, *((0, t.detach().clone()) if has_values(t) else (t._version, None))) for t in tensors]
 
     def changed(self) -> list[Tensor]:
-        """Return the tensors that are not as they were."""
+        """Return the tensors that have been written to since."""
         return [t for t, version, value in self._kept if _differs(t, version, value)]
 
     def restore(self) -> None:
-        """Let all be as they were; nobody will ask what stand-ins were."""
+        """Write the values back, where they have changed. Fake tensors have none to restore."""
         with torch.no_grad():
             for tensor, version, value in self._kept:
+                # A write counts as a new version even where it changes nothing, and autograd may have saved the tensor.
                 if value is not None and _differs(tensor, version, value):
                     tensor.copy_(value)
 
 
 def _differs(tensor: Tensor, version: int, value: Tensor | None) -> bool:
-    """Return whether a tensor is not as it was; some kernels write, and count no version."""
+    """Return whether a tensor has been written to since it had this version and this value (None for a fake one)."""
     if value is None:
         return tensor._version != version
+    # Values are compared and not versions, since some kernels (batch norm's) write and count no version. The second
+    # comparison takes NaN for equal to NaN.
     return not torch.equal(tensor, value) and not bool(((tensor == value) | (tensor.isnan() & value.isnan())).all())
 
 
 class _WatchedFakeMode(FakeTensorMode):
-    """Computes shapes, and lets those who watch see all that a real operator would do to the world.
+    """Computes shapes, with the traces that a real operator leaves and that observers look for.
 
-    One that draws takes a number from the generator, and one that updates running statistics counts as a write to them.
+    An operator that draws takes a number from the generator, so its state changes. An operator that updates running
+    statistics raises their version counters.
     """
 
     def __init__(self) -> None:
@@ -128,6 +141,7 @@ class _WatchedFakeMode(FakeTensorMode):
             return result
         given: dict[str, Any] = {a.name: a.default_value for a in func._schema.arguments}
         given |= {**dict(zip(given, args, strict=False)), **(kwargs or {})}
+        # Attention has the tag of operators that draw, but draws only where it drops.
         if torch.Tag.nondeterministic_seeded in func.tags and given.get("dropout_p", 1.0) > 0:
             with unset_fake_temporarily():
                 torch.rand((), device="cpu")
@@ -140,12 +154,16 @@ class _WatchedFakeMode(FakeTensorMode):
 
 @contextmanager
 def _replace_by_fakes(module: nn.Module, device: torch.device) -> Iterator[Any]:
-    """Put stand-ins on `device` in place of all weights and constants; yields what makes one of another tensor."""
+    """Put fake tensors on `device` in place of all parameters and buffers of a module, for as long as the block takes.
+
+    Yields a function that returns the fake tensor of another tensor, the same one each time.
+    """
     mode = _WatchedFakeMode()
     made: dict[int, Tensor] = {}
-    originals: list[Tensor] = []  # one that is gone would lend its identity to another
+    # Kept alive, since a new tensor could get the id of one that is gone.
+    originals: list[Tensor] = []
 
-    def imagine(tensor: Tensor) -> Tensor:
+    def make_fake(tensor: Tensor) -> Tensor:
         if id(tensor) not in made:
             originals.append(tensor)
             with mode, torch.no_grad():
@@ -161,10 +179,11 @@ def _replace_by_fakes(module: nn.Module, device: torch.device) -> Iterator[Any]:
         registries += [part._parameters, part._buffers]
     before = [(held, dict(held)) for held in registries]
     try:
+        # The registries are changed directly, since to set an attribute may run code of the module's own.
         for held, own in before:
-            held |= {name: None if t is None else imagine(t) for name, t in own.items()}
+            held |= {name: None if t is None else make_fake(t) for name, t in own.items()}
         with torch.random.fork_rng(devices=[]), mode:
-            yield imagine
+            yield make_fake
     finally:
         for held, own in before:
             held.clear()

@@ -1,4 +1,8 @@
-"""Leaves: the tensors that gradients end at, what watches them, and which of them a result depends on."""
+"""Leaves: find the tensors at which gradients end, and the hooks that watch their gradients.
+
+A *leaf* is a tensor that no recorded operation made, such as a parameter. Each graph of a stage ends at leaves: its
+parameters, and its inputs, which are detached from the stage before.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,14 @@ from fxsplit.torch_internals.patch import Method, patch_method
 
 
 def find_leaves(root: Tensor, below: Iterable[object] = ()) -> list[Tensor]:
-    """Return the leaves that want a gradient of `root`, on the way down to the autograd nodes in `below`."""
+    """Return the leaves that want a gradient of `root`, where the search ends at the autograd nodes in `below`.
+
+    For a loss, `below` are the nodes of the last stage's outputs: the leaves found are the loss function's own.
+    """
     if root.is_leaf:
         return [root] if root.requires_grad else []
     found: list[Tensor] = []
+    # `next_functions` has None for an argument that wants no gradient.
     seen = {None, *below}
     stack = [root.grad_fn]
     while stack:
@@ -23,6 +31,7 @@ def find_leaves(root: Tensor, below: Iterable[object] = ()) -> list[Tensor]:
         if node is None or node in seen:
             continue
         seen.add(node)
+        # A leaf's node, AccumulateGrad, is the only kind that names its tensor.
         if hasattr(node, "variable"):
             found.append(node.variable)
         stack += [above for above, _ in node.next_functions]
@@ -31,8 +40,12 @@ def find_leaves(root: Tensor, below: Iterable[object] = ()) -> list[Tensor]:
 
 @contextmanager
 def mute(leaves: Iterable[Tensor]) -> Iterator[None]:
-    """Take the leaves' gradient hooks away for the block, in which gradients are not yet those of a whole batch."""
+    """Take the leaves' gradient hooks away for the block.
+
+    Gradients inside the block are those of one microbatch, and a hook expects that of a whole batch.
+    """
     hooks = [(h, dict(h)) for leaf in leaves for h in list_gradient_hooks(leaf)]
+    # Autograd reads the very dictionaries, so they are emptied and filled again, and never replaced.
     for registered, _ in hooks:
         registered.clear()
     try:
@@ -43,21 +56,21 @@ def mute(leaves: Iterable[Tensor]) -> Iterator[None]:
 
 
 def list_gradient_hooks(leaf: Tensor) -> list[dict[int, Any]]:
-    """Return the dictionaries of what watches a leaf's gradient; autograd reads the same objects."""
+    """Return the dictionaries of a leaf's hooks: those before and after its gradient is added to `.grad`."""
     found = (leaf._backward_hooks, leaf._post_accumulate_grad_hooks)
     return [hooks for hooks in found if hooks is not None]
 
 
 @contextmanager
 def watch_hooks(seen: Callable[[Tensor], object]) -> Iterator[None]:
-    """Call `seen` with each tensor that the block, in this thread, puts a hook on."""
+    """Call `seen` with each tensor that the block, in this thread, puts a gradient hook on."""
 
-    def seeing(register: Method) -> Method:
-        def registered(tensor: Tensor, hook: Callable[..., Any]) -> Any:
+    def wrap(register: Method) -> Method:
+        def watched(tensor: Tensor, hook: Callable[..., Any]) -> Any:
             seen(tensor)
             return register(tensor, hook)
 
-        return registered
+        return watched
 
-    with patch_method(Tensor, "register_hook", seeing):
+    with patch_method(Tensor, "register_hook", wrap):
         yield

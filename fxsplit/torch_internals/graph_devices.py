@@ -1,7 +1,7 @@
-"""Placement: what a graph makes on a fixed device is made on that of its stage.
+"""Let a graph make its constants on the device of its stage.
 
-A model that was captured on one device makes its constants there: torch.arange(n, device=x.device). Parted, each stage
-has a device of its own.
+A model that was captured on one device makes constants there, as `torch.arange(n, device=x.device)` does. Once the
+graph is cut into stages, each stage has a device of its own.
 """
 
 from __future__ import annotations
@@ -15,9 +15,13 @@ from torch import fx, nn
 
 
 def fix_constant_devices(gm: fx.GraphModule, device: torch.device) -> fx.GraphModule:
-    """Return the graph with `device` in place of nodes that ask a tensor for its device, which would cross stages."""
+    """Return the graph, changed in place, with `device` where a node asked a tensor for its device (`x.device`).
+
+    A device as the value of a node would have to cross stages, and would name the wrong stage's device there.
+    """
     asking = [n for n in gm.graph.nodes if n.target is getattr and n.args[1:2] == ("device",)]
     for node in asking:
+        # A copy of the users, since a change of arguments takes them out of `node.users`.
         for user in list(node.users):
             _rewrite(user, lambda key, value: device if value in asking else value)
         gm.graph.erase_node(node)
@@ -26,7 +30,10 @@ def fix_constant_devices(gm: fx.GraphModule, device: torch.device) -> fx.GraphMo
 
 
 def move_constants(module: nn.Module, captured_on: torch.device, here: torch.device) -> None:
-    """Let all that a stage's graph, and the parts in it, do on the device they were captured on be done `here`."""
+    """Let a stage's graph, and graphs inside it, make `here` what they made on the device of the capture.
+
+    The graphs are changed in place.
+    """
     if captured_on == here:
         return
     for part in module.modules():
@@ -38,21 +45,23 @@ def move_constants(module: nn.Module, captured_on: torch.device, here: torch.dev
 
 
 def _rewrite(node: fx.Node, change: Callable[[str, Any], Any]) -> None:
-    """Change a node's arguments, each by its name (empty for one without) and value."""
+    """Change a node's arguments: `change` gets the name (empty for a positional one) and the value of each."""
     node.args = tuple(fx.node.map_aggregate(value, partial(change, "")) for value in node.args)
     node.kwargs = {key: fx.node.map_aggregate(value, partial(change, key)) for key, value in node.kwargs.items()}
 
 
 def _replace_device(captured_on: torch.device, here: torch.device, converts: bool, key: str, value: Any) -> Any:
-    """Return `here` for a value that names the device of the capture; a text does so where a device is asked for."""
+    """Return `here` for a value that names the device of the capture, and every other value as it is."""
+    # A text such as "cpu" names a device only in x.to("cpu") and in device="cpu"; elsewhere it may be a mode or a key.
     named = isinstance(value, torch.device) or (isinstance(value, str) and (converts or key == "device"))
     return here if named and _names_device(value, captured_on) else value
 
 
 def _names_device(value: torch.device | str, device: torch.device) -> bool:
-    """Return whether a value names a device; one without a number is the current one of its kind."""
+    """Return whether a value names a device. A name without a number, as "cuda", is the current device of its kind."""
     try:
         named = torch.device(value)
-    except RuntimeError:  # a text such as "float32" is none
+    except RuntimeError:
+        # x.to("float32") gives a dtype as a text.
         return False
     return named.type == device.type and named.index in (None, device.index)

@@ -1,4 +1,4 @@
-"""Patching: for as long as a block lasts, one thread's calls of a method of torch's go elsewhere."""
+"""Patch a method of torch's for as long as a block lasts, and for one thread only."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from contextlib import contextmanager
 from typing import Any
 
 Method = Callable[..., Any]
+# By class and name: the method as it was found, and for each thread the functions that it calls instead, innermost last.
 _patches: dict[tuple[type, str], tuple[Any, dict[int, list[Method]]]] = {}
 _lock = threading.Lock()
 
 
 @contextmanager
 def patch_method(owner: type, name: str, around: Callable[[Method], Method]) -> Iterator[None]:
-    """Let this thread's calls of a method go to what `around` returns of it; other threads' go where they went.
+    """Let this thread's calls of a method go to what `around` returns for it. Other threads' calls are unchanged.
 
-    Blocks of several threads may overlap in any way: the method is itself again when the last one ends.
+    `owner` defines the method itself, as a function or a classmethod. Blocks nest, and blocks of several threads may
+    overlap in any way: the class has its own method again when the last block ends.
     """
     key, thread = (owner, name), threading.get_ident()
     with _lock:
@@ -31,6 +33,7 @@ def patch_method(owner: type, name: str, around: Callable[[Method], Method]) -> 
     finally:
         with _lock:
             mine.pop()
+            # What is left is the method itself, which the thread's first block put there.
             if len(mine) == 1:
                 del instead[thread]
             if not instead:
@@ -39,9 +42,10 @@ def patch_method(owner: type, name: str, around: Callable[[Method], Method]) -> 
 
 
 def _make_dispatcher(own: Any, instead: dict[int, list[Method]]) -> Any:
-    """Return a method, or a classmethod, that calls what the calling thread has put there."""
+    """Return a method, or a classmethod, that calls the innermost patch of the calling thread."""
     plain = [_unwrap(own)]
 
+    # No lock here: each thread changes only its own entry, and a read of a dictionary is whole.
     def call(*args: Any, **kwargs: Any) -> Any:
         return instead.get(threading.get_ident(), plain)[-1](*args, **kwargs)
 

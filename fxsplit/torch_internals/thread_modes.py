@@ -1,4 +1,8 @@
-"""What a thread does not inherit: grad mode, autocast, default device, hooks on saved tensors, context variables."""
+"""Carry a thread's modes to another thread: grad mode, autocast, default device, saved-tensor hooks, context variables.
+
+torch keeps these modes per thread, and a new thread starts with the defaults. The caller's modes are read once a job
+and entered in each worker.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +16,16 @@ import torch
 
 AUTOCAST_DEVICES = ("cpu", "cuda")
 NO_CONTEXT = nullcontext()
+"""A context manager that does nothing. It has no state, so all threads may enter this one."""
 
 
 @dataclass(frozen=True)
 class ThreadModes:
-    """The calling thread's modes, to be entered again in a worker."""
+    """The modes of one thread, to be entered in another.
+
+    `autocast` has each device type on which autocast is on, with its dtype. `hooks` are the innermost pack and unpack
+    functions for saved tensors, or None.
+    """
 
     grad: bool
     inference: bool
@@ -35,6 +44,7 @@ class ThreadModes:
             autocast=tuple((d, torch.get_autocast_dtype(d)) for d in AUTOCAST_DEVICES if torch.is_autocast_enabled(d)),
             autocast_cache=torch.is_autocast_cache_enabled(),
             device=torch.get_default_device(),
+            # False: none while torch.compile traces a graph, which calls hooks in its runs alone.
             hooks=torch._C._autograd._top_saved_tensors_default_hooks(False),
             variables=contextvars.copy_context(),
         )
@@ -46,14 +56,16 @@ class ThreadModes:
 
     @contextmanager
     def enter(self) -> Iterator[None]:
-        """Enter the modes in this thread."""
+        """Set this thread's modes for the block, all but the context variables: those need `Context.run`."""
         with ExitStack() as stack:
+            # Inference mode turns gradients off itself.
             if self.inference:
                 stack.enter_context(torch.inference_mode())
             else:
                 stack.enter_context(torch.set_grad_enabled(self.grad))
             for device, dtype in self.autocast:
                 stack.enter_context(torch.autocast(device, dtype, cache_enabled=self.autocast_cache))
+            # A default device slows down every call of torch in Python, so it is set only where it differs.
             if self.device != torch.get_default_device():
                 stack.enter_context(self.device)
             if self.hooks is not None:
@@ -61,7 +73,8 @@ class ThreadModes:
             yield
 
     def leave_autocast(self) -> AbstractContextManager[Any]:
-        """Return a context that leaves autocast for a backward, which a user's loop also runs outside of it."""
+        """Return a context without autocast, for a backward, which an unsplit loop also runs outside of autocast."""
+        # The usual case, on the path of every action.
         if not self.autocast:
             return NO_CONTEXT
         stack = ExitStack()
