@@ -1,4 +1,8 @@
-"""The loss of a batch as a sum over its microbatches."""
+"""Compute the loss of a batch as a weighted sum over its microbatches.
+
+The last stage's worker calls a `BatchLoss` once for each microbatch, and starts that microbatch's backward from the
+weight of its loss.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +19,17 @@ from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.containers import to_plain_outputs
 
 LossFn = Callable[..., Tensor]
+"""loss_fn(outputs, target), or loss_fn(outputs) where a step is given no target."""
 
 Finish = Callable[[int, tuple[Any, ...]], Tensor]
 """Computes a microbatch's loss from the last stage's outputs; its backward starts there."""
 
 
 def find_own_loss(outputs: Any) -> Tensor | None:
-    """Return the loss that a model has computed itself: its only output, its first one, or the one called `loss`."""
+    """Return the loss that a model has computed itself, or None where there is none.
+
+    It is a float of no dimension: the only output, the first one, or the one called `loss`.
+    """
     if isinstance(outputs, Mapping):
         outputs = outputs.get("loss")
     elif not isinstance(outputs, Tensor) and hasattr(outputs, "loss"):
@@ -33,7 +41,7 @@ def find_own_loss(outputs: Any) -> Tensor | None:
 
 
 def take_model_loss(outputs: Any) -> Tensor:
-    """Return the loss that is in the outputs; raises InputError where there is none."""
+    """Return the loss that is in the outputs. Raises InputError where there is none."""
     loss = find_own_loss(outputs)
     if loss is None:
         raise InputError(
@@ -44,27 +52,34 @@ def take_model_loss(outputs: Any) -> Tensor:
 
 
 def sum_squares(outputs: Any, target: Any = None) -> Tensor:
-    """Return the sum of squares of all float outputs, a loss that every one of them matters to."""
+    """Return the sum of squares of all float outputs. Each of them has a gradient, so a check with it misses none."""
     leaves = (leaf for leaf in pytree.tree_leaves(to_plain_outputs(outputs)) if isinstance(leaf, Tensor))
     return torch.stack([leaf.square().sum() for leaf in leaves if leaf.is_floating_point()]).sum()
 
 
+# Its microbatches add up as they are, which `find_reduction` reads here.
 sum_squares.reduction = "sum"  # type: ignore[attr-defined]
 
 
 def find_reduction(loss_fn: LossFn) -> str:
-    """Return how a loss function reduces rows: its `reduction`, also one bound by functools.partial; else "mean"."""
+    """Return how a loss function reduces the losses of rows to one number: "mean", "sum", or what else it says.
+
+    That is its attribute `reduction`, as torch's loss modules have, or the argument that functools.partial has bound.
+    """
     bound = getattr(loss_fn, "keywords", {}).get("reduction")
     return str(bound or getattr(loss_fn, "reduction", "mean"))
 
 
 class BatchLoss:
-    """Computes the loss of each microbatch, on the last stage's worker, and what it weighs in the batch's.
+    """Computes the loss of each microbatch, on the last stage's worker, and its weight in the batch's loss.
 
-    A loss function that averages over rows (reduction "mean", or none stated) is weighted by the microbatch's share
-    of the rows; one with `reduction == "sum"` is summed. Either way they add up to the whole batch's loss. Where
-    the optimizer steps between microbatches, `ends` are the last ones before each step, and what goes into one step is
-    a batch of its own. Without targets the loss is computed from outputs alone.
+    A loss function that averages over rows (reduction "mean", or none stated) is weighted by the microbatch's share of
+    the rows: of 7 rows in 3 microbatches, the weights are 3/7, 2/7 and 2/7. A loss with `reduction == "sum"` has weight
+    1. Either way the microbatches add up to the whole batch's loss.
+
+    `rows` has the rows of each microbatch. Where the optimizer steps between microbatches, `ends` are the last
+    microbatches before each step, and the microbatches of one step count as a batch of their own.
+    `targets` are None for a loss of the outputs alone. Raises InputError for a loss that is not reduced to one number.
     """
 
     def __init__(
@@ -75,19 +90,25 @@ class BatchLoss:
             raise InputError(f"loss_fn has reduction={reduction!r}: a step needs one number, use 'mean' or 'sum'")
         self._loss_fn = loss_fn
         self._targets = targets
-        self._weights = [1.0] * len(rows)  # in the loss of its step's batch
-        self._of_all = [1.0] * len(rows)  # and in the whole batch's
+        # Gradients are those of one optimizer step's loss, and the loss that is reported is that of the whole batch.
+        self._weights_in_step = [1.0] * len(rows)
+        self._weights_in_batch = [1.0] * len(rows)
         begin = 0
         for end in [*(m + 1 for m in ends), len(rows)]:
             own = sum(rows[begin:end])
             for m in range(begin, end) if reduction != "sum" else ():
-                self._weights[m], self._of_all[m] = rows[m] / own, rows[m] / sum(rows)
+                self._weights_in_step[m], self._weights_in_batch[m] = rows[m] / own, rows[m] / sum(rows)
             begin = end
         self._losses: list[Tensor | None] = [None] * len(rows)
-        self._seeds: dict[tuple[float, int], Tensor] = {}  # of each worker its own: others may be ahead of its device
+        # A weight as a tensor, made once. Each worker has its own: on a GPU another worker's stream may be behind.
+        self._gradients: dict[tuple[float, int], Tensor] = {}
 
     def __call__(self, microbatch: int, outputs: Any) -> Tensor:
-        """Return the loss of one microbatch, from the model's outputs for it."""
+        """Return the loss of one microbatch, a number that autograd knows, from the model's outputs for it.
+
+        Raises InputError for a loss that is no scalar tensor, or that no gradient depends on. An error of the loss
+        function is raised as it is, with a note.
+        """
         try:
             target = () if self._targets is None else (self._targets[microbatch],)
             loss = self._loss_fn(outputs, *target)
@@ -106,17 +127,18 @@ class BatchLoss:
         return loss
 
     def make_output_gradients(self, microbatch: int) -> list[Tensor | None]:
-        """Return the gradient that the backward of a microbatch's loss starts from: its weight in the batch's."""
-        weight = self._weights[microbatch]
+        """Return the gradient that the backward of a microbatch's loss starts from: the weight of that loss."""
+        weight = self._weights_in_step[microbatch]
         key = weight, threading.get_ident()
-        if key not in self._seeds:
-            self._seeds[key] = torch.full_like(self._losses[microbatch], weight)  # type: ignore[arg-type]
-        return [self._seeds[key]]
+        if key not in self._gradients:
+            self._gradients[key] = torch.full_like(self._losses[microbatch], weight)  # type: ignore[arg-type]
+        return [self._gradients[key]]
 
     def compute_total(self) -> Tensor:
-        """Return the loss of the whole batch, detached."""
+        """Return the loss of the whole batch, detached, once all microbatches have theirs."""
         hand_over(self._losses)
         losses = [loss for loss in self._losses if loss is not None]
         found = torch.stack([loss.to(losses[0].device) for loss in losses])
-        weights = torch.tensor(self._of_all, dtype=torch.float64, device=found.device)  # not rounded to half precision
+        # In double precision: a share such as 1/3 would lose digits in a loss of half precision.
+        weights = torch.tensor(self._weights_in_batch, dtype=torch.float64, device=found.device)
         return (found * weights).sum().to(found.dtype)

@@ -1,4 +1,8 @@
-"""Cut a batch into microbatches and join what comes out; nothing is padded."""
+"""Cut a batch into microbatches, and join what comes out. Nothing is padded.
+
+A *row* is one sample of a batch, and `rows` has the number of rows of each microbatch: a batch of 7 rows in 3
+microbatches has rows [3, 2, 2]. `dim` is the dimension of a tensor that its rows lie on, None where it has no rows.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +32,16 @@ def divide_rows(rows: int, n_microbatches: int) -> list[int]:
 
 
 def split(tensor: Tensor, rows: Sequence[int], dim: int | None = 0) -> tuple[Tensor, ...]:
-    """Return the microbatches of one tensor, as views; where it has no rows, all of it for each."""
+    """Return the microbatches of one tensor, as views. Where it has no rows, each microbatch gets all of it."""
     return (tensor,) * len(rows) if dim is None else torch.split(tensor, list(rows), dim)
 
 
 def split_target(target: Any, rows: Sequence[int], inputs: Inputs | None = None) -> list[Any]:
     """Return one target for each microbatch: tensors are cut where they have the rows, everything else is repeated.
 
-    That is their first dimension, the one stated for "target" in `chunks=`, or the only one that is as long where an
-    input has its batch elsewhere too. Raises InputError when a tensor has another number of rows than the batch.
+    Tensors have them on their first dimension, or on the one that `chunks=` states for "target". Where an input has its
+    rows on another dimension than the first, and `chunks=` states none, it is the only dimension of the rows' length.
+    Raises InputError when a tensor has another number of rows than the batch.
     """
     leaves, structure = pytree.tree_flatten(target)
     stated = find_stated_dim(TARGET, TARGET, inputs.chunks) if inputs else None
@@ -48,6 +53,7 @@ def split_target(target: Any, rows: Sequence[int], inputs: Inputs | None = None)
             continue
         dims = [d for d, length in enumerate(leaf.shape) if length == sum(rows)]
         wanted = [d for d in dims if d == (stated or 0)] if isinstance(stated, int) or not elsewhere else dims
+        # Two dimensions of the right length leave open which has the rows.
         if len(wanted) != 1:
             raise InputError(
                 f"target has shape {tuple(leaf.shape)} and the batch has {sum(rows)} rows: give one row of target for "
@@ -58,7 +64,10 @@ def split_target(target: Any, rows: Sequence[int], inputs: Inputs | None = None)
 
 
 def join(pieces: Sequence[Tensor], rows: Sequence[int], dim: int | None = 0) -> Tensor:
-    """Return the microbatches of one tensor as one; of numbers, such as losses, the mean weighted by rows."""
+    """Return the microbatches of one tensor as one. Numbers without rows, such as losses, give their weighted mean.
+
+    The weight of a microbatch is its share of the rows.
+    """
     if len(pieces) == 1:
         return pieces[0]
     if dim is None:
@@ -67,7 +76,7 @@ def join(pieces: Sequence[Tensor], rows: Sequence[int], dim: int | None = 0) -> 
 
 
 def split_gradient(gradient: Tensor, rows: Sequence[int], dim: int | None = 0) -> Sequence[Tensor]:
-    """Return the gradient of each piece, from that of what `join` made of them."""
+    """Return the gradient of each piece that `join` was given, from the gradient of its result."""
     if len(rows) == 1:
         return [gradient]
     if dim is None:

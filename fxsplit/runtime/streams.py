@@ -1,4 +1,4 @@
-"""Where a device's work is queued: a stream on a GPU, nothing on a CPU, so that no other room asks which it is."""
+"""Queue a device's work: on a stream of a GPU, or nowhere on a CPU, so that no other room asks which it is."""
 
 from __future__ import annotations
 
@@ -12,26 +12,29 @@ from torch import Tensor
 
 
 class Stream(Protocol):
-    """A queue of work on one device."""
+    """A queue of work on one device. A *token* marks a place in a stream; on a CPU it is None."""
 
     def enter(self) -> Any:
-        """Return a context manager in which work goes to this stream."""
+        """Return a context manager inside which work goes to this stream."""
 
     def mark(self) -> Any:
         """Return a token for everything queued so far."""
 
     def wait_for(self, token: Any) -> None:
-        """Let what is queued from now on wait for a token of any stream."""
+        """Let what is queued from now on wait for the place that a token, of any stream, marks."""
 
     def record_time(self) -> Any:
-        """Return the time at which this stream gets here: in seconds, or an event that will know."""
+        """Return the time at which this stream gets here: in seconds, or an event that will know the time."""
 
     def fetch(self, tensors: Sequence[Any]) -> list[Any]:
-        """Return the values on this device; their memory is not given back before this stream has read it."""
+        """Return the values on this device. Their memory is not given back before this stream has read it.
+
+        Values that are no tensors are returned as they are.
+        """
 
 
 class CpuStream:
-    """The null stream: work is over when the call returns."""
+    """The stream of a CPU, which has no queue: work is over when the call returns."""
 
     @contextmanager
     def enter(self) -> Iterator[None]:
@@ -42,7 +45,7 @@ class CpuStream:
         """Return nothing to wait for."""
 
     def wait_for(self, token: Any) -> None:
-        """Wait only for what a GPU has queued."""
+        """Wait until a GPU has done what a token marks; a token of a CPU marks nothing."""
         if token is not None:
             token.synchronize()
 
@@ -64,7 +67,7 @@ class CudaStream:
 
     @contextmanager
     def enter(self) -> Iterator[None]:
-        """Queue work on this stream."""
+        """Queue the block's work on this stream."""
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             yield
 
@@ -73,7 +76,7 @@ class CudaStream:
         return self._stream.record_event()
 
     def wait_for(self, token: Any) -> None:
-        """Make this stream wait for an event."""
+        """Make this stream wait for an event; the calling thread goes on."""
         if token is not None:
             self._stream.wait_event(token)
 
@@ -84,7 +87,7 @@ class CudaStream:
         return event
 
     def fetch(self, tensors: Sequence[Any]) -> list[Any]:
-        """Return the values on this device, copying asynchronously."""
+        """Return the values on this device, copied asynchronously."""
         hand_over(tensors)
         return [v.to(self._device, non_blocking=True) if isinstance(v, Tensor) else v for v in tensors]
 
@@ -95,7 +98,10 @@ def make_stream(device: torch.device) -> Stream:
 
 
 def mark_caller(devices: Sequence[torch.device]) -> dict[torch.device, Any]:
-    """Return, for each GPU among `devices`, a token for what the calling thread has queued there."""
+    """Return, for each GPU among `devices`, a token for what the calling thread has queued there.
+
+    The workers wait for it, since the caller may still be computing the batch.
+    """
     gpus = {d for d in devices if d.type == "cuda"}
     return {d: torch.cuda.current_stream(d).record_event() for d in gpus}
 
@@ -108,7 +114,8 @@ def make_caller_wait(marks: Sequence[tuple[torch.device, Any]]) -> None:
 
 
 def hand_over(values: Sequence[Any]) -> None:
-    """Keep GPU memory that another thread made until this thread's current stream has read it."""
+    """Keep GPU memory that another thread allocated until this thread's current stream has read it."""
     for value in values:
         if isinstance(value, Tensor) and value.device.type == "cuda":
+            # The allocator gives memory back to the stream that made it, as soon as Python drops the tensor.
             value.record_stream(torch.cuda.current_stream(value.device))

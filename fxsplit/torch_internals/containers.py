@@ -55,15 +55,12 @@ def drop_foreign_fields(value: Any) -> tuple[Any, list[str]]:
     values unless it is told not to. Only the items of a dict at the top are looked at.
     """
     register_dataclasses(value)
-    if isinstance(value, dict):
-        foreign = [name for name, held in value.items() if not _has_plain_leaves(held)]
-        kept = {name: held for name, held in value.items() if name not in foreign}
-        made: Any = value
-        if foreign:
-            # A dataclass that is also a dict fills its items from its fields, which keywords set.
-            made = type(value)(**kept) if is_dataclass(value) else type(value)(kept)
-        return made, foreign
-    return value, []
+    foreign = [name for name, v in value.items() if not _has_plain_leaves(v)] if isinstance(value, dict) else []
+    if not foreign:
+        return value, []
+    kept = {name: held for name, held in value.items() if name not in foreign}
+    # A dataclass that is also a dict fills its items from its fields, which keywords set.
+    return type(value)(**kept) if is_dataclass(value) else type(value)(kept), foreign
 
 
 def register_dataclasses(value: Any) -> None:

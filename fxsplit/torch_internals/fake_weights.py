@@ -168,15 +168,11 @@ def _replace_by_fakes(module: nn.Module, device: torch.device) -> Iterator[Any]:
             originals.append(tensor)
             with mode, torch.no_grad():
                 empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-            if isinstance(tensor, nn.Parameter):
-                made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad)
-            else:
-                made[id(tensor)] = empty.requires_grad_(tensor.requires_grad)
+            fake = nn.Parameter(empty, False) if isinstance(tensor, nn.Parameter) else empty
+            made[id(tensor)] = fake.requires_grad_(tensor.requires_grad)
         return made[id(tensor)]
 
-    registries: list[dict[str, Any]] = []
-    for part in module.modules():
-        registries += [part._parameters, part._buffers]
+    registries: list[dict[str, Any]] = [d for part in module.modules() for d in (part._parameters, part._buffers)]
     before = [(held, dict(held)) for held in registries]
     try:
         # The registries are changed directly, since to set an attribute may run code of the module's own.

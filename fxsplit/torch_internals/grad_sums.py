@@ -61,15 +61,9 @@ def differentiate(
     A root or an end is a tensor, or an edge of the autograd graph. This is torch.autograd.grad(allow_unused=True)
     without its checks of arguments: they are right here, and the checks took a third of the time of a small action.
     """
-    create_graph, allow_unreachable = False, True
+    # The constants are create_graph=False and allow_unreachable=True.
     return _engine_run_backward(
-        tuple(roots),
-        tuple(gradients),
-        retain_graph,
-        create_graph,
-        tuple(ends),
-        allow_unreachable,
-        accumulate_grad=False,
+        tuple(roots), tuple(gradients), retain_graph, False, tuple(ends), True, accumulate_grad=False
     )
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 Method = Callable[..., Any]
-# By class and name: the method as it was found, and for each thread the functions that it calls instead, innermost last.
+# By class and name: the method as it was found, and by thread the functions that it calls instead, innermost last.
 _patches: dict[tuple[type, str], tuple[Any, dict[int, list[Method]]]] = {}
 _lock = threading.Lock()
 

@@ -1,4 +1,7 @@
-"""Workers: one thread a device, which waits for jobs and ends with the pipeline."""
+"""Workers as threads of this process: one for each device, which waits for jobs and ends with the pipeline.
+
+torch gives up Python's interpreter lock inside its operators, so the threads compute at the same time.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from queue import Empty, SimpleQueue
 
 import torch
@@ -18,17 +22,22 @@ GRACE_S = 1.5
 """How long an interrupted caller waits for workers to finish the action they are in."""
 
 Task = Callable[[Stream], None]
+"""What one worker does for one job, on its stream."""
 
 
 class Workers:
-    """One thread for each device. Holds no reference to a pipeline, so that a pipeline can end while they wait."""
+    """One thread for each device. Holds no reference to a pipeline, so that a pipeline can end while they wait.
+
+    `intraop_threads` is how many threads an operator may use inside of each worker.
+    """
 
     def __init__(self, devices: list[torch.device], intraop_threads: int) -> None:
         self._devices = devices
         self._tasks: list[SimpleQueue[Task | None]] = [SimpleQueue() for _ in devices]
         self._closed = False
         self._process = os.getpid()
-        self._open = threading.RLock()  # close() may run in a garbage collection inside run()
+        # Reentrant, since close() may run in a garbage collection inside run().
+        self._open = threading.RLock()
         before = torch.get_num_threads()
         up: SimpleQueue[None] = SimpleQueue()
         self._threads = [
@@ -39,18 +48,21 @@ class Workers:
         ]
         for thread in self._threads:
             thread.start()
+        # All workers have set their number of threads when this loop ends.
         for _ in self._threads:
             up.get()
-        torch.set_num_threads(before)  # a worker's own number is also what threads started later would get
+        # What a worker sets for itself is also what threads that start later would get.
+        torch.set_num_threads(before)
 
     def has(self, thread: threading.Thread) -> bool:
         """Return whether `thread` is one of the workers."""
         return thread in self._threads
 
     def run(self, job: Job) -> None:
-        """Run a job on all devices and return when it is done; raises the first error of any worker.
+        """Run a job on all devices and return when it is done. Raises the first error of any worker.
 
         Interrupted (Ctrl-C), it stops the workers after the action they are in, and waits at most GRACE_S for that.
+        Raises ClosedError after close(), and in a process that was forked from the one with the threads.
         """
         finished: SimpleQueue[None] = SimpleQueue()
         ready = list(mark_caller(self._devices).values())
@@ -60,15 +72,17 @@ class Workers:
                 raise ClosedError(
                     "the pipeline's threads stayed in the process that forked: compile the model in this one"
                 )
-            with self._open:  # or close() could end a worker between two of the job's tasks
+            # Otherwise close() could end a worker between two of the job's tasks.
+            with self._open:
                 if self._closed:
                     raise ClosedError("the pipeline is closed: compile the model again")
                 for device, tasks in enumerate(self._tasks[: job.n_devices]):
-                    tasks.put(_make_task(job, device, ready, finished))
+                    tasks.put(partial(_run_task, job, device, ready, finished))
                     left += 1
             while left:
                 finished.get()
                 left -= 1
+        # Ctrl-C raises KeyboardInterrupt in the caller, which is no Exception.
         except BaseException as interrupt:
             job.fail(interrupt)
             deadline = time.monotonic() + GRACE_S
@@ -91,26 +105,24 @@ class Workers:
             self._closed = True
             for tasks in self._tasks:
                 tasks.put(None)
+        # A worker may drop the last reference to the pipeline, and a thread cannot wait for itself.
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(timeout=5.0)
 
 
-def _make_task(job: Job, device: int, ready: list[object], finished: SimpleQueue[None]) -> Task:
-    """Return what one worker does for a job."""
-
-    def task(stream: Stream) -> None:
-        try:
-            job.run(device, stream, ready)
-        finally:
-            finished.put(None)
-
-    return task
+def _run_task(job: Job, device: int, ready: list[object], finished: SimpleQueue[None], stream: Stream) -> None:
+    """Do one worker's part of a job, then tell `finished`. `ready` are tokens of the caller's work."""
+    try:
+        job.run(device, stream, ready)
+    finally:
+        finished.put(None)
 
 
 def _serve(tasks: SimpleQueue[Task | None], device: torch.device, intraop_threads: int, up: SimpleQueue[None]) -> None:
-    """Do tasks until None comes."""
-    torch.get_num_threads()  # the next line holds in a thread only after this one
+    """Do tasks until None comes. `up` is told when the worker is ready."""
+    # torch sets up a thread's number in its first call, which would undo the second line.
+    torch.get_num_threads()
     torch.set_num_threads(intraop_threads)
     stream = make_stream(device)
     up.put(None)
@@ -119,4 +131,5 @@ def _serve(tasks: SimpleQueue[Task | None], device: torch.device, intraop_thread
         if task is None:
             return
         task(stream)
-        del task  # or the last job's tensors would live until the next one
+        # Otherwise the last job's tensors would live until the next one.
+        del task

@@ -1,1 +1,1 @@
-"""A stage as one device runs it."""
+"""One stage on one device: its forward and backward on a microbatch, recomputation, replicas, versions of weights."""

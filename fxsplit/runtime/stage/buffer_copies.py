@@ -1,4 +1,8 @@
-"""Snapshots: what a stage keeps of a buffer for backward must outlive the next microbatch's write to it."""
+"""Keep what a stage's backward needs of a buffer from the next microbatch's write to it.
+
+In an unsplit loop each microbatch's backward is over before the next one's forward writes to the buffer. In a pipeline
+several forwards come first, so autograd saves copies.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +21,10 @@ from fxsplit.torch_internals.interpret import describe_tensor, get_storage_id
 def save_buffer_copies(
     buffers: frozenset[int], outer: tuple[Callable[..., Any], Callable[..., Any]] | None
 ) -> Iterator[None]:
-    """Let autograd keep copies of what shares memory with `buffers`; `outer` are the caller's own hooks.
+    """Let autograd save copies of tensors that share memory with `buffers`, for the block.
 
-    In an unsplit loop each microbatch's backward is over before the next one's forward writes.
+    `buffers` has storage ids (see `get_storage_id`). `outer` are the caller's own pack and unpack hooks, if any: they
+    get the copies. The unpacking of a tensor raises RuntimeError where the stage itself has changed it in place since.
     """
     if not buffers:
         yield
@@ -28,11 +33,13 @@ def save_buffer_copies(
 
     def keep(tensor: Tensor) -> tuple[Any, Tensor, int]:
         kept = tensor.clone() if get_storage_id(tensor) in buffers else tensor
+        # A detached tensor shares the version counter, so it tells of later writes without a cycle through the graph.
         return pack(kept), kept.detach() if outer is None else torch.empty(0), kept._version
 
     def give(packed: tuple[Any, Tensor, int]) -> Any:
         inner, witness, version = packed
-        if outer is None and witness._version != version:  # autograd itself looks only where there are no hooks
+        # Autograd itself looks at versions only where there are no hooks, and so only where the caller has none either.
+        if outer is None and witness._version != version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"{describe_tensor(witness)} is at version {witness._version}; expected version {version} instead"
@@ -44,7 +51,10 @@ def save_buffer_copies(
 
 
 def clone_outputs(values: tuple[Any, ...], buffers: frozenset[int]) -> tuple[Any, ...]:
-    """Return the values, with copies of those that share memory with `buffers`: the next microbatch writes there."""
+    """Return a stage's outputs, with copies of those that share memory with `buffers`.
+
+    The next microbatch writes there, maybe before the next stage has read the outputs.
+    """
     if not buffers:
         return values
     return tuple(v.clone() if isinstance(v, Tensor) and get_storage_id(v) in buffers else v for v in values)

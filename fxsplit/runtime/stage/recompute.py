@@ -1,7 +1,8 @@
-"""Checkpointing: a stage keeps of a microbatch what it was given, and runs forward again before its backward.
+"""Recompute: a stage keeps only the inputs of a microbatch, and runs forward again before its backward.
 
-The second run draws the same random numbers, sees buffers as they were then, and leaves them as they are now. A loss is
-computed once: its graph starts at the last stage's outputs and is kept.
+That saves the memory of the activations (what autograd keeps for a backward) for the time of one more forward. The
+second run draws the same random numbers as the first, sees buffers as they were then, and leaves them as they are now.
+A loss is computed once: its graph starts at the last stage's outputs and is kept.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from fxsplit.torch_internals.interpret import get_storage_id
 from fxsplit.torch_internals.thread_modes import ThreadModes
 
 Surroundings = Callable[[frozenset[int]], AbstractContextManager[Any]]
-"""What a stage's forward on a microbatch needs around it, where some memory is written to besides what is known."""
+"""Returns the context that a stage's forward on a microbatch runs in, from further memory that is written to."""
 SMALL_BYTES = 1 << 16
-"""A buffer of so many bytes is copied for every microbatch; larger ones only if they are known to be written."""
+"""Buffers up to this size are copied for every microbatch, larger ones only if they are known to be written."""
 
 POLICIES: dict[str, Callable[[bool, int, int], bool]] = {
     "never": lambda planned, microbatch, count: False,
@@ -33,12 +34,16 @@ POLICIES: dict[str, Callable[[bool, int, int], bool]] = {
     "except_last": lambda planned, microbatch, count: microbatch < count - 1,
     "always": lambda planned, microbatch, count: True,
 }
-"""Whether to recompute a stage on a microbatch, by whether the plan says so, the microbatch and their number."""
+"""Whether to recompute a stage on a microbatch: from whether the plan says so, the microbatch, and their number."""
 
 
 @dataclass(frozen=True, eq=False)
 class ForwardRecord:
-    """What is kept of a stage's forward on one microbatch; `head` is the loss as a function of the stage's outputs."""
+    """What is kept of a stage's forward on one microbatch, to run it again.
+
+    `buffers` has copies of the buffers that the forward writes, from before it. `head` is, for the last stage of a
+    step, the loss as a function of the stage's outputs.
+    """
 
     packet: Packet
     buffers: dict[str, Tensor]
@@ -47,7 +52,8 @@ class ForwardRecord:
     head: Saved | None = None
 
     def recompute(self, stage: Stage, writes: bool) -> Saved:
-        """Run the stage forward again, as it ran then."""
+        """Run the stage forward again, as it ran then. `writes` says that the stage writes to its inputs in place."""
+        # Autograd saves a buffer as the object itself, whose memory is put back after the run: it must save copies.
         own = frozenset(get_storage_id(earlier) for earlier in self.buffers.values())
         with self.context.enter(), self.surroundings(own), _restore_buffers(stage, self.buffers), note_nothing():
             return forward(stage, _copy_packet(self.packet, writes), writes)
@@ -61,10 +67,11 @@ def forward_without_activations(
     surroundings: Surroundings,
     context: ThreadModes,
 ) -> tuple[tuple[Any, ...], ForwardRecord, set[str]]:
-    """Run a stage and keep no activations.
+    """Run a stage forward and keep no activations.
 
-    Returns its outputs, detached, with whether they want a gradient; what was kept; and the buffers that it writes,
-    of which `written` are known (None: none yet). Those are what a second run must find as they were.
+    Returns the detached outputs, with requires_grad as the stage set it; what was kept; and the names of all buffers
+    that the stage is known to write. `written` are those known before, None before the stage's first run. Raises
+    FxsplitError where a large buffer is written that was not in the first run: no copy of it was made in time.
     """
     now = dict(stage.module.named_buffers())
     likely = {name for name, b in now.items() if written is None or name in written or b.nbytes <= SMALL_BYTES}
@@ -72,23 +79,21 @@ def forward_without_activations(
     versions = {name: b._version for name, b in now.items()}
     with surroundings(frozenset()), saved_tensors_hooks(_drop, _refuse):
         outputs = forward(stage, _copy_packet(packet, writes), writes).outputs
-    # Kernels that update a buffer, as batch norm's do, do not always count that as a version.
+    # Versions are not enough: kernels that update a buffer, as batch norm's do, do not always count that as one.
     after = dict(stage.module.named_buffers())
     changed = {n for n, b in after.items() if b._version != versions[n]}
     changed |= {n for n, b in before.items() if not torch.equal(b, after[n])}
     if late := sorted(changed - likely):
         raise FxsplitError(f"buffer {late[0]!r} is written now and was not at first: use recompute='never'")
+    # Detached, since this graph has saved nothing and can never run backward.
     detached = tuple(v.detach().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v for v in outputs)
     known = changed | (written or set())
-    return (
-        detached,
-        ForwardRecord(packet, {n: b for n, b in before.items() if n in known}, surroundings, context),
-        known,
-    )
+    buffers = {name: b for name, b in before.items() if name in known}
+    return detached, ForwardRecord(packet, buffers, surroundings, context), known
 
 
 def _copy_packet(packet: Packet, writes: bool) -> Packet:
-    """Return a packet that may be written to."""
+    """Return a packet that the stage may write to: copies if it `writes`, since the second run needs the values too."""
     if not writes:
         return packet
     return Packet(tuple(v.clone() if isinstance(v, Tensor) else v for v in packet.values), packet.wanted)
@@ -96,9 +101,10 @@ def _copy_packet(packet: Packet, writes: bool) -> Packet:
 
 @contextmanager
 def _restore_buffers(stage: Stage, earlier: dict[str, Tensor]) -> Iterator[None]:
-    """Let buffers be what they were, in other memory, inside the block."""
+    """Let the stage's buffers have earlier values, in other memory, inside the block."""
     now = {name: buffer for name, buffer in stage.module.named_buffers() if name in earlier}
     memory = {name: buffer.data for name, buffer in now.items()}
+    # `.data` is replaced and not written: autograd may have saved the buffer, and a write would count as a version.
     for name, buffer in now.items():
         buffer.data = earlier[name]
     try:
@@ -109,14 +115,15 @@ def _restore_buffers(stage: Stage, earlier: dict[str, Tensor]) -> Iterator[None]
 
 
 def _drop(tensor: Tensor) -> None:
-    """Keep nothing of what autograd wants to keep."""
+    """Keep nothing in place of a tensor that autograd wants to save."""
 
 
 def _refuse(nothing: None) -> Tensor:
+    """Raise AssertionError: a saved tensor is asked for only by a backward."""
     raise AssertionError("a stage's first run is never run backward")
 
 
 def list_loss_leaves(outputs: tuple[Any, ...], found: list[Tensor]) -> tuple[Tensor, ...]:
-    """Return the leaves that only a loss depends on, from all of its leaves."""
+    """Return the leaves `found` of a loss that are not outputs of the last stage: parameters of the loss function."""
     own = {id(v) for v in outputs}
     return tuple(leaf for leaf in found if id(leaf) not in own)

@@ -1,6 +1,7 @@
-"""Replicas: a stage as one of its devices runs it, with the model's own weights or with copies of them.
+"""Run a stage on one of its devices, with the model's own weights or with copies of them.
 
-A replicated stage has several, and a weight that several stages read is copied to those that are on other devices.
+A replicated stage has several devices, and a replica on each. A weight that several stages read lives on the device of
+the first one, and replicas on other devices have copies.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from fxsplit.torch_internals.thread_modes import NO_CONTEXT
 class Replica:
     """A stage on one device.
 
-    Weights that live on its torch device it shares with the model, and with stages that have them too. Of others it has
-    copies, which are refreshed before every forward pass and whose gradients go back to the weights.
+    It shares the weights that live on its torch device with the model, and with other stages that read them. Of weights
+    elsewhere it has copies. They are refreshed before every forward pass, and their gradients go back to the weights.
+    `places` says where each weight lives, by its id.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class Replica:
         foreign = any(places[id(w)] != self._here for w in list_weights(stage.module))
         module = stage.module
         if foreign:
+            # Another device's module must hold other weights, so it is a module of its own.
             module = _copy_module(stage.module)
             move_constants(module, stage.torch_device, self._here)
         compiled = None if backend is None else torch.compile(module, backend=backend)
@@ -46,39 +49,42 @@ class Replica:
         self._owner_of: dict[Tensor, Tensor] = {}
 
     def refresh(self) -> None:
-        """Let copies be what the model is now: its weights, what of them is frozen, the modes of its modules."""
+        """Make the copies what the model is now: values of weights, which are frozen, and the modes of modules."""
         if self.stage.module is self._original:
             return
         for mine, copied in zip(self._original.modules(), self.stage.module.modules(), strict=True):
             copied.training = mine.training
+            # The dictionaries are changed directly: to set an attribute would register a parameter anew.
             for kind in ("_parameters", "_buffers"):
                 held: dict[str, Tensor | None] = getattr(copied, kind)
                 held |= {name: None if w is None else self._copy_weight(w) for name, w in getattr(mine, kind).items()}
         self._owner_of = {local: own for own, local in self._copies.items()}
 
     def _copy_weight(self, own: Tensor) -> Tensor:
-        """Return a weight, or its copy on this device as the weight is now."""
+        """Return a weight that lives on this device, or the copy of another, with its values of now."""
         if own.device == self._here:
             return own
+        # Made once, so that graphs of several microbatches end at one leaf; made small, since `.data` is replaced.
         if own not in self._copies:
             empty = own.detach()[:0] if own.ndim else own.detach()
             self._copies[own] = nn.Parameter(empty.clone(), False) if isinstance(own, nn.Parameter) else empty.clone()
         copied = self._copies[own]
+        # New memory and not a write: graphs of an earlier batch may still read the old values.
         copied.data = own.data.to(self._here, non_blocking=True, copy=True)
         return copied.requires_grad_(own.requires_grad)
 
     def use_version(self, version: int) -> AbstractContextManager[Any]:
-        """Return a context in which the stage has the weights of a version; there is one."""
+        """Return a context in which the stage has the weights of a version. A replica has one version."""
         return NO_CONTEXT
 
     def list_leaves(self, trained: Sequence[Tensor], version: int) -> list[Tensor]:
-        """Return the leaves of this replica's graphs for the weights that are `trained`."""
+        """Return the leaves at which this replica's graphs end, for the model's weights `trained`."""
         if not self._owner_of:
             return list(trained)
         return [self._copies.get(weight, weight) for weight in trained]
 
     def assign_to_owners(self, sums: Sums) -> Sums:
-        """Return sums of this replica's leaves as sums of the model's weights, where those are."""
+        """Return the sums of this replica's leaves as sums of the model's weights, on the weights' devices."""
         if not self._owner_of:
             return sums
         found = Sums()
@@ -88,12 +94,13 @@ class Replica:
         return found
 
     def step(self, action: Action, sums: Sums) -> None:
-        """Let the optimizer step; only stages with versions of their weights can."""
+        """Raise AssertionError: only a stage with versions of its weights steps between microbatches."""
         raise AssertionError(f"{action} of a schedule whose steps wait for the whole batch")
 
 
 def _copy_module(module: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy whose modules can hold other weights; weights and hooks are the model's."""
+    """Return a copy whose modules can hold other weights. Its weights and hooks are still the model's own objects."""
     hooks = [held for m in module.modules() for key, held in m.__dict__.items() if "_hooks" in key]
     shared = [*list_weights(module), *(held for held in hooks if held is not None)]
+    # What deepcopy finds in its memo, it does not copy.
     return copy.deepcopy(module, {id(one): one for one in shared})

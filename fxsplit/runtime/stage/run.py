@@ -1,4 +1,4 @@
-"""What a worker does for one action: a stage forward or backward on one microbatch."""
+"""Run one action of a worker: a stage forward or backward on one microbatch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ class Packet(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What a stage's backward on one microbatch starts from; `extra` are leaves that only its loss depends on."""
+    """What a stage's backward on one microbatch starts from.
+
+    `extra` are leaves that only its loss depends on, for example a temperature that the loss function trains.
+    """
 
     inputs: tuple[Any, ...]
     outputs: tuple[Any, ...]
@@ -39,13 +42,14 @@ class Saved(NamedTuple):
 
 
 def forward(stage: Stage, packet: Packet, writes: bool = False) -> Saved:
-    """Run a stage; in grad mode its inputs become leaves, so that each stage's graph ends at its boundary.
+    """Run a stage on a packet. In grad mode its inputs become leaves, so that each stage's graph ends at its boundary.
 
-    A stage that `writes` to its inputs in place gets copies of those, since nothing may write to a leaf.
+    A stage that `writes` to its inputs in place gets copies of them, since autograd lets nothing write to a leaf.
     """
     if not torch.is_grad_enabled():
         return Saved(packet.values, stage(*packet.values))
     pairs = zip(packet.values, packet.wanted, strict=True)
+    # Detached again, since one value may go to several stages, and each needs a leaf of its own.
     inputs = tuple([v.detach().requires_grad_() if wanted else v for v, wanted in pairs])
     if not writes:
         return Saved(inputs, stage(*inputs))
@@ -55,41 +59,46 @@ def forward(stage: Stage, packet: Packet, writes: bool = False) -> Saved:
 def backward(
     saved: Saved, gradients: Sequence[Tensor | None], trained: Sequence[Tensor], first: bool = True
 ) -> tuple[list[Tensor | None], list[Share]]:
-    """Run a stage backward from the gradients of its outputs; return those of its inputs (None is no gradient).
+    """Run a stage backward from the gradients of its outputs, which are None where there is none.
 
-    The second result are those of `trained` and of what else the loss depends on. Whether they are ours alone is asked
-    only of the `first` ones: later ones are added to what there is, whosever they are.
+    Returns the gradients of its inputs, and the shares of `trained` and of what else the loss depends on. `first` says
+    that some leaf may get its first gradient; later ones are added to a sum, whether others refer to them or not, so
+    they are not asked.
     """
-    roots = list_roots(saved, gradients)
+    roots, arrived = list_roots(saved, gradients)
     of_inputs: list[Tensor | None] = [None] * len(saved.inputs)
     wanted = [i for i, v in enumerate(saved.inputs) if isinstance(v, Tensor) and v.requires_grad]
     leaves = [*(saved.inputs[i] for i in wanted), *trained]
+    # Compared by identity, since == of tensors compares elements.
     leaves += [one for one in saved.extra if all(one is not leaf for leaf in leaves)]
     if not roots or not leaves:
         return of_inputs, []
+    # The stage's own leaves are muted for the whole job; which leaves a loss has is known only now.
     with mute(saved.extra) if saved.extra else NO_CONTEXT:
-        found = differentiate([value for value, _ in roots], [gradient for _, gradient in roots], leaves)
-    own = find_unshared(found) if first else [False] * len(leaves)
+        found = differentiate(roots, arrived, leaves)
+    unshared = find_unshared(found) if first else [False] * len(leaves)
     for i, gradient in zip(wanted, found, strict=False):
         of_inputs[i] = gradient
     at = len(wanted)
-    return of_inputs, make_shares(leaves[at:], found[at:], own[at:])
+    return of_inputs, make_shares(leaves[at:], found[at:], unshared[at:])
 
 
-def list_roots(saved: Saved, gradients: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
-    """Return the outputs that a backward starts from, each with its gradient."""
-    return [
-        (value, gradient)
-        for value, gradient in zip(saved.outputs, gradients, strict=True)
-        if isinstance(value, Tensor) and value.requires_grad and gradient is not None
-    ]
+def list_roots(saved: Saved, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the outputs that a backward starts from, and their gradients."""
+    pairs = zip(saved.outputs, gradients, strict=True)
+    found = [(v, g) for v, g in pairs if isinstance(v, Tensor) and v.requires_grad and g is not None]
+    return [value for value, _ in found], [gradient for _, gradient in found]
 
 
 def find_failing_node(error: BaseException, stage: Stage) -> str:
-    """Return the node of a stage at which its code raised, with the user's line; empty where none did."""
+    """Return the node of a stage at which its code raised, with the user's line. Empty where no frame is the stage's.
+
+    For example: `, node 'relu' from File "model.py", line 12`.
+    """
     code = type(stage.module).forward.__code__
     for frame, line in traceback.walk_tb(error.__traceback__):
         if frame.f_code is code:
+            # Each line of the generated code is `name = call(...)`, with the name of its node.
             name = linecache.getline(code.co_filename, line).strip().split(" = ")[0]
             node = next((n for n in stage.module.graph.nodes if n.name == name), None)
             return f", node {name!r}{_describe_origin(node.meta) if node else ''}"
@@ -97,8 +106,9 @@ def find_failing_node(error: BaseException, stage: Stage) -> str:
 
 
 def _describe_origin(meta: dict[str, Any]) -> str:
-    """Return the user's file and line that a node was traced from."""
+    """Return the user's file and line that a node was traced from, or nothing where they are not known."""
     rows = (row.strip() for row in str(meta.get("stack_trace") or "").splitlines())
     places = [row.split(", in ")[0] for row in rows if row.startswith("File")]
     own = [place for place in places if not any(folder in place for folder in LIBRARIES)]
+    # The innermost frame of the user's comes last.
     return f" from {own[-1]}" if own else ""

@@ -1,8 +1,9 @@
-"""Versions: a stage whose weights change while microbatches that read the earlier ones are under way.
+"""Run a stage whose weights change while microbatches that read earlier weights are under way.
 
-A backward needs the weights of its forward. So each version is leaves of its own, and the modules hold those of the
-version in hand for as long as an action runs (weight stashing: Narayanan et al. 2019). The newest version lies in the
-model's own memory; a step that others still read from moves the model's weights elsewhere first.
+Asynchronous schedules such as PipeDream step between microbatches, and a backward needs the weights of its forward. So
+each *version* of the weights is a set of leaves of its own, and the stage's modules hold the leaves of one version for
+as long as an action runs (weight stashing: Narayanan et al., PipeDream, 2019). The newest version lies in the model's
+own memory. Where actions to come still read that memory, a step moves the model's weights to other memory first.
 """
 
 from __future__ import annotations
@@ -27,14 +28,17 @@ from fxsplit.torch_internals.interpret import get_storage_id
 
 
 class Stepper:
-    """Lets one optimizer step for one stage at a time: torch's optimizers pass over parameters without a gradient."""
+    """Lets the user's one optimizer step for one stage at a time.
+
+    torch's optimizers pass over parameters whose `.grad` is None, so only the stage's own weights have one in a step.
+    """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._one_at_a_time = threading.Lock()
 
     def step(self, sums: Sums) -> None:
-        """Step with these gradients, and keep none of them."""
+        """Step with these sums of gradients, and leave every `.grad` None."""
         with self._one_at_a_time:
             try:
                 accumulate(sums)
@@ -45,7 +49,10 @@ class Stepper:
 
 
 def make_stepper(schedule: Schedule, optimizer: Optimizer | None) -> Stepper | None:
-    """Return what steps between microbatches, for schedules that do; raises InputError where it is missing or odd."""
+    """Return what steps between microbatches, or None for a schedule whose steps wait for the whole batch.
+
+    Raises InputError where an asynchronous schedule has no optimizer, and where a synchronous one has.
+    """
     if schedule.synchronous:
         if optimizer is not None:
             raise InputError(f"{schedule.name} waits for the whole batch: call optimizer.step() after pipe.step(...)")
@@ -54,12 +61,13 @@ def make_stepper(schedule: Schedule, optimizer: Optimizer | None) -> Stepper | N
         raise InputError(
             f"{schedule.name} steps between microbatches: give the optimizer, pipe.step(x, target=y, optimizer=sgd)"
         )
+    # The gradient of another stage would take part in the first step.
     optimizer.zero_grad(set_to_none=True)
     return Stepper(optimizer)
 
 
 class VersionedReplica(Replica):
-    """A stage with as many versions of its weights as the actions in `row` ask for."""
+    """A stage with as many versions of its weights as the actions in `row`, those of its device, ask for."""
 
     def __init__(
         self,
@@ -71,6 +79,7 @@ class VersionedReplica(Replica):
     ) -> None:
         super().__init__(stage, device, places)
         self._stepper = stepper
+        # How many actions are still to read each version.
         self._left = Counter(a.version for a in row if a.stage == stage.index and a.op in COMPUTES)
         modules = stage.module.modules()
         self._slots = [(m._parameters, name, p) for m in modules for name, p in m._parameters.items() if p is not None]
@@ -81,7 +90,7 @@ class VersionedReplica(Replica):
 
     @contextmanager
     def use_version(self, version: int) -> Iterator[None]:
-        """Let the stage's modules hold the weights of a version."""
+        """Let the stage's modules hold the leaves of a version for the block, which is one action."""
         leaves = self._leaves[version]
         for held, name, weight in self._slots:
             held[name] = leaves[weight]  # type: ignore[assignment]  # modules compute with any tensor
@@ -93,35 +102,45 @@ class VersionedReplica(Replica):
             self._left[version] -= 1
 
     def list_leaves(self, trained: Sequence[Tensor], version: int) -> list[Tensor]:
-        """Return the leaves of a version, and the weights themselves, which nothing should have read."""
-        of = self._leaves[version]
-        return [*(of.get(weight, weight) for weight in trained), *(weight for weight in trained if weight in of)]
+        """Return the leaves of a version, and after them the weights themselves.
+
+        A weight itself gets a gradient only where the stage's code has read it past its modules, which `step` refuses.
+        """
+        leaf_of = self._leaves[version]
+        leaves = [leaf_of.get(weight, weight) for weight in trained]
+        return [*leaves, *(weight for weight in trained if weight in leaf_of)]
 
     def step(self, action: Action, sums: Sums) -> None:
-        """Make a new version from the newest one."""
+        """Let the optimizer make a new version of the weights, from the newest one and these sums of gradients.
+
+        Raises InputError where a weight itself got a gradient (see `list_leaves`).
+        """
         passed = next((weight for weight in sums.totals if weight in self._weights), None)
         if passed is not None:
             raise InputError(
                 f"a module reads its parameter of shape {tuple(passed.shape)} from elsewhere than its attribute, where "
                 "earlier versions of weights cannot be: train it under a schedule that waits for its step, as 1F1B"
             )
+        # The optimizer writes to the model's memory, which is that of the newest version.
         if self._left[self._newest] > 0:
             self._move_weights()
         self._stepper.step(self.assign_to_owners(sums))
         self._add_version(action.version)
 
     def _add_version(self, version: int) -> None:
-        """Let the model's weights as they are now be a version, and forget those that nothing will read."""
+        """Make the model's weights as they are now a version, and forget the versions that no action will read."""
         self._newest = version
+        # `.data` is a tensor of its own on the same memory: a leaf that the optimizer does not know.
         self._leaves[version] = {w: w.data.requires_grad_(w.requires_grad) for w in self._weights}
         self._leaves = {v: leaves for v, leaves in self._leaves.items() if v == version or self._left[v] > 0}
         self._owner_of = {leaf: w for leaves in self._leaves.values() for w, leaf in leaves.items()}
 
     def _move_weights(self) -> None:
-        """Move the model's weights to other memory; those that share memory go on sharing it."""
+        """Move the model's weights to other memory. Those that share memory go on sharing it."""
         moved: dict[int, UntypedStorage] = {}
         for weight in self._weights:
             key = get_storage_id(weight)
+            # Whole storages are moved, since weights may be views of one, as those of an LSTM are.
             storage = moved[key] = moved[key] if key in moved else weight.untyped_storage().clone()
             elsewhere = torch.empty(0, dtype=weight.dtype, device=weight.device)
             weight.data = elsewhere.set_(storage, weight.storage_offset(), weight.shape, weight.stride())
