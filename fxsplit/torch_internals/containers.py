@@ -59,8 +59,9 @@ def drop_foreign_fields(value: Any) -> tuple[Any, list[str]]:
     if not foreign:
         return value, []
     kept = {name: held for name, held in value.items() if name not in foreign}
+    kind: Any = type(value)
     # A dataclass that is also a dict fills its items from its fields, which keywords set.
-    return type(value)(**kept) if is_dataclass(value) else type(value)(kept), foreign
+    return kind(**kept) if is_dataclass(value) else kind(kept), foreign
 
 
 def register_dataclasses(value: Any) -> None:
