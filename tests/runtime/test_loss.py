@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.errors import InputError, StageError
+from fxsplit.runtime.loss import BatchLoss, find_own_loss, find_reduction, sum_squares, take_model_loss
 from tests.models import FAST, Mlp
 
 mse = F.mse_loss
@@ -118,3 +121,81 @@ def test_a_loss_that_is_a_parameter_itself() -> None:
         loss = pipe.step(torch.randn(8, 8), target=torch.randn(8, 8))
     assert float(loss) == 3.0 and float(extra.grad) == 1.0  # type: ignore[arg-type]
     assert all(p.grad is None for p in model.parameters())
+
+
+def number(value: float) -> Tensor:
+    return torch.tensor(value, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "index"),
+    [(number(2.0), None), ((number(2.0), 1), 0), ([number(2.0)], 0), ({"loss": number(2.0)}, "loss")],
+)
+def test_a_model_may_return_its_loss(outputs: Any, index: Any) -> None:
+    expected = outputs if index is None else outputs[index]
+    assert find_own_loss(outputs) is expected and take_model_loss(outputs) is expected
+
+
+def test_a_loss_may_be_an_attribute() -> None:
+    outputs = SimpleNamespace(loss=number(1.0))
+    assert find_own_loss(outputs) is outputs.loss
+
+
+@pytest.mark.parametrize("outputs", [torch.ones(2), torch.tensor(1), {"other": number(1.0)}, (), "text", [3.0]])
+def test_what_is_no_loss(outputs: Any) -> None:
+    assert find_own_loss(outputs) is None
+    with pytest.raises(InputError, match="returns none of its own"):
+        take_model_loss(outputs)
+
+
+def test_squares_of_all_float_outputs() -> None:
+    assert float(sum_squares({"a": torch.tensor([1.0, 2.0]), "b": [torch.tensor(3), torch.tensor(4.0)]})) == 21.0
+    assert find_reduction(sum_squares) == "sum"
+
+
+def test_reductions() -> None:
+    assert find_reduction(F.mse_loss) == find_reduction(nn.MSELoss()) == "mean"
+    assert find_reduction(nn.MSELoss(reduction="sum")) == "sum"
+    assert find_reduction(partial(F.mse_loss, reduction="none")) == "none"
+    with pytest.raises(InputError, match="reduction='none'"):
+        BatchLoss(nn.MSELoss(reduction="none"), None, [1])
+
+
+def weights_of(loss: BatchLoss, rows: list[int], values: list[float]) -> list[float]:
+    found = []
+    for m in range(len(rows)):
+        loss(m, number(values[m]))
+        (gradient,) = loss.make_output_gradients(m)
+        found.append(float(gradient))  # type: ignore[arg-type]
+        assert loss.make_output_gradients(m)[0] is gradient, "made once"
+    return found
+
+
+def test_weights_in_the_batch() -> None:
+    rows, values = [3, 2, 2], [7.0, 14.0, 21.0]
+    mean = BatchLoss(lambda outputs: outputs, None, rows)
+    assert weights_of(mean, rows, values) == pytest.approx([3 / 7, 2 / 7, 2 / 7])
+    assert float(mean.compute_total()) == pytest.approx(3 + 4 + 6) and not mean.compute_total().requires_grad
+    summed = BatchLoss(partial(lambda outputs, reduction: outputs, reduction="sum"), None, rows)
+    assert weights_of(summed, rows, values) == [1.0, 1.0, 1.0] and float(summed.compute_total()) == 42.0
+
+
+def test_what_goes_into_one_optimizer_step_is_a_batch_of_its_own() -> None:
+    rows = [3, 1, 2, 2]
+    loss = BatchLoss(lambda outputs: outputs, None, rows, ends=[1])
+    assert weights_of(loss, rows, [8.0] * 4) == [0.75, 0.25, 0.5, 0.5]
+    assert float(loss.compute_total()) == 8.0, "the loss that is reported weighs by the whole batch"
+
+
+def test_each_microbatch_has_its_target_and_failures_a_note() -> None:
+    def loss_fn(outputs: Tensor, target: float) -> Tensor:
+        return outputs / target
+
+    loss = BatchLoss(loss_fn, [1.0, 4.0], [1, 1])
+    assert loss(1, number(8.0)).item() == 2.0 and loss(0, number(8.0)).requires_grad
+    assert float(loss.compute_total()) == 5.0
+    with pytest.raises(TypeError) as caught:
+        loss(0, None)
+    assert caught.value.__notes__ == ["raised by loss_fn"]
+    with pytest.raises(InputError, match="returned float"):
+        BatchLoss(lambda outputs: 1.0, None, [1])(0, None)  # type: ignore[arg-type, return-value]

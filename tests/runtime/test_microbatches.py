@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import fxsplit
 from fxsplit.api.compare import compare, run_pipeline_step, run_unsplit_step
 from fxsplit.errors import InputError
+from fxsplit.runtime.microbatches import divide_rows, join, split, split_gradient, split_target
 from tests.models import FAST, Mlp
 
 mse = F.mse_loss
@@ -72,3 +73,50 @@ def test_a_target_is_cut_where_its_rows_are() -> None:
         pytest.raises(InputError, match=r"target has shape \(8, 8\) .* chunks={'target': 1}"),
     ):
         pipe.step(x, target=y)
+
+
+def test_rows_are_divided_evenly_the_larger_ones_first() -> None:
+    for rows in range(1, 20):
+        for n in range(1, rows + 1):
+            found = divide_rows(rows, n)
+            assert sum(found) == rows and len(found) == n and found == sorted(found, reverse=True)
+            assert max(found) - min(found) <= 1
+    with pytest.raises(InputError, match="3 rows cannot be cut into n_microbatches=4"):
+        divide_rows(3, 4)
+
+
+def test_pieces_join_to_the_whole_on_any_dimension() -> None:
+    x, rows = torch.arange(21.0).reshape(3, 7), [3, 2, 2]
+    pieces = split(x, rows, 1)
+    assert [p.shape[1] for p in pieces] == rows and pieces[1].data_ptr() == x[:, 3:].data_ptr(), "views"
+    assert torch.equal(join(pieces, rows, 1), x) and split(x, rows, None) == (x, x, x)
+    assert torch.equal(join(split(x.t(), rows), rows), x.t()) and join([x], [7]) is x
+
+
+@pytest.mark.parametrize("dim", [0, 1, None])
+def test_gradients_of_pieces_are_those_of_joining(dim: int | None) -> None:
+    rows = [3, 2, 2]
+    shapes: dict[int | None, list[tuple[int, ...]]] = {
+        0: [(n, 2) for n in rows],
+        1: [(2, n) for n in rows],
+        None: [()] * 3,
+    }
+    pieces = [torch.randn(shape, requires_grad=True) for shape in shapes[dim]]
+    whole = join(pieces, rows, dim)
+    gradient = torch.randn_like(whole)
+    whole.backward(gradient)
+    for piece, found in zip(pieces, split_gradient(gradient, rows, dim), strict=True):
+        torch.testing.assert_close(found, piece.grad)
+    assert split_gradient(gradient, [7], dim)[0] is gradient
+
+
+def test_numbers_join_to_their_mean_by_rows() -> None:
+    assert float(join([torch.tensor(7.0), torch.tensor(14.0)], [5, 2], None)) == pytest.approx(5 + 4)
+
+
+def test_targets_are_cut_where_they_have_the_rows() -> None:
+    target = {"label": torch.arange(5), "weight": 0.5}
+    found = split_target(target, [3, 2])
+    assert [t["label"].tolist() for t in found] == [[0, 1, 2], [3, 4]] and [t["weight"] for t in found] == [0.5, 0.5]
+    with pytest.raises(InputError, match=r"shape \(4,\) and the batch has 5 rows"):
+        split_target(torch.arange(4), [3, 2])

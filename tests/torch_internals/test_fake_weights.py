@@ -10,9 +10,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 import fxsplit
 from fxsplit.errors import InputError, TraceError
+from fxsplit.torch_internals.fake_weights import (
+    Snapshot,
+    fill_like,
+    has_values,
+    is_fake,
+    lacks_values,
+    make_runnable,
+)
 from tests.models import FAST
 
 OPTIONS: Any = {"passes": FAST, "n_microbatches": 2}
@@ -242,3 +251,91 @@ def test_what_is_not_a_number_is_no_write() -> None:
     x = torch.randn(8, 4)
     with fxsplit.compile(model, 2, example_inputs=x, **OPTIONS) as pipe, torch.no_grad():
         torch.testing.assert_close(pipe(x), model(x), equal_nan=True)
+
+
+def test_weights_become_fake_for_a_block_and_come_back() -> None:
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.BatchNorm1d(3))
+    model[0].weight.requires_grad_(False)
+    before = [*model.parameters(), *model.buffers()]
+    x = torch.randn(4, 3, requires_grad=True)
+    state = torch.get_rng_state()
+    with (
+        pytest.raises(ValueError, match="stop"),
+        make_runnable(model, [x, x, torch.ones(2)], True) as (module, tensors),
+    ):
+        fakes = [*module.parameters(), *module.buffers()]
+        assert module is model and all(is_fake(t) and not has_values(t) for t in (*fakes, *tensors))
+        assert tensors[0] is tensors[1] and tensors[0].requires_grad and not tensors[2].requires_grad
+        for fake, real in zip(fakes, before, strict=True):
+            assert fake.shape == real.shape and fake.requires_grad == real.requires_grad
+            assert isinstance(fake, nn.Parameter) == isinstance(real, nn.Parameter)
+        torch.rand(3)
+        raise ValueError("stop")
+    assert all(a is b for a, b in zip(before, [*model.parameters(), *model.buffers()], strict=True))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_what_is_on_one_device_runs_as_it_is() -> None:
+    model, x = nn.Linear(2, 2), torch.ones(1, 2)
+    with make_runnable(model, [x], False) as (module, (tensor,)):
+        assert module is model and tensor is x
+
+
+def test_fake_operators_leave_the_traces_of_real_ones() -> None:
+    """A draw changes the generator; an update of running statistics counts as a write, in training alone."""
+    norm, x = nn.BatchNorm1d(3), torch.randn(4, 3)
+    with make_runnable(norm, [x], True) as (_, (fake,)):
+        kept = Snapshot(norm.buffers())
+        norm.eval()(fake)
+        assert kept.changed() == []
+        norm.train()(fake)
+        assert {id(b) for b in kept.changed()} >= {id(norm.running_mean), id(norm.running_var)}
+
+        def draws(run: Any) -> bool:
+            with unset_fake_temporarily():
+                before = torch.get_rng_state()
+            run()
+            with unset_fake_temporarily():
+                return not torch.equal(torch.get_rng_state(), before)
+
+        attend = nn.functional.scaled_dot_product_attention
+        query = fake[None, None]
+        assert draws(lambda: nn.functional.dropout(fake, 0.5)) and not draws(lambda: fake * 2)
+        assert draws(lambda: attend(query, query, query, dropout_p=0.5))
+        assert not draws(lambda: attend(query, query, query))
+
+
+def test_snapshots_tell_writes_and_undo_them() -> None:
+    a, b, nan = torch.ones(2), torch.zeros(2), torch.tensor([float("nan"), 1.0])
+    kept = Snapshot([a, b, nan])
+    assert kept.changed() == []
+    with torch.no_grad():
+        a[0] = 5.0
+    version = b._version
+    assert [id(t) for t in kept.changed()] == [id(a)]
+    kept.restore()
+    assert a.tolist() == [1, 1] and kept.changed() == [] and b._version == version, "what is as it was is not written"
+    nan[1] = 2.0
+    assert [id(t) for t in kept.changed()] == [id(nan)]
+
+
+def test_tensors_without_values() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    assert not lacks_values(model) and has_values(torch.ones(1)) and not is_fake(torch.ones(1))
+    model[1].to("meta")
+    assert lacks_values(model) and not has_values(torch.ones(1, device="meta"))
+    assert lacks_values(nn.Linear(1, 1, device="meta"))
+
+
+def test_filled_tensors_are_of_the_same_kind() -> None:
+    class Own(nn.Parameter):
+        note = ""
+
+    weight = Own(torch.empty(2, 3, device="meta").t(), requires_grad=False)
+    weight.note = "kept"
+    value = torch.arange(6.0).reshape(3, 2)
+    made = fill_like(weight, value)
+    assert type(made) is Own and made.note == "kept" and not made.requires_grad
+    assert made.stride() == weight.stride() and torch.equal(made, value) and made.data_ptr() != value.data_ptr()
+    buffer = fill_like(torch.empty(2, device="meta", requires_grad=True), torch.ones(2, dtype=torch.float64))
+    assert type(buffer) is Tensor and buffer.requires_grad and buffer.dtype == torch.float64

@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxsplit.torch_internals.grad_sums import Sums, find_unshared
+from fxsplit.torch_internals.grad_sums import (
+    Sums,
+    accumulate,
+    differentiate,
+    find_unshared,
+    make_shares,
+    merge_sums,
+)
 
 
 def asked(outputs: Tensor, leaves: list[Tensor]) -> list[bool]:
@@ -58,3 +65,62 @@ def test_what_is_not_ours_is_never_written_to() -> None:
     own.add([(leaf, given[0], True)])
     own.add([(leaf, given[1], False)])
     assert own.totals[leaf] is given[0] and torch.equal(given[0], torch.full((3,), 3.0))
+
+
+def test_sums_of_sparse_and_dense_gradients() -> None:
+    """In every order; a leaf's first gradient decides whether the sum is sparse until a dense one comes."""
+    dense = torch.tensor([1.0, 2.0, 3.0])
+    for order in ([dense.to_sparse(), dense], [dense, dense.to_sparse()], [dense.to_sparse(), dense.to_sparse()]):
+        leaf, sums = torch.zeros(3, requires_grad=True), Sums()
+        for gradient in order:
+            sums.add([(leaf, gradient, False)])
+        total = sums.totals[leaf]
+        assert torch.equal(total.to_dense() if total.is_sparse else total, 2 * dense)
+
+
+def test_gradients_of_what_is_asked_alone() -> None:
+    a, b, c = (torch.ones(2, requires_grad=True) for _ in range(3))
+    out = a * b
+    found = differentiate([out], [torch.full((2,), 3.0)], [a, c], retain_graph=True)
+    assert found[0] is not None and found[0].tolist() == [3, 3] and found[1] is None and a.grad is None
+    differentiate([out], [torch.ones(2)], [b])
+    with pytest.raises(RuntimeError, match="second time"):
+        differentiate([out], [torch.ones(2)], [b])
+
+
+def test_shares_leave_out_what_got_no_gradient() -> None:
+    a, b, gradient = torch.ones(1), torch.ones(1), torch.ones(1)
+    assert make_shares([a, b], [None, gradient], [False, True]) == [(b, gradient, True)]
+
+
+def test_merged_sums_add_where_several_have_a_leaf() -> None:
+    a, b = (torch.zeros(1, requires_grad=True) for _ in range(2))
+    parts = [Sums(), Sums(), Sums()]
+    for i, part in enumerate(parts):
+        part.add([(a, torch.tensor([10.0**i]), True)])
+    parts[2].add([(b, torch.ones(1), True)])
+    whole = merge_sums(parts)
+    assert whole is parts[0] and whole.totals[a].tolist() == [111] and whole.totals[b].tolist() == [1]
+
+
+def test_accumulating_is_what_autograd_does() -> None:
+    """In place where there is a gradient, assigned where there is none, through hooks where there are some."""
+    new, old, hooked = (torch.zeros(2, requires_grad=True) for _ in range(3))
+    old.grad = before = torch.ones(2)
+    hooked.register_hook(lambda gradient: gradient * 2)
+    sums = Sums()
+    sums.add([(leaf, torch.full((2,), 5.0), True) for leaf in (new, old, hooked)])
+    accumulate(sums)
+    assert new.grad is sums.totals[new] and old.grad is before
+    assert [float(leaf.grad.sum()) for leaf in (new, old, hooked)] == [10, 12, 20]  # type: ignore[union-attr]
+    accumulate(Sums())
+
+
+def test_a_hook_that_raises_leaves_other_leaves_without_a_gradient() -> None:
+    new, hooked = (torch.zeros(2, requires_grad=True) for _ in range(2))
+    hooked.register_hook(lambda gradient: 1 / 0)
+    sums = Sums()
+    sums.add([(leaf, torch.ones(2), True) for leaf in (new, hooked)])
+    with pytest.raises(ZeroDivisionError):
+        accumulate(sums)
+    assert new.grad is None and hooked.grad is None

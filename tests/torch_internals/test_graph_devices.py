@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import fxsplit
-from fxsplit.torch_internals.graph_devices import move_constants
+from fxsplit.torch_internals.graph_devices import fix_constant_devices, move_constants
 from tests.models import FAST
 
 
@@ -44,3 +46,45 @@ def test_constants_follow_their_stage(branches: bool) -> None:
             move_constants(stage.module, torch.device("cpu"), here)
             values = stage.module.to(here)(*values)
             assert all(v.device == here for v in values if isinstance(v, Tensor)) and "cpu')" not in stage.code
+
+
+def test_a_question_for_a_device_is_answered_once() -> None:
+    def ask(x: Tensor) -> Tensor:
+        return x + torch.ones(2, device=x.device) + torch.zeros(2).to(x.device)
+
+    gm = fx.symbolic_trace(ask)
+    assert fix_constant_devices(gm, torch.device("meta")) is gm
+    assert not [n for n in gm.graph.nodes if n.target is getattr]
+    assert gm(torch.ones(2, device="meta")).device.type == "meta" and "getattr" not in gm.code
+
+
+def moved(run: Any, captured_on: str = "cpu", here: str = "meta") -> fx.GraphModule:
+    gm = fx.symbolic_trace(run)
+    move_constants(gm, torch.device(captured_on), torch.device(here))
+    return gm
+
+
+def arguments(gm: fx.GraphModule) -> list[Any]:
+    return [a for n in gm.graph.nodes for a in (*n.args, *n.kwargs.values()) if not isinstance(a, fx.Node)]
+
+
+def test_only_what_names_the_device_of_the_capture_moves() -> None:
+    meta = torch.device("meta")
+    assert arguments(moved(lambda x: x.to("cpu"))) == [meta] and arguments(moved(lambda x: x.to("float32"))) == [
+        "float32"
+    ]
+    assert arguments(moved(lambda x: x.new_ones(2, device="cpu"))) == [2, meta]
+    assert arguments(moved(lambda x: x.new_ones(2, device=torch.device("cpu")))) == [2, meta]
+    assert arguments(moved(lambda x: x.split("cpu"))) == ["cpu"], "a text that no device is asked for"
+    assert arguments(moved(lambda x: x.to("cuda:1"), "cuda:0")) == ["cuda:1"], "another device of the same kind"
+    assert arguments(moved(lambda x: x.to("cuda"), "cuda:0")) == [meta], "the current one of its kind"
+    assert arguments(moved(lambda x: x.to("cpu"), "meta", "meta")) == ["cpu"]
+
+
+def test_graphs_inside_a_graph_move_too() -> None:
+    inner = fx.symbolic_trace(lambda x: x.to("cpu"))
+    graph = fx.Graph()
+    graph.output(graph.call_module("inner", (graph.placeholder("x"),)))
+    outer = fx.GraphModule({"inner": inner}, graph)
+    move_constants(outer, torch.device("cpu"), torch.device("meta"))
+    assert arguments(inner) == [torch.device("meta")] and "meta" in inner.code

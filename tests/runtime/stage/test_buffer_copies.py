@@ -13,6 +13,8 @@ from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.api.compare import compare, run_pipeline_step, run_unsplit_step
+from fxsplit.runtime.stage.buffer_copies import clone_outputs, save_buffer_copies
+from fxsplit.torch_internals.interpret import get_storage_id
 from tests.models import FAST
 
 Loss = Callable[[nn.Module], Callable[[Any, Any], Tensor]]
@@ -81,3 +83,61 @@ def test_a_module_that_stays_whole_may_write_what_its_backward_needs() -> None:
             pipe(rows()).sum().backward()
             found = fxsplit.verify(pipe, rows())
             assert found.equal, found.offending
+
+
+def saved_product(buffer: Tensor, hooks: Any = None, buffers: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return x, and x times a buffer, whose backward needs the buffer."""
+    x = torch.ones(2, requires_grad=True)
+    ids = frozenset() if buffers is None else frozenset({get_storage_id(buffers)})
+    with save_buffer_copies(ids, hooks):
+        return x, x * buffer
+
+
+def test_a_buffer_that_is_written_later_has_a_copy() -> None:
+    buffer = torch.tensor([2.0, 3.0])
+    x, out = saved_product(buffer[:], buffers=buffer)  # a view: it shares the memory
+    buffer.zero_()
+    out.sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [2, 3]
+
+
+def test_other_tensors_are_saved_themselves_and_a_write_to_them_is_an_error() -> None:
+    other = torch.tensor([2.0, 3.0])
+    x, out = saved_product(other, buffers=torch.ones(1))
+    out.sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [2, 3]
+    _, out = saved_product(other, buffers=torch.ones(1))
+    other.add_(1)
+    with pytest.raises(RuntimeError, match=r"float32\[2\] is at version 1; expected version 0"):
+        out.sum().backward()
+
+
+def test_hooks_of_the_caller_get_the_copies() -> None:
+    buffer = torch.tensor([2.0, 3.0])
+    packed: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> int:
+        packed.append(tensor)
+        return len(packed) - 1
+
+    hooks = (pack, lambda i: packed[i] * 10)
+    x, out = saved_product(buffer, hooks, buffer)
+    buffer.zero_()
+    assert packed[0].tolist() == [2, 3]
+    out.sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [20, 30]
+
+
+def test_without_buffers_nothing_is_hooked() -> None:
+    _, out = saved_product(torch.ones(2))
+    assert out.grad_fn._raw_saved_other is not None  # type: ignore[union-attr]
+    out.grad_fn._raw_saved_other.register_hooks(lambda t: t, lambda t: t)  # type: ignore[union-attr]
+
+
+def test_outputs_that_share_a_buffers_memory_are_copies() -> None:
+    buffer, other = torch.zeros(2), torch.ones(2)
+    ids = frozenset({get_storage_id(buffer)})
+    mine, its, text = clone_outputs((buffer[:1], other, "text"), ids)
+    buffer.add_(5)
+    assert mine.tolist() == [0] and its is other and text == "text"
+    assert clone_outputs((buffer,), frozenset())[0] is buffer

@@ -1,0 +1,149 @@
+"""Workers as threads, with jobs made by hand."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from fxsplit.errors import ClosedError
+from fxsplit.runtime.backends import threads
+from fxsplit.runtime.backends.threads import Workers
+from fxsplit.runtime.streams import CpuStream
+
+CPU = torch.device("cpu")
+
+
+class Job:
+    """Notes who runs it; `act` is what each worker does."""
+
+    def __init__(self, n_devices: int, act: Any = lambda device: None) -> None:
+        self.n_devices, self.act = n_devices, act
+        self.error: BaseException | None = None
+        self.marks: list[Any] = [None] * n_devices
+        self.ran: dict[int, tuple[threading.Thread, int, Any]] = {}
+        self.failed = threading.Event()
+
+    def run(self, device: int, stream: Any, ready: Any) -> None:
+        self.ran[device] = threading.current_thread(), torch.get_num_threads(), stream
+        self.act(device)
+
+    def fail(self, error: BaseException) -> None:
+        self.error = error
+        self.failed.set()
+
+
+@contextmanager
+def workers(count: int = 2) -> Iterator[Any]:
+    made = Workers([CPU] * count, 1)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def test_each_device_has_a_thread_of_its_own() -> None:
+    before = torch.get_num_threads()
+    with workers(3) as made:
+        first, second = Job(3), Job(2)
+        made.run(first)
+        made.run(second)
+        assert sorted(first.ran) == [0, 1, 2] and sorted(second.ran) == [0, 1], "a job may need fewer"
+        assert len({thread for thread, _, _ in first.ran.values()}) == 3
+        assert [first.ran[d][0] for d in (0, 1)] == [second.ran[d][0] for d in (0, 1)], "and they stay"
+        assert all(n == 1 and isinstance(stream, CpuStream) for _, n, stream in first.ran.values())
+        assert [thread.name for thread, _, _ in first.ran.values() if not thread.daemon] == []
+        assert all(made.has(thread) for thread, _, _ in first.ran.values())
+        assert not made.has(threading.current_thread()) and torch.get_num_threads() == before
+
+
+def test_the_caller_waits_for_all_and_gets_the_error() -> None:
+    def act(device: int) -> None:
+        if device == 1:
+            time.sleep(0.05)
+            done.append(device)
+
+    done: list[int] = []
+    with workers() as made:
+        made.run(Job(2, act))
+        assert done == [1]
+        job = Job(2)
+        job.error = ValueError("of a worker")
+        with pytest.raises(ValueError, match="of a worker"):
+            made.run(job)
+        made.run(Job(2))
+
+
+def test_closed_workers_end_and_refuse() -> None:
+    with workers() as made:
+        job = Job(2)
+        made.run(job)
+        made.close()
+        made.close()
+        assert not any(thread.is_alive() for thread, _, _ in job.ran.values())
+        job = Job(2)
+        with pytest.raises(ClosedError, match="compile the model again"):
+            made.run(job)
+        assert isinstance(job.error, ClosedError) and job.ran == {}
+
+
+def test_a_worker_may_close_them() -> None:
+    with workers() as made:
+        job = Job(2, lambda device: made.close() if device == 0 else None)
+        made.run(job)
+        deadline = time.monotonic() + 5.0
+        while any(thread.is_alive() for thread, _, _ in job.ran.values()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not any(thread.is_alive() for thread, _, _ in job.ran.values())
+
+
+def test_a_fork_has_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with workers() as made:
+        monkeypatch.setattr("os.getpid", lambda: -1)
+        with pytest.raises(ClosedError, match="stayed in the process that forked"):
+            made.run(Job(2))
+
+
+@contextmanager
+def interrupted_after(seconds: float) -> Iterator[None]:
+    """Raise KeyboardInterrupt in the main thread, as Ctrl-C does where nothing ignores it."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_an_interrupted_caller_waits_a_moment_for_the_workers(stops: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that stops when told is waited for, one that does not is given up."""
+    monkeypatch.setattr(threads, "GRACE_S", 20.0 if stops else 0.1)
+    end = threading.Event()
+    left: list[int] = []
+
+    def act(device: int) -> None:
+        (job.failed if stops else end).wait(20.0)
+        left.append(device)
+
+    job = Job(2, act)
+    with workers() as made:
+        begin = time.monotonic()
+        with interrupted_after(0.05), pytest.raises(KeyboardInterrupt):
+            made.run(job)
+        assert time.monotonic() - begin < 10.0 and isinstance(job.error, KeyboardInterrupt)
+        assert sorted(left) == ([0, 1] if stops else [])
+        end.set()
+        made.run(Job(2))
+        assert sorted(left) == [0, 1]

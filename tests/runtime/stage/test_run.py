@@ -1,0 +1,117 @@
+"""One stage, forward and backward on one microbatch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fxsplit.runtime.stage.run import Packet, Saved, backward, find_failing_node, forward, list_roots
+from tests.runtime.stage.one_stage import trace_stage, whole_stage
+
+
+class Layer(nn.Module):
+    """Two inputs, three outputs: one of the weight, one that wants no gradient, one of an input alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([2.0, 3.0]))
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return x * self.weight + y, y.detach(), x.exp()
+
+
+X, Y = torch.tensor([0.5, 1.0]), torch.tensor([7.0, 8.0])
+
+
+def test_a_packet_is_detached_and_says_what_wants_a_gradient() -> None:
+    x = torch.ones(2, requires_grad=True)
+    packet = Packet.of([x * 2, torch.ones(1), 3, None])
+    assert packet.wanted == (True, False, False, False) and packet.values[2:] == (3, None)
+    assert not packet.values[0].requires_grad and packet.values[0].tolist() == [2, 2]
+
+
+def test_inputs_are_leaves_in_grad_mode_alone() -> None:
+    packet = Packet((X, Y), (True, False))
+    saved = forward(trace_stage(Layer()), packet)
+    assert saved.inputs[0].is_leaf and saved.inputs[0].requires_grad and saved.inputs[1] is Y
+    assert not X.requires_grad and saved.inputs[0].data_ptr() == X.data_ptr()
+    assert torch.equal(saved.outputs[0], X * torch.tensor([2.0, 3.0]) + Y)
+    with torch.no_grad():
+        saved = forward(trace_stage(Layer()), packet)
+    assert saved.inputs == packet.values and not saved.outputs[0].requires_grad
+
+
+def test_a_stage_that_writes_to_its_inputs_gets_copies_of_leaves() -> None:
+    class Doubles(nn.Module):
+        def forward(self, x: Tensor, n: Tensor) -> Any:
+            return x.mul_(2), n.add_(1)
+
+    x, n = torch.ones(2), torch.zeros(1)
+    saved = forward(trace_stage(Doubles()), Packet((x, n), (True, False)), writes=True)
+    assert x.tolist() == [1, 1] and saved.outputs[0].tolist() == [2, 2]
+    assert n.tolist() == [1], "what wants no gradient is a copy already"
+    with pytest.raises(RuntimeError, match="leaf Variable"):
+        forward(trace_stage(Doubles()), Packet((x, n), (True, False)))
+
+
+def test_a_backward_gives_the_gradients_of_inputs_and_shares_of_weights() -> None:
+    layer = Layer()
+    saved = forward(trace_stage(layer), Packet((X, Y), (True, False)))
+    gradient = torch.tensor([10.0, 100.0])
+    of_inputs, shares = backward(saved, [gradient, None, None], [layer.weight])
+    assert of_inputs[1] is None and of_inputs[0] is not None and of_inputs[0].tolist() == [20, 300]
+    ((leaf, share, unshared),) = shares
+    assert leaf is layer.weight and share.tolist() == [5, 100] and unshared
+    saved = forward(trace_stage(layer), Packet((X, Y), (True, False)))
+    _, ((_, _, unshared),) = backward(saved, [gradient, None, None], [layer.weight], first=False)
+    assert not unshared, "not asked"
+
+
+def test_a_backward_without_roots_or_leaves_gives_nothing() -> None:
+    layer = Layer().requires_grad_(False)
+    saved = forward(trace_stage(layer), Packet((X, Y), (True, False)))
+    assert backward(saved, [None, None, None], []) == ([None, None], [])
+    saved = forward(trace_stage(layer), Packet((X, Y), (False, False)))
+    assert backward(saved, [torch.ones(2), None, None], [layer.weight]) == ([None, None], [])
+
+
+def test_leaves_of_the_loss_get_shares_once_and_their_hooks_wait() -> None:
+    scale, weight = torch.tensor(3.0, requires_grad=True), torch.tensor(4.0, requires_grad=True)
+    scale.register_hook(lambda gradient: pytest.fail("the gradient of one microbatch"))
+    out = torch.tensor(5.0, requires_grad=True)
+    _, shares = backward(Saved((out,), (out * scale * weight,), (scale, weight)), [torch.tensor(1.0)], [weight])
+    assert [(leaf, float(share)) for leaf, share, _ in shares] == [(weight, 15.0), (scale, 20.0)]
+
+
+def test_roots_are_outputs_with_a_gradient() -> None:
+    wanted, unwanted = torch.ones(1, requires_grad=True), torch.ones(1)
+    gradients = [torch.ones(1), torch.ones(1), None, torch.ones(1)]
+    roots, arrived = list_roots(Saved((), (wanted, unwanted, wanted, "text")), gradients)
+    assert len(roots) == len(arrived) == 1 and roots[0] is wanted and arrived[0] is gradients[0]
+
+
+class Raises(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        if x.sum() > 0:
+            raise ValueError("too much")
+        return (x,)
+
+
+def test_a_failure_is_found_at_its_node() -> None:
+    stage = whole_stage(Raises())
+    assert forward(stage, Packet((-X,), (False,))).outputs[0].tolist() == (-X).tolist()
+    with pytest.raises(ValueError, match="too much") as caught:
+        forward(stage, Packet((X,), (False,)))
+    assert find_failing_node(caught.value, stage) == ", node 'inner'"
+    torchs = f'  File "{torch.__file__}", line 1, in forward\n'
+    for trace, origin in (
+        (torchs + '  File "model.py", line 12, in forward', ' from File "model.py", line 12'),
+        (torchs, ""),
+    ):
+        for node in stage.module.graph.nodes:
+            node.meta["stack_trace"] = trace
+        assert find_failing_node(caught.value, stage) == f", node 'inner'{origin}"
+    assert find_failing_node(ValueError("elsewhere"), stage) == ""

@@ -1,0 +1,65 @@
+"""Leaves, and the hooks on their gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fxsplit.torch_internals.grad_leaves import find_leaves, list_gradient_hooks, mute, watch_hooks
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.ones(*shape, requires_grad=True)
+
+
+def test_leaves_of_a_result() -> None:
+    a, b, data = leaf(2), leaf(2), torch.ones(2)
+    found = find_leaves((a * data + b * a).sum())
+    assert {id(one) for one in found} == {id(a), id(b)} and len(found) == 2
+    assert find_leaves(a) == [a] and find_leaves(data) == []
+
+
+def test_the_search_ends_at_the_nodes_below() -> None:
+    weight, scale = leaf(2), leaf(1)
+    outputs = (weight * 2).exp()
+    assert outputs.grad_fn is not None
+    found = find_leaves((outputs * scale).sum(), [outputs.grad_fn])
+    assert len(found) == 1 and found[0] is scale
+
+
+def test_muted_leaves_call_no_hooks_and_get_them_back() -> None:
+    weight = leaf(2)
+    calls: list[str] = []
+    weight.register_hook(lambda gradient: calls.append("before"))
+    weight.register_post_accumulate_grad_hook(lambda tensor: calls.append("after"))
+    with pytest.raises(ValueError, match="stop"), mute([weight, leaf(1)]):
+        (weight * 1).sum().backward()
+        assert calls == []
+        raise ValueError("stop")
+    (weight * 1).sum().backward()
+    assert calls == ["before", "after"]
+
+
+def test_dictionaries_of_hooks_are_those_that_autograd_reads() -> None:
+    weight = leaf(2)
+    assert list_gradient_hooks(weight) == []
+    handle = weight.register_hook(lambda gradient: gradient * 3)
+    (hooks,) = list_gradient_hooks(weight)
+    assert len(hooks) == 1
+    hooks.clear()
+    weight.sum().backward()
+    assert weight.grad is not None and weight.grad.tolist() == [1, 1]
+    handle.remove()
+
+
+def test_hooks_that_a_block_puts_on_tensors_are_seen() -> None:
+    weight = leaf(2)
+    seen: list[Tensor] = []
+    with watch_hooks(seen.append):
+        handle = weight.register_hook(lambda gradient: gradient * 3)
+    weight.register_hook(lambda gradient: gradient)
+    assert len(seen) == 1 and seen[0] is weight
+    weight.sum().backward()
+    assert weight.grad is not None and weight.grad.tolist() == [3, 3], "the hook was registered"
+    handle.remove()

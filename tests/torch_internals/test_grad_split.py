@@ -1,0 +1,126 @@
+"""Branch nodes: where the path to a weight leaves the path to a stage's inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fxsplit.torch_internals.grad_split import collect_weight_backwards, find_branch_nodes
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.randn(*shape, requires_grad=True)
+
+
+def names(roots: list[Tensor], weights: list[Tensor]) -> list[tuple[str, int, int]]:
+    """Return each branch node's name, how many edges go into it, and for how many weights."""
+    nodes, _ = find_branch_nodes(roots, weights)
+    return [(node.name(), len(edges), len(own)) for node, (edges, own) in nodes.items()]
+
+
+def test_a_product_is_the_branch_node_of_its_weight() -> None:
+    x, w = leaf(3, 2), leaf(2, 2)
+    out = torch.tanh(x @ w)
+    nodes, without = find_branch_nodes([out], [w])
+    ((node, (edges, weights)),) = nodes.items()
+    assert node.name().startswith("MmBackward") and without == []
+    assert [(edge.node, edge.output_nr) for edge in edges] == [(node, 0)] and weights == [w]
+
+
+def test_weights_of_one_operator_share_its_node() -> None:
+    x, w, b = leaf(3, 2), leaf(4, 2), leaf(4)
+    assert names([F.linear(x, w, b).exp()], [w, b]) == [("AddmmBackward0", 1, 2)]
+    w, b = leaf(4, 2), leaf(4)
+    assert names([F.linear(x, w.t().contiguous().t(), b)], [w, b])[0][0] == "AddmmBackward0", (
+        "past what leads to it alone"
+    )
+
+
+def test_each_used_output_of_the_node_is_an_edge() -> None:
+    w = leaf(3)
+    first, _, third = w.unbind(0)
+    ((node, (edges, _)),) = find_branch_nodes([third, first], [w])[0].items()
+    assert node.name() == "UnbindBackward0" and [edge.output_nr for edge in edges] == [0, 2]
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        return gradients[0], gradients[0]
+
+
+def apply_double(x: Tensor, w: Tensor) -> Tensor:
+    out: Tensor = Double.apply(x, w)  # type: ignore[no-untyped-call]
+    return out
+
+
+WITHOUT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "several users": lambda x, w: (x @ w) @ w,
+    "a backward of the user's own": apply_double,
+    "a root itself": lambda x, w: w,
+}
+
+
+@pytest.mark.parametrize("kind", list(WITHOUT))
+def test_weights_without_a_branch_node(kind: str) -> None:
+    x, w = leaf(2, 2), leaf(2, 2)
+    nodes, without = find_branch_nodes([WITHOUT[kind](x, w)], [w])
+    assert nodes == {} and len(without) == 1 and without[0] is w
+
+
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d(2), nn.LayerNorm(2), nn.GroupNorm(1, 2), nn.PReLU(), nn.LSTM(2, 2)])
+def test_fused_kernels_are_no_branch_nodes(layer: nn.Module) -> None:
+    out = layer(leaf(3, 2))
+    nodes, without = find_branch_nodes([out[0] if isinstance(out, tuple) else out], list(layer.parameters()))
+    found = [node.name() for node in nodes]
+    assert found == (["ViewBackward0"] if isinstance(layer, nn.PReLU) else []), "the view leads to the weight alone"
+    assert len(found) + len(without) == len(list(layer.parameters()))
+
+
+def test_a_path_that_ends_at_a_root_or_a_fused_kernel() -> None:
+    """The last node that leads to the weight alone takes the branch node's place."""
+    w = leaf(2)
+    assert names([w * 2], [w]) == [("MulBackward0", 1, 1)]
+    assert names([F.layer_norm(leaf(3, 2), (2,), w * 2)], [w]) == [("MulBackward0", 1, 1)]
+
+
+def test_a_weight_that_nothing_reads_is_left_out() -> None:
+    x, unused = leaf(2), leaf(2)
+    assert find_branch_nodes([x * 2], [unused]) == ({}, [])
+    assert find_branch_nodes([torch.ones(2)], [unused]) == ({}, [])
+
+
+def test_backwards_through_branch_nodes_are_those_of_the_whole() -> None:
+    x, w, v = leaf(3, 2), leaf(2, 2), leaf(2)
+    out = (torch.tanh(x @ w) * v).exp()
+    expected = torch.autograd.grad(out.sum(), [x, w, v], retain_graph=True)
+    nodes, _ = find_branch_nodes([out], [w, v])
+    edges = [edge for found, _ in nodes.values() for edge in found]
+    ends: list[Any] = [x, *edges]
+    of_x, *arrived = torch.autograd.grad(out.sum(), ends, retain_graph=True)
+    assert torch.equal(of_x, expected[0])
+    for starts, weights, gradients in collect_weight_backwards(nodes, arrived):
+        (found,) = torch.autograd.grad(starts, weights, gradients)
+        assert torch.equal(found, expected[1] if weights[0] is w else expected[2])
+
+
+def test_nodes_at_which_nothing_arrives_have_no_backward() -> None:
+    edges: list[Any] = ["a", "b", "c"]
+    w: Any = ["w"]
+    v: Any = ["v"]
+    nodes: Any = {"one": (edges[:2], w), "two": (edges[2:], v)}
+    gradient = torch.ones(1)
+    assert collect_weight_backwards(nodes, [None, gradient, None]) == [(edges[1:2], w, [gradient])]
+    assert collect_weight_backwards(nodes, [gradient, None, gradient]) == [
+        (edges[:1], w, [gradient]),
+        (edges[2:], v, [gradient]),
+    ]

@@ -1,0 +1,104 @@
+"""A thread's modes, entered in another thread."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fxsplit.torch_internals.thread_modes import NO_CONTEXT, ThreadModes
+
+word = contextvars.ContextVar("word", default="none")
+
+
+def in_thread(run: Callable[[], Any]) -> Any:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(run()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def describe() -> dict[str, Any]:
+    return {
+        "grad": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "dtype": torch.get_autocast_dtype("cpu"),
+        "cache": torch.is_autocast_cache_enabled(),
+        "device": torch.empty(()).device.type,
+    }
+
+
+def entered(modes: ThreadModes) -> Any:
+    def run() -> Any:
+        with modes.enter():
+            return describe()
+
+    return in_thread(run)
+
+
+def test_a_plain_thread_has_the_defaults() -> None:
+    plain = describe()
+    modes = ThreadModes.read()
+    assert entered(modes) == plain == in_thread(describe) and not modes.autocast and modes.hooks is None
+    with torch.no_grad():
+        assert in_thread(describe) == plain, "a thread does not inherit modes, so something must carry them"
+
+
+def test_all_modes_are_carried() -> None:
+    with torch.no_grad(), torch.autocast("cpu", torch.float16, cache_enabled=False), torch.device("meta"):
+        here, modes = describe(), ThreadModes.read()
+    assert here == entered(modes)
+    assert here | {"cache": None} == {
+        "grad": False,
+        "inference": False,
+        "autocast": True,
+        "dtype": torch.float16,
+        "cache": None,
+        "device": "meta",
+    }
+    with torch.inference_mode():
+        here, modes = describe(), ThreadModes.read()
+    assert here == entered(modes) and here["inference"] and not here["grad"]
+
+
+def test_saved_tensor_hooks_are_carried() -> None:
+    packed: list[torch.Size] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor.shape)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        modes = ThreadModes.read()
+
+    def run() -> None:
+        x = torch.ones(3, requires_grad=True)
+        x.exp()
+        assert not packed
+        with modes.enter():
+            x.exp()
+
+    in_thread(run)
+    assert packed == [torch.Size([3])]
+
+
+def test_context_variables_are_a_copy() -> None:
+    token = word.set("said")
+    modes = ThreadModes.read()
+    word.reset(token)
+    assert in_thread(lambda: modes.variables.run(word.get)) == "said" and word.get() == "none"
+
+
+def test_a_backward_runs_outside_of_autocast() -> None:
+    assert ThreadModes.read().leave_autocast() is NO_CONTEXT
+    with torch.autocast("cpu", torch.bfloat16):
+        modes = ThreadModes.read()
+        with modes.leave_autocast():
+            assert not torch.is_autocast_enabled("cpu")
+        assert torch.is_autocast_enabled("cpu")
+    assert modes.autocast == (("cpu", torch.bfloat16),)
