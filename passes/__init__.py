@@ -1,4 +1,9 @@
-"""The passes, one file each, in the order they run; the only list of them."""
+"""The passes, a file or folder each; the only list of them.
+
+A pass takes an IR (a graph and the facts known of it) and returns another. compile() runs a chain of them: measure the
+nodes (profile), enumerate where the graph can be cut (augment, order), choose the cuts (partition), cut (emit), and put
+aside what batch norms write (batch-norm).
+"""
 
 from fxsplit.passes.augment import Augment
 from fxsplit.passes.batch_norm import BatchNorm

@@ -1,4 +1,7 @@
-"""emit: rewrite the graph into one GraphModule for each stage and calls of them; learns Stages."""
+"""emit: cut the graph into one GraphModule for each stage, as the plan says; learns Stages.
+
+The graph becomes calls of the stages one after another. Modules and parameters in the stages are the user's own.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +22,24 @@ from fxsplit.torch_internals.graph_devices import move_constants
 from fxsplit.torch_internals.interpret import find_target
 from fxsplit.torch_internals.rng import Draw
 
+Names = tuple[str, ...]
+"""Names of values, in the order in which a stage takes or gives them."""
+
 
 @dataclass(frozen=True)
 class Emit:
     """Cut the graph where the plan says, at any set of its edges.
 
-    A value goes only from a stage to the next; one that is read later is threaded through the stages between. Modules
-    and parameters are the user's own objects, not copies.
+    A value goes only from a stage to the next. One that a later stage reads is handed on by the stages between.
     """
 
     name: ClassVar[str] = "emit"
 
     def __call__(self, ir: IR) -> IR:
-        """Rewrite the graph into stage calls; keeps Plan and learns Stages."""
+        """Rewrite the graph into calls of its stages; keep Plan and learn Stages.
+
+        Raises PlanError for a plan that takes the devices out of order.
+        """
         plan, machine = ir[Plan], ir[Machine]
         taken = [d for stage in plan.stages for d in stage.devices]
         if taken != list(range(len(taken))):
@@ -40,33 +48,34 @@ class Emit:
                 "partition{free=false}"
             )
         places = machine.torch_devices()
+        # Constants of the graph, such as torch.zeros(device=...), name the device that the model was captured on.
         captured_on = ir[Example].tensors[0].device
         drawing = find_effects(ir).drawing
-        outputs = _boundaries(ir.gm.graph, plan)
-        inputs = [n.name for n in ir.gm.graph.nodes if n.op == "placeholder"]
+        leaving = _list_leaving_values(ir.gm.graph, plan)
+        takes = tuple(n.name for n in ir.gm.graph.nodes if n.op == "placeholder")
         stages = []
-        for index, stage_plan in enumerate(plan.stages):
-            takes = tuple(inputs) if index == 0 else outputs[index - 1]
-            module = _stage_module(ir.gm, index, set(stage_plan.nodes), drawing, takes, outputs[index])
+        for index, (stage_plan, gives) in enumerate(zip(plan.stages, leaving, strict=True)):
+            module = _build_stage_module(ir.gm, index, set(stage_plan.nodes), drawing, takes, gives)
             number = stage_plan.devices[0]
             move_constants(module, captured_on, places[number])
-            stages.append(Stage(index, machine.devices[number].name, places[number], module, takes, outputs[index]))
-        last = stages[-1].outputs
+            stages.append(Stage(index, machine.devices[number].name, places[number], module, takes, gives))
+            takes = gives
         result = rebuild(
-            ir.gm.graph.output_node().args[0], lambda v: Ref(last.index(v.name)) if isinstance(v, fx.Node) else v
+            ir.gm.graph.output_node().args[0], lambda v: Ref(takes.index(v.name)) if isinstance(v, fx.Node) else v
         )
         made = Stages(tuple(stages), result)
         return ir.rewrite(made.call_in_turn(f"{type(ir.gm).__name__}Stages"), Plan).learn(made)
 
 
-def _boundaries(graph: fx.Graph, plan: Plan) -> list[tuple[str, ...]]:
-    """Return the values that leave each stage: made at or before it and read after it, in graph order."""
+def _list_leaving_values(graph: fx.Graph, plan: Plan) -> list[tuple[str, ...]]:
+    """Return, for each stage, the values made in it or before and read after it, in graph order."""
     stage_of = plan.stage_of()
     last = len(plan.stages) - 1
     leaving: list[list[str]] = [[] for _ in plan.stages]
     for node in graph.nodes:
         if node.op == "output":
             continue
+        # An input of the model is in no stage, and enters with the first one.
         born = stage_of.get(node.name, 0)
         readers = [last + 1 if u.op == "output" else stage_of[u.name] for u in node.users]
         for stage in range(born, max(readers, default=born)):
@@ -74,29 +83,24 @@ def _boundaries(graph: fx.Graph, plan: Plan) -> list[tuple[str, ...]]:
     return [tuple(names) for names in leaving]
 
 
-def _stage_module(
-    gm: fx.GraphModule,
-    index: int,
-    nodes: set[str],
-    drawing: frozenset[str],
-    takes: tuple[str, ...],
-    gives: tuple[str, ...],
+def _build_stage_module(
+    gm: fx.GraphModule, index: int, nodes: set[str], drawing: frozenset[str], takes: Names, gives: Names
 ) -> fx.GraphModule:
-    """Return a GraphModule of `nodes` that shares its modules and parameters with `gm`.
+    """Return a GraphModule of `nodes`, from the values `takes` to the values `gives`, with the modules of `gm`.
 
-    The calls of nodes in `drawing` are wrapped, so that what they draw does not depend on the other stages.
+    The calls of nodes in `drawing` are wrapped, so that their draws do not depend on the other stages.
     """
     graph = fx.Graph()
     held: dict[str, Any] = {}
-    made: dict[str, fx.Node] = {name: graph.placeholder(name) for name in takes}
+    copies: dict[str, fx.Node] = {name: graph.placeholder(name) for name in takes}
     for node in gm.graph.nodes:
         if node.name not in nodes:
             continue
-        copy = made[node.name] = graph.node_copy(node, lambda n: made[n.name])
+        copy = copies[node.name] = graph.node_copy(node, lambda n: copies[n.name])
         if node.name in drawing:
-            held[f"draw_{node.name}"] = Draw(node.name, find_target(gm, node))
             copy.op, copy.target = "call_module", f"draw_{node.name}"
+            held[f"draw_{node.name}"] = Draw(node.name, find_target(gm, node))
         elif node.op in ("call_module", "get_attr"):
             held[str(node.target)] = find_target(gm, node)
-    graph.output(tuple(made[name] for name in gives))
+    graph.output(tuple(copies[name] for name in gives))
     return fx.GraphModule(held, graph, class_name=f"Stage{index}")

@@ -1,4 +1,9 @@
-"""leaf: keep a submodule whole, as one node; tracing asks for it before any pass runs."""
+"""leaf: keep a submodule whole, as one node of the graph.
+
+A *leaf* is a submodule that is called in the graph and whose inside is not in it: with `leaf{path=encoder.attn}` the
+graph has one node `encoder.attn(x)`. Front ends look for the pass in the chain before any pass runs, because they make
+the graph. The pass itself checks that they did.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,10 @@ from fxsplit.ir.graph import IR
 
 @dataclass(frozen=True)
 class Leaf:
-    """Keep the submodule under `path` whole: it is one call in the graph, and lies in one stage."""
+    """Keep the submodule under `path` whole: it is one call in the graph, and lies in one stage.
+
+    Raises ChainError for a path that is no text, or an empty one.
+    """
 
     path: str = ""
 
@@ -22,10 +30,8 @@ class Leaf:
             raise ChainError(f"leaf{{path={self.path!r}}}: give the path of a submodule, such as 'encoder.attn'")
 
     def __call__(self, ir: IR) -> IR:
-        """Return the graph as it is; raises TraceError where only the inside of the submodule is in it.
-
-        A mode may do without the submodule, or call it inside of another one that is whole.
-        """
+        """Return the graph as it is; raises TraceError where only the inside of the submodule is in it."""
+        # A graph without the submodule is none's fault: a mode may do without it, or call it inside another leaf.
         called = {str(n.target) for n in ir.gm.graph.nodes if n.op == "call_module"}
         if self.path not in called and any(path.startswith(f"{self.path}.") for path in called):
             raise TraceError(

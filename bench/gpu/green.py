@@ -17,7 +17,7 @@ from bench.gpu.partitions import Partition, make_partitions
 from bench.gpu.setting import FAST, Setting
 from bench.gpu.speed import CHAIN, predict_ms
 from bench.gpu.timing import Case, measure
-from fxsplit.passes.profile.time_in_step import in_worker_thread
+from fxsplit.passes.profile.time_in_step import run_in_worker_thread
 from fxsplit.runtime.streams import CudaStream
 from fxsplit.schedule.catalogue import Scheduler
 
@@ -98,7 +98,7 @@ def _profile_inside(context: Callable[[], AbstractContextManager[Any]]) -> Itera
             with context():
                 return run()
 
-        return in_worker_thread(run_inside, intraop_threads)
+        return run_in_worker_thread(run_inside, intraop_threads)
 
-    with patch("fxsplit.passes.profile.profile.in_worker_thread", in_thread_inside):
+    with patch("fxsplit.passes.profile.profile.run_in_worker_thread", in_thread_inside):
         yield

@@ -1,4 +1,8 @@
-"""The IR: a torch.fx graph and the facts that passes have learnt about it."""
+"""The IR: a torch.fx graph and the facts that passes have learnt about it.
+
+It is the one thing that goes from pass to pass: `capture` makes it, each pass returns another, and the last one holds
+the Stages that the runtime runs. A *fact* is a frozen value, found by its type: `ir[Costs]`.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +19,10 @@ if TYPE_CHECKING:  # torch takes a second to load, and planning from a profile n
 
 @runtime_checkable
 class Fact(Protocol):
-    """Something known about a graph: it can check itself against it and print its section of a dump.
+    """Something known about a graph. A fact can check itself against the graph, and prints its section of a dump.
 
-    `made_by` is the pass that learns it; `given` says that it describes the run (the machine, the example) and not
-    the graph, so that it outlives a rewrite.
+    made_by: the pass that learns it, for error messages. given: whether it describes the run (the machine, the example)
+    and not the graph, so that it outlives a rewrite of the graph.
     """
 
     made_by: ClassVar[str]
@@ -60,7 +64,7 @@ class IR:
     steps: tuple[Step, ...] = ()
 
     def __getitem__(self, kind: type[F]) -> F:
-        """Return the fact of type `kind`; raises MissingFact when nothing has learnt it yet."""
+        """Return the fact of type `kind`; raises MissingFact, naming the pass to run, when nothing has learnt it."""
         fact = self.get(kind)
         if fact is None:
             known = ", ".join(k.__name__ for k in self.facts) or "nothing"
@@ -76,7 +80,11 @@ class IR:
         return replace(self, facts=MappingProxyType({**self.facts, **{type(f): f for f in facts}}))
 
     def rewrite(self, gm: fx.GraphModule, *keep: type) -> IR:
-        """Return an IR of another graph, which keeps the given facts and those of the types in `keep`."""
+        """Return an IR of another graph, which keeps the given facts and those of the types in `keep`.
+
+        All other facts are about the graph that was, and are forgotten.
+        """
+        # A fact that is kept by mistake is found out when the manager verifies it against the new graph.
         kept = {k: f for k, f in self.facts.items() if f.given or k in keep}
         return replace(self, gm=gm, facts=MappingProxyType(kept))
 
@@ -86,6 +94,6 @@ Pass = Callable[[IR], IR]
 
 
 def name_pass(step: Any) -> str:
-    """Return the name a pass goes by in chains, dumps and messages (`fold_bn` is `fold-bn`)."""
+    """Return the name of a pass in chains, dumps and messages; a function `fold_bn` is called `fold-bn`."""
     name = getattr(step, "name", None) or getattr(step, "__name__", None) or type(step).__name__
     return str(name).replace("_", "-")

@@ -15,7 +15,7 @@ from fxsplit.runtime.stage.recompute import ForwardRecord, forward_without_activ
 from fxsplit.runtime.stage.replica import Replica
 from fxsplit.runtime.stage.run import Packet, forward
 from fxsplit.schedule.action import Action
-from fxsplit.torch_internals.rng import draw_alone, new_seed, take_turn
+from fxsplit.torch_internals.rng import isolate_draws, new_seed, take_turn
 from fxsplit.torch_internals.thread_modes import NO_CONTEXT, ThreadModes
 
 
@@ -60,7 +60,7 @@ class Forwards:
         # Setting a generator's state takes longer than a small loss, so the first loss tells whether there is need.
         if not self._draws or self._loss_draws is False:
             return finish(m, outputs)
-        with draw_alone(self._seed, m, "loss", outputs) as drew:
+        with isolate_draws(self._seed, m, "loss", outputs) as drew:
             loss = finish(m, outputs)
         self._loss_draws = drew()
         return loss

@@ -1,8 +1,10 @@
 """Batch norm's running statistics, where a batch norm cannot write them as microbatches pass.
 
-It may not, because they are to change once a batch (deferred batch norm), or because replicas of its stage pass
-microbatches at the same time, in no order. Then what it would have written is noted, and written at the end of the
-batch: as one change by all that the layer saw, or as the changes of one microbatch after another."""
+They may have to change once a batch instead of once a microbatch (deferred batch norm). Or replicas of the layer's
+stage may pass microbatches at the same time, in no fixed order. In both cases a Noted takes the batch norm's place. It
+notes what the layer would have written, and writes at the end of the batch: one change by all that the layer saw, or
+the changes of one microbatch after another.
+"""
 
 from __future__ import annotations
 
@@ -22,21 +24,20 @@ from fxsplit.errors import InputError
 from fxsplit.torch_internals.containers import HOOKS
 from fxsplit.torch_internals.rng import current_microbatch
 
-_here = threading.local()
-
+_thread = threading.local()
 
 Statistics = tuple[int, Tensor, Tensor]
-"""Of one call: how many values each channel had, their mean, and their variance as of a sample."""
-
+"""Of one call: how many values each channel had, their mean, and their variance as of a sample (divided by n - 1)."""
 
 Calls = dict[int, list[Statistics]]
 """The calls that were noted, by microbatch."""
 
 
 class Noted(nn.Module):
-    """Calls a batch norm that leaves its running statistics alone, and notes them; `finish` sets them.
+    """Calls a batch norm without changing its running statistics, and notes their changes for `finish`.
 
-    `at_once`: they change once a batch, and not once a microbatch.
+    norm: the batch norm. at_once: whether its statistics change once a batch, and not once a microbatch. calls: where
+    its calls are noted, which the Noteds of replicas share.
     """
 
     def __init__(self, norm: _BatchNorm, at_once: bool, calls: Calls) -> None:
@@ -44,55 +45,57 @@ class Noted(nn.Module):
         self.norm = norm
         self._at_once = at_once
         self._calls = calls
+        # torch's own forward is known to compute without running statistics in training, a subclass's is not.
         self._checked = type(norm).forward is _BatchNorm.forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return what the batch norm returns."""
+        """Return what the batch norm returns; raises InputError if that depends on running statistics in training."""
         norm = self.norm
         if not norm.training or not norm.track_running_stats or norm.running_mean is None:
             return cast(Tensor, norm(*args, **kwargs))
-        twin = _twin(norm)
+        twin = _copy_with_own_statistics(norm)
         outputs = cast(Tensor, twin(*args, **kwargs))
         x = args[0] if args else kwargs["input"]
         if not self._checked:
             self._check(outputs, args, kwargs)
-        if not getattr(_here, "again", False):
-            mean, variance, _ = _statistics(twin)
+        if not getattr(_thread, "mute", False):
+            mean, variance, _ = _get_statistics(twin)
             calls = self._calls.setdefault(current_microbatch(), [])
             calls.append((x.numel() // x.shape[1], mean, variance))
         return outputs
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Noted:
-        """Return one that calls a copy of the batch norm, and notes in the same place."""
+        """Return a Noted of a copy of the batch norm, as a replica has it, which notes in the same place."""
         made = copy.copy(self)
         made._modules = {"norm": copy.deepcopy(self.norm, memo)}
         return made
 
     def start(self) -> None:
-        """Begin a batch, and forget what one that failed has left."""
+        """Begin a batch, and forget what a failed batch has left."""
         self._calls.clear()
 
     def finish(self) -> None:
-        """Let what was noted count in the running statistics."""
+        """Let what was noted count in the running statistics, by microbatch, and forget the notes."""
         calls = [call for m in sorted(self._calls) for call in self._calls[m]]
+        # The Noteds of one layer may share their notes, and only the first of them may count the notes.
         self._calls.clear()
-        for count, mean, variance in [_joined(calls)] if calls and self._at_once else calls:
-            running_mean, running_variance, seen = _statistics(self.norm)
-            if count < 2:
+        for count, mean, variance in [merge_statistics(calls)] if calls and self._at_once else calls:
+            running_mean, running_variance, seen = _get_statistics(self.norm)
+            if count < 2:  # the variance of a single value is not a number
                 continue
             tracked = int(seen) + 1
             share = 1.0 / tracked if self.norm.momentum is None else self.norm.momentum
             for buffer, value in ((running_mean, mean), (running_variance, variance)):
-                # As the kernel does: autograd, which may have saved the buffer, is not to know.
+                # By `.data`, as the kernel does: a backward may have saved the buffer, and must not see a new version.
                 buffer.data.mul_(1.0 - share).add_(value.to(buffer), alpha=share)
             seen.data.fill_(tracked)
 
     def _check(self, outputs: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise InputError if a batch norm of the user's own computes with its running statistics in training."""
+        """Raise InputError if a user's own batch norm gives other outputs with other running statistics."""
         with torch.no_grad():
-            other = _twin(self.norm)
+            other = _copy_with_own_statistics(self.norm)
             other.momentum = self.norm.momentum
-            for statistic in _statistics(other)[:2]:
+            for statistic in _get_statistics(other)[:2]:
                 statistic.mul_(2.0).add_(1.0)
             if not torch.equal(outputs, other(*args, **kwargs)):
                 raise InputError(
@@ -102,18 +105,18 @@ class Noted(nn.Module):
         self._checked = True
 
 
-def _twin(norm: _BatchNorm) -> _BatchNorm:
-    """Return the same module with running statistics of its own, which will be those of its next call alone."""
+def _copy_with_own_statistics(norm: _BatchNorm) -> _BatchNorm:
+    """Return the same layer, with the same parameters, whose statistics after a call are those of that call alone."""
     made = copy.copy(norm)
     made._buffers = {name: None if b is None else b.detach().clone() for name, b in norm._buffers.items()}
-    made.momentum = 1.0
+    made.momentum = 1.0  # all of the new value, nothing of the old one
     for kind in (kind for kind in HOOKS if norm.__dict__[kind]):
-        made.__dict__[kind] = OrderedDict((key, _as_of(norm, hook)) for key, hook in norm.__dict__[kind].items())
+        made.__dict__[kind] = OrderedDict((key, _bind_hook(norm, hook)) for key, hook in norm.__dict__[kind].items())
     return made
 
 
-def _as_of(norm: _BatchNorm, hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a hook of a twin that is called as one of the batch norm itself."""
+def _bind_hook(norm: _BatchNorm, hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook for a copy of `norm` that gives `norm` to the user's hook, which may keep what it is given."""
 
     @wraps(hook)
     def called(_: nn.Module, *args: Any) -> Any:
@@ -122,26 +125,30 @@ def _as_of(norm: _BatchNorm, hook: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def _statistics(norm: _BatchNorm) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the buffers: mean, variance, and how many batches they are of."""
+def _get_statistics(norm: _BatchNorm) -> tuple[Tensor, Tensor, Tensor]:
+    """Return three buffers: the mean, the variance, and how many batches they are of."""
     return cast("tuple[Tensor, Tensor, Tensor]", (norm.running_mean, norm.running_var, norm.num_batches_tracked))
 
 
-def _joined(calls: Sequence[Statistics]) -> Statistics:
-    """Return the statistics of all calls as one, without loss of digits (Chan, Golub and LeVeque 1983)."""
+def merge_statistics(calls: Sequence[Statistics]) -> Statistics:
+    """Return the statistics of the values of all calls together, at least one.
+
+    Means and squared deviations are updated call by call, which loses no digits (Chan, Golub and LeVeque, "Algorithms
+    for computing the sample variance", 1983); sums of squares would.
+    """
     count, mean, variance = calls[0]
     squares = variance * (count - 1)
-    for more, other, spread in calls[1:]:
+    for more, other_mean, other_variance in calls[1:]:
         total = count + more
-        shift = other.to(mean) - mean
-        squares = squares + spread.to(mean) * (more - 1) + shift.square() * (count * more / total)
+        shift = other_mean.to(mean) - mean
+        squares = squares + other_variance.to(mean) * (more - 1) + shift.square() * (count * more / total)
         mean, count = mean + shift * (more / total), total
     return count, mean, squares / max(1, count - 1)
 
 
 @contextmanager
 def count_as_one_batch(norms: Sequence[Noted]) -> Iterator[None]:
-    """Count what passes in the block as one batch; a block that fails counts for nothing."""
+    """Count what passes in the block as one batch; a block that raises changes no statistics."""
     for norm in norms:
         norm.start()
     yield
@@ -151,10 +158,10 @@ def count_as_one_batch(norms: Sequence[Noted]) -> Iterator[None]:
 
 @contextmanager
 def note_nothing() -> Iterator[None]:
-    """Note nothing of what this thread runs again."""
-    before = getattr(_here, "again", False)
-    _here.again = True
+    """Note no calls of this thread in the block: a stage that recomputes its forward has been noted already."""
+    before = getattr(_thread, "mute", False)
+    _thread.mute = True
     try:
         yield
     finally:
-        _here.again = before
+        _thread.mute = before

@@ -1,4 +1,7 @@
-"""Interpret a graph node by node, and leave no trace of having run it."""
+"""Interpret a graph node by node, and leave no trace of having run it.
+
+The check of a captured graph, its observation and its timing all run it this way, before a pipeline exists.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +19,24 @@ from fxsplit.torch_internals.grad_leaves import mute
 
 
 class Interpreter(fx.Interpreter):
-    """Interprets a graph as its code would run: lists and dicts in it are plain, and functions may write to them."""
+    """Interprets a graph as its code would run: a list argument is a plain list, which a function may append to.
+
+    fx.Interpreter hands on the immutable containers that fx keeps in nodes, and such a function would fail.
+    """
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of a node."""
+        """Return the arguments and keyword arguments of a node."""
         args, kwargs = super().fetch_args_kwargs_from_env(n)
-        return tuple(_mutable(a) for a in args), {name: _mutable(a) for name, a in kwargs.items()}
+        return tuple(_make_mutable(a) for a in args), {name: _make_mutable(a) for name, a in kwargs.items()}
 
 
 @contextmanager
 def preserve(module: nn.Module) -> Iterator[None]:
-    """Restore the buffers of `module` and the random generators after the block, and run no gradient hooks in it.
-
-    Observing must leave no trace.
-    """
+    """Restore the buffers of `module` and the random generators after the block, and run no gradient hooks in it."""
     buffers = Snapshot(module.buffers())
     gpus = sorted({b.device.index for b in module.buffers() if b.device.type == "cuda"})
-    imagined = any(is_fake(w) for w in (*module.parameters(), *module.buffers()))  # they restore generators
+    # Fake tensors come with a block that restores generators itself, and a generator's state cannot be read there.
+    imagined = any(is_fake(w) for w in (*module.parameters(), *module.buffers()))
     try:
         with nullcontext() if imagined else torch.random.fork_rng(devices=gpus), mute(module.parameters()):
             yield
@@ -46,7 +50,10 @@ def find_target(gm: nn.Module, node: fx.Node) -> Any:
 
 
 def get_storage_id(tensor: Tensor) -> int:
-    """Return a number that two tensors share exactly while they share memory."""
+    """Return a number that two tensors share exactly if they share memory, as `x` and `x.view(-1)` do.
+
+    The number is free for other memory once nothing holds the storage: keep the tensor as long as the number.
+    """
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -55,10 +62,10 @@ def describe_tensor(tensor: Tensor) -> str:
     return f"{str(tensor.dtype)[6:]}{list(tensor.shape)}"
 
 
-def _mutable(value: Any) -> Any:
-    """Return plain lists and dicts in place of those that fx keeps in nodes; what nodes have made stays what it is."""
+def _make_mutable(value: Any) -> Any:
+    """Return plain lists and dicts in place of fx's immutable ones; a container that a node has made stays itself."""
     if isinstance(value, immutable_list):
-        return [_mutable(v) for v in value]
+        return [_make_mutable(v) for v in value]
     if isinstance(value, immutable_dict):
-        return {key: _mutable(v) for key, v in value.items()}
-    return tuple(_mutable(v) for v in value) if type(value) is tuple else value
+        return {key: _make_mutable(v) for key, v in value.items()}
+    return tuple(_make_mutable(v) for v in value) if type(value) is tuple else value

@@ -1,8 +1,9 @@
-"""Random draws that do not depend on the order of threads, nor on where a graph is cut.
+"""Random draws that depend neither on the order of threads nor on where a graph is cut.
 
 Torch's default generators are shared by all threads, so stages that drop at the same time would draw from each other.
-A node that draws gets, for the time of its call, a generator state of its own, derived from one seed of the batch, the
-microbatch and the node. The seed comes from the caller's generator: torch.manual_seed makes a run reproducible.
+A node that draws therefore gets, for the time of its call, a generator state of its own. The state is derived from the
+seed of the batch, the microbatch and the node's name. The seed of the batch comes from the caller's generator, so
+torch.manual_seed makes a run reproducible.
 """
 
 from __future__ import annotations
@@ -18,25 +19,31 @@ import numpy
 import torch
 from torch import Generator, Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
+
+from fxsplit.torch_internals.module_kinds import is_dropout
 
 _MASK = 2**64 - 1
 _turn = threading.local()
+# A default generator has one state, which only one thread at a time may replace.
 _one_at_a_time = threading.Lock()
 
 
 class Draw(nn.Module):
-    """Calls a module, a function or a tensor's method in its own generator state; plainly outside of any turn."""
+    """Calls a module, a function or a tensor's method in a generator state of its own, when its microbatch has a turn.
 
-    def __init__(self, name: str, call: Any) -> None:
+    key: the name of the node, which no other node of the graph has. call: what the node calls; a text is a method.
+    Outside of any turn the call draws from the caller's generator, as it would without fxsplit.
+    """
+
+    def __init__(self, key: str, call: Any) -> None:
         super().__init__()
         self.call = call
-        self.key = name
+        self.key = key
 
     @property
     def idle(self) -> bool:
-        """Whether this is a module in evaluation, which draws nothing."""
+        """Whether the call is of a module in evaluation, which draws nothing."""
         return isinstance(self.call, nn.Module) and not self.call.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -45,18 +52,23 @@ class Draw(nn.Module):
         call = self.call if not isinstance(self.call, str) else lambda x, *a, **k: getattr(x, self.call)(*a, **k)
         if turn is None or self.idle:
             return call(*args, **kwargs)
-        with draw_alone(turn[0], turn[1], self.key, (args, kwargs)):
+        with isolate_draws(turn[0], turn[1], self.key, (args, kwargs)):
             return call(*args, **kwargs)
 
 
 @contextmanager
-def draw_alone(seed: int, microbatch: int, key: str, arguments: Any) -> Iterator[Callable[[], bool]]:
-    """Let the block draw alone, from a state of its own; yields a function that says, afterwards, whether it drew."""
-    generator = _generator_of(arguments)
+def isolate_draws(seed: int, microbatch: int, key: str, arguments: Any) -> Iterator[Callable[[], bool]]:
+    """Let the block draw from a state of its own, while no other thread draws in such a block.
+
+    The state follows from `seed`, `microbatch` and `key`. The generator is that of the device which the first tensor in
+    `arguments` is on; afterwards it is as before. Yields a function that says, after the block, whether the block drew.
+    """
+    generator = _find_generator(arguments)
     with _one_at_a_time:
         state = generator.get_state()
         generator.manual_seed(_mix(seed, microbatch, zlib.crc32(key.encode())))
         begin, end = generator.get_state(), state
+        # `end` is read when the block has ended: the function is called after that.
         try:
             yield lambda: not torch.equal(begin, end)
         finally:
@@ -66,7 +78,7 @@ def draw_alone(seed: int, microbatch: int, key: str, arguments: Any) -> Iterator
 
 @contextmanager
 def take_turn(seed: int, microbatch: int) -> Iterator[None]:
-    """Let what is drawn inside the block, in this thread, belong to a microbatch."""
+    """Let this thread draw in the block for one microbatch of the batch with `seed`; blocks may be nested."""
     before = getattr(_turn, "now", None)
     _turn.now = (seed, microbatch)
     try:
@@ -76,39 +88,40 @@ def take_turn(seed: int, microbatch: int) -> Iterator[None]:
 
 
 def current_microbatch() -> int:
-    """Return the microbatch whose turn it is in this thread; the first, outside of any turn."""
+    """Return the microbatch whose turn it is in this thread; 0 outside of any turn."""
     now = getattr(_turn, "now", None)
     return 0 if now is None else int(now[1])
 
 
 def new_seed() -> int:
-    """Return a seed for one batch, drawn from the calling thread's generator."""
+    """Return a seed for one batch, drawn from torch's default generator on the CPU."""
     return int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
 
 
 def can_draw(call: Any) -> bool:
-    """Return whether a module drops in training mode, whatever mode it is in now."""
+    """Return whether `call` is a module that drops values in training mode, whatever mode it is in now."""
     if not isinstance(call, nn.Module):
         return False
-    return any(isinstance(m, _DropoutNd) or bool(getattr(m, "dropout", 0.0)) for m in call.modules())
+    # Attention and recurrent layers drop by themselves, at a rate that they keep as `dropout`.
+    return any(is_dropout(m) or bool(getattr(m, "dropout", 0.0)) for m in call.modules())
 
 
 def read_generators() -> list[bytes]:
-    """Return the states of all default generators there are: what they are before and after tells who draws."""
+    """Return the states of all default generators; a state that differs afterwards tells that something drew."""
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with unset_fake_temporarily():  # a state is a tensor, and would have no values among stand-ins
+    with unset_fake_temporarily():  # a state is a tensor, and would have no values among fake tensors
         return [state.numpy().tobytes() for state in (torch.get_rng_state(), *map(torch.cuda.get_rng_state, gpus))]
 
 
 def read_python_generators() -> tuple[Any, ...]:
-    """Return the states of Python's and numpy's generators, of whose draws no graph can know."""
+    """Return the states of Python's and numpy's generators, whose draws are in no graph."""
     state: Any = numpy.random.get_state()
     return random.getstate(), state[1].tobytes(), *state[2:]
 
 
 @contextmanager
 def keep_generators() -> Iterator[None]:
-    """Restore all generators after the block."""
+    """Restore the generators of torch, Python and numpy after the block."""
     python, of_numpy = random.getstate(), numpy.random.get_state()
     gpus = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     try:
@@ -119,8 +132,8 @@ def keep_generators() -> Iterator[None]:
         numpy.random.set_state(of_numpy)
 
 
-def _generator_of(arguments: Any) -> Generator:
-    """Return the default generator of the device that the arguments are on."""
+def _find_generator(arguments: Any) -> Generator:
+    """Return the default generator of the device that the first tensor of the arguments is on."""
     device = next((t.device for t in pytree.tree_leaves(arguments) if isinstance(t, Tensor)), torch.device("cpu"))
     if device.type == "cuda":
         return torch.cuda.default_generators[device.index]
@@ -128,7 +141,11 @@ def _generator_of(arguments: Any) -> Generator:
 
 
 def _mix(*numbers: int) -> int:
-    """Return one 63-bit number from several, by SplitMix64 (Steele, Lea and Flood 2014)."""
+    """Return one 63-bit number from several, by SplitMix64.
+
+    Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014. Numbers that differ in one bit give
+    unrelated results, so neighbouring microbatches draw unrelated masks.
+    """
     state = 0
     for number in numbers:
         state = (state ^ number) + 0x9E3779B97F4A7C15 & _MASK

@@ -20,7 +20,15 @@ from fxsplit.ir.facts.stages import list_weights
 from fxsplit.ir.graph import IR
 from fxsplit.ir.progress import track
 from fxsplit.passes.profile.time_alone import Call, time_alone
-from fxsplit.passes.profile.time_in_step import HALVED, WARM_UP, NodeTimes, in_worker_thread, signature, time_nodes
+from fxsplit.passes.profile.time_in_step import (
+    HALVED,
+    WARM_UP,
+    NodeTimes,
+    Times,
+    describe_operator,
+    run_in_worker_thread,
+    time_nodes,
+)
 from fxsplit.torch_internals.dependences import list_node_weights
 from fxsplit.torch_internals.interpret import get_storage_id, preserve
 from fxsplit.torch_internals.observe import Observation
@@ -33,10 +41,12 @@ TIED = ("replicated", "together")
 class Profile:
     """Measure the graph on the kind of device it will run on, with the threads each device will have.
 
-    Of the operators with the same signature one is measured, as the median of `repeats` steps after a warm-up. Where
-    the weights are not in memory, or are more than the device has, that is done with one operator at a time.
-    Neither buffers nor random generators nor gradients are left changed. A parameter with several users may be in
-    several stages, which share it or have copies and sum its gradients, unless those are `tied` together.
+    repeats: of the operators with the same signature one is measured, as the median of so many steps after a warm-up.
+        Where the weights are not in memory, or need more of it than the device has, operators are measured one by one.
+    tied: whether a parameter with several users may be in several stages ("replicated"), which share it or have copies
+        and sum its gradients, or keeps its users together in one stage ("together").
+
+    Buffers, random generators and gradients are afterwards as they were. Raises ChainError for other options.
     """
 
     repeats: int = 5
@@ -60,88 +70,90 @@ class Profile:
         machine, example, known = ir[Machine], ir[Example], ir.get(KnownCosts)
         signatures: dict[str, str] = {}
         calls: dict[str, Call] = {}
-        alone = example.from_shapes or _too_big(ir.gm, machine)
+        one_by_one = example.from_shapes or _is_too_big(ir.gm, machine)
 
         def visit(node: fx.Node, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            signatures[node.name] = signature(call, str(node.target), args, kwargs)
-            if alone:
+            signatures[node.name] = describe_operator(call, str(node.target), args, kwargs)
+            if one_by_one:
                 calls[node.name] = Call(call, args, kwargs)
 
         effects = observe_effects(ir, visit, parameters_together=self.tied == "together")
-        seen = effects.nodes
         times = dict(known.times) if known else {}
+        # Reversed, so that the first node with a signature is the one that is kept.
         first = {key: name for name, key in reversed(signatures.items()) if key not in times}
-        kind = machine.torch_devices()[0].type
-        if known is not None and known.costs.device_kind != kind:
-            raise ProfileError(
-                f"the saved profile was measured on {known.costs.device_kind!r} and the devices are {kind!r}: leave "
-                "costs= out to measure here"
-            )
-        if first and known is not None and known.complete:
-            key, name = next(reversed(first.items()))
-            raise ProfileError(
-                f"the saved profile is of another model, mode or microbatch size: it has no operator like node "
-                f"{name!r}, {key[:160]}; profile this model (leave costs= out) and save pipe.costs"
-            )
+        device = machine.torch_devices()[0]
+        if known is not None:
+            _check_known(known, first, device.type)
         if first:
-            device = machine.torch_devices()[0]
-            if alone:
-                once = {name: replace(calls[name], writes=bool(seen[name].mutates)) for name in first.values()}
-                measured = _measured(ir.gm, machine, len(once), partial(time_alone, once, device, self.repeats))
+            if one_by_one:
+                once = {name: replace(calls[name], writes=bool(effects.nodes[name].mutates)) for name in first.values()}
+                measured = _measure(ir.gm, machine, len(once), partial(time_alone, once, device, self.repeats))
             else:
-                sweeps = partial(time_nodes, ir.gm, seen, set(first.values()), example.tensors, device, self.repeats)
-                measured = _measured(ir.gm, machine, WARM_UP + self.repeats + HALVED, sweeps)
+                names = set(first.values())
+                steps = partial(time_nodes, ir.gm, effects.nodes, names, example.tensors, device, self.repeats)
+                measured = _measure(ir.gm, machine, WARM_UP + self.repeats + HALVED, steps)
             times |= {key: measured[name] for key, name in first.items()}
-        return ir.learn(_costs(ir.gm, effects, signatures, times, example, machine, self.tied), effects)
+        return ir.learn(_build_costs(ir, effects, signatures, times, self.tied), effects)
 
 
-def _measured(
+def _check_known(known: KnownCosts, unknown: dict[str, str], kind: str) -> None:
+    """Raise ProfileError if known costs are of another kind of device, or are to be complete and lack a signature."""
+    if known.costs.device_kind != kind:
+        raise ProfileError(
+            f"the saved profile was measured on {known.costs.device_kind!r} and the devices are {kind!r}: leave "
+            "costs= out to measure here"
+        )
+    if unknown and known.complete:
+        key, name = next(reversed(unknown.items()))
+        raise ProfileError(
+            f"the saved profile is of another model, mode or microbatch size: it has no operator like node "
+            f"{name!r}, {key[:160]}; profile this model (leave costs= out) and save pipe.costs"
+        )
+
+
+def _measure(
     gm: fx.GraphModule, machine: Machine, turns: int, run: Callable[[Callable[[], object]], NodeTimes]
 ) -> NodeTimes:
-    """Return what `run` measures, which calls what it is given in each of its turns."""
+    """Return the times that `run` measures; it is given a function to call in each of its `turns`, for progress."""
     tick = partial(next, track(range(turns), "profiling"))
     with preserve(gm), torch.enable_grad():
-        return in_worker_thread(partial(run, tick), machine.intraop_threads())
+        return run_in_worker_thread(partial(run, tick), machine.intraop_threads())
 
 
-def _too_big(gm: fx.GraphModule, machine: Machine) -> bool:
-    """Return whether weights and their gradients, which are elsewhere, do not fit on the device to measure on."""
+def _is_too_big(gm: fx.GraphModule, machine: Machine) -> bool:
+    """Return whether weights that are elsewhere do not fit, with their gradients, on the device to measure on."""
     device = machine.devices[0]
     elsewhere = [w for w in list_weights(gm) if w.device != device.torch_device]
     return 2.0 * sum(w.nbytes for w in elsewhere) > device.memory_bytes
 
 
-def _costs(
-    gm: fx.GraphModule,
-    effects: Effects,
-    signatures: Mapping[str, str],
-    times: NodeTimes,
-    example: Example,
-    machine: Machine,
-    tied: str,
+def _build_costs(
+    ir: IR, effects: Effects, signatures: Mapping[str, str], times: Mapping[str, Times], tied: str
 ) -> Costs:
-    """Return what was observed and measured as Costs."""
-    seen = effects.nodes
+    """Return what was observed and measured as Costs; `times` are by signature."""
     nodes, inputs = [], []
     outputs: tuple[str, ...] = ()
     counted: set[int] = set()
-    for node in gm.graph.nodes:
+    for node in ir.gm.graph.nodes:
+        seen = effects.nodes[node.name]
         if node.op == "placeholder":
-            inputs.append(InputCost(node.name, seen[node.name].output_bytes, seen[node.name].gradient_bytes))
+            inputs.append(InputCost(node.name, seen.output_bytes, seen.gradient_bytes))
         elif node.op == "output":
             outputs = tuple(dict.fromkeys(n.name for n in node.all_input_nodes))
         else:
-            key = signatures.get(node.name, f"get_attr {seen[node.name].text}")
-            held = [w for w in list_node_weights(gm, node) if get_storage_id(w) not in counted]
-            counted |= {get_storage_id(w) for w in held if tied == "together"}  # in one stage it is there once
-            nodes.append(_node_cost(node, held, seen[node.name], key, times.get(key, (0.0, 0.0, 0.0))))
+            key = signatures.get(node.name, f"get_attr {seen.text}")
+            held = [w for w in list_node_weights(ir.gm, node) if get_storage_id(w) not in counted]
+            # Users that are in one stage have the parameter once. In several stages, each has it.
+            counted |= {get_storage_id(w) for w in held if tied == "together"}
+            nodes.append(_build_node_cost(node, held, seen, key, times.get(key, (0.0, 0.0, 0.0))))
+    machine = ir[Machine]
     return Costs(
         nodes=tuple(nodes),
         inputs=tuple(inputs),
         outputs=outputs,
         together=effects.together,
         ordered=effects.ordered,
-        rows=example.rows,
+        rows=ir[Example].rows,
         device_kind=machine.torch_devices()[0].type,
         environment={
             "torch": torch.__version__,
@@ -151,15 +163,13 @@ def _costs(
     )
 
 
-def _node_cost(
-    node: fx.Node, held: Sequence[Tensor], seen: Observation, key: str, times: tuple[float, float, float]
-) -> NodeCost:
-    """Return the cost of one node, which holds some weights; what only fetches an attribute takes no time."""
+def _build_node_cost(node: fx.Node, held: Sequence[Tensor], seen: Observation, key: str, times: Times) -> NodeCost:
+    """Return the cost of one node, which holds the weights `held`."""
     forward_ms, backward_ms, weight_ms = times
     return NodeCost(
         name=node.name,
         op=f"{node.op}:{node.target if isinstance(node.target, str) else getattr(node.target, '__name__', '?')}",
-        module=module_path(node),
+        module=find_module_path(node),
         signature=key,
         inputs=tuple(i.name for i in node.all_input_nodes),
         forward_ms=forward_ms,
@@ -174,7 +184,7 @@ def _node_cost(
     )
 
 
-def module_path(node: fx.Node) -> str:
+def find_module_path(node: fx.Node) -> str:
     """Return the path of the innermost submodule that `node` was traced in; empty for the model itself."""
     if node.op in ("call_module", "get_attr"):
         return str(node.target)

@@ -1,6 +1,6 @@
-"""Time operators alone, each on values that are made up for it: what is never in memory as a whole is measured so.
+"""Time operators one by one, each on values that are made up for it: for a model that is never in memory as a whole.
 
-The peak of memory is that of the largest operator. Caches are warmer than in the real step that `measure` times.
+The peak of memory is that of the largest operator. Caches are warmer than in the real step that time_in_step times.
 """
 
 from __future__ import annotations
@@ -14,13 +14,25 @@ import torch
 from torch import Tensor, nn
 
 from fxsplit.errors import ProfileError
-from fxsplit.passes.profile.time_in_step import HALVED, WARM_UP, Clock, NodeTimes, check_stop, halves, medians_of
+from fxsplit.passes.profile.time_in_step import (
+    HALVED,
+    WARM_UP,
+    Clock,
+    NodeTimes,
+    Times,
+    check_stop,
+    take_medians,
+    time_halves,
+)
 from fxsplit.torch_internals import pytree
 
 
 @dataclass(frozen=True)
 class Call:
-    """What a node calls (a module, a function, or the name of a method), with stand-ins for tensors."""
+    """What a node calls (a module, a function, or the name of a method), on tensors that may have shapes alone.
+
+    writes: whether the call writes to its arguments in place.
+    """
 
     target: Any
     args: tuple[Any, ...]
@@ -29,34 +41,35 @@ class Call:
 
 
 def time_alone(calls: Mapping[str, Call], device: torch.device, repeats: int, tick: Callable[[], object]) -> NodeTimes:
-    """Return the medians of each call; `tick` counts the calls.
+    """Return the median times of each call, by the node's name; `tick` is called once for each call.
 
-    Raises ProfileError, naming the node, for one that does not run on made-up values.
+    Raises ProfileError, naming the node, for a call that does not run on made-up values.
     """
-    found = {}
+    times = {}
     for name, call in calls.items():
         tick()
         try:
-            found[name] = _time(call, device, repeats)
+            times[name] = _time(call, device, repeats)
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             raise ProfileError(
                 f"node {name!r} cannot be timed on made-up values of its shapes ({error}): give the model its weights, "
                 "or a profile measured where it has them (costs=)"
             ) from error
-    return found
+    return times
 
 
-def _time(call: Call, device: torch.device, repeats: int) -> tuple[float, float, float]:
+def _time(call: Call, device: torch.device, repeats: int) -> Times:
     """Return the median times of one call."""
     made: dict[int, Tensor] = {}
 
     def make(tensor: Tensor) -> Tensor:
+        # A tensor that is given twice, as in x * x, is one tensor there too.
         if id(tensor) not in made:
-            made[id(tensor)] = made_up(tensor, device)
+            made[id(tensor)] = make_up_tensor(tensor, device)
         return made[id(tensor)]
 
     args, kwargs = pytree.tree_map_only(Tensor, make, (call.args, call.kwargs))
-    target = _filled(call.target, device) if isinstance(call.target, nn.Module) else call.target
+    target = _make_up_weights(call.target, device) if isinstance(call.target, nn.Module) else call.target
     leaves = [t for t in made.values() if t.requires_grad]
     if isinstance(target, nn.Module):
         leaves += [p for p in target.parameters() if p.requires_grad]
@@ -65,17 +78,18 @@ def _time(call: Call, device: torch.device, repeats: int) -> tuple[float, float,
     early = late = 0.0
     for turn in range(WARM_UP + repeats + HALVED):
         check_stop()
-        # Lists of its own for each turn, and copies of what it writes to: nothing may write to a leaf.
-        given, named = pytree.tree_map_only(Tensor, torch.clone if call.writes else _same, (args, kwargs))
+        # Each turn gets lists of its own, and copies of what it writes to: autograd refuses to write to a leaf.
+        given, named = pytree.tree_map_only(Tensor, lambda t: t.clone() if call.writes else t, (args, kwargs))
         begin = clock.now()
-        value = _run(target, given, named)
+        value = getattr(given[0], target)(*given[1:], **named) if isinstance(target, str) else target(*given, **named)
         middle = clock.now()
         outputs = [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor) and t.requires_grad]
         seeds = [torch.ones_like(t) for t in outputs]
         if turn >= WARM_UP + repeats and outputs and leaves:
-            first, second = halves(outputs, leaves, seeds, None, clock)
+            first, second = time_halves(outputs, leaves, seeds, None, clock)
             early, late = early + first, late + second
             continue
+        # The clock starts anew: making the seeds is no part of a backward.
         start = clock.now()
         if outputs and leaves:
             torch.autograd.grad(outputs, leaves, seeds, allow_unused=True)
@@ -83,33 +97,26 @@ def _time(call: Call, device: torch.device, repeats: int) -> tuple[float, float,
         if turn >= WARM_UP:
             forward.append(middle - begin)
             backward.append(end - start)
-    return medians_of(forward, backward, early, late)
+    return take_medians(forward, backward, early, late)
 
 
-def _same(tensor: Tensor) -> Tensor:
-    """Return a tensor as it is."""
-    return tensor
-
-
-def _run(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a call."""
-    if isinstance(target, str):
-        return getattr(args[0], target)(*args[1:], **kwargs)
-    return target(*args, **kwargs)
-
-
-def _filled(module: nn.Module, device: torch.device) -> nn.Module:
-    """Return a copy of a module whose weights are made up, on `device`; the module's own are not copied."""
-    made: dict[int, Any] = {id(w): made_up(w, device) for w in (*module.parameters(), *module.buffers())}
+def _make_up_weights(module: nn.Module, device: torch.device) -> nn.Module:
+    """Return a copy of a module whose weights are made up, on `device`."""
+    # deepcopy takes the made-up weights from its memo, and copies no weight of the module itself.
+    made: dict[int, Any] = {id(w): make_up_tensor(w, device) for w in (*module.parameters(), *module.buffers())}
     return copy.deepcopy(module, made)
 
 
-def made_up(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the same shape and strides: normal numbers, zeros for integers, which are valid indices."""
+def make_up_tensor(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor like another one, with its shape, strides, dtype and wish for a gradient, on `device`.
+
+    Its values are normal numbers. Integers are zeros, which are valid indices of any table, and booleans are true.
+    """
     with torch.no_grad():
         last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
         made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-        memory = made.as_strided((last + 1 if tensor.numel() else 0,), (1,))  # what is expanded shares its memory
+        # An expanded tensor has several elements in one place, and torch refuses to fill it: fill its memory instead.
+        memory = made.as_strided((last + 1 if tensor.numel() else 0,), (1,))
         if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
             memory.normal_()
         else:

@@ -1,4 +1,7 @@
-"""Time operators where they stand: in the order and among the neighbours they run with, forward and backward."""
+"""Time operators in a training step: in the order and among the neighbours that they run with, forward and backward.
+
+The usual way to measure; time_alone is for models that are too large for it. What is measured goes into Costs.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +24,26 @@ from fxsplit.torch_internals.observe import Observation
 from fxsplit.torch_internals.thread_modes import ThreadModes
 
 R = TypeVar("R")
+Tensors = Sequence[Tensor]
 WARM_UP = 1
+"""Steps that are run first and not counted: kernels are loaded, memory is allocated."""
 HALVED = 2
-"""In how many further sweeps backwards run in two halves, to know what share of them weights' gradients take."""
-NodeTimes = dict[str, tuple[float, float, float]]
-"""The milliseconds of nodes: forward, backward, and what of backward a second half takes, for weights alone."""
+"""Further steps whose backwards run in two halves, to know what share of a backward the gradients of weights take."""
+Times = tuple[float, float, float]
+"""Milliseconds: forward, backward, and the part of backward that may wait, the gradients of weights alone."""
+NodeTimes = dict[str, Times]
+"""The times of nodes, by name."""
 _stop = threading.Event()
 
 
 class Sweep(Interpreter):
     """Runs a graph forward, then backward node by node in reverse, timing the nodes in `timed`.
 
-    Each node's inputs are cut off from what made them, so that its backward can run by itself; its caches are as cold
-    or warm as they are in a real step, which a loop over one operator would not see. A node that writes in place gets
-    copies, which are not timed, and what it wrote is copied back.
+    Each node's inputs are detached from the nodes that made them, so that its backward can run by itself. The caches
+    are as cold or warm for it as in a real step, which a loop over one operator would not show. A node that writes in
+    place gets copies, which are not timed, and what it wrote is copied back.
+
+    seen: what every node did when the graph was observed. timed: names of the nodes to time.
     """
 
     def __init__(
@@ -49,39 +58,40 @@ class Sweep(Interpreter):
         self._written = {owner for node in seen.values() for owner in node.mutates}
         self._clock = Clock(device)
         self._device = device
-        self._islands: list[tuple[str, list[Tensor], list[Tensor]]] = []
+        self._pending: list[tuple[str, list[Tensor], list[Tensor]]] = []  # (node, leaves, outputs), backward to be run
         self._totals = Sums()  # accumulating a parameter's gradient is part of its backward
 
-    def sweep(self, *inputs: Tensor, halved: bool = False) -> None:
-        """Do one step, forward and backward, or with backwards in two halves."""
+    def run_step(self, *inputs: Tensor, halved: bool = False) -> None:
+        """Run one step, forward and backward; `halved`: with backwards in two halves, which are timed instead."""
         self.run(*(t.detach().clone().to(self._device).requires_grad_(t.requires_grad) for t in inputs))
-        while self._islands:
-            name, leaves, outputs = self._islands.pop()
+        while self._pending:
+            name, leaves, outputs = self._pending.pop()
             seeds = [torch.ones_like(t) for t in outputs]
             if halved:
-                self.halves_ms[name] = halves(outputs, leaves, seeds, self._totals, self._clock)
+                self.halves_ms[name] = time_halves(outputs, leaves, seeds, self._totals, self._clock)
                 continue
             begin = self._clock.now()
             _accumulate(self._totals, leaves, torch.autograd.grad(outputs, leaves, seeds, allow_unused=True))
             self.backward_ms[name] = self._clock.now() - begin
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run one node; time it, and keep what its backward needs, if that is asked for."""
+        """Run one node; if it is to be timed, time its forward and keep what its backward needs."""
         check_stop()
         if not n.op.startswith("call"):
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         if n.name not in self._timed:
             with torch.no_grad():
-                value = self._call(n, args, kwargs)
-            return pytree.tree_map_only(Tensor, self._flag(n), value)
+                value = getattr(self, n.op)(n.target, args, kwargs)
+            return pytree.tree_map_only(Tensor, self._restore_grad_wish(n), value)
         leaves: list[Tensor] = []
         given = pytree.tree_leaves((args, kwargs))
         args, kwargs = pytree.tree_map_only(Tensor, self._cut(leaves, self._needs_copies(n)), (args, kwargs))
         begin = self._clock.now()
-        value = self._call(n, args, kwargs)
+        value = getattr(self, n.op)(n.target, args, kwargs)
         self.forward_ms[n.name] = self._clock.now() - begin
-        if self._seen[n.name].mutates:  # what the copies became is what later readers must see
+        # Nodes that read this memory later must see what was written to the copies.
+        if self._seen[n.name].mutates:
             for original, copied in zip(given, pytree.tree_leaves((args, kwargs)), strict=True):
                 if isinstance(original, Tensor) and copied._version:
                     original.detach().copy_(copied.detach())
@@ -89,25 +99,20 @@ class Sweep(Interpreter):
         if n.op == "call_module":
             leaves += [p for p in self.fetch_attr(str(n.target)).parameters() if p.requires_grad]
         if outputs and leaves:
-            self._islands.append((n.name, leaves, outputs))
-        if n.name in self._written:  # a later write must not reach what this node's backward has saved
+            self._pending.append((n.name, leaves, outputs))
+        # This node's backward runs after the nodes that write to its memory: they get a copy.
+        if n.name in self._written:
             value = pytree.tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), value)
         return value
 
-    def _call(self, n: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call node."""
-        return getattr(self, n.op)(n.target, args, kwargs)
-
     def _needs_copies(self, n: fx.Node) -> bool:
-        """Return whether a node must not get the memory itself: it writes there, or saves what is written later.
-
-        A view saves nothing, and must stay one.
-        """
+        """Return whether a node gets copies of its arguments: it writes to them, or saves what is written to later."""
+        # A view of written memory saves nothing for backward, and must go on sharing the memory.
         owners = {owner for i in n.all_input_nodes for owner in self._seen[i.name].owners}
         return bool(self._seen[n.name].mutates) or bool(owners & self._written - set(self._seen[n.name].owners))
 
     def _cut(self, leaves: list[Tensor], copies: bool) -> Callable[[Tensor], Tensor]:
-        """Return a function that makes a leaf of an argument, or a copy of one."""
+        """Return a function that makes a leaf of an argument, notes it in `leaves`, and copies it if `copies`."""
 
         def cut(value: Tensor) -> Tensor:
             leaf = value if isinstance(value, nn.Parameter) else value.detach().requires_grad_(value.requires_grad)
@@ -117,8 +122,8 @@ class Sweep(Interpreter):
 
         return cut
 
-    def _flag(self, n: fx.Node) -> Callable[[Tensor], Tensor]:
-        """Return a function that lets an untimed value want a gradient as it did when it was observed."""
+    def _restore_grad_wish(self, n: fx.Node) -> Callable[[Tensor], Tensor]:
+        """Return a function that lets an untimed node's value require a gradient if the observed value did."""
         wanted = self._seen[n.name].gradient_bytes > 0
         return lambda t: t.detach().requires_grad_() if wanted and t.is_floating_point() else t
 
@@ -136,16 +141,13 @@ class Clock:
         return time.perf_counter() * 1000.0
 
 
-def halves(
-    outputs: Sequence[Tensor],
-    leaves: Sequence[Tensor],
-    seeds: Sequence[Tensor],
-    totals: Sums | None,
-    clock: Clock,
+def time_halves(
+    outputs: Tensors, leaves: Tensors, seeds: Tensors, totals: Sums | None, clock: Clock
 ) -> tuple[float, float]:
-    """Return the milliseconds of a backward's two halves, that for inputs and that which is left for weights.
+    """Return the milliseconds of a backward's two halves: the gradients of inputs, and those of weights left for later.
 
-    Gradients of weights are added to `totals`, if given. The second half is 0 where nothing can be left for it.
+    outputs: where the backward starts, with the gradients `seeds`. leaves: where it ends. totals: what gradients of
+        weights are added to, if given. The second half is 0 where no gradient can be left for later.
     """
     weights = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
     nodes, _ = find_branch_nodes(outputs, weights)
@@ -155,6 +157,7 @@ def halves(
         return 1.0, 0.0
     ends: list[Any] = [*first, *(edge for edges, _ in nodes.values() for edge in edges)]
     begin = clock.now()
+    # The second half starts from the same graph, so the first one may not free it.
     found = torch.autograd.grad(outputs, ends, seeds, retain_graph=True, allow_unused=True)
     _accumulate(totals, first, found[: len(first)])
     middle = clock.now()
@@ -163,8 +166,9 @@ def halves(
     return middle - begin, clock.now() - middle
 
 
-def _accumulate(totals: Sums | None, leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    """Add the gradients of parameters to their totals, which is part of a backward; the warm-up copies the first."""
+def _accumulate(totals: Sums | None, leaves: Tensors, gradients: Sequence[Tensor | None]) -> None:
+    """Add the gradients of parameters to `totals`, if given."""
+    # A real step adds as well, so the time counts. The first gradient of each is copied, which the warm-up does.
     if totals is not None:
         found = make_shares(leaves, gradients, [False] * len(leaves))
         totals.add(share for share in found if isinstance(share[0], nn.Parameter))
@@ -185,7 +189,11 @@ def time_nodes(
     repeats: int,
     tick: Callable[[], object],
 ) -> NodeTimes:
-    """Return the medians of the nodes in `timed`; `tick` counts the sweeps."""
+    """Return the median times of the nodes in `timed`, over `repeats` steps on `device`; `tick` is called every step.
+
+    seen: what every node did when the graph was observed. inputs: the tensors of the example.
+    """
+    # Weights may be on several devices: one kind of device is measured, and on it all of the graph.
     if any(w.device != device for w in (*gm.parameters(), *gm.buffers())):
         gm = copy.deepcopy(gm).to(device)
     forward: dict[str, list[float]] = {name: [] for name in timed}
@@ -193,39 +201,44 @@ def time_nodes(
     early, late = dict.fromkeys(timed, 0.0), dict.fromkeys(timed, 0.0)
     sweep = Sweep(gm, seen, timed, device)
     for turn in range(WARM_UP + repeats):
-        sweep.sweep(*inputs)
+        sweep.run_step(*inputs)
         tick()
         if turn >= WARM_UP:
             for name in timed:
                 forward[name].append(sweep.forward_ms[name])
                 backward[name].append(sweep.backward_ms.get(name, 0.0))
     for _ in range(HALVED):
-        sweep.sweep(*inputs, halved=True)
+        sweep.run_step(*inputs, halved=True)
         tick()
         for name, (first, second) in sweep.halves_ms.items():
             early[name] += first
             late[name] += second
-    return {name: medians_of(forward[name], backward[name], early[name], late[name]) for name in timed}
+    return {name: take_medians(forward[name], backward[name], early[name], late[name]) for name in timed}
 
 
-def medians_of(forward: list[float], backward: list[float], early: float, late: float) -> tuple[float, float, float]:
-    """Return the median forward and backward time, and what of the latter is for weights, by its two halves' times."""
+def take_medians(forward: list[float], backward: list[float], early: float, late: float) -> Times:
+    """Return the median forward and backward time, and the part of backward that is for weights alone.
+
+    early, late: the summed times of the backward's two halves, whose ratio says how large that part is.
+    """
     both = early + late
     return median(forward), median(backward), median(backward) * late / both if both else 0.0
 
 
-def in_worker_thread(run: Callable[[], R], intraop_threads: int) -> R:
+def run_in_worker_thread(run: Callable[[], R], intraop_threads: int) -> R:
     """Return what `run` returns in a thread set up like the runtime's workers, with the modes of the caller.
 
-    Operators then use as many threads, and memory comes from the same kind of pool, as when the pipeline runs.
+    Operators then use as many threads, and memory comes from the same kind of pool, as when the pipeline runs. Raises
+    what `run` raises; an interrupt ends the thread first.
     """
     results: list[R] = []
     errors: list[BaseException] = []
     before = torch.get_num_threads()
-    context = replace(ThreadModes.read(), hooks=None)  # a user's saved-tensor hooks are for the user's own graph
+    # A user's hooks on saved tensors are for the user's own graph, not for one that is measured.
+    context = replace(ThreadModes.read(), hooks=None)
 
     def work() -> None:
-        torch.get_num_threads()  # the next line holds in a thread only after this one
+        torch.get_num_threads()  # sets up torch in a new thread, without which the next line has no effect
         torch.set_num_threads(intraop_threads)
         try:
             with context.enter():
@@ -238,7 +251,8 @@ def in_worker_thread(run: Callable[[], R], intraop_threads: int) -> R:
     thread.start()
     try:
         thread.join()
-    except BaseException:  # Ctrl-C: the thread must be gone before anybody restores what it measures with
+    except BaseException:
+        # Ctrl-C: the callers restore buffers and hooks, and the thread must have ended before.
         _stop.set()
         thread.join()
         raise
@@ -249,15 +263,16 @@ def in_worker_thread(run: Callable[[], R], intraop_threads: int) -> R:
     return results[0]
 
 
-def signature(call: Any, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def describe_operator(call: Any, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Return a text that two operators share exactly if they do the same work on the same shapes.
 
-    `call` is a module, a function or a method's name. A module from outside torch may do anything, so its `path` in
-    the model is part of its signature.
+    call: a module, a function, or the name of a method. path: where a module is in the model. For example
+    `Tensor.view(float32[4, 8]g, 32)`, where g says that the tensor requires a gradient.
     """
     if isinstance(call, nn.Module):
         kind = type(call)
         weights = ",".join(f"{describe_tensor(p)}{'g' if p.requires_grad else ''}" for p in call.parameters())
+        # A module from outside torch may do anything, and two of its kind different things.
         own = "" if kind.__module__.startswith("torch.nn") else f"@{path}"
         mode = "train" if call.training else "eval"
         head = f"{kind.__module__}.{kind.__qualname__}{own}<{' '.join(repr(call).split())};{weights};{mode}>"
@@ -265,12 +280,12 @@ def signature(call: Any, path: str, args: tuple[Any, ...], kwargs: dict[str, Any
         head = f"Tensor.{call}"
     else:
         head = f"{getattr(call, '__module__', '')}.{getattr(call, '__qualname__', repr(call))}"
-    words = [_word(leaf) for leaf in pytree.tree_leaves((args, sorted(kwargs.items())))]
+    words = [_describe_argument(leaf) for leaf in pytree.tree_leaves((args, sorted(kwargs.items())))]
     return f"{head}({', '.join(words)})"
 
 
-def _word(leaf: Any) -> str:
-    """Return an argument's part of a signature."""
+def _describe_argument(leaf: Any) -> str:
+    """Return an argument's part of an operator's description; `~` precedes strides other than the usual ones."""
     if not isinstance(leaf, Tensor):
         return repr(leaf) if isinstance(leaf, (int, float, str, bool, torch.dtype, type(None))) else type(leaf).__name__
     layout = "" if leaf.is_contiguous() else f"~{list(leaf.stride())}"

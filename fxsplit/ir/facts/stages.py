@@ -1,4 +1,8 @@
-"""Stages: the emitted GraphModules, one for each stage, with named values in and out."""
+"""Stages: the emitted GraphModules, one for each stage, with named values in and out.
+
+The passes end with them and the runtime begins with them. A *stage* is a part of the graph that runs on one device, or
+on each of several replicas. A pipeline runs several stages at a time, on different microbatches.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,8 @@ from fxsplit.torch_internals.containers import rebuild
 class Stage:
     """One stage: `module(*inputs)` returns the tuple of `outputs`; both name values of the original graph.
 
-    `compiled` is the same function as a compiler of torch's has made it, where one was asked for.
+    device_name, torch_device: where the stage runs, as the user and as torch name it. compiled: the same function as
+    torch.compile has made it, where that was asked for.
     """
 
     index: int
@@ -31,10 +36,11 @@ class Stage:
     compiled: Callable[..., Any] | None = None
 
     def __call__(self, *values: Any) -> Any:
-        """Run the stage."""
+        """Return the tuple of outputs for the tuple of inputs."""
         if self.compiled is not None:
             return self.compiled(*values)
-        return nn.Module.__call__(self.module, *values)  # fx's own would print the code that raised
+        # GraphModule's own __call__ would print the code that raised before the error reaches the user.
+        return nn.Module.__call__(self.module, *values)
 
     @property
     def code(self) -> str:
@@ -51,7 +57,10 @@ class Ref:
 
 @dataclass(frozen=True, eq=False)
 class Stages:
-    """All stages in pipeline order; `result` is the model's output with a Ref in place of each tensor."""
+    """All stages in pipeline order; `result` is the model's output with a Ref in place of each tensor.
+
+    For a model that returns `{"loss": tensor, "kind": "mean"}` the result is `{"loss": Ref(0), "kind": "mean"}`.
+    """
 
     stages: tuple[Stage, ...]
     result: Any
@@ -71,6 +80,7 @@ class Stages:
 
     def call_in_turn(self, class_name: str) -> fx.GraphModule:
         """Return the graph that calls the stages one after another, `stage_0` first: the model, rewritten."""
+        # The root is a plain module, which holds the stages themselves and copies none of them.
         graph, root = fx.Graph(), nn.Module()
         values = {name: graph.placeholder(name) for name in self.stages[0].inputs}
         for stage in self.stages:
@@ -88,6 +98,7 @@ class Stages:
         called = [ir.gm.get_submodule(str(n.target)) for n in ir.gm.graph.nodes if n.op == "call_module"]
         if [id(module) for module in called] != [id(stage.module) for stage in self.stages]:
             raise BrokenFact("the graph calls other modules than the stages: give ir.rewrite(stages.call_in_turn(...))")
+        # Stages run different microbatches at a time: of a buffer in two stages, each would see the other's writes.
         owner: dict[int, int] = {}
         for i, stage in enumerate(self.stages):
             stage.module.graph.lint()
