@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fxsplit.schedule.action import NAMES
 from fxsplit.schedule.timeline import Timeline
 
 US_PER_MS = 1000.0
-WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
 
 def trace_events(timelines: Sequence[Timeline]) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def trace_events(timelines: Sequence[Timeline]) -> dict[str, Any]:
                 events.append(
                     {
                         "name": str(action),
-                        "cat": WORDS.get(action.op, action.op.lower()),
+                        "cat": NAMES.get(action.op, action.op.lower()),
                         "ph": "X",
                         "ts": begin_ms * US_PER_MS,
                         "dur": (end_ms - begin_ms) * US_PER_MS,

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fxsplit.errors import InputError
+from fxsplit.schedule.action import NAMES
 from fxsplit.schedule.timeline import Timeline
 
 COLOURS = {"F": "#4c78a8", "B": "#54a24b", "I": "#72b7b2", "W": "#eeca3b"}
 OTHER = "#b279a2"
-NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 KINDS = (".svg", ".png", ".pdf")
 INCHES_A_LANE, INCHES_WIDE = 0.35, 10.0
 FAINTER = 0.25

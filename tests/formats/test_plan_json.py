@@ -1,0 +1,92 @@
+"""Plans as JSON: what is written is read back, and what is damaged is refused with the place."""
+
+from __future__ import annotations
+
+import json
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fxsplit.errors import PlanError
+from fxsplit.formats.plan_json import plan_to_dict, read_plan, save_plan
+from fxsplit.ir.facts.plan import Plan
+from fxsplit.ir.facts.price import CostModel, StagePlan
+
+FIGURES: dict[str, Any] = {
+    name: 10.0 + i
+    for i, name in enumerate(("forward_ms", "backward_ms", "receive_ms", "send_ms", "reduce_ms", "load_ms"))
+}
+SIZES: dict[str, Any] = {"in_bytes": 1.0, "out_bytes": 2.0, "memory_bytes": 3.0, "kept_bytes": 4.0, "weight_ms": 5.0}
+STAGES = (
+    StagePlan(nodes=("a", "b"), devices=(0,), recompute=True, **FIGURES, **SIZES),
+    StagePlan(nodes=("c",), devices=(1, 2), **FIGURES, **SIZES),
+)
+PLAN = Plan(STAGES, ("x", "y", "z"), 14.0, 99.0, "GPipe", 6, 2, 7, CostModel("replicated", False, 1.0))
+
+
+def damaged(folder: Path, *place: str | int, value: Any) -> Path:
+    """Return a file of the plan with another value at a place; None takes the place away."""
+    data = json.loads(json.dumps(plan_to_dict(PLAN)))
+    inner = data
+    for key in place[:-1]:
+        inner = inner[key]
+    if value is None:
+        del inner[place[-1]]
+    else:
+        inner[place[-1]] = value
+    (folder / "plan.json").write_text(json.dumps(data))
+    return folder / "plan.json"
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    save_plan(PLAN, tmp_path / "plan.json")
+    assert vars(read_plan(tmp_path / "plan.json")) == vars(PLAN)
+
+
+def test_what_other_programs_read() -> None:
+    told = plan_to_dict(PLAN)
+    assert told["objective"] == 15.0 and told["lower_bound"] == 14.0 and told["gap"] == pytest.approx(1 / 14)
+    assert not told["optimal"] and told["ideals"] == 7 and told["single"] == 99.0
+    assert told["stages"][1]["devices"] == ["y", "z"] and told["stages"][0]["recompute"]
+    unbounded = Plan(STAGES, ("x", "y", "z"), 0.0, 99.0, "GPipe", 6, 2, 7)
+    assert unbounded.gap == inf and plan_to_dict(unbounded)["gap"] is None, "JSON has no infinity"
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (("stages",), [], "it has no stages"),
+        (("cost_model",), "free", "cost_model is 'free', and not one of forwarded"),
+        (("single",), None, "it has no 'single'"),
+        (("single",), -1, "single is -1: it must be a finite number, zero or more"),
+        (("single",), True, "single is True"),
+        (("rows",), 1.5, "rows is 1.5: it must be a whole number"),
+        (("n_microbatches",), -1, "n_microbatches is -1"),
+        (("ideals",), 2**53, "ideals is 9007199254740992"),
+        (("stages", 1, "devices"), ["w"], "stage 1 is on 'w', which is none of its devices"),
+        (("stages", 0, "send_ms"), "fast", "send_ms of stage 0 is 'fast'"),
+        (("stages", 1, "weight_ms"), 11.5, "weight_ms of stage 1 is 11.5, and it is part of backward_ms=11.0"),
+        (("stages", 0, "nodes"), None, "it has no 'nodes'"),
+    ],
+)
+def test_damaged_plans(tmp_path: Path, place: tuple[str | int, ...], value: Any, message: str) -> None:
+    with pytest.raises(PlanError, match=r"plan\.json' is a damaged plan: " + message):
+        read_plan(damaged(tmp_path, *place, value=value))
+
+
+def test_zero_is_no_damage(tmp_path: Path) -> None:
+    assert read_plan(damaged(tmp_path, "single", value=0)).single_ms == 0.0
+    assert read_plan(damaged(tmp_path, "rows", value=0)).rows == 0
+    assert read_plan(damaged(tmp_path, "stages", 0, "weight_ms", value=11.0)).stages[0].weight_ms == 11.0
+    assert read_plan(damaged(tmp_path, "stages", 0, "weight_ms", value=None)).stages[0].weight_ms == 5.5
+
+
+def test_files_that_are_no_plans(tmp_path: Path) -> None:
+    for text, message in (("{}", "is no plan"), ("[1]", "is no plan"), ("{", "cannot read a plan")):
+        (tmp_path / "other").write_text(text)
+        with pytest.raises(PlanError, match=message):
+            read_plan(tmp_path / "other")
+    with pytest.raises(PlanError, match=r"cannot read a plan from .*nothing"):
+        read_plan(tmp_path / "nothing")

@@ -1,0 +1,36 @@
+"""Trace events: every span, name and counter, in microseconds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from fxsplit.report.perfetto import save_trace, trace_events
+from tests.report.timelines import TIMELINE
+
+
+def test_events_of_two_timelines() -> None:
+    told = trace_events([TIMELINE, TIMELINE])
+    assert told["displayTimeUnit"] == "ms"
+    events = [event for event in told["traceEvents"] if event["pid"] == 1]
+    assert len(events) * 2 == len(told["traceEvents"])
+    names = [(e["name"], e["tid"], e["args"]["name"]) for e in events if e["ph"] == "M"]
+    assert names == [("process_name", 0, "GPipe"), ("thread_name", 0, "a"), ("thread_name", 1, "long name")]
+    spans = [(e["name"], e["cat"], e["tid"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
+    assert spans == [
+        ("0F7", "forward", 0, 0.0, 2000.0),
+        ("0REDUCE", "reduce", 0, 6000.0, 2000.0),
+        ("1B3", "backward", 1, 2000.0, 2000.0),
+        ("2W1", "weight gradient", 1, 4000.0, 500.0),
+    ]
+    assert [(e["name"], e["ts"], e["args"]) for e in events if e["ph"] == "C"] == [
+        ("memory of a", 0.0, {"bytes": 5.0}),
+        ("memory of a", 2000.0, {"bytes": 9.0}),
+    ]
+    (first,) = [e for e in events if e["name"] == "0F7"]
+    assert first["args"] == {"stage": 0, "op": "F", "microbatch": 7, "replica": 0, "version": 0}
+
+
+def test_a_file_holds_the_same(tmp_path: Path) -> None:
+    save_trace([TIMELINE], tmp_path / "trace.json")
+    assert json.loads((tmp_path / "trace.json").read_text()) == trace_events([TIMELINE])

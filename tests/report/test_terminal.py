@@ -1,0 +1,30 @@
+"""Drawings in the terminal: width, numbers, idle time, and brightness."""
+
+from __future__ import annotations
+
+from fxsplit.report.terminal import draw
+from fxsplit.schedule.timeline import Timeline
+from tests.report.timelines import TIMELINE
+
+
+def test_blocks_are_as_wide_as_they_take_long() -> None:
+    """Eight milliseconds on 16 columns behind ten of names: two columns each."""
+    assert draw(TIMELINE, 26).plain.splitlines() == ["a          7  ........----", "long name .... 3  1......."]
+
+
+def test_an_operation_without_a_microbatch_bears_its_name() -> None:
+    assert " REDUCE " in draw(TIMELINE, 10 + 32).plain
+
+
+def test_colours_say_what_and_dim_says_a_later_stage() -> None:
+    drawing = draw(TIMELINE, 26)
+    styles = {drawing.plain[span.start : span.end].strip(): str(span.style) for span in drawing.spans}
+    assert styles["7"] == "white on blue" and styles["3"] == "black on green"
+    assert styles["1"] == "black on yellow dim" and styles["----"] == "white on magenta"
+    assert styles["........"] == "dim"
+
+
+def test_nothing_to_draw() -> None:
+    assert draw(Timeline("", (), ()), 10).plain == ""
+    assert draw(Timeline("", ("a",), ((),)), 4).plain == "a ..\n"
+    assert draw(Timeline("", ("a",), ((),)), 0).plain == "a .\n", "one column at least"
