@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from tests.docs import names
-from tests.docs.markdown import PAGES, ROOT, list_anchors, read_blocks, read_inline_code, read_links
+from tests.docs.markdown import PAGES, ROOT, list_anchors, read_blocks, read_inline_code, read_links, read_prose
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -75,3 +76,11 @@ def test_a_misspelt_name_is_noticed(code: str) -> None:
 def test_misspelt_names_in_python_are_noticed() -> None:
     text = "from fxsplit.schedule import Actoin\nfxsplit.compile(model, 2, n_microbatchs=4)\nfxsplit.Machin"
     assert len(names.check_python(text)) == 3
+
+
+def test_the_changelog_leads_to_the_paths_that_there_are() -> None:
+    moved = [row for _, row in read_prose(ROOT / "CHANGELOG.md") if row.startswith("| ") and row.count("|") == 3]
+    paths = [code for row in moved for code in re.findall(r"`(fxsplit[\w.]+)", row.split("|")[2])]
+    assert len(paths) >= 10
+    wrong = [problem for path in paths if (problem := names.check_dotted_name(path))]
+    assert not wrong, "\n".join(wrong)
