@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -27,8 +27,10 @@ import fxsplit
 from bench.lib.peers_runtime import Processes, torchgpipe_step
 from bench.lib.runtime_networks import Case, build
 from fxsplit.api.pipeline import Pipeline
+from fxsplit.runtime.stage import run as stage_run
 from fxsplit.schedule import RUNNABLE, Action, Times, generate, simulate
 from fxsplit.schedule.timeline import Timeline
+from fxsplit.torch_internals import grad_sums
 
 ROUNDS, WARM_UP = 5, 1
 CASES = [
@@ -197,6 +199,29 @@ def test_overhead(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
     benchmark.group = "overhead"
     overhead = {name: 1e6 * (median(values) - loop_s) / actions for name, values in seconds.items()}
     benchmark.extra_info.update(runtime=str(case), overhead_us=overhead)
+
+
+@pytest.mark.parametrize("case", [CASES[2], CASES[4]], ids=str)
+def test_copies(benchmark: BenchmarkFixture, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `find_unshared` spares: a step's processor time, and that with a copy of each leaf's first gradient."""
+    model, x, y = build(case)
+    asks: dict[str, Callable[[Sequence[Tensor | None]], list[bool]]] = {
+        "taken over": grad_sums.find_unshared,
+        "copied": lambda gradients: [False] * len(gradients),
+    }
+    cpu: dict[str, list[float]] = {name: [] for name in asks}
+    options: dict[str, Any] = {"loss_fn": F.cross_entropy, "n_microbatches": case.n_microbatches, "example_inputs": x}
+    with fxsplit.compile(model, ["cpu"] * 2, **options) as pipe:
+        for turn in range(WARM_UP + ROUNDS):
+            for name, ask in asks.items():
+                monkeypatch.setattr(stage_run, "find_unshared", ask)
+                model.zero_grad()
+                taken = elapsed(lambda: pipe.step(x, target=y))[1]
+                if turn >= WARM_UP:
+                    cpu[name].append(taken)
+        benchmark.pedantic(lambda: pipe.step(x, target=y), rounds=1)
+    benchmark.group = "copies"
+    benchmark.extra_info.update(copies=str(case), cpu={name: median(values) for name, values in cpu.items()})
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[4]], ids=str)

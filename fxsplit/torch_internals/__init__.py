@@ -6,7 +6,7 @@ No other room but `frontend/` names a private part of torch. Those in use here, 
 - torch._subclasses.fake_tensor: fake_weights, rng
 - torch._ops.OpOverload and its _schema: fake_weights
 - torch.Tensor._make_subclass: fake_weights
-- torch.Tensor._version: fake_weights
+- torch.Tensor._version: fake_weights, observe
 - torch.Tensor._backward_hooks: grad_leaves
 - torch.Tensor._post_accumulate_grad_hooks: grad_leaves
 - torch.autograd.graph._engine_run_backward: grad_sums
@@ -16,10 +16,11 @@ No other room but `frontend/` names a private part of torch. Those in use here, 
 - torch.Tensor._is_view: grad_sums
 - torch.Tensor._base: grad_sums
 - torch._C._storage_Use_Count: grad_sums
-- torch.UntypedStorage._cdata: grad_sums, interpret
+- torch.UntypedStorage._cdata: grad_sums, interpret, observe
 - torch._C._autograd._top_saved_tensors_default_hooks: thread_modes
 - torch.nn.modules.batchnorm._BatchNorm: module_kinds, batch_norm
 - torch.nn.modules.dropout._DropoutNd: module_kinds, rng
 - torch.nn.Module: the dictionaries _parameters, _buffers, _modules and those of hooks (`containers.HOOKS`), everywhere
+- `Tensor._version` is read in other rooms too: torch's notes on autograd tell users of it
 - autograd nodes (public, but bare of types): next_functions, variable and name() in grad_leaves and grad_split
 """
