@@ -23,6 +23,7 @@ class TraceError(FxsplitError):
 
     def __init__(self, message: str, submodule: str | None = None) -> None:
         super().__init__(message)
+        # The front end keeps this submodule whole, and tries again.
         self.submodule = submodule
 
 
@@ -87,7 +88,12 @@ class StageError(FxsplitError):
 
 
 def locate_stage_error(original: Exception, where: str) -> StageError:
-    """Return an error that is both a StageError and of `original`'s type, and says `where` it happened."""
+    """Return an error that is both a StageError and of `original`'s own type, and says `where` it happened.
+
+    For example a ValueError raised in a stage is caught by `except ValueError` and by `except StageError`, and
+    `str(error)` ends with "(in stage 1 of 2 on cpu:1, forward of microbatch 0, node 'linear' ...)".
+    """
+    # A note on the original would show the place in tracebacks only, and not where str(error) is logged.
     bases = (StageError, type(original))
     try:
         kind = type("StageError", bases, {"__module__": __name__, "__init__": Exception.__init__})

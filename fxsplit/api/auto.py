@@ -6,9 +6,8 @@ from collections.abc import Callable
 from math import inf
 from typing import NamedTuple
 
-from fxsplit.api.candidates import Candidate
 from fxsplit.api.lowering import lower
-from fxsplit.api.options import Options
+from fxsplit.api.options import Candidate, Options
 from fxsplit.errors import NoFit, PlanError
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.plan import Plan
@@ -34,8 +33,10 @@ def choose_candidate(options: Options, rows: int, capture_rows: CaptureRows) -> 
     candidates = options.list_candidates(rows)
     if len(candidates) == 1:
         return Choice(candidates[0], options.costs)
+    # What a candidate lacks of memory, in bytes, for the error if none fits.
     refused: list[tuple[float, Candidate, PlanError]] = []
     fitting: list[tuple[float, Choice]] = []
+    # One capture for each number: the size of a microbatch decides what operators cost.
     for count in sorted({candidate.n_microbatches for candidate in candidates}):
         captured = capture_rows(divide_rows(rows, count)[0])
         # Schedules with one number of microbatches run the same operators, which are measured once.
@@ -45,6 +46,7 @@ def choose_candidate(options: Options, rows: int, capture_rows: CaptureRows) -> 
                 lowered = lower(options, captured, candidate, known)
                 known = lowered.costs or known
             except PlanError as error:
+                # GPipe, for example, holds all microbatches at once, where 1F1B may fit.
                 refused.append((getattr(error, "short_bytes", inf), candidate, error))
                 continue
             step_ms = candidate.predict_step_ms(lowered.final[Plan])

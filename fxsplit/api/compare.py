@@ -1,4 +1,7 @@
-"""Compare a pipeline with the unsplit model, run microbatch by microbatch: outputs, gradients, buffers."""
+"""Compare a pipeline with the unsplit model, run microbatch by microbatch: outputs, gradients, buffers.
+
+verify() proves a pipeline with these functions, and so do the tests and the benchmarks.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,7 @@ def run_pipeline_step(
 ) -> Outcome:
     """Run one training step of a pipeline; without a target its loss is the model's own."""
     _, outputs = pipe.step(*args, target=target, return_outputs=True, **(kwargs or {}))
-    return _outcome(pipe, outputs)
+    return _read_outcome(pipe, outputs)
 
 
 def run_unsplit_step(
@@ -70,8 +73,10 @@ def run_unsplit_step(
 ) -> Outcome:
     """Run the unsplit model forward and backward on one microbatch after another.
 
-    `inputs` are how the model is called (default: every tensor is cut on its first dimension), `joined` the dimension
-    that each output is joined on; without a target the loss is that of the outputs alone.
+    n_microbatches: their number, or the rows of each. inputs: how the model is called (default: every tensor is cut on
+        its first dimension). joined: the dimension that each output is joined on (default: the first).
+
+    Without a target, `loss_fn` is called with the outputs alone. Gradients are added to `.grad`.
     """
     inputs = inputs or Inputs.of(model, args, kwargs or {})[0]
     tensors = inputs.bind(args, kwargs or {}, None)
@@ -84,19 +89,24 @@ def run_unsplit_step(
         call = inputs.call([column[m] for column in columns])
         output = model(*call.args, **call.kwargs)
         weight = 1.0 if find_reduction(loss_fn) == "sum" else count / batch
+        # Weighted by rows, the losses of microbatches add up to the loss of the batch, as in the pipeline's step.
         (loss_fn(output, *targets[m]) * weight).backward()
         outputs.append(pytree.tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, to_plain_outputs(output)))
-    return _outcome(model, _joined(outputs, rows, joined))
+    return _read_outcome(model, _join_outputs(outputs, rows, joined))
 
 
-def _joined(outputs: Sequence[Any], rows: Sequence[int], dims: Sequence[int | None] | None) -> Any:
-    """Return the outputs of all microbatches as those of one batch; on the first dimension if `dims` are unknown."""
+def _join_outputs(outputs: Sequence[Any], rows: Sequence[int], dims: Sequence[int | None] | None) -> Any:
+    """Return the outputs of all microbatches as those of one batch.
+
+    `dims` are the dimensions that tensors are joined on, one for each (None: the first dimension of each tensor).
+    """
     first, structure = pytree.tree_flatten(outputs[0])
     columns = zip(*(pytree.tree_leaves(output) for output in outputs), strict=True)
     whole = []
     of = iter(dims) if dims is not None else None
     for leaf, column in zip(first, columns, strict=True):
         if not isinstance(leaf, Tensor):
+            # A constant among the outputs is the same for all microbatches.
             whole.append(leaf)
             continue
         dim = next(of) if of is not None else (0 if leaf.ndim else None)
@@ -114,14 +124,16 @@ class Difference:
     rounding: float = 0.0
 
 
-def differences(found: Outcome, expected: Outcome) -> list[Difference]:
-    """Return every difference between two steps, by name."""
+def list_differences(found: Outcome, expected: Outcome) -> list[Difference]:
+    """Return the difference of every output, gradient and buffer between two steps."""
     made = []
     for kind in ("outputs", "gradients", "buffers"):
         a, b = getattr(found, kind), getattr(expected, kind)
-        sizes = [float(_wide(t).abs().nan_to_num(posinf=0.0).max()) for t in b.values() if t is not None and t.numel()]
+        sizes = [float(_widen(t).abs().nan_to_num(posinf=0.0).max()) for t in b.values() if t is not None and t.numel()]
+        # A tensor of zeros but for rounding is compared on the scale of the largest tensor of its kind.
         scale = ROUNDING * max(sizes, default=0.0)
         for name in {**a, **b}:
+            # A name that only one side has is a lost gradient or buffer, which no tolerance excuses.
             missing = name not in a or name not in b
             value = math.inf if missing else measure_difference(a[name], b[name], scale)
             made.append(Difference(kind.removesuffix("s"), name, value))
@@ -131,7 +143,7 @@ def differences(found: Outcome, expected: Outcome) -> list[Difference]:
 def compare(found: Outcome, expected: Outcome) -> Differences:
     """Return the largest relative differences between two steps."""
     worst: dict[str, Difference] = {}
-    for difference in differences(found, expected):
+    for difference in list_differences(found, expected):
         if difference.kind not in worst or difference.value > worst[difference.kind].value:
             worst[difference.kind] = difference
     largest = {kind: worst[kind].value if kind in worst else 0.0 for kind in ("output", "gradient", "buffer")}
@@ -144,31 +156,34 @@ def measure_difference(a: Tensor | None, b: Tensor | None, scale: float = 0.0) -
         return 0.0
     if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
         return math.inf
+    # torch.equal takes no sparse tensors, and most pairs are equal: nothing is copied for them.
     if a.numel() == 0 or (not a.is_sparse and torch.equal(a, b)):
         return 0.0
-    a, b = _wide(a), _wide(b)
-    alike = (a == b) | (a.isnan() & b.isnan())  # infinities and what is not a number, where both are
+    a, b = _widen(a), _widen(b)
+    # Infinite less infinite is not a number, so where both are the same the difference is zero by definition.
+    alike = (a == b) | (a.isnan() & b.isnan())
     difference = float(torch.where(alike, 0.0, (a - b).abs()).max())
     size = max(float(b.abs().nan_to_num(posinf=0.0).max()), scale, sys.float_info.min)
     return difference / size if math.isfinite(difference) else math.inf
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def _widen(tensor: Tensor) -> Tensor:
     """Return a tensor's values in host memory, dense and in double precision."""
     tensor = tensor.detach().cpu()
-    return (tensor.to_dense() if tensor.is_sparse else tensor).to(wide_dtype(tensor, torch.float64))
+    return (tensor.to_dense() if tensor.is_sparse else tensor).to(widen_dtype(tensor, torch.float64))
 
 
-def wide_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+def widen_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
     """Return a floating dtype, or the complex one of the same precision for a complex tensor."""
     return dtype.to_complex() if tensor.is_complex() else dtype
 
 
-def _outcome(module: nn.Module, outputs: Any) -> Outcome:
+def _read_outcome(module: nn.Module, outputs: Any) -> Outcome:
     """Return what a step that gave `outputs` left in `module`."""
     leaves = enumerate(pytree.tree_leaves(to_plain_outputs(outputs)))
     return Outcome(
         outputs={str(i): t for i, t in leaves if isinstance(t, Tensor)},
+        # Copies: the next step writes to gradients and buffers in place.
         gradients={name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()},
         buffers={name: b.clone() for name, b in module.named_buffers()},
     )

@@ -91,6 +91,7 @@ def compile(
         costs=load_costs(costs),
         dump=dump,
     )
+    # Nothing is compiled before there is an example, or the first call.
     pipeline = Pipeline(Compiler(model, options, None if weights is None else WeightFiles(weights)))
     if example_inputs is not None:
         args, kwargs = parse_example_inputs(example_inputs)

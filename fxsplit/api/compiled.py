@@ -8,8 +8,7 @@ from typing import Literal
 
 from torch import Tensor, fx, nn
 
-from fxsplit.api.candidates import Candidate
-from fxsplit.api.options import Options
+from fxsplit.api.options import Candidate, Options
 from fxsplit.api.validity import Validity
 from fxsplit.errors import ChainError
 from fxsplit.ir.facts.costs import Costs
@@ -61,6 +60,7 @@ class Compiled(Lowered):
 
     def share(self, model: nn.Module) -> Compiled:
         """Return this record for the model's other mode too; its attributes are as they are now."""
+        # Both modes then have the same program, with the same workers' copies of weights and the same schedules.
         return replace(self, validity=Validity.of(model, self.captured, self.program.stages), moves_weights=False)
 
     def place(self) -> None:
@@ -92,6 +92,7 @@ def build_program(model: nn.Module, options: Options, candidate: Candidate, lowe
         recompute=options.recompute,
         stage_backend=options.stage_backend,
     )
+    # Made now, so that a plan that no schedule can run is refused by compile(), and not by the first step.
     program.schedule(candidate.n_microbatches)
     return program
 
@@ -99,6 +100,7 @@ def build_program(model: nn.Module, options: Options, candidate: Candidate, lowe
 def list_joined_dims(captured: IR, stages: Stages) -> tuple[int | None, ...]:
     """Return, for each output of the last stage, the dimension that its microbatches are joined on."""
     leaves = pytree.tree_leaves(captured.gm.graph.output_node().args[0])
+    # The graph may return one value twice, and constants besides; the last stage gives each value once.
     names = [leaf.name for leaf in leaves if isinstance(leaf, fx.Node)]
     dims = dict(zip(names, captured[CallEffects].output_dims, strict=True))
     return tuple(dims.get(name, 0) for name in stages[-1].outputs)

@@ -70,6 +70,7 @@ class Compiler:
         Raises InputError for a call that the program is not made for, or that has too few rows for its microbatches.
         """
         compiled = self._find(mode, call)
+        # A parameter may have been replaced since the last call, by load_state_dict(assign=True) for example.
         compiled.validity.relink()
         compiled.validity.check_weights()
         program = compiled.program
@@ -103,6 +104,7 @@ class Compiler:
             if first is None or self._is_outdated(first):
                 first = self._compile_first(mode, call, outdated=first)
         first.validity.check_hooks()
+        # Only an exported graph is for one shape; calls of other models are bound once, in `prepare`.
         scope = first.captured[Scope]
         if not scope.fixed:
             return first
@@ -114,6 +116,7 @@ class Compiler:
         with self._lock:
             if (mode, shapes) in self._kept:
                 return self._kept[mode, shapes]
+            # Modes that share the first program share those for other shapes as well.
             other = self._kept.get((OTHER_MODE[mode], None))
             if other is not None and other.program is first.program and (OTHER_MODE[mode], shapes) in self._kept:
                 return self._kept[OTHER_MODE[mode], shapes]
@@ -124,6 +127,7 @@ class Compiler:
                 )
             compiled = self._compile(call, first)
             compiled.place()
+            # No other program finds its weights where it expects them then.
             if compiled.moves_weights:
                 self._kept = {(mode, None): compiled}
             else:
@@ -149,6 +153,7 @@ class Compiler:
         like: what the model was compiled to before, in the other mode or for other shapes. Its stages are shared where
             the graph is the same; otherwise every weight stays on the stage that it has there.
         """
+        # Made first: a wrong name in FXSPLIT_PRINT_AFTER is refused before anything is measured.
         observers = make_observers(self._choose_folder(like), [name_pass(p) for p in self.options.passes])
         inputs, tensors = Inputs.of(self.model, *call, self.options.chunks)
         rows = inputs.rows(tensors)
@@ -156,11 +161,13 @@ class Compiler:
         capture_rows = partial(capture_model, self.model, self.options, call, from_shapes=from_shapes)
         # The first call may come under no_grad or inference_mode; what is learnt then must hold for training too.
         with torch.inference_mode(False), torch.enable_grad(), show_progress():
+            # The second mode keeps the first one's schedule, whose devices hold the weights already.
             if like is None:
                 candidate, known = choose_candidate(self.options, rows, capture_rows)
             else:
                 candidate, known = like.adapt_candidate(self.options, rows), self.options.costs
             captured = capture_rows(divide_rows(rows, candidate.n_microbatches)[0])
+            # Most models have one graph for both modes: capturing it is all that the second mode costs then.
             if like is not None and serves_both_modes(like, captured):
                 return like.share(self.model)
             moves_weights = False
@@ -185,6 +192,7 @@ class Compiler:
 
     def _forget_replaced_modules(self) -> None:
         """Forget all that was compiled if a submodule was replaced since: it is of another model."""
+        # Identities tell modules apart: what was compiled holds its modules, so no new one can have the same identity.
         modules = [id(module) for module in self.model.modules()]
         if modules != self._modules:
             self._kept.clear()

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from torch import nn
 
 from fxsplit import passes as standard
-from fxsplit.api.candidates import Candidate
 from fxsplit.api.compiled import Compiled, Lowered
 from fxsplit.api.modes import pin_weights
-from fxsplit.api.options import Options
+from fxsplit.api.options import Candidate, Options
 from fxsplit.errors import TraceError
 from fxsplit.frontend import capture
 from fxsplit.ir.facts.call import Call
@@ -29,10 +28,12 @@ def capture_model(model: nn.Module, options: Options, call: Call, rows: int, *, 
     `from_shapes`: nothing is computed. A model that needs its values to be captured is captured with them where it has
     them on one device. Raises TraceError for a model that no front end can follow.
     """
+    # Whether a submodule stays whole is decided by tracing, which comes before every pass.
     leaves = [step.path for step in options.chain if isinstance(step, standard.Leaf)]
     try:
         return capture(model, *call, rows, options.chunks, leaves, from_shapes=from_shapes)
     except TraceError:
+        # Weights on several devices belong to another mode's stages, and the model cannot run as one.
         together = len({w.device for w in list_weights(model)}) == 1
         if not from_shapes or not together or lacks_values(model):
             raise
@@ -55,6 +56,7 @@ def lower(
     Raises PlanError where no plan fits, MissingFact for a chain that learns no Plan.
     """
     keep = KeepCosts()
+    # `facts` describe the run, and outlive every rewrite of the graph.
     facts = list_facts(options, captured, candidate, known, like)
     final = run_chain(captured.learn(*facts), options.passes, [keep, *observers])
     return Lowered(captured, final, keep.found)
@@ -66,8 +68,10 @@ def list_facts(
     """Return what the chain starts from, besides the graph and its example."""
     scheduler, count = candidate.scheduler, candidate.n_microbatches
     homes = scheduler.homes()
+    # Each place of a stage is planned for as a device of its own: a device that has two stages counts twice.
     machine = options.machine.unrolled(homes)
     replicated = any(len(home) > 1 for home in homes)
+    # The planner may use fewer devices than there are, so the facts are stated for every number of stages.
     peaks = {k: scheduler.in_flight(count, k) for k in range(1, len(machine) + 1)}
     versions = {k: scheduler.versions(count, k) for k in peaks if scheduler.name in ASYNCHRONOUS}
     facts: list[Fact] = [
@@ -79,6 +83,7 @@ def list_facts(
         facts.append(pin_weights(captured, like.program.stages))
         known, complete = like.costs, False
     else:
+        # The user's own profile must cover the model; one that a search has just measured may lack operators.
         complete = known is options.costs
     return facts if known is None else [*facts, KnownCosts(known, complete=complete)]
 

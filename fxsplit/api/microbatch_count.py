@@ -42,8 +42,10 @@ def choose_microbatch_count(
     """
     if stated is not None:
         return stated
+    # A search for a batch of 32 rows may have found 16 microbatches; a last batch of 5 rows has not so many.
     if found is not None and rows is not None and found <= rows:
         return found
+    # Enough to fill the pipeline, unless they would have too few rows; but one for each device, or some would idle.
     count = PER_DEVICE * n_devices
     if rows is not None:
         count = min(rows, count, max(n_devices, rows // ROWS_EACH))

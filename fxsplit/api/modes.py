@@ -18,6 +18,7 @@ def serves_both_modes(other: Compiled, captured: IR) -> bool:
 
     The graph may be the same and memory not: what dropout returns is its input in evaluation, and a copy in training.
     """
+    # Stages that copy no inputs, or keep no copies of buffers, would be wrong for a mode that writes to those.
     here, there = captured[CallEffects], other.captured[CallEffects]
     if here.writes_inputs > there.writes_inputs or not set(here.saved_buffers) <= set(there.saved_buffers):
         return False
@@ -25,9 +26,11 @@ def serves_both_modes(other: Compiled, captured: IR) -> bool:
         return False
     # The same nodes may share memory in this mode only, or draw in this mode only: the cuts must suit that as well.
     effects = find_effects(captured)
+    # Nodes that must stay together in this mode, and lie in two stages; or that the stages would run in another order.
     stage_of = other.program.plan.stage_of()
     parted = [c for c in effects.together if len({stage_of.get(name) for name in c}) > 1]
     crossed = [(a, b) for a, b in effects.ordered if stage_of.get(a, 0) > stage_of.get(b, 0)]
+    # A node that draws in this mode must have been wrapped to draw from a state of its own.
     seeded = {m.key for s in other.program.stages.stages for m in s.module.children() if isinstance(m, Draw)}
     return not parted and not crossed and effects.drawing <= seeded
 
@@ -37,6 +40,7 @@ def pin_weights(captured: IR, stages: Stages) -> Pins:
 
     A weight that several stages share may be anywhere.
     """
+    # By memory, not by identity: one mode may call a module, and the other fetch its weight by itself.
     homes: dict[int, set[int]] = {}
     for stage in stages.stages:
         for weight in list_weights(stage.module):
@@ -47,5 +51,6 @@ def pin_weights(captured: IR, stages: Stages) -> Pins:
         for node in captured.gm.graph.nodes
         for weight in list_node_weights(captured.gm, node)
     }
+    # Optional: a pass may remove a node from the graph before the plan is made.
     found = {name: stage for name, stage in pinned.items() if stage is not None}
     return Pins(found, optional=frozenset(found))

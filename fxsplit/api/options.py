@@ -1,4 +1,7 @@
-"""Options: everything that compile() is told besides the model, checked once, the same for every mode and shape."""
+"""Options: everything that compile() is told besides the model, checked once, the same for every mode and shape.
+
+A *candidate* is what the options leave to choose: a schedule with a number of microbatches, such as 1F1B with 4.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +12,41 @@ from functools import cached_property
 
 import torch
 
-from fxsplit.api.candidates import Candidate, list_schedulers
 from fxsplit.api.microbatch_count import (
     AUTO,
     check_microbatch_count,
     choose_microbatch_count,
     list_microbatch_counts,
 )
-from fxsplit.errors import InputError
+from fxsplit.errors import InputError, ScheduleError
 from fxsplit.ir.chain import Chain
 from fxsplit.ir.facts.chunks import Chunks
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.machine import Machine
+from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.graph import name_pass
 from fxsplit.passes import BatchNorm
 from fxsplit.runtime.loss import LossFn
 from fxsplit.runtime.stage.recompute import POLICIES
-from fxsplit.schedule import find_schedule
+from fxsplit.schedule import RUNNABLE, find_schedule, simulate
 from fxsplit.schedule.catalogue import Scheduler
+from fxsplit.schedule.of_plan import build_schedule, read_times
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A schedule on the machine's devices, and a number of microbatches: one way to compile a model."""
+
+    scheduler: Scheduler
+    n_microbatches: int
+
+    def predict_step_ms(self, plan: Plan) -> float:
+        """Return the simulated time of a training step by a plan that was made for this candidate, in milliseconds."""
+        schedule = build_schedule(plan, self.scheduler, self.n_microbatches)
+        return simulate(schedule, read_times(plan, schedule)).step_ms
+
+    def __str__(self) -> str:
+        return f"{self.scheduler.name} with {self.n_microbatches} microbatches"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -52,6 +72,7 @@ class Options:
     def __post_init__(self) -> None:
         if self.n_microbatches not in (None, AUTO):
             check_microbatch_count(self.n_microbatches, ", 'auto', or leave it out")
+        # Saved costs are of one microbatch size, and a search looks at several.
         if self.n_microbatches == AUTO and self.costs is not None:
             raise InputError("n_microbatches='auto' measures microbatches of every size: leave costs= out")
         # A loss class in place of its instance is a common slip, and a class is callable.
@@ -66,6 +87,7 @@ class Options:
         if self.stage_backend is not None and self.stage_backend not in torch.compiler.list_backends(()):
             backends = ", ".join(torch.compiler.list_backends())
             raise InputError(f"stage_backend={self.stage_backend!r} is none of torch.compile's: give one of {backends}")
+        # "auto" tries only what can run, so that there is nothing to check.
         if self.schedule != AUTO:
             find_schedule(self.schedule)
             # A schedule says itself which numbers it is made for, and making one is quick.
@@ -105,6 +127,7 @@ class Options:
             counts = [self.count_microbatches(scheduler, rows)]
             if self.n_microbatches == AUTO:
                 counts = list_microbatch_counts(rows, len(self.machine))
+            # A number that the schedule would round is no candidate: the rounded one is tried by itself.
             candidates += [Candidate(scheduler, n) for n in counts if n == scheduler.nearest(n)]
         return candidates
 
@@ -114,3 +137,19 @@ def load_costs(costs: Costs | str | os.PathLike[str] | None) -> Costs | None:
     if not (costs is None or isinstance(costs, (Costs, str, os.PathLike))):
         raise InputError(f"costs={costs!r}: give a profile (pipe.costs), or the path of a saved one")
     return Costs.load(costs) if isinstance(costs, (str, os.PathLike)) else costs
+
+
+def list_schedulers(schedule: str, n_devices: int, stages_per_device: int | None) -> Sequence[Scheduler]:
+    """Return the scheduler of the schedule stated; for "auto" all that run on so many devices and stages a device."""
+    if schedule != AUTO:
+        return [Scheduler(schedule, n_devices, stages_per_device)]
+    found = []
+    for name in RUNNABLE:
+        scheduler = Scheduler(name, n_devices, stages_per_device)
+        try:
+            scheduler.homes()
+        except ScheduleError:
+            # Chimera, for example, takes an even number of devices: for three it is no candidate.
+            continue
+        found.append(scheduler)
+    return found

@@ -150,6 +150,7 @@ class Pipeline(nn.Module):
         too much.
         """
         files = WeightFiles(path)
+        # Each tensor goes to the device of its stage, which only a plan can tell.
         compiled = self._compiler.get_compiled(get_mode(self.model))
         if compiled is None:
             raise InputError(
@@ -219,6 +220,7 @@ class Pipeline(nn.Module):
         schedule = program.schedule(len(step.batch.rows))
         watch = Stopwatch(schedule)
         step.engine.step(step.batch, step.loss, keep_outputs=False, stepper=step.stepper, watch=watch)
+        # Simulated with the costs that were planned with, to lay beside what was measured just now.
         simulation = simulate(schedule, read_times(program.plan, schedule))
         names = tuple(d.name for d in program.machine.devices[: schedule.n_devices])
         predicted = Timeline.of(simulation, names, trace_memory(simulation, read_footprints(program.plan)))
@@ -234,10 +236,12 @@ class Pipeline(nn.Module):
                 "step() needs a loss: compile with loss_fn=, for example "
                 "fxsplit.compile(model, 2, loss_fn=torch.nn.functional.cross_entropy)"
             )
+        # All positional arguments are the model's, so a forgotten target would be found by nobody else.
         if loss_fn is not None and target is None:
             raise InputError("step() needs the target of its loss by name: pipe.step(x, target=y)")
         if not torch.is_grad_enabled():
             raise InputError("step() under no_grad has no gradients to compute: call pipe(x) to evaluate")
+        # nn.Module runs a module's hooks around its call, and step() is no call of the module.
         if any(self.__dict__[kind] for kind in HOOKS):
             raise InputError("the model itself has hooks, which step() would not run: remove them, or call pipe(x)")
         batch = self._prepare(args, kwargs)
@@ -245,6 +249,7 @@ class Pipeline(nn.Module):
             raise InputError(
                 "an input of step() wants a gradient, which step() does not return: call pipe(x) and backward()"
             )
+        # An asynchronous schedule lets the optimizer step between microbatches: their losses have weights of their own.
         schedule = batch.program.schedule(len(batch.rows))
         stepper = make_stepper(schedule, optimizer)
         targets = None if loss_fn is None else split_target(target, batch.rows, batch.program.inputs)
@@ -272,11 +277,13 @@ class Pipeline(nn.Module):
         """Raise ClosedError where the pipeline's threads have ended, or are in another process."""
         if self._closed:
             raise ClosedError("the pipeline is closed: compile the model again")
+        # A fork copies the locks and queues of the workers, but not their threads: a call would wait for ever.
         if self._process != os.getpid():
             raise ClosedError("the pipeline's threads stayed in the process that forked: compile again")
 
     def _start_engine(self, program: Program) -> Engine:
         """Return the engine, started for the first batch; both modes run on the same machine."""
+        # Threads are started as late as this: a pipeline that is only planned and looked at needs none.
         with self._starting:
             if self._engine is None:
                 machine = program.machine

@@ -35,8 +35,10 @@ def profile(
     check_microbatch_count(n_microbatches)
     args, kwargs = parse_example_inputs(example_inputs)
     inputs, tensors = Inputs.of(model, args, kwargs)
+    # Costs depend on the size of a microbatch, so the profile is of one of these rows, and not of the whole batch.
     batch = inputs.rows(tensors)
     rows = divide_rows(batch, choose_microbatch_count(1, rows=batch, stated=n_microbatches))[0]
+    # The caller may have switched gradients off, and backwards are to be measured too.
     with torch.inference_mode(False), torch.enable_grad(), show_progress():
         traced = capture(model, args, kwargs, rows)
         return run_chain(traced.learn(Machine.of([device])), [Profile(repeats)])[Costs]

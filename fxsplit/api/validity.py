@@ -46,6 +46,7 @@ class Validity:
 
     def find_changes(self) -> dict[str, tuple[str | None, str | None]]:
         """Return the attributes that have another value than when the graph was captured: path -> (then, now)."""
+        # Asked before every call, and nearly always nothing has changed.
         then, now = self.attributes, self.read_attributes()
         if then == now:
             return {}
@@ -54,6 +55,7 @@ class Validity:
 
     def read_attributes(self) -> dict[str, str]:
         """Return, by path, the values now of all that tracing may have made a constant of."""
+        # The graph of one mode holds what a module does in it, also where only a part of the model changes its mode.
         found = {f"{path}.training": str(m.training) for path, m in self._whole}
         # Which nodes draw random numbers was found out with the rates of then.
         found |= {f"{path}.p": repr(m.p) for path, m in self._whole if is_dropout(m)}
@@ -145,6 +147,7 @@ def _list_named_weights(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
 def _is_from_library(hook: Callable[..., Any], model: nn.Module) -> bool:
     """Return whether a hook comes from the installed package that the model's class comes from."""
     package = type(model).__module__.partition(".")[0]
+    # A user's own module is installed too, in an editable way, but not among the site packages.
     file = getattr(sys.modules.get(package), "__file__", None) or ""
     return "site-packages" in file and getattr(hook, "__module__", "").partition(".")[0] == package
 
@@ -166,6 +169,7 @@ def _relink(module: nn.Module, model: nn.Module, path: str) -> None:
         if parent not in source._modules:
             return
         source = getattr(source, parent)
+    # Set in the registries themselves: a stage's module would take an assignment for a new parameter.
     for kind in ("_parameters", "_buffers"):
         held = getattr(source, kind)
         if name in held and name in getattr(target, kind):

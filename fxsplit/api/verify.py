@@ -1,4 +1,8 @@
-"""verify(): prove on copies in float64 that a pipeline is its model: outputs, every gradient, every buffer."""
+"""verify(): prove on copies in float64 that a pipeline is its model: outputs, every gradient, every buffer.
+
+Both train for two steps on one batch. A difference counts if it is larger than what a change of the model's weights by
+their own rounding makes.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.rnn import RNNBase
 
-from fxsplit.api.compare import Difference, Outcome, differences, run_pipeline_step, run_unsplit_step, wide_dtype
+from fxsplit.api.compare import Difference, Outcome, list_differences, run_pipeline_step, run_unsplit_step, widen_dtype
 from fxsplit.api.compile import recompile_like
 from fxsplit.api.compiled import get_mode
 from fxsplit.api.pipeline import Pipeline
@@ -32,12 +36,12 @@ STEPS = 2
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 """Sums in another order differ by rounding, which layers amplify; a lost gradient differs by its own size."""
 AMPLIFIED = 10.0
-"""How much more may differ than where the model's weights are off by their own rounding: batch norm over two values,
-for example, makes 1e-8 of 1e-16."""
+"""A pipeline may differ this many times as much as rounding the model's weights does. Batch norm over two values, for
+example, makes 1e-8 of 1e-16."""
 MOST = 1e-3
 """No rounding excuses more than this, which is far less than a gradient that is lost or doubled."""
 RUNS = 3
-"""So often a model is run again before it is believed to draw nothing, as layer drop with a small rate may once."""
+"""Runs after the first in which a model must give the same outputs, to be believed to draw no random numbers."""
 STEP_SIZE = 0.01
 """How far a step goes along the steepest gradient, as a share of the largest weight."""
 
@@ -88,24 +92,30 @@ def verify(pipe: Pipeline, inputs: Any, more: Mapping[str, Any] | None = None) -
         raise InputError(f"{type(pipe.model).__name__} has no values yet, it is on the meta device: load its weights")
     args, kwargs = parse_example_inputs(inputs)
     kwargs |= more or {}
+    # float64 keeps rounding some eight digits below any gradient that is lost; some models know float32 alone.
     with disable_dropout(), torch.random.fork_rng():
         try:
-            return _verified(pipe, *_as(torch.float64, pipe.model, args, kwargs), torch.float64)
+            return _train_copies(pipe, *_convert(torch.float64, pipe.model, args, kwargs), torch.float64)
         except _Refused:
-            return _verified(pipe, *_as(torch.float32, pipe.model, args, kwargs), torch.float32)
+            return _train_copies(pipe, *_convert(torch.float32, pipe.model, args, kwargs), torch.float32)
 
 
 class _Refused(Exception):
-    """The model does not run in a dtype."""
+    """The model does not run in float64."""
 
 
-def _verified(pipe: Pipeline, model: nn.Module, call: Any, dtype: torch.dtype) -> Verification:
-    """Compare copies of `model`, which has that dtype as its inputs have."""
+def _train_copies(pipe: Pipeline, model: nn.Module, call: Any, dtype: torch.dtype) -> Verification:
+    """Train copies of `model` side by side, and return how they differ; model and call are in `dtype`.
+
+    Raises InputError for a model without a float output, or one that draws random numbers besides dropout.
+    """
     args, kwargs = call
+    # `model` itself becomes the pipeline's. The others run unsplit: on the pipeline's microbatches; on the whole batch,
+    # to tell what differs by the model's nature; and with weights off by rounding, to tell what rounding makes.
     unsplit, whole, shaken = (copy.deepcopy(model) for _ in range(3))
-    _shake(shaken)
-    first = _outputs(unsplit, args, kwargs, dtype)
-    if not all(_same(first, _outputs(unsplit, args, kwargs, dtype)) for _ in range(RUNS)):
+    _shake_weights(shaken)
+    first = _run_without_trace(unsplit, args, kwargs, dtype)
+    if not all(_are_equal(first, _run_without_trace(unsplit, args, kwargs, dtype)) for _ in range(RUNS)):
         raise InputError(
             f"{type(model).__name__} draws random numbers besides dropout, so no two runs of it are equal: verify it "
             "with such rates at 0, or in evaluation, pipe.eval()"
@@ -113,6 +123,7 @@ def _verified(pipe: Pipeline, model: nn.Module, call: Any, dtype: torch.dtype) -
     loss_fn = sum_squares if find_own_loss(first) is None else None
     if not any(isinstance(t, Tensor) and t.is_floating_point() for t in pytree.tree_leaves(to_plain_outputs(first))):
         raise InputError(f"{type(model).__name__} returns no floating-point tensor, so it has no gradients to compare")
+    # Largest over all steps, by kind and name: the pipeline's differences, and those that rounding makes.
     found: dict[tuple[str, str], float] = {}
     rounding: dict[tuple[str, str], float] = {}
     with recompile_like(pipe, model, loss_fn) as split:
@@ -123,17 +134,18 @@ def _verified(pipe: Pipeline, model: nn.Module, call: Any, dtype: torch.dtype) -
         target = () if loss_fn else None
 
         def step(trained: nn.Module, pieces: Sequence[int]) -> Outcome:
-            own, named = _cloned((args, kwargs))
+            own, named = _clone_call((args, kwargs))
             return run_unsplit_step(trained, own, target, loss_fn or take_model_loss, pieces, named, how, joined)
 
+        # Copies are compared after each step, and then all take the step.
         for _ in range(STEPS):
             expected = step(unsplit, rows)
-            own, named = _cloned((args, kwargs))
-            _add(found, differences(run_pipeline_step(split, own, target, named), expected))
-            _add(rounding, differences(step(shaken, rows), expected))
-            others = differences(step(whole, [sum(rows)]), expected)
+            own, named = _clone_call((args, kwargs))
+            _keep_largest(found, list_differences(run_pipeline_step(split, own, target, named), expected))
+            _keep_largest(rounding, list_differences(step(shaken, rows), expected))
+            others = list_differences(step(whole, [sum(rows)]), expected)
             for trained in (model, unsplit, whole, shaken):
-                _update(trained)
+                _take_step(trained)
         tolerance = 1e3 * TOLERANCE[dtype]
         nodes = sum(n.op not in ("placeholder", "output") for n in split.traced.gm.graph.nodes)
         return Verification(
@@ -147,14 +159,14 @@ def _verified(pipe: Pipeline, model: nn.Module, call: Any, dtype: torch.dtype) -
         )
 
 
-def _add(found: dict[tuple[str, str], float], more: Sequence[Difference]) -> None:
-    """Keep the largest difference of each name."""
+def _keep_largest(found: dict[tuple[str, str], float], more: Sequence[Difference]) -> None:
+    """Keep the largest difference found of each name."""
     for d in more:
         found[d.kind, d.name] = max(found.get((d.kind, d.name), 0.0), d.value)
 
 
-def _shake(model: nn.Module) -> None:
-    """Change every weight by one unit in its last place, up or down in turn."""
+def _shake_weights(model: nn.Module) -> None:
+    """Change every weight by its dtype's rounding, one up, the next one down."""
     with torch.no_grad():
         for weight in model.parameters():
             if weight.is_floating_point():
@@ -162,66 +174,71 @@ def _shake(model: nn.Module) -> None:
                 weight.mul_(1.0 + torch.where(up, 1.0, -1.0).to(weight.dtype) * torch.finfo(weight.dtype).eps)
 
 
-def _as(dtype: torch.dtype, model: nn.Module, args: Sequence[Any], kwargs: Any) -> tuple[nn.Module, Any]:
+def _convert(dtype: torch.dtype, model: nn.Module, args: Sequence[Any], kwargs: Any) -> tuple[nn.Module, Any]:
     """Return a copy of the model, and the call, in a dtype."""
-    copied = copy.deepcopy(model)._apply(lambda t: t.to(wide_dtype(t, dtype)) if _is_wide(t) else t)
+    copied = copy.deepcopy(model)._apply(lambda t: t.to(widen_dtype(t, dtype)) if _may_have_gradient(t) else t)
     for module in copied.modules():
         if isinstance(module, RNNBase):
+            # Its dropout happens inside one kernel, where `disable_dropout` does not reach.
             module.dropout = 0.0
     frozen = not any(parameter.requires_grad for parameter in copied.parameters())
     for parameter in copied.parameters():
         parameter.grad = None
-        if frozen and parameter.is_floating_point():  # there would be nothing to compare
+        # With every parameter frozen there would be no gradient to compare.
+        if frozen and parameter.is_floating_point():
             parameter.requires_grad_()
 
     def convert(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        return value.detach().to(wide_dtype(value, dtype)) if _is_wide(value) else value
+        return value.detach().to(widen_dtype(value, dtype)) if _may_have_gradient(value) else value
 
     return copied, pytree.tree_map(convert, (tuple(args), dict(kwargs)))
 
 
-def _is_wide(tensor: Tensor) -> bool:
-    """Return whether a tensor holds numbers that gradients are computed of."""
+def _may_have_gradient(tensor: Tensor) -> bool:
+    """Return whether a tensor holds floating or complex numbers, which alone have gradients."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _outputs(model: nn.Module, args: Any, kwargs: Any, dtype: torch.dtype) -> Any:
+def _run_without_trace(model: nn.Module, args: Any, kwargs: Any, dtype: torch.dtype) -> Any:
     """Return what the model returns, without a trace on it; raises _Refused where it does not run in a dtype."""
     try:
         with torch.no_grad(), preserve(model):
-            torch.manual_seed(torch.seed())  # inside preserved(): the caller's generator is as it was afterwards
-            own, named = _cloned((args, kwargs))
+            # A new seed each time, or a model that draws would draw the same. preserve() restores the generator.
+            torch.manual_seed(torch.seed())
+            own, named = _clone_call((args, kwargs))
             outputs = model(*own, **named)
     except RuntimeError as error:
         if dtype is torch.float64:
             raise _Refused from error
         raise
     finite = all(bool(t.isfinite().all()) for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor))
-    if dtype is torch.float64 and not finite:  # a mask of float32's least number, for example
+    # Constants made for float32, such as a mask of its least number, may give no numbers in float64.
+    if dtype is torch.float64 and not finite:
         raise _Refused
     return outputs
 
 
-def _cloned(call: Any) -> Any:
-    """Return a call with tensors of its own: a model may write to them."""
+def _clone_call(call: Any) -> Any:
+    """Return a call with copies of its tensors, which a model may write to."""
     return pytree.tree_map_only(Tensor, torch.clone, call)
 
 
-def _same(a: Any, b: Any) -> bool:
-    """Return whether two outputs are equal."""
+def _are_equal(a: Any, b: Any) -> bool:
+    """Return whether two outputs are equal; a value that is no number equals another one."""
     pairs = zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True)
     return all(torch.equal(torch.nan_to_num(x), torch.nan_to_num(y)) for x, y in pairs if isinstance(x, Tensor))
 
 
-def _update(model: nn.Module) -> None:
-    """Step down the gradients, all by the same rate, and forget them: those that are rounding alone stay that."""
+def _take_step(model: nn.Module) -> None:
+    """Take a step down the gradients and forget them."""
     trained = [(w, w.grad) for w in model.parameters() if w.grad is not None and w.numel()]
     trained = [(w, gradient.to_dense() if gradient.is_sparse else gradient) for w, gradient in trained]
     with torch.no_grad():
         steepest = max((float(gradient.abs().max()) for _, gradient in trained), default=0.0)
         largest = max((float(w.abs().max()) for w, _ in trained), default=0.0)
+        # One rate for all weights: a gradient that is rounding alone moves its weight by rounding alone.
         for weight, gradient in trained:
             if steepest > 0.0:
                 weight.sub_(gradient * (STEP_SIZE * largest / steepest))
@@ -231,10 +248,11 @@ def _update(model: nn.Module) -> None:
 @contextmanager
 def disable_dropout() -> Iterator[None]:
     """Let torch's dropout functions and modules drop nothing inside the block."""
+    # Modules of dropout call these functions too, so patching the functions reaches both.
     names = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
     own = {name: getattr(F, name) for name in (*names, "scaled_dot_product_attention")}
 
-    def kept(function: Any) -> Any:
+    def drop_nothing(function: Any) -> Any:
         @wraps(function)
         def keep(input: Tensor, p: float = 0.0, training: bool = False, inplace: bool = False) -> Any:
             return function(input, 0.0, training, inplace)
@@ -248,7 +266,7 @@ def disable_dropout() -> Iterator[None]:
         return own["scaled_dot_product_attention"](query, key, value, **named)
 
     for name in names:
-        setattr(F, name, kept(own[name]))
+        setattr(F, name, drop_nothing(own[name]))
     F.scaled_dot_product_attention = attend  # type: ignore[assignment]
     try:
         yield

@@ -44,10 +44,12 @@ class Inboxes:
 
     def __init__(self, n_devices: int) -> None:
         self._inboxes: list[SimpleQueue[Message | None]] = [SimpleQueue() for _ in range(n_devices)]
+        # Each is written by its device's own thread alone, so no lock is needed.
         self._arrived: list[dict[Action, Message]] = [{} for _ in range(n_devices)]
 
     def send(self, device: int, message: Message) -> None:
         """Put a message into a device's inbox."""
+        # Tensors are handed over as they are: all devices of a process see one memory, or copy from stream to stream.
         self._inboxes[device].put(message)
 
     def receive(self, device: int, action: Action) -> Message:

@@ -50,6 +50,7 @@ class Engine:
     def forward(self, batch: Batch) -> list[Any]:
         """Return the outputs of a batch, joined over microbatches; part of the autograd graph where that is on."""
         program, tensors, rows = batch
+        # Forwards now; backwards, if any come, in a job of their own, which takes over the tape.
         work = Work(cut_packets(batch))
         job = Job(program, program.passes(len(rows)).only(FORWARD), work)
         with self._take_turn(), count_as_one_batch(program.noted):

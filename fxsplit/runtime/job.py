@@ -127,6 +127,7 @@ class Job:
 
     def fail(self, error: BaseException) -> None:
         """Keep the first error and wake every worker that waits."""
+        # Later errors are mostly consequences of the first.
         with self._failing:
             if self.error is None:
                 self.error = error
@@ -138,6 +139,7 @@ class Job:
         watch = self._watch
         try:
             with stream.enter(), self._context.enter():
+                # On a GPU, weights and inputs may still be under way on the caller's stream.
                 for token in ready:
                     stream.wait_for(token)
                 if watch is not None:
@@ -221,6 +223,7 @@ class Job:
     def _run_reduce(self, action: Action, device: int, stream: Stream) -> None:
         """Sum the gradients of a stage's replicas, on the device of the first one."""
         replicas, sums = self._replicas[action.stage], self.sums[action.stage]
+        # All replicas but the first send what they have, and hold nothing afterwards.
         if action.replica:
             self._send(action, sums[action.replica], stream)
             sums[action.replica] = Sums()
@@ -234,6 +237,7 @@ class Job:
 
     def _run_step(self, action: Action, device: int, stream: Stream) -> None:
         """Let the optimizer make a version of a stage's weights from the gradients there are."""
+        # The next version starts from no gradients: each step uses those since the one before.
         found = self.sums[action.stage][action.replica]
         self.sums[action.stage][action.replica] = Sums()
         self._replicas[action.stage][action.replica].step(action, found)
@@ -253,6 +257,7 @@ class Job:
         saved = self.work.tape[action.stage, action.microbatch]
         if isinstance(saved, Saved):
             return saved, gradients
+        # The loss was computed once, with its graph kept. Its backward gives the gradients of the stage's outputs.
         if saved.head is not None:
             gradients, shares = backward(saved.head, gradients, ())
             self.sums[action.stage][action.replica].add(shares)

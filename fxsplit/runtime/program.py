@@ -69,6 +69,7 @@ class Program:
         Raises ScheduleError for a number that the schedule is not made for.
         """
         if n_microbatches not in self._schedules:
+            # Replicas hold as many microbatches as keep all of them busy, or as their memory takes.
             memory_bytes = [device.memory_bytes for device in self.machine.devices]
             schedule = build_schedule(self.plan, self.scheduler, n_microbatches, memory_bytes)
             verify(schedule)
@@ -101,6 +102,7 @@ class Program:
     @property
     def places(self) -> dict[int, torch.device]:
         """Where each parameter and buffer lives, by its identity: with the first stage that has it."""
+        # A weight that two stages read has one home; stages on other devices run with copies (see Replica).
         places: dict[int, torch.device] = {}
         for stage in self.stages.stages:
             for weight in list_weights(stage.module):
@@ -119,6 +121,7 @@ class Program:
         Those that have no values yet stay where they are.
         """
         for weight, device in self.list_placed():
+            # `.data` keeps the parameter the same object, which optimizers and the model hold.
             if weight.device != device and not weight.is_meta:
                 weight.data = weight.data.to(device)
 
@@ -130,6 +133,7 @@ class Program:
 
     def build_result(self, outputs: Sequence[Any]) -> Any:
         """Return the last stage's outputs in the containers that the model returns."""
+        # torch.fx returns plain containers, and a model may return its own, such as an OrderedDict.
         plain = self.stages.fill(outputs)
         return plain if self.returns is None else pytree.tree_unflatten(pytree.tree_leaves(plain), self.returns)
 
@@ -145,6 +149,7 @@ class Program:
 
     def find_hooked_stages(self) -> list[bool]:
         """Return, for each stage, whether its modules have hooks now, or put hooks on activations."""
+        # Asked for every job: hooks may be registered and removed between calls.
         return [
             self.puts_hooks or any(m.__dict__[kind] for m in s.module.modules() for kind in HOOKS if kind in m.__dict__)
             for s in self.stages.stages
@@ -152,6 +157,7 @@ class Program:
 
     def draws(self) -> bool:
         """Return whether any stage takes random numbers in the mode that its modules are in now."""
+        # Not kept: the same program may serve training, where dropout draws, and evaluation.
         return any(isinstance(m, Draw) and not m.idle for s in self.stages.stages for m in s.module.children())
 
     def list_trained(self) -> list[list[Tensor]]:

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxsplit
-from fxsplit.api.candidates import Candidate, list_schedulers
 from fxsplit.api.microbatch_count import list_microbatch_counts
+from fxsplit.api.options import Candidate, list_schedulers
 from fxsplit.schedule import RUNNABLE
 from fxsplit.schedule.catalogue import Scheduler
 from tests.models import FAST

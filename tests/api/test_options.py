@@ -12,9 +12,8 @@ from torch import nn
 
 import fxsplit
 from fxsplit import Costs, Machine
-from fxsplit.api.candidates import Candidate
 from fxsplit.api.compile import choose_recompute, recompile_like
-from fxsplit.api.options import Options, load_costs
+from fxsplit.api.options import Candidate, Options, load_costs
 from fxsplit.errors import InputError, ScheduleError
 from fxsplit.schedule.catalogue import Scheduler
 from tests.models import FAST, Mlp
