@@ -10,7 +10,6 @@ from torch import Tensor, fx, nn
 
 from fxsplit.api.options import Candidate, Options
 from fxsplit.api.validity import Validity
-from fxsplit.errors import ChainError
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.effects import CallEffects
 from fxsplit.ir.facts.example import Example
@@ -72,10 +71,8 @@ class Compiled(Lowered):
 def build_program(model: nn.Module, options: Options, candidate: Candidate, lowered: Lowered) -> Program:
     """Return what the runtime needs of a lowered model.
 
-    Raises ChainError for a chain that emits no stages, ScheduleError for a plan that the schedule cannot run.
+    Raises MissingFact for a chain that emits no stages, ScheduleError for a plan that the schedule cannot run.
     """
-    if lowered.final.get(Stages) is None:
-        raise ChainError(f"the chain {options.chain} learns no Stages: it needs a pass like 'emit'")
     example, effects = lowered.captured[Example], lowered.captured[CallEffects]
     stages = lowered.final[Stages]
     program = Program(
