@@ -33,6 +33,7 @@ MICROBATCHES, ROWS = 8, 2
 REPEATS = 3
 
 
+# One network at a time: several of them, with their facts, are gigabytes.
 @lru_cache(maxsize=1)
 def network(name: str) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
@@ -41,8 +42,8 @@ def network(name: str) -> tuple[nn.Module, Tensor]:
 
 
 @lru_cache(maxsize=1)
-def stages_of_the_ir(name: str) -> dict[str, IR]:
-    """The IR before each phase that does not depend on the number of devices."""
+def irs_before(name: str) -> dict[str, IR]:
+    """Return the IR before each phase that does not depend on the number of devices, by the phase."""
     model, x = network(name)
     made = {"profile": capture(model, (x,), {}, ROWS).learn(fxsplit.Machine.of(["cpu"] * 8))}
     made["augment"] = run_chain(made["profile"], [Profile(REPEATS)])
@@ -52,6 +53,8 @@ def stages_of_the_ir(name: str) -> dict[str, IR]:
 
 
 def for_devices(ir: IR, devices: int) -> IR:
+    """Return the IR of a machine of so many devices, and of 1F1B on them."""
+    # What compile() would learn from its arguments.
     peaks = {k: find_schedule("1F1B")(k, MICROBATCHES).peak_in_flight() for k in range(1, devices + 1)}
     return ir.learn(fxsplit.Machine.of(["cpu"] * devices), Workload("1F1B", MICROBATCHES, peaks))
 
@@ -69,29 +72,29 @@ class TestPhases:
         benchmark.pedantic(lambda: capture(model, (x,), {}, ROWS), rounds=3)
 
     def test_profile(self, benchmark: BenchmarkFixture, name: str) -> None:
-        ir = stages_of_the_ir(name)["profile"]
+        ir = irs_before(name)["profile"]
         note(benchmark, name, "profile")
         benchmark.pedantic(lambda: Profile(REPEATS)(ir), rounds=1)
 
     def test_augment(self, benchmark: BenchmarkFixture, name: str) -> None:
-        irs = stages_of_the_ir(name)
+        irs = irs_before(name)
         note(benchmark, name, "augment", states=len(irs["order"][Antichains]))
         benchmark.pedantic(lambda: Augment()(irs["augment"]), rounds=5, warmup_rounds=1)
 
     def test_order(self, benchmark: BenchmarkFixture, name: str) -> None:
-        ir = stages_of_the_ir(name)["order"]
+        ir = irs_before(name)["order"]
         note(benchmark, name, "order")
         benchmark.pedantic(lambda: Order()(ir), rounds=5, warmup_rounds=1)
 
     @pytest.mark.parametrize("devices", DEVICES)
     def test_partition(self, benchmark: BenchmarkFixture, name: str, devices: int) -> None:
-        ir = for_devices(stages_of_the_ir(name)["partition"], devices)
+        ir = for_devices(irs_before(name)["partition"], devices)
         note(benchmark, name, "partition", devices)
         benchmark.pedantic(lambda: Partition()(ir), rounds=5, warmup_rounds=1)
 
     @pytest.mark.parametrize("devices", DEVICES)
     def test_emit(self, benchmark: BenchmarkFixture, name: str, devices: int) -> None:
-        ir = Partition()(for_devices(stages_of_the_ir(name)["partition"], devices))
+        ir = Partition()(for_devices(irs_before(name)["partition"], devices))
         note(benchmark, name, "emit", devices)
         benchmark.pedantic(lambda: Emit()(ir), rounds=3)
 
@@ -110,6 +113,7 @@ class TestPhases:
         note(benchmark, name, "total", devices, speedup=speedup, gap=plan.gap, optimal=plan.optimal)
 
 
+# A process of its own, as a cold start is: kernels are compiled, or loaded from the folder that the test names.
 PLAN = """
 import sys, time, fxsplit
 from tests.graphs import Costs, Machine, ir_of, node, workload
@@ -137,6 +141,7 @@ def test_planning_in_a_fresh_process(benchmark: BenchmarkFixture, cache: str, tm
         done = subprocess.run([sys.executable, "-c", PLAN], env=environment, capture_output=True, text=True, check=True)
         return float(done.stdout)
 
+    # The first process fills the cache.
     if cache == "warm":
         plan()
     note(benchmark, "chain of 1,000", f"kernels {cache}")

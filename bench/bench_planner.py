@@ -20,7 +20,7 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from bench import networks as zoo
-from bench.bench_compile import stages_of_the_ir
+from bench.bench_compile import irs_before
 from bench.lib.peer import optimum_ms, subsets
 from bench.lib.profiles import transformer
 from fxsplit.api.plan import build_machine, make_workload
@@ -35,9 +35,11 @@ from fxsplit.planner.planner import Planner
 from fxsplit.planner.search import minimise
 from fxsplit.planner.solve import pose_problems
 
+# No folder of that name exists, so its benchmarks are skipped.
 FOLDER = Path(os.environ.get("FXSPLIT_PROFILES", "no such folder"))
 WORKLOADS = sorted(FOLDER.glob("dnn_partitioning/*.json"))
 PROFILES = sorted(path for path in FOLDER.glob("pipedream/*.txt") if "LICENSE" not in path.name)
+# As PipeDream plans by default: stages may have several devices, and traffic between stages is free.
 PIPEDREAM = Options(model="replicated", traffic=False)
 
 
@@ -85,7 +87,7 @@ def test_pipedream(benchmark: BenchmarkFixture, path: Path, devices: int) -> Non
 
 @lru_cache(maxsize=1)
 def lattice(name: str) -> tuple[Costs, Antichains, States]:
-    ir = stages_of_the_ir(name)["partition"]
+    ir = irs_before(name)["partition"]
     return ir[Costs], ir[Antichains], ir[States]
 
 
@@ -110,6 +112,7 @@ def test_beside_the_paper(benchmark: BenchmarkFixture, name: str, devices: int) 
     costs, chains, states = lattice(name)
     machine = Machine.planned(devices, 1e9)
     below = subsets(chains)
+    # Plain Python takes up to half a second, so one run is enough.
     begin = time.perf_counter()
     peer = optimum_ms(below, states, devices, 1e6)
     peer_s = time.perf_counter() - begin
@@ -120,6 +123,7 @@ def test_beside_the_paper(benchmark: BenchmarkFixture, name: str, devices: int) 
         assert found is not None
         return max(problem.loads(found.path))
 
+    # A comparison of times means something only where both find the same optimum.
     assert benchmark.pedantic(search, rounds=20, warmup_rounds=1) == pytest.approx(peer, rel=1e-9)
     plan = partition(costs, chains, states, machine, make_workload(machine), {}, PIPEDREAM)
     note(benchmark, f"{name}, {devices} devices, beside all pairs", plan, peer_s=peer_s)

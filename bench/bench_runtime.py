@@ -33,6 +33,7 @@ from fxsplit.schedule.timeline import Timeline
 from fxsplit.torch_internals import grad_sums
 
 ROUNDS, WARM_UP = 5, 1
+# Few rows for each microbatch, and twice as many microbatches: the second of each pair has the same rows in one.
 CASES = [
     Case("resnet50", 32, 4),
     Case("resnet50", 64, 8),
@@ -71,6 +72,25 @@ def with_threads(count: int, run: Callable[[], Any]) -> tuple[float, float]:
         torch.set_num_threads(before)
 
 
+def take_turns(
+    runs: dict[str, Callable[[], tuple[float, float]]], warm_up: int, rounds: int, prepare: Callable[[], object]
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Return the seconds of wall clock and of CPU time of each run in each round, by name.
+
+    Runs take turns, so that what else the machine does falls on all of them. `prepare` comes before each run.
+    """
+    wall: dict[str, list[float]] = {}
+    cpu: dict[str, list[float]] = {}
+    for turn in range(warm_up + rounds):
+        for name, run in runs.items():
+            prepare()
+            taken = run()
+            if turn >= warm_up:
+                wall.setdefault(name, []).append(taken[0])
+                cpu.setdefault(name, []).append(taken[1])
+    return wall, cpu
+
+
 def looped(model: nn.Module, x: Tensor, y: Tensor, n_microbatches: int) -> Callable[[], None]:
     """Return a training step of the unsplit model, one microbatch after another."""
     pieces = list(zip(x.chunk(n_microbatches), y.chunk(n_microbatches), strict=True))
@@ -92,9 +112,17 @@ def bound_ms(traces: list[Timeline], pipe: Pipeline, n_microbatches: int) -> flo
         for row in trace.spans:
             for action, begin, end in row:
                 taken.setdefault(action, []).append(end - begin)
+    # Only `of` is asked for computing, and two stages are all that is checked of the lists.
     times = TracedTimes([0.0, 0.0], [0.0, 0.0])
     times.by_action.update({action: median(each) for action, each in taken.items()})
     return simulate(generate(pipe.plan.schedule, 2, n_microbatches), times).step_ms
+
+
+def predict_ms(pipe: Pipeline, n_microbatches: int) -> float:
+    """Return the step time that the plan's costs predict, in milliseconds; transfers take none on CPU devices."""
+    stages = pipe.plan.stages
+    times = Times([s.forward_ms for s in stages], [s.backward_ms for s in stages])
+    return simulate(generate("1F1B", len(stages), n_microbatches), times).step_ms
 
 
 beside_torchgpipe = pytest.mark.skipif(
@@ -111,6 +139,7 @@ def test_training_step(benchmark: BenchmarkFixture, case: Case, tmp_path: Path) 
     machine = ["cpu"] * 2
     pipe = fxsplit.compile(model, machine, loss_fn=F.cross_entropy, n_microbatches=n, example_inputs=x)
     pipe.costs.save(tmp_path / "costs.json")
+    # Copies, so that nobody adds to the gradients of another one.
     unsplit = copy.deepcopy(model)
     stages = [copy.deepcopy(s.module) for s in pipe.stages.stages]
     loop = looped(unsplit, x, y, n)
@@ -120,8 +149,6 @@ def test_training_step(benchmark: BenchmarkFixture, case: Case, tmp_path: Path) 
 
     gpipe = torchgpipe_step(stages, n, x, y)
     theirs = Processes.start(case, str(tmp_path / "costs.json"))
-    seconds: dict[str, list[float]] = {}
-    cpu: dict[str, list[float]] = {}
     traces: list[Timeline] = []
     runs: dict[str, Callable[[], tuple[float, float]]] = {
         "fxsplit": lambda: elapsed(lambda: pipe.step(x, target=y)),
@@ -132,17 +159,15 @@ def test_training_step(benchmark: BenchmarkFixture, case: Case, tmp_path: Path) 
         "whole, 2 threads": lambda: with_threads(2, whole),
         "traced": lambda: elapsed(lambda: traces.append(pipe.trace(x, target=y)[0])),
     }
+
+    def prepare() -> None:
+        for module in (model, unsplit, *stages):  # as every training loop does between its steps
+            module.zero_grad()
+        gc.collect(0)
+
     gc.disable()  # or its pauses fall on whoever runs then
     try:
-        for turn in range(WARM_UP + ROUNDS):
-            for name, run in runs.items():
-                for module in (model, unsplit, *stages):  # as every training loop does between its steps
-                    module.zero_grad()
-                gc.collect(0)
-                taken = run()
-                if turn >= WARM_UP:
-                    seconds.setdefault(name, []).append(taken[0])
-                    cpu.setdefault(name, []).append(taken[1])
+        seconds, cpu = take_turns(runs, WARM_UP, ROUNDS, prepare)
         benchmark.pedantic(lambda: pipe.step(x, target=y), rounds=3)
     finally:
         gc.enable()
@@ -156,12 +181,7 @@ def test_training_step(benchmark: BenchmarkFixture, case: Case, tmp_path: Path) 
         seconds={name: median(values) for name, values in seconds.items()},
         of_bound=bound / median(seconds["traced"]),
         cpu=median(cpu["fxsplit"]) / median(cpu["loop, 1 thread"]),
-        predicted=simulate(
-            generate("1F1B", 2, n),
-            Times([s.forward_ms for s in pipe.plan.stages], [s.backward_ms for s in pipe.plan.stages]),
-        ).step_ms
-        / 1000.0
-        / ours,
+        predicted=predict_ms(pipe, n) / 1000.0 / ours,
     )
 
 
@@ -179,18 +199,14 @@ def test_overhead(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
 
     gpipe = torchgpipe_step(stages, n, x, y)
     theirs = Processes.start(case, str(tmp_path / "costs.json"))
-    seconds: dict[str, list[float]] = {}
-    runs: dict[str, Callable[[], float]] = {
-        "fxsplit": lambda: elapsed(lambda: pipe.step(x, target=y))[0],
-        "loop, 1 thread": lambda: with_threads(1, loop)[0],
-        "torch pipelining": theirs.step_s,
-        "torchgpipe": lambda: with_threads(1, gpipe)[0],
+    runs: dict[str, Callable[[], tuple[float, float]]] = {
+        "fxsplit": lambda: elapsed(lambda: pipe.step(x, target=y)),
+        "loop, 1 thread": lambda: with_threads(1, loop),
+        "torch pipelining": lambda: (theirs.step_s(), 0.0),
+        "torchgpipe": lambda: with_threads(1, gpipe),
     }
-    for turn in range(5 + 40):
-        for name, run in runs.items():
-            taken = run()
-            if turn >= 5:
-                seconds.setdefault(name, []).append(taken)
+    # Steps of milliseconds: many of them, or a median says little.
+    seconds, _ = take_turns(runs, 5, 40, lambda: None)
     benchmark.pedantic(lambda: pipe.step(x, target=y), rounds=3)
     theirs.stop()
     pipe.close()
@@ -234,6 +250,7 @@ def test_prediction(benchmark: BenchmarkFixture, case: Case) -> None:
     measured: dict[str, list[float]] = {name: [] for name in RUNNABLE}
     with ExitStack() as stack:
         for name in RUNNABLE:
+            # All schedules are predicted by the same measured costs, those of the first.
             costs = next((pipe.costs for pipe in pipes.values()), None)
             pipe = fxsplit.compile(model, ["cpu"] * 2, schedule=name, costs=costs, **options)
             pipes[name] = stack.enter_context(pipe)

@@ -30,9 +30,11 @@ def test_from_shapes(benchmark: BenchmarkFixture, network: str) -> None:
     model, x, _ = build(Case(network, 8, 1))
     with fxsplit.without_weights():
         empty, _, _ = build(Case(network, 8, 1))
+    # Costs from shapes are those of one thread.
     torch.set_num_threads(1)
     measured, told, regrets = [], [], []
     for _ in range(ROUNDS):
+        # In turn, so that a machine that slows down changes both.
         seen, made_up = fxsplit.profile(model, x), fxsplit.profile(empty, x)
         best, other = fxsplit.plan(seen, DEVICES), fxsplit.plan(made_up, DEVICES)
         measured.append(seen.total_ms)

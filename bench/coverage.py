@@ -62,6 +62,7 @@ def measured(
     name: str, model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], n_microbatches: int = 2
 ) -> Row:
     """Compile, train two steps, compare; with whole batches where rows depend on each other."""
+    # Each line that is passed is a step of how far the model came; an error keeps the last one.
     begin = time.perf_counter()
     reached, front_end, nodes = "", "", 0
     try:
@@ -80,6 +81,7 @@ def measured(
             reason = "" if equal else f"differs in {name_of}"
             return Row(name, reached, front_end, nodes, largest, dtype, reason, time.perf_counter() - begin)
     except Exception as error:  # a table of what happens must go on
+        # The error itself says that rows depend on each other, and proposes one microbatch.
         if n_microbatches > 1 and "n_microbatches=1" in str(error):
             return measured(name, model, args, kwargs, n_microbatches=1)
         reason = f"{type(error).__name__}: {_last(str(error))}"
@@ -88,6 +90,7 @@ def measured(
 
 def one_step(pipe: fxsplit.Pipeline, model: torch.nn.Module, args: tuple[Any, ...]) -> float:
     """Return the largest difference after one step in float32, on the one copy of a model that memory holds."""
+    # Batch norm changes its statistics in each run, so the second one starts from the same.
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     with fxsplit.compile(model, ["cpu"] * 2, n_microbatches=2, costs=pipe.costs, loss_fn=sum_squares) as trained:
         found = run_pipeline_step(trained, args, ())
@@ -110,6 +113,7 @@ def rows(suite: str, only: list[str]) -> Iterator[Row]:
     for name, factory in factories.items():
         if only and name not in only:
             continue
+        # The same weights and inputs in each run, whichever models are left out.
         torch.manual_seed(0)
         yield measured(name, *factory())
         gc.collect()
@@ -121,6 +125,7 @@ def main() -> None:
     parser.add_argument("--suite", action="append", choices=SUITES, help="default: all")
     parser.add_argument("--only", action="append", default=[], metavar="MODEL", help="default: all of a suite")
     arguments = parser.parse_args()
+    # Configurations come with the libraries; nothing is to be fetched.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")

@@ -100,6 +100,7 @@ def locate_stage_error(original: Exception, where: str) -> StageError:
         error: StageError = kind(*original.args)
     except TypeError:  # some types cannot be subclassed, or need other arguments than their own `args`
         error = StageError(*original.args)
+    # Fields that a program has set on the error, and that those who catch it may read.
     error.__dict__.update(vars(original))
     # OSError.errno and StopIteration.value are fields that vars() does not have.
     for name in _list_slots(type(original)):
@@ -112,5 +113,6 @@ def locate_stage_error(original: Exception, where: str) -> StageError:
 
 def _list_slots(kind: type) -> list[str]:
     """Return the names of the fields of an exception type that C code or `__slots__` holds."""
+    # Such fields are descriptors on the class. BaseException's own, args and the like, are set by its constructor.
     fields = (item for base in kind.__mro__ if base not in (BaseException, object) for item in vars(base).items())
     return [n for n, v in fields if isinstance(v, (GetSetDescriptorType, MemberDescriptorType)) and n[:2] != "__"]

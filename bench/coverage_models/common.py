@@ -18,6 +18,7 @@ ROWS, LENGTH, VOCABULARY, SIDE = 4, 16, 64, 64
 @contextmanager
 def quick_init() -> Iterator[None]:
     """Draw truncated normals as plain ones inside the block: a large network is made in a fraction of the time."""
+    # Truncated normals are drawn by inverting a distribution, which takes minutes for a large network.
     slow = nn.init.trunc_normal_
 
     def quick(tensor: Tensor, mean: float = 0.0, std: float = 1.0, *bounds: Any, **more: Any) -> Tensor:
@@ -35,6 +36,7 @@ def prepared(model: nn.Module) -> nn.Module:
 
     A head of zeros would make every gradient before it zero, and a comparison of gradients blind.
     """
+    # Two runs of a model that draws cannot be compared.
     for module in model.modules():
         for name in ("p", "drop_prob", "dropout", "attn_drop_prob", "drop_rate"):
             if isinstance(getattr(module, name, None), float):

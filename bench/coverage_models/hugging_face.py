@@ -17,6 +17,7 @@ from fxsplit.torch_internals.torchvision_operators import declare_detection_oper
 def hugging_face_config(model_class: Any, use_cache: bool = False, **settings: Any) -> Any:
     """Return a tiny configuration of `model_class` that draws nothing in training."""
     kind = model_class.config_class
+    # Architectures call the same number by many names; their configurations map these to TINY's.
     aliases: dict[str, str] = kind.attribute_map
     known = {*inspect.signature(kind).parameters, *aliases, "num_labels"}
     given = {name: value for name, value in TINY.items() if name in known}
@@ -24,6 +25,7 @@ def hugging_face_config(model_class: Any, use_cache: bool = False, **settings: A
     given = {name: value for name, value in given.items() if name not in taken and aliases.get(name) not in settings}
     config = kind(**{**given, **settings})
     parts = (config, getattr(config, "text_config", None), getattr(config, "vision_config", None))
+    # Models of images and text have a configuration inside for each.
     for part in (p for p in parts if p is not None):
         for name, value in list(vars(part).items()):
             if ("drop" in name or name.endswith("pdrop")) and isinstance(value, float):
@@ -39,6 +41,7 @@ def hugging_face_inputs(model: Any) -> dict[str, Tensor]:
     config, accepted = model.config, inspect.signature(model.forward).parameters
     ids = torch.randint(3, VOCABULARY, (ROWS, LENGTH))
     mask = torch.ones(ROWS, LENGTH, dtype=torch.int64)
+    # The first row is padded, so that masks are used.
     mask[0, -3:] = 0
     text = {"input_ids": ids * mask, "attention_mask": mask}
     vision = getattr(config, "vision_config", config)
@@ -46,6 +49,7 @@ def hugging_face_inputs(model: Any) -> dict[str, Tensor]:
     side = side[0] if isinstance(side, (list, tuple)) else side
     pixels = torch.randn(ROWS, getattr(vision, "num_channels", 3), side, side)
     clips = torch.randn(ROWS, getattr(config, "num_frames", 1), 3, side, side)
+    # The names of forward()'s arguments tell what the model takes.
     made: dict[str, Tensor] = {}
     if "input_ids" in accepted:
         made |= text

@@ -35,6 +35,7 @@ def small_clips() -> Iterator[None]:
     """Build MViT for 4 frames of 64 pixels inside the block; its own builders fix 16 frames of 224."""
     from torchvision.models.video import mvit
 
+    # The public builders pass their own sizes on, and take no others.
     own = mvit._mvit
     mvit._mvit = lambda **options: own(**{**options, "spatial_size": (SIDE, SIDE), "temporal_size": 4})
     try:
@@ -57,6 +58,7 @@ def torchvision_model(name: str) -> Made:
     declare_detection_operators()
     from torchvision import models
 
+    # Segmentation models fetch the weights of their backbone unless they are told not to.
     with quick_init(), small_clips():
         options = {"num_classes": 10, "weights": None, **TORCHVISION_OPTIONS.get(name, {})}
         if name in models.list_models(module=models.segmentation):

@@ -79,9 +79,11 @@ def _stages_on(partitions: list[Partition]) -> Iterator[None]:
         yield
         return
     streams = itertools.cycle(stream for _, stream in partitions)
+    # Workers make their streams as they start, one after another, in the order of the devices.
     create = CudaStream.__init__
 
     def create_on_next(self: CudaStream, device: torch.device) -> None:
+        # What else the constructor sets up stays as it is.
         create(self, device)
         self._stream = next(streams)
 

@@ -28,6 +28,7 @@ def run_host(setting: Setting) -> int:
     """Print microseconds for each launch; return 0."""
     operators = 40 if setting.dry else 2000
     weights = [torch.randn(SIZE, SIZE, device=setting.device) for _ in range(max(THREADS))]
+    # How long a thread may keep the interpreter's lock while others wait for it.
     before = sys.getswitchinterval()
     try:
         for interval_s in (DEFAULT_INTERVAL_S, SHORT_INTERVAL_S):

@@ -59,6 +59,7 @@ def _by_driver(device: torch.device, count: int, multiprocessors: int) -> list[P
     whole = call(driver.cuDeviceGetDevResource(handle, kind))
     groups, _, _ = call(driver.cuDevSmResourceSplitByCount(count, whole, 0, multiprocessors))
     partitions: list[Partition] = []
+    # A green context is made of a description of its share of the GPU.
     for group in groups[:count]:
         description = call(driver.cuDevResourceGenerateDesc([group], 1))
         flags = driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM

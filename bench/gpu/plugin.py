@@ -17,6 +17,7 @@ import torch
 
 from fxsplit.ir.facts.machine import Machine
 
+# Read at import, as pytest loads plugins before it reads its options.
 ON = os.environ.get("FXSPLIT_ON", "cuda:0")
 find_machine = Machine.of
 
@@ -28,6 +29,7 @@ def _to_gpu(device: Any) -> Any:
 
 def find_machine_on_gpu(devices: Any, **stated: Any) -> Machine:
     """Return the machine meant by `devices`, with the GPU in place of every CPU device."""
+    # What is wrong goes through as it is, so that tests of errors see the same errors.
     if isinstance(devices, int) and not isinstance(devices, bool) and devices >= 1:
         devices = [ON] * devices
     elif isinstance(devices, (list, tuple)):

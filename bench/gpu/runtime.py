@@ -1,4 +1,4 @@
-"""A pipeline on one GPU beside the unsplit model: `python -m bench.gpu.runtime [--device cuda:0]`.
+"""A large transformer as a pipeline on one GPU, beside the unsplit model: `python -m bench.gpu.runtime`.
 
 Stages that share a GPU cannot be faster than the model alone; how little slower they are is what the runtime costs.
 Both train a transformer of GPU-filling size on equal microbatches, in turn, and medians are compared; and so is the
@@ -46,6 +46,7 @@ def main() -> None:
     model = Encoder(width=given.width, heads=16, layers=given.layers, length=512).to(device)
     x = torch.randint(0, 1000, (given.rows, 512), device=device)
     y = torch.randint(0, 10, (given.rows,), device=device)
+    # The unsplit model sees the same microbatches, or its kernels would be of another size.
     pieces = list(zip(x.chunk(n), y.chunk(n), strict=True))
 
     def unsplit() -> None:
@@ -64,6 +65,7 @@ def main() -> None:
                 pipe.step(x, target=y)
 
             alone, ours = [], []
+            # In turn, so that a GPU that gets warm slows down both.
             for turn in range(WARM_UP + ROUNDS):
                 taken = elapsed_s(unsplit, device), elapsed_s(step, device)
                 if turn >= WARM_UP:

@@ -54,6 +54,7 @@ class Setting:
 
     def release_memory(self) -> None:
         """Give back all memory that nothing uses, also what torch's allocator keeps."""
+        # Cycles keep tensors alive, and the allocator keeps what tensors have given back.
         gc.collect()
         if not self.dry:
             torch.cuda.empty_cache()
@@ -68,6 +69,7 @@ class Setting:
         self, model: nn.Module, n_devices: int, n_microbatches: int = MICROBATCHES, **options: Any
     ) -> fxsplit.Pipeline:
         """Return the pipeline of a model over `n_devices` devices, all of which are the one device."""
+        # Options of a check come last, and win.
         given = {"passes": FAST, "loss_fn": F.cross_entropy, **options}
         return fxsplit.compile(model, [self.name] * n_devices, n_microbatches=n_microbatches, **given)
 
@@ -83,6 +85,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return class scores: [rows, WIDTH] -> [rows, CLASSES]."""
+        # The first value is read by the last stage: it crosses every cut.
         first = x
         for layer, norm in zip(self.layers, self.norms, strict=True):
             x = self.drop(F.relu(norm(layer(x)), inplace=True))

@@ -54,6 +54,7 @@ def _measure_size(setting: Setting, name: str, rounds: int) -> None:
             costs=costs,
             passes=FAST if setting.dry else CHAIN,
         ) as pipe:
+            # One profile serves all pipelines of a model: it is the longest part of a compile.
             if costs is None:
                 costs = pipe.costs
                 total = case.n_microbatches * costs.total_ms
@@ -94,6 +95,7 @@ def _peak_gib(setting: Setting, run: Callable[[], object]) -> float:
     """Return the most memory that `run` has allocated at once, in GiB; 0 in a dry run."""
     if setting.dry:
         return 0.0
+    # The peak of one step alone.
     torch.cuda.reset_peak_memory_stats()
     run()
     setting.synchronize()

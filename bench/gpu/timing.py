@@ -84,6 +84,7 @@ def measure(setting: Setting, run: Callable[[], Any], rounds: int) -> Taken:
     taken = []
     for turn in range(WARM_UP + rounds):
         setting.synchronize()
+        # Nothing is left on the GPU of the round before.
         events = [] if setting.dry else [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         begin = time.perf_counter()
         for event in events[:1]:

@@ -16,6 +16,7 @@ from fxsplit.ir.facts.states import States
 
 def subsets(chains: Antichains) -> list[list[int]]:
     """Return, for each state, those that it contains: what can be told before any machine is known."""
+    # States are ordered by size, so a state contains only earlier ones.
     sets = [frozenset(chains.ideal(i)) for i in range(len(chains))]
     return [[s for s in range(j) if sets[s] < sets[j]] for j in range(len(chains))]
 
@@ -26,11 +27,13 @@ def optimum_ms(below: Sequence[Sequence[int]], states: States, devices: int, byt
     time = (states.column("forward_ms") + states.column("backward_ms")).tolist()
     weights = states.column("parameter_bytes").tolist()
     best = [[inf] * (devices + 1) for _ in range(count)]
+    # best[j][m]: the smallest bottleneck of the nodes of state j on m devices.
     best[0][0] = 0.0
     for j in range(1, count):
         for m in range(1, devices + 1):
             least = inf
             for s in below[j]:
+                # The last stage holds the nodes of state j that are not in s, on so many replicas.
                 for replicas in range(1, m + 1):
                     before = best[s][m - replicas]
                     reduce = 4.0 * (replicas - 1) * (weights[j] - weights[s]) / (bytes_per_ms * replicas * replicas)

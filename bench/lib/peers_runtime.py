@@ -72,6 +72,7 @@ class Processes:
     @classmethod
     def start(cls, case: Case, costs: str) -> Processes:
         """Start them; each compiles the same model from the same costs, and so has the same stages."""
+        # spawn, since a fork of a process with threads may hold locks that nobody frees.
         context = mp.get_context("spawn")
         folder = tempfile.mkdtemp()
         links, processes = [], []
@@ -81,6 +82,7 @@ class Processes:
             process.start()
             links.append(ours)
             processes.append(process)
+        # Each process says when it has compiled and is ready.
         for link in links:
             link.recv()
         return cls(links, processes)
@@ -109,6 +111,7 @@ def _serve(rank: int, case: Case, costs: str, store: str, link: Connection) -> N
     model, x, y = build(case)
     with fxsplit.compile(model, ["cpu"] * 2, costs=costs, n_microbatches=case.n_microbatches, example_inputs=x) as pipe:
         modules = [Flat(pipe.stages[i].module) for i in range(2)]
+    # The stages' shapes, which torch wants in advance: one microbatch through both of them.
     rows = x.shape[0] // case.n_microbatches
     given = x[:rows]
     between = modules[0](given)
@@ -122,6 +125,7 @@ def _serve(rank: int, case: Case, costs: str, store: str, link: Connection) -> N
     link.send(True)
     while link.recv():
         modules[rank].zero_grad()
+        # Both start at once; the slower one tells how long the step takes.
         dist.barrier()
         begin = time.perf_counter()
         if rank == 0:

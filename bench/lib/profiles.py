@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from fxsplit.ir.facts.costs import Costs, InputCost, NodeCost
 
+# A GPU of 100 TFLOP/s and 1 TB/s, in half precision.
 FLOPS_PER_MS, BYTES_PER_MS, ELEMENT = 1e11, 1e9, 2
 
 
@@ -18,6 +19,7 @@ class _Trace:
 
     def add(self, op: str, inputs: Sequence[str], out: float, flops: float = 0.0, weight: float = 0.0) -> str:
         """Add an operator with its time from work and bytes; backward takes twice as long."""
+        # Reading a weight takes no time; all else is bound by its products or by its bytes, and pays for both.
         name = f"{op}_{len(self.nodes)}"
         ms = 0.0 if op == "get_attr" else flops / FLOPS_PER_MS + out / BYTES_PER_MS
         size = int(out)
@@ -51,6 +53,7 @@ def transformer(layers: int = 96, width: int = 4096, tokens: int = 2048, heads: 
         turned = add("cat", [add("neg", [right], act / 2), left], act)
         return add("add", [add("mul", [x, cos], act), add("mul", [turned, sin], act)], act)
 
+    # What all layers share: rotary angles and the mask.
     positions = add("arange", (), tokens * 8)
     angles = add("outer", [positions], tokens * width / heads * ELEMENT)
     cos, sin = (add(op, [angles], tokens * width / heads * ELEMENT) for op in ("cos", "sin"))
@@ -58,6 +61,7 @@ def transformer(layers: int = 96, width: int = 4096, tokens: int = 2048, heads: 
     x = trace.weight("embedding", ["ids"], act, 50_000 * width)
     for _ in range(layers):
         h = norm(x)
+        # Attention: three products, rotation, scores under the mask, and a softmax in its single steps.
         q, k, v = (add("transpose", [add("view", [linear(h, width, width)], act)], act) for _ in range(3))
         turned = add("transpose", [rotated(k)], act)
         scores = add("matmul", [rotated(q), turned], square, 2.0 * tokens * tokens * width)
@@ -67,6 +71,7 @@ def transformer(layers: int = 96, width: int = 4096, tokens: int = 2048, heads: 
         mixed = add("matmul", [shares, v], act, 2.0 * tokens * tokens * width)
         mixed = add("view", [add("contiguous", [add("transpose", [mixed], act)], act)], act)
         x = add("add", [x, add("dropout", [linear(mixed, width, width)], act)], act)
+        # The network behind it, with GELU in its single steps.
         y = linear(norm(x), width, 4 * width)
         cube = add("mul", [add("pow", [y], 4 * act)], 4 * act)
         inner = add("tanh", [add("mul", [add("add", [y, cube], 4 * act)], 4 * act)], 4 * act)

@@ -27,6 +27,7 @@ PAPER = {
 
 def main(path: str) -> None:
     """Print the tables of what was run."""
+    # What a row is about is told by the keys that its benchmark has noted.
     rows = json.loads(Path(path).read_text(encoding="utf-8"))["benchmarks"]
     planned = [row for row in rows if "work" in row["extra_info"]]
     compiled = [row for row in rows if "phase" in row["extra_info"]]
@@ -63,6 +64,7 @@ def _runtime(rows: list[Any]) -> None:
         + "---|" * (len(names) + 2)
     )
     for info in rows:
+        # All are told as times as fast as the unsplit model, whole batch, on one thread.
         one = info["seconds"]["whole, 1 thread"]
         figures = " | ".join(f"{one / info['seconds'][name]:.2f}" for name in names)
         print(f"| {info['runtime']} | {figures} | {100 * info['of_bound']:.1f} % | {info['cpu']:.2f} |")
@@ -83,6 +85,7 @@ def _predictions(rows: list[Any]) -> None:
         predicted, measured = info["predicted_ms"], info["measured_ms"]
         errors += [abs(measured[name] / predicted[name] - 1) for name in names]
         pairs = [sorted(pair, key=predicted.__getitem__) for pair in combinations(names, 2)]
+        # A pair is out of order where the one predicted to be slower is measured to be faster.
         turned = [predicted[b] / predicted[a] - 1 for a, b in pairs if measured[b] < measured[a]]
         cells = " | ".join(f"{predicted[name]:.0f} / {measured[name]:.0f}" for name in names)
         order = f"{len(pairs) - len(turned)} of {len(pairs)} | {100 * max(turned, default=0):.1f} %"

@@ -44,6 +44,7 @@ def build(case: Case) -> tuple[nn.Module, Tensor, Tensor]:
         return model, torch.randint(0, 1000, (case.rows, 128)), torch.randint(0, 10, (case.rows,))
     if case.network == "empty":
         return Empty(), torch.randn(case.rows, 4), torch.randint(0, 4, (case.rows,))
+    # Small images: a step of a convolutional network on two threads is to take about a second.
     side = {"resnet50": 96, "vgg16": 64}[case.network]
     model = zoo.build(case.network, num_classes=10)
     for module in model.modules():

@@ -20,6 +20,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend over all positions."""
+        # One product for all three, as is usual.
         query, key, value = self.project(x).chunk(3, dim=-1)
         split = [t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (query, key, value)]
         mixed = F.scaled_dot_product_attention(*split)
@@ -62,6 +63,7 @@ class Encoder(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return class scores from the mean over positions."""
+        # Operator by operator, and no nn.TransformerEncoder, which would be one node that no cut can part.
         x = self.embed(tokens) + self.position
         for block in self.blocks:
             x = block(x)

@@ -36,6 +36,7 @@ class UNet(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         """Go down keeping every level, and up joining each."""
+        # Every level is kept until the way up has come back to it.
         levels = [self.enter(image)]
         for down in self.down:
             levels.append(down(self.pool(levels[-1])))

@@ -51,6 +51,7 @@ class Digits:
         # ResNet-18 halves an image five times, so 8 pixels are too few; it wants three colours.
         x = F.interpolate(images, size=(SIDE, SIDE), mode="bilinear").expand(-1, 3, -1, -1).contiguous()
         y = torch.tensor(data.target, dtype=torch.int64)
+        # The same split each time, so that accuracies of two runs compare.
         test = torch.arange(len(y)) % 5 == 0
         return cls(x[~test], y[~test], x[test], y[test])
 
@@ -103,6 +104,7 @@ def prove(model: nn.Module, x: Tensor, y: Tensor) -> Differences:
     x is [rows, 3, height, width], y [rows]; 16 rows are used.
     """
     split, unsplit = copy.deepcopy(model).double(), copy.deepcopy(model).double()
+    # In double precision a whole batch takes long, and fewer rows prove as much.
     x = x[:16].double()
     y = y[:16]
     expected = run_unsplit_step(unsplit, [x], y, F.cross_entropy, MICROBATCHES)
@@ -125,7 +127,7 @@ def train(pipe: Pipeline, digits: Digits, console: Console) -> float:
         with torch.no_grad():
             accuracy = float((pipe(digits.test_x).argmax(1) == digits.test_y).float().mean())
         console.print(f"epoch {epoch}: loss {sum(losses) / len(losses):.3f}, test accuracy {accuracy:.2%}")
-        if accuracy > GOAL:
+        if accuracy > GOAL:  # what comes after shows nothing new
             break
     return accuracy
 
@@ -165,6 +167,7 @@ class Timing:
         pipe.load_state_dict(state)
         pipe.zero_grad()
         plan = pipe.plan
+        # The prediction of the plan's own measured costs, beside which the measured step is told.
         schedule = generate(SCHEDULE, len(plan.stages), MICROBATCHES)
         times = Times([s.forward_ms for s in plan.stages], [s.backward_ms for s in plan.stages])
         predicted = simulate(schedule, times)

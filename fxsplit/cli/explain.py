@@ -61,6 +61,7 @@ def _explain_stage(plan: Plan, number: int, costs: Costs) -> dict[str, Any]:
 def _explain_cut(question: Question, count: int | None, plan: Plan, number: int) -> dict[str, Any]:
     """Return what crosses the cut before stage `number`, and the objective of the best plan that does not cut there."""
     costs = question.profile.costs
+    # A cut is told by the nodes of all stages before it.
     before = {name for stage in plan.stages[:number] for name in stage.nodes}
     crossing: dict[str, float] = {}
     for name, forward, back, readers, is_output in costs.values:
@@ -92,6 +93,7 @@ def _crosses(names: set[str], before: set[str]) -> bool:
 
 def _find_next_best(question: Question, count: int | None, before: set[str]) -> float | None:
     """Return the objective of the best plan without a cut right behind the nodes `before`; None if there is none."""
+    # The search leaves out this one state as a cut; what else it may cut is as before.
     planner = replace(question.planner, never=(*question.planner.never, frozenset(before)))
     try:
         return question.plan(count, planner).bottleneck_ms

@@ -98,6 +98,7 @@ class Question:
             return [None]
         if self.arguments.machine:
             raise InputError("--devices and --machine both state the devices: give one of them")
+        # One number, or a range from which the curve of speed-ups is printed.
         found = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
         first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
         if not 1 <= first <= last:
@@ -172,6 +173,7 @@ def _price_baselines(question: Question, count: int | None, plan: Plan) -> str:
         if other is None:
             rows.append(f"{name:<12}{'too few nodes':>15}")
             continue
+        # Replicas are on like devices, so the first one tells whether a stage fits.
         fits = all(s.memory_bytes <= machine.devices[s.devices[0]].memory_bytes for s in other.stages)
         ratio = other.bottleneck_ms / plan.bottleneck_ms if plan.bottleneck_ms else inf
         note = "" if fits else "  does not fit in memory"

@@ -96,6 +96,7 @@ def _choose_schedule(arguments: argparse.Namespace, plan: Plan | None) -> Schedu
     name = arguments.schedule or (plan.schedule if plan else "1F1B")
     devices = arguments.devices
     if devices is None:
+        # A device for each stage of the plan, or for each group of stages that share one.
         devices = len(plan.stages) // (arguments.stages_per_device or 1) if plan else 4
     count = arguments.n_microbatches
     if count is None:
@@ -117,6 +118,7 @@ def _plan_profile(arguments: argparse.Namespace, schedule: Schedule) -> Plan:
 
 def _name_devices(plan: Plan | None, schedule: Schedule) -> tuple[str, ...]:
     """Return the names of the devices: the plan's where its devices are the schedule's, and else numbers."""
+    # With replicas the devices of plan and schedule are the same ones.
     if plan is not None and schedule.homes == find_replicas(plan):
         return plan.device_names[: schedule.n_devices]
     if plan is None or schedule.n_devices != len(plan.stages):
@@ -165,5 +167,6 @@ def _show(simulation: Simulation, courses: tuple[Course, ...], timeline: Timelin
         print(row + f"{max(versions[s] for s in own):>10}{max(lags[s] for s in own):>5}")
     time = f"{simulation.step_ms:g} forwards" if unit else f"{simulation.step_ms:.3f} ms"
     print(f"{schedule.name}, {schedule.n_microbatches} microbatches: {time}, bubble {100 * simulation.bubble:.1f} %\n")
+    # Wider than this, a line is hard to follow from one end to the other.
     console = Console(soft_wrap=True)
     console.print(draw(timeline, min(console.width, 160)), end="")

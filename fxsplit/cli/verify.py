@@ -43,6 +43,7 @@ def main(arguments: argparse.Namespace) -> int:
     from fxsplit.api.verify import verify
 
     model, args, kwargs = _call_factory(arguments.factory)
+    # Warnings are told below, each once: compiling a model twice says most of them twice.
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
@@ -85,6 +86,7 @@ def _call_factory(name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         raise InputError(f"cannot import {module!r}: {error}") from error
     except AttributeError as error:
         raise InputError(f"module {module!r} has no {attribute!r}") from error
+    # An attribute may be anything, and so may what a factory returns.
     if not callable(factory):
         raise InputError(f"{name!r} is a {type(factory).__name__}: give a function of no arguments")
     try:

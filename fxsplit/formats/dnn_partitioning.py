@@ -105,6 +105,7 @@ def _nodes(data: Any, name: str) -> dict[Any, dict[str, Any]]:
             "bytes": _number(node, "size", where),
             "backward": bool(node.get("isBackwardNode", False)),
             "color": node.get("colorClass"),
+            # Files of inference leave out what only training has, and all nodes are supported unless it is said.
             "supported": bool(node.get("supportedOnFpga", True)),
         }
     # Names are how people pin nodes. Where some names are not unique, ids make them so.
@@ -119,6 +120,7 @@ def _edges(data: Any, nodes: dict[Any, Any], name: str) -> list[tuple[Any, Any, 
     """Return the edges as (source id, target id, milliseconds, bytes); raises ProfileError for an edge to nowhere."""
     if not isinstance(data["edges"], list):
         raise ProfileError(f"{name!r} has edges={data['edges']!r}: give a list")
+    # An edge names its nodes by id; an id may be a number or a text, and any other value cannot be looked up.
     found = []
     for i, edge in enumerate(data["edges"]):
         where = f"{name!r}, edge {i}"
@@ -180,6 +182,7 @@ def _merge_needs(before: dict[str, dict[str, None]], knots: list[set[str]]) -> d
 def _cost(name: str, members: list[dict[str, Any]], inputs: tuple[str, ...], total: float) -> NodeCost:
     """Return the costs of a home: of a forward node and its backward mates together."""
 
+    # A node that an accelerator does not support could only be told by its time, which no plan can afford.
     def ms(backward: bool) -> float:
         return sum(n["ms"] if n["supported"] else NEVER * total for n in members if n["backward"] == backward)
 

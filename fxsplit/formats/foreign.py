@@ -11,6 +11,7 @@ TOO_LARGE = 1e60
 """Times and sizes from here on are refused as mistakes. Sums and products of smaller ones do not overflow."""
 
 
+# Costs are large, and nobody compares two profiles: identity is enough.
 @dataclass(frozen=True, eq=False)
 class Profile:
     """Costs read from a file of some `format`.

@@ -76,6 +76,7 @@ def read_machine(path: str | os.PathLike[str]) -> Machine:
 def _number(table: Any, key: str, default: float, where: str) -> float:
     """Return a positive number of a table, or the default where the table leaves it out."""
     value = table.get(key, default)
+    # TOML has true, inf and nan. true is a number in Python; nan is not greater than 0.
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
         raise InputError(f"{where} has {key}={value!r}: give a positive number")
     return float(value)

@@ -71,11 +71,13 @@ class WeightFiles:
         in another shape or dtype; and, if `strict`, a tensor that the model does not have.
         """
         state = {k: w for k, w in model.state_dict(keep_vars=True).items() if isinstance(w, Tensor)}
+        # By identity: a tied weight is one object with several names, of which files may hold one or all.
         names: dict[int, list[str]] = {}
         for name, weight in state.items():
             names.setdefault(id(weight), []).append(name)
         _check_names(model, state, self._file_of, names, strict, self.path)
         stored = {key: next(n for n in known if n in self._file_of) for key, known in names.items()}
+        # Each weight once, in the order of the stages, so that devices fill up one after another.
         where = {id(weight): device for weight, device in places}
         order = [w for w, _ in places if id(w) in stored]
         rest = [w for w in {id(w): w for w in state.values()}.values() if id(w) not in where]

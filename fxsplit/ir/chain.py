@@ -145,10 +145,12 @@ def _find_pass(name: str, known: Mapping[str, Callable[..., Any]]) -> Any:
             return getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError) as error:
             raise ChainError(f"cannot import the pass {name!r}: {error}") from error
+    # Entry points are looked up last: reading what is installed takes time, and files of the user come first.
     outside = {point.name: point for point in entry_points(group="fxsplit.passes")}
     if name in outside:
         return outside[name].load()
     names = ", ".join([*known, *sorted(outside)])
+    # The likeliest cause of an unknown name is a misspelt one.
     close = get_close_matches(name, [*known, *outside], n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     raise ChainError(f"unknown pass {name!r}: {hint}known are {names}; a pass of yours is package.module:name")

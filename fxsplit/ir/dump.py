@@ -106,6 +106,7 @@ def show_progress() -> Iterator[None]:
     tasks: dict[str, TaskID] = {}
     begin = time.monotonic()
 
+    # The bar starts late and once: work that follows fast would make it flicker.
     def listener(what: str, done: int, total: int) -> None:
         if time.monotonic() - begin < PATIENCE_S:
             return

@@ -24,6 +24,7 @@ def render(ir: IR) -> str:
     sections = [f"# fxsplit ir: {type(ir.gm).__name__}"]
     sections += [f"# {i}: {step.text}" for i, step in enumerate(ir.steps, 1)]
     sections.append("\n[graph]\n" + "\n".join(_render_node(node) for node in ir.gm.graph.nodes))
+    # dict keeps the order in which facts were learnt.
     sections += [f"\n[{kind.__name__}]\n{fact}" for kind, fact in ir.facts.items()]
     return "\n".join(sections) + "\n"
 
@@ -31,6 +32,7 @@ def render(ir: IR) -> str:
 def _render_node(node: fx.Node) -> str:
     """Return the line of one node: `%name = kind target(arguments) : shape`, without a shape where none is known."""
     arguments = [_render_value(a) for a in node.args] + [f"{k}={_render_value(v)}" for k, v in node.kwargs.items()]
+    # fx's output node has a name of its own that nothing refers to.
     if node.op == "output":
         return f"return {', '.join(arguments)}"
     target = node.target if isinstance(node.target, str) else _name_function(node.target)

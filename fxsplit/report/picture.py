@@ -42,6 +42,7 @@ def save_picture(timelines: Sequence[Timeline], path: str | os.PathLike[str]) ->
             for action, begin_ms, end_ms in spans:
                 colour = COLOURS.get(action.op, OTHER)
                 seen.setdefault(NAMES.get(action.op, action.op.lower()), colour)
+                # Beyond a few stages all are equally pale, or they could not be seen.
                 pale = max(0.3, 1.0 - FAINTER * stages.index(action.stage))
                 axis.barh(lane, end_ms - begin_ms, left=begin_ms, color=colour, alpha=pale, edgecolor="white", lw=0.4)
                 # A number that is wider than its block could not be told from its neighbours'.

@@ -46,6 +46,7 @@ def draw(timeline: Timeline, width: int = 100) -> Text:
 
 def _fill_block(action: Action, width: int) -> str:
     """Return the number of the microbatch, or the operation where it has none, in `width` characters."""
+    # A sum over replicas has no microbatch.
     number = str(action.microbatch) if action.microbatch >= 0 else action.op
     return f"{number:^{width}}" if len(number) <= width else "-" * width
 

@@ -40,6 +40,7 @@ def failed_steps_keep_no_memory(setting: Setting) -> tuple[bool, str]:
         pipe.step(x, target=y)
         pipe.zero_grad()
         setting.synchronize()
+        # After one good step the pools hold what a step takes.
         before = torch.cuda.memory_allocated()
         breakable.broken = True
         failures = sum(_runs_out_of_memory(lambda: pipe.step(x, target=y)) for _ in range(3))

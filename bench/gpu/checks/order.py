@@ -90,6 +90,7 @@ def a_step_does_not_wait(setting: Setting) -> tuple[bool, str]:
     x, y = setting.make_batch()
     with setting.compile(Net().double().to(setting.device), 2, example_inputs=x) as pipe:
         pipe.step(x, target=y)
+        # From here on the GPU is busy; what step() queues comes behind.
         setting.synchronize()
         setting.occupy(SECOND)
         begin = time.perf_counter()

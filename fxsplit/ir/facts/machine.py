@@ -88,6 +88,7 @@ class Machine(GivenFact):
                 f"{len(self.devices)} devices need {len(self.devices) - 1} links between neighbours, "
                 f"not {len(self.links)}: give one bandwidth for each pair of neighbours"
             )
+        # Infinite links are allowed: they copy nothing.
         for link in self.links:
             if not link >= LEAST_BYTES_PER_S:
                 raise InputError(f"a link of {link} bytes per second: give a positive number, or inf for no copy")
@@ -111,6 +112,7 @@ class Machine(GivenFact):
 
         if isinstance(devices, Machine):
             return devices
+        # True is a number in Python, and surely not meant as one device.
         if isinstance(devices, bool) or (isinstance(devices, int) and devices < 1):
             raise InputError(f"devices={devices!r}: give at least 1 device, for example fxsplit.compile(model, 2)")
         if isinstance(devices, int):
