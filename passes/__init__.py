@@ -13,6 +13,7 @@ from fxsplit.passes.order import Order
 from fxsplit.passes.partition import Partition
 from fxsplit.passes.profile.profile import Profile
 
+# The names by which text chains know them; a user names a pass of their own `package.module:attribute`.
 PASSES = {p.name: p for p in (Leaf, Profile, Augment, Order, Partition, Emit, BatchNorm)}
 """Every pass that comes with fxsplit, by its name in chains."""
 

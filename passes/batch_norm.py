@@ -40,6 +40,7 @@ class BatchNorm:
         if not (self.deferred or any(replicated)):
             return ir
         stages, noted = [], dict[nn.Module, Calls]()
+        # `noted` is shared by all stages: a layer that two of them call notes its calls in one place.
         for stage, several in zip(ir[Stages].stages, replicated, strict=True):
             if several:
                 _check_writes(ir[CallEffects], stage)
@@ -75,6 +76,7 @@ def _note_statistics(stage: Stage, at_once: bool, noted: dict[nn.Module, Calls])
             target = Noted(target, at_once, {} if at_once else noted.setdefault(target, {}))
             copy.target = f"noted_{node.name}"
         held[str(copy.target)] = target
+    # A stage without batch norms stays itself, so that what is compiled or copied of it need not be made again.
     if not any(isinstance(target, Noted) for target in held.values()):
         return stage
     return replace(stage, module=fx.GraphModule(held, graph, class_name=type(module).__name__))
@@ -82,6 +84,7 @@ def _note_statistics(stage: Stage, at_once: bool, noted: dict[nn.Module, Calls])
 
 def _check_writes(effects: CallEffects, stage: Stage) -> None:
     """Raise PlanError if a stage with several devices writes a buffer that is no batch norm's."""
+    # Stages hold the model's own buffers, so they are told by identity: a graph may know them by other paths.
     written = {id(b): path for path, b in effects.written_buffers.items()}
     path = next((written[id(b)] for b in stage.module.buffers() if id(b) in written), None)
     if path is not None:

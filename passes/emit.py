@@ -56,10 +56,12 @@ class Emit:
         stages = []
         for index, (stage_plan, gives) in enumerate(zip(plan.stages, leaving, strict=True)):
             module = _build_stage_module(ir.gm, index, set(stage_plan.nodes), drawing, takes, gives)
+            # Replicas of a stage are copies that the runtime makes of the stage on the first device.
             number = stage_plan.devices[0]
             move_constants(module, captured_on, places[number])
             stages.append(Stage(index, machine.devices[number].name, places[number], module, takes, gives))
             takes = gives
+        # The model's containers stay as they are, with a place among the last stage's outputs for each tensor.
         result = rebuild(
             ir.gm.graph.output_node().args[0], lambda v: Ref(takes.index(v.name)) if isinstance(v, fx.Node) else v
         )
@@ -100,6 +102,7 @@ def _build_stage_module(
         if node.name in drawing:
             copy.op, copy.target = "call_module", f"draw_{node.name}"
             held[f"draw_{node.name}"] = Draw(node.name, find_target(gm, node))
+        # What a node calls or fetches keeps its path, by which the user finds it in the model.
         elif node.op in ("call_module", "get_attr"):
             held[str(node.target)] = find_target(gm, node)
     graph.output(tuple(copies[name] for name in gives))

@@ -33,6 +33,7 @@ class Leaf:
         """Return the graph as it is; raises TraceError where only the inside of the submodule is in it."""
         # A graph without the submodule is none's fault: a mode may do without it, or call it inside another leaf.
         called = {str(n.target) for n in ir.gm.graph.nodes if n.op == "call_module"}
+        # With its inside in the graph and no call of it, the submodule could be cut.
         if self.path not in called and any(path.startswith(f"{self.path}.") for path in called):
             raise TraceError(
                 f"the inside of submodule {self.path!r} is in the graph, and no call of it: forward() calls its parts "

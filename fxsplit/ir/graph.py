@@ -60,12 +60,14 @@ class IR:
     """A graph and what is known about it; passes return a new one and never edit `gm` in place."""
 
     gm: fx.GraphModule
+    # A read-only view: passes that keep an earlier IR must find it as it was.
     facts: Mapping[type, Fact] = field(default_factory=lambda: MappingProxyType({}))
     steps: tuple[Step, ...] = ()
 
     def __getitem__(self, kind: type[F]) -> F:
         """Return the fact of type `kind`; raises MissingFact, naming the pass to run, when nothing has learnt it."""
         fact = self.get(kind)
+        # The chain is at fault, and the message says which pass it lacks.
         if fact is None:
             known = ", ".join(k.__name__ for k in self.facts) or "nothing"
             raise MissingFact(f"no {kind.__name__} yet (known: {known}): run {kind.made_by!r} earlier in the chain")

@@ -58,6 +58,7 @@ class Noted(nn.Module):
         x = args[0] if args else kwargs["input"]
         if not self._checked:
             self._check(outputs, args, kwargs)
+        # The statistics of a recomputed forward are those of the first one, which has noted them.
         if not getattr(_thread, "mute", False):
             mean, variance, _ = _get_statistics(twin)
             calls = self._calls.setdefault(current_microbatch(), [])
@@ -66,6 +67,7 @@ class Noted(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Noted:
         """Return a Noted of a copy of the batch norm, as a replica has it, which notes in the same place."""
+        # Shallow: the dictionary of notes is to be shared with the copy.
         made = copy.copy(self)
         made._modules = {"norm": copy.deepcopy(self.norm, memo)}
         return made
@@ -92,6 +94,7 @@ class Noted(nn.Module):
 
     def _check(self, outputs: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise InputError if a user's own batch norm gives other outputs with other running statistics."""
+        # Running statistics that are quite different must not change the outputs.
         with torch.no_grad():
             other = _copy_with_own_statistics(self.norm)
             other.momentum = self.norm.momentum

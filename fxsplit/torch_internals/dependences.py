@@ -49,10 +49,12 @@ def find_inseparable(
     # An owner outside of `nodes` is an input of the model, whose memory the first stage gets and cannot hand on.
     for owner in sorted(written - nodes.keys()):
         classes.append([name for name in nodes if owner in seen[name].mutates or owner in seen[name].owners])
+    # A batch norm writes its buffers without showing it to an observer of arguments.
     written |= find_fetched_module_buffers(gm, nodes.values(), seen)
     for owner in sorted(written & {n.name for n in nodes.values() if n.op == "get_attr"}):
         readers = [n.name for n in nodes.values() if any(owner in seen[i.name].owners for i in n.all_input_nodes)]
         classes.append([owner, *readers])
+    # One set may have several reasons, and a set of one node asks for nothing.
     unique = (tuple(sorted(set(c), key=position.__getitem__)) for c in classes)
     return sorted({c for c in unique if len(c) > 1}, key=lambda c: [position[n] for n in c])
 
@@ -112,7 +114,7 @@ def _list_weight_users(gm: fx.GraphModule) -> dict[int, list[str]]:
     """Return the nodes that hold each parameter or buffer, by the number of its storage."""
     users: dict[int, list[str]] = defaultdict(list)
     for node in gm.graph.nodes:
-        # A set: a module may hold one storage several times, and is one user of it.
+        # As a set: a module may hold one storage several times, and is one user of it.
         for key in {get_storage_id(w) for w in list_node_weights(gm, node)}:
             users[key].append(node.name)
     return users

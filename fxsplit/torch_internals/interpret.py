@@ -37,6 +37,7 @@ def preserve(module: nn.Module) -> Iterator[None]:
     gpus = sorted({b.device.index for b in module.buffers() if b.device.type == "cuda"})
     # Fake tensors come with a block that restores generators itself, and a generator's state cannot be read there.
     imagined = any(is_fake(w) for w in (*module.parameters(), *module.buffers()))
+    # Hooks on parameters are the user's, and the gradients here are of no batch.
     try:
         with nullcontext() if imagined else torch.random.fork_rng(devices=gpus), mute(module.parameters()):
             yield
@@ -54,6 +55,7 @@ def get_storage_id(tensor: Tensor) -> int:
 
     The number is free for other memory once nothing holds the storage: keep the tensor as long as the number.
     """
+    # The address of the storage object: unlike that of the data, it is not 0 for tensors on the meta device.
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -68,4 +70,5 @@ def _make_mutable(value: Any) -> Any:
         return [_make_mutable(v) for v in value]
     if isinstance(value, immutable_dict):
         return {key: _make_mutable(v) for key, v in value.items()}
+    # A named tuple that a node has made keeps its type.
     return tuple(_make_mutable(v) for v in value) if type(value) is tuple else value

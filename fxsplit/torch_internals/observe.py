@@ -82,6 +82,7 @@ class ObservingInterpreter(Interpreter):
         buffers = Snapshot(t for t in tensors if get_storage_id(t) in self._buffers)
         generators = read_generators()
         value, saved = self._run_and_list_saved(n, tensors)
+        # Views and writes are told by memory: two values with one storage are in one memory.
         seen = _describe(value)
         written = [t for t, version in zip(tensors, before, strict=True) if t._version != version]
         # Batch norm's kernels write running statistics and count no version, so values are compared as well.
@@ -140,6 +141,7 @@ def observe(
         leaves = [t.detach().requires_grad_(t.requires_grad) for t in given]
         # The graph gets clones, because autograd refuses to write in place to a leaf.
         result = observer.run(*(leaf.clone() for leaf in leaves))
+        # A tensor from a closure would be trained by the model and by no stage.
         known = {id(t) for t in (*own.parameters(), *own.buffers(), *leaves)}
         outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
         foreign = next((leaf for t in outputs for leaf in find_leaves(t) if id(leaf) not in known), None)

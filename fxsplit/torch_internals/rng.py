@@ -79,6 +79,7 @@ def isolate_draws(seed: int, microbatch: int, key: str, arguments: Any) -> Itera
 @contextmanager
 def take_turn(seed: int, microbatch: int) -> Iterator[None]:
     """Let this thread draw in the block for one microbatch of the batch with `seed`; blocks may be nested."""
+    # By thread: workers run different microbatches at the same time.
     before = getattr(_turn, "now", None)
     _turn.now = (seed, microbatch)
     try:
@@ -108,6 +109,7 @@ def can_draw(call: Any) -> bool:
 
 def read_generators() -> list[bytes]:
     """Return the states of all default generators; a state that differs afterwards tells that something drew."""
+    # Asking for the state of a GPU's generator would initialise CUDA, which takes seconds.
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with unset_fake_temporarily():  # a state is a tensor, and would have no values among fake tensors
         return [state.numpy().tobytes() for state in (torch.get_rng_state(), *map(torch.cuda.get_rng_state, gpus))]
@@ -115,6 +117,7 @@ def read_generators() -> list[bytes]:
 
 def read_python_generators() -> tuple[Any, ...]:
     """Return the states of Python's and numpy's generators, whose draws are in no graph."""
+    # Arrays compare element by element, so numpy's is turned into bytes.
     state: Any = numpy.random.get_state()
     return random.getstate(), state[1].tobytes(), *state[2:]
 
@@ -147,6 +150,7 @@ def _mix(*numbers: int) -> int:
     unrelated results, so neighbouring microbatches draw unrelated masks.
     """
     state = 0
+    # The constants are those of the paper; without the mask Python's integers would grow.
     for number in numbers:
         state = (state ^ number) + 0x9E3779B97F4A7C15 & _MASK
         state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _MASK

@@ -74,10 +74,12 @@ class Profile:
 
         def visit(node: fx.Node, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             signatures[node.name] = describe_operator(call, str(node.target), args, kwargs)
+            # Arguments are kept only where they are needed: of a large model they would fill the memory.
             if one_by_one:
                 calls[node.name] = Call(call, args, kwargs)
 
         effects = observe_effects(ir, visit, parameters_together=self.tied == "together")
+        # Times measured before are used by signature, whichever node they were measured at.
         times = dict(known.times) if known else {}
         # Reversed, so that the first node with a signature is the one that is kept.
         first = {key: name for name, key in reversed(signatures.items()) if key not in times}
@@ -103,6 +105,7 @@ def _check_known(known: KnownCosts, unknown: dict[str, str], kind: str) -> None:
             f"the saved profile was measured on {known.costs.device_kind!r} and the devices are {kind!r}: leave "
             "costs= out to measure here"
         )
+    # The other mode's costs need not be complete: what they lack is measured.
     if unknown and known.complete:
         key, name = next(reversed(unknown.items()))
         raise ProfileError(
@@ -115,6 +118,7 @@ def _measure(
     gm: fx.GraphModule, machine: Machine, turns: int, run: Callable[[Callable[[], object]], NodeTimes]
 ) -> NodeTimes:
     """Return the times that `run` measures; it is given a function to call in each of its `turns`, for progress."""
+    # Timing runs operators for real, so it must leave no trace, and needs gradients whatever the caller's mode is.
     tick = partial(next, track(range(turns), "profiling"))
     with preserve(gm), torch.enable_grad():
         return run_in_worker_thread(partial(run, tick), machine.intraop_threads())
@@ -123,6 +127,7 @@ def _measure(
 def _is_too_big(gm: fx.GraphModule, machine: Machine) -> bool:
     """Return whether weights that are elsewhere do not fit, with their gradients, on the device to measure on."""
     device = machine.devices[0]
+    # Weights that are on the device already need no room besides what they have.
     elsewhere = [w for w in list_weights(gm) if w.device != device.torch_device]
     return 2.0 * sum(w.nbytes for w in elsewhere) > device.memory_bytes
 
@@ -141,6 +146,7 @@ def _build_costs(
         elif node.op == "output":
             outputs = tuple(dict.fromkeys(n.name for n in node.all_input_nodes))
         else:
+            # A node that only fetches an attribute has no signature and takes no time.
             key = signatures.get(node.name, f"get_attr {seen.text}")
             held = [w for w in list_node_weights(ir.gm, node) if get_storage_id(w) not in counted]
             # Users that are in one stage have the parameter once. In several stages, each has it.
@@ -177,6 +183,7 @@ def _build_node_cost(node: fx.Node, held: Sequence[Tensor], seen: Observation, k
         output_bytes=seen.output_bytes,
         gradient_bytes=seen.gradient_bytes,
         kept_bytes=seen.kept_bytes,
+        # A frozen parameter gets no gradient and no optimizer state, as a buffer.
         parameter_bytes=sum(w.nbytes for w in held if w.requires_grad),
         buffer_bytes=sum(w.nbytes for w in held if not w.requires_grad),
         draws=seen.draws,
@@ -188,6 +195,7 @@ def find_module_path(node: fx.Node) -> str:
     """Return the path of the innermost submodule that `node` was traced in; empty for the model itself."""
     if node.op in ("call_module", "get_attr"):
         return str(node.target)
+    # Tracers list the modules that they are in, outermost first.
     stack = node.meta.get("nn_module_stack") or {}
     paths = [entry[0] for entry in stack.values()]
     return str(paths[-1]) if paths else ""

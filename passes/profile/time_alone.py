@@ -70,6 +70,7 @@ def _time(call: Call, device: torch.device, repeats: int) -> Times:
 
     args, kwargs = pytree.tree_map_only(Tensor, make, (call.args, call.kwargs))
     target = _make_up_weights(call.target, device) if isinstance(call.target, nn.Module) else call.target
+    # A real node's backward gives gradients to its arguments and to its module's parameters.
     leaves = [t for t in made.values() if t.requires_grad]
     if isinstance(target, nn.Module):
         leaves += [p for p in target.parameters() if p.requires_grad]

@@ -63,6 +63,7 @@ class Sweep(Interpreter):
 
     def run_step(self, *inputs: Tensor, halved: bool = False) -> None:
         """Run one step, forward and backward; `halved`: with backwards in two halves, which are timed instead."""
+        # Clones, because a graph may write to its inputs.
         self.run(*(t.detach().clone().to(self._device).requires_grad_(t.requires_grad) for t in inputs))
         while self._pending:
             name, leaves, outputs = self._pending.pop()
@@ -70,12 +71,14 @@ class Sweep(Interpreter):
             if halved:
                 self.halves_ms[name] = time_halves(outputs, leaves, seeds, self._totals, self._clock)
                 continue
+            # autograd.grad and not backward(): gradients must not reach the `.grad` of the user's parameters.
             begin = self._clock.now()
             _accumulate(self._totals, leaves, torch.autograd.grad(outputs, leaves, seeds, allow_unused=True))
             self.backward_ms[name] = self._clock.now() - begin
 
     def run_node(self, n: fx.Node) -> Any:
         """Run one node; if it is to be timed, time its forward and keep what its backward needs."""
+        # A model may take minutes, and Ctrl-C ends it within one operator.
         check_stop()
         if not n.op.startswith("call"):
             return super().run_node(n)
@@ -116,6 +119,7 @@ class Sweep(Interpreter):
 
         def cut(value: Tensor) -> Tensor:
             leaf = value if isinstance(value, nn.Parameter) else value.detach().requires_grad_(value.requires_grad)
+            # One tensor that is given twice is one leaf, and `in` would compare values.
             if leaf.requires_grad and all(leaf is not known for known in leaves):
                 leaves.append(leaf)
             return leaf.clone() if copies else leaf
@@ -136,6 +140,7 @@ class Clock:
 
     def now(self) -> float:
         """Return milliseconds from an arbitrary start."""
+        # Kernels on a GPU run after the call returns: without waiting, only their launch would be timed.
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter() * 1000.0
@@ -153,6 +158,7 @@ def time_halves(
     nodes, _ = find_branch_nodes(outputs, weights)
     late = {id(weight) for _, own in nodes.values() for weight in own}
     first = [leaf for leaf in leaves if id(leaf) not in late]
+    # Nothing can wait. Any positive time says so, as only the halves' ratio counts.
     if not nodes:
         return 1.0, 0.0
     ends: list[Any] = [*first, *(edge for edges, _ in nodes.values() for edge in edges)]
@@ -207,6 +213,7 @@ def time_nodes(
             for name in timed:
                 forward[name].append(sweep.forward_ms[name])
                 backward[name].append(sweep.backward_ms.get(name, 0.0))
+    # Steps of their own: running a backward in halves takes longer, and must not blur the times of whole ones.
     for _ in range(HALVED):
         sweep.run_step(*inputs, halved=True)
         tick()

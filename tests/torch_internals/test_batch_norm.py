@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxsplit
+from fxsplit.errors import InputError
+from fxsplit.torch_internals.batch_norm import Noted, count_as_one_batch, merge_statistics, note_nothing
+from fxsplit.torch_internals.rng import take_turn
 from tests.models import FAST
 
 
@@ -24,3 +29,73 @@ def test_statistics_that_begin_to_move_later_move_once() -> None:
             pipe.step(x, target=x)
         found.append(list(model.buffers()))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)) and float(found[0][0].abs().max()) > 0
+
+
+@pytest.mark.parametrize("sizes", [[4], [4, 3, 5], [1, 6]])
+def test_merged_statistics_are_those_of_all_values(sizes: list[int]) -> None:
+    pieces = [torch.randn(n, 3, dtype=torch.float64) * (i + 1) + 1e6 * i for i, n in enumerate(sizes)]
+    calls = [(len(p), p.mean(0), p.var(0) if len(p) > 1 else torch.zeros(3, dtype=torch.float64)) for p in pieces]
+    count, mean, variance = merge_statistics(calls)
+    whole = torch.cat(pieces)
+    assert count == len(whole)
+    torch.testing.assert_close(mean, whole.mean(0))
+    torch.testing.assert_close(variance, whole.var(0))
+
+
+@pytest.mark.parametrize("momentum", [0.3, None])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_noted_statistics_are_those_of_the_layer(momentum: float | None, at_once: bool) -> None:
+    """The layer itself, called in the microbatches' order or once with all rows, says what they must become."""
+    layer = nn.BatchNorm1d(3, momentum=momentum).double()
+    alone, noted = copy.deepcopy(layer), Noted(layer, at_once, {})
+    pieces = [torch.randn(4, 3, dtype=torch.float64) for _ in range(3)]
+    with count_as_one_batch([noted]):
+        for m in (2, 0, 1):  # microbatches of replicas pass in any order
+            with take_turn(0, m):
+                outputs = noted(pieces[m])
+            torch.testing.assert_close(outputs, F.batch_norm(pieces[m], None, None, layer.weight, layer.bias, True))
+        assert int(layer.num_batches_tracked) == 0  # type: ignore[arg-type]
+    for piece in [torch.cat(pieces)] if at_once else pieces:
+        alone(piece)
+    for one, other in zip(layer.buffers(), alone.buffers(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_what_recomputes_fails_or_evaluates_counts_for_nothing() -> None:
+    layer, x = nn.BatchNorm1d(3), torch.randn(4, 3)
+    noted = Noted(layer, True, {})
+    before = [b.clone() for b in layer.buffers()]
+    with count_as_one_batch([noted]), note_nothing():
+        noted(x)
+    with pytest.raises(ValueError, match="broken"), count_as_one_batch([noted]):
+        noted(x)
+        raise ValueError("broken")
+    layer.eval()
+    with count_as_one_batch([noted]):
+        assert torch.equal(noted(x), layer(x))
+    assert all(torch.equal(a, b) for a, b in zip(before, layer.buffers(), strict=True))
+    layer.train()
+    with count_as_one_batch([noted]):
+        copy.deepcopy(noted)(input=x)  # a replica's copy notes in the same place
+    assert int(layer.num_batches_tracked) == 1  # type: ignore[arg-type]
+
+
+class Renorm(nn.BatchNorm1d):
+    """Scales its outputs by a running statistic."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x) * self.get_buffer("running_mean")
+        return out
+
+
+class Same(nn.BatchNorm1d):
+    """Computes as a batch norm does, in a forward() of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+def test_a_layer_that_computes_with_running_statistics_is_refused() -> None:
+    Noted(Same(3), True, {})(torch.randn(4, 3))
+    with pytest.raises(InputError, match="Renorm computes with its running statistics in training"):
+        Noted(Renorm(3), True, {})(torch.randn(4, 3))

@@ -45,6 +45,7 @@ class Effects:
 
     def verify(self, ir: IR) -> None:
         """Raise BrokenFact unless the nodes that were observed are those of the graph, in the same order."""
+        # A pass may keep Effects over a rewrite that only changes what nodes call. It may not add or move nodes.
         graph = [n.name for n in ir.gm.graph.nodes]
         if graph != list(self.nodes):
             odd = sorted(set(graph) ^ set(self.nodes)) or graph
@@ -54,6 +55,7 @@ class Effects:
         """One line for each node that writes, draws, or lies in another node's memory; then what follows."""
         lines = []
         for name, node in self.nodes.items():
+            # A value in memory of its own is the common case, and would fill the dump.
             shared = [owner for owner in node.owners if owner != name]
             words = [f"writes {' '.join(node.mutates)}"] * bool(node.mutates) + ["draws"] * node.draws
             words += [f"lies in {' '.join(shared)}"] * bool(shared)
@@ -114,6 +116,7 @@ class CallEffects(GivenFact):
 
     def __str__(self) -> str:
         """One line for each field that says more than "nothing"."""
+        # Most models do none of this, and the section then has the last line alone.
         lines = ["writes its inputs"] * self.writes_inputs + ["sets hooks"] * self.sets_hooks
         lines += [f"writes buffer {path}" for path in self.written_buffers]
         lines += [f"saves buffer {path}" for path in self.saved_buffers]

@@ -32,5 +32,6 @@ class Example(GivenFact):
 
     def __str__(self) -> str:
         """One line a tensor, such as `x: float32[4, 8]`."""
+        # Values would differ from run to run, and dumps are compared.
         pairs = zip(self.inputs.specs, self.tensors, strict=True)
         return "\n".join(f"{spec.name}: {str(t.dtype)[6:]}{list(t.shape)}" for spec, t in pairs)

@@ -34,6 +34,7 @@ class Scope(GivenFact):
 
     def other_shapes(self, tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], ...] | None:
         """Return the shapes of `tensors`, without rows, if the graph is fixed for other shapes; None if it fits."""
+        # Rows are no part of it: how many there may be is for `check_rows` to say.
         if not self.fixed:
             return None
         shapes = self.inputs.without_rows(t.shape for t in tensors)
@@ -55,6 +56,7 @@ class Scope(GivenFact):
 
     def _check_guard(self, rows: int) -> None:
         """Raise InputError if forward() takes another branch than the graph for microbatches of so many rows."""
+        # The guard looks at shapes alone, so tensors on the meta device will do and cost nothing.
         specs = [(s, [rows if d == s.batch_dim else n for d, n in enumerate(s.shape)]) for s in self.inputs.specs]
         try:
             assert self.guard is not None

@@ -1,0 +1,146 @@
+"""Effects: what nodes do besides computing, kept with the graph they were observed on, and observed again on demand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import fxsplit
+from fxsplit import IR
+from fxsplit.errors import BrokenFact, InputError, MissingFact
+from fxsplit.frontend import capture
+from fxsplit.ir.facts.chunks import UNJOINED
+from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.facts.effects import CallEffects, Effects, find_effects, observe_effects
+from fxsplit.ir.facts.machine import Machine
+from fxsplit.passes import Profile
+
+
+class Writes(nn.Module):
+    """Drops, views, and writes to memory that another node reads before and after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = x + 1
+        before = made * 2
+        made.view(-1).mul_(3)
+        after = made - 4
+        result: Tensor = self.drop(before) + after
+        return result
+
+
+def captured() -> IR:
+    return capture(Writes(), (torch.randn(4, 8),), {}, 2)
+
+
+def test_what_the_nodes_do() -> None:
+    effects = find_effects(captured())
+    assert effects.drawing == {"drop"}
+    assert effects.together == (("add", "mul_"),)
+    assert set(effects.ordered) == {("mul", "mul_"), ("mul_", "sub"), ("view", "mul_")}
+    assert {name: seen.owners for name, seen in effects.nodes.items() if seen.owners and seen.owners != (name,)} == {
+        "view": ("add",),
+        "mul_": ("add",),
+        "output": ("add_1",),
+    }
+    assert str(effects).splitlines() == [
+        "view: lies in add",
+        "mul_: writes add, lies in add",
+        "drop: draws",
+        "output: lies in add_1",
+        "together: add mul_",
+        *(f"ordered: {a} before {b}" for a, b in effects.ordered),
+    ]
+
+
+def test_effects_are_observed_once_and_forgotten_with_their_graph() -> None:
+    ir = captured()
+    learned = ir.learn(observe_effects(ir))
+    with patch("fxsplit.ir.facts.effects.observe", side_effect=AssertionError("observed again")):
+        assert find_effects(learned) is learned[Effects]
+        with pytest.raises(AssertionError, match="observed again"):
+            find_effects(learned.rewrite(learned.gm))
+    assert find_effects(learned.rewrite(learned.gm)).drawing == {"drop"}
+
+
+def test_profile_runs_the_graph_once_and_learns_effects() -> None:
+    with patch("fxsplit.ir.facts.effects.observe", wraps=fxsplit.ir.facts.effects.observe) as spy:  # type: ignore[attr-defined]
+        ir = Profile(repeats=1)(captured().learn(Machine.of(1)))
+    assert spy.call_count == 1
+    assert ir[Costs].together == ir[Effects].together and ir[Costs].ordered == ir[Effects].ordered
+    assert {n.name for n in ir[Costs].nodes if n.draws} == ir[Effects].drawing
+
+
+def test_users_of_a_parameter_stay_together_on_demand() -> None:
+    layer = nn.Linear(8, 8)
+    ir = capture(nn.Sequential(layer, nn.Tanh(), layer), (torch.randn(4, 8),), {}, 2)
+    assert find_effects(ir).together == ()
+    assert observe_effects(ir, parameters_together=True).together == (("_0", "_0_1"),)
+
+
+def test_effects_of_another_graph_are_broken() -> None:
+    ir = captured()
+    effects = find_effects(ir)
+    effects.verify(ir)
+    other = capture(nn.Linear(8, 8), (torch.randn(4, 8),), {}, 2)
+    with pytest.raises(BrokenFact, match="the effects are of other nodes than the graph"):
+        effects.verify(other)
+    turned = Effects(dict(list(effects.nodes.items())[::-1]), effects.together, effects.ordered)
+    with pytest.raises(BrokenFact, match="of other nodes"):
+        turned.verify(ir)
+
+
+def test_effects_need_an_example() -> None:
+    with pytest.raises(MissingFact, match=r"no Example yet.*run 'trace'"):
+        find_effects(IR(fx.symbolic_trace(nn.Tanh())))
+
+
+def test_a_saved_profile_still_says_what_planning_needs(tmp_path: Path) -> None:
+    costs = Profile(repeats=1)(captured().learn(Machine.of(1)))[Costs]
+    costs.save(tmp_path / "profile.json")
+    loaded = Costs.load(tmp_path / "profile.json")
+    assert loaded.together == costs.together and loaded.ordered == costs.ordered and loaded.nodes == costs.nodes
+    assert any(node.draws for node in loaded.nodes) and loaded.together
+
+
+def test_a_batch_is_cut_only_where_its_outputs_can_be_joined() -> None:
+    whole = CallEffects(output_dims=(0, UNJOINED))
+    whole.check_cut(1)
+    CallEffects(output_dims=(0, None, 1)).check_cut(3)
+    with pytest.raises(InputError, match=r"output 1 is not one row.*one microbatch a batch, not 2: .*n_microbatches=1"):
+        whole.check_cut(2)
+
+
+def test_what_a_call_leaves_behind() -> None:
+    class Stateful(nn.Module):
+        count: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(8)
+            self.register_buffer("count", torch.zeros(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count.add_(1)
+            x.mul_(2)
+            out: Tensor = self.norm(x) + self.count
+            return out
+
+    model = Stateful()
+    effects = capture(model, (torch.randn(4, 8),), {}, 2)[CallEffects]
+    assert effects.writes_inputs and not effects.sets_hooks and effects.output_dims == (0,)
+    assert list(effects.written_buffers) == ["count"] and effects.written_buffers["count"] is model.count
+    assert effects.saved_buffers == ("count",)
+    assert str(effects).splitlines() == [
+        "writes its inputs",
+        "writes buffer count",
+        "saves buffer count",
+        "outputs joined on [0]",
+    ]

@@ -1,0 +1,121 @@
+"""Timing operators in a step: the same values as a plain run, and what two operators must share to be one."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from fxsplit.passes.profile.time_in_step import (
+    Sweep,
+    describe_operator,
+    run_in_worker_thread,
+    take_medians,
+    time_halves,
+)
+from fxsplit.torch_internals.observe import observe
+
+
+class Net(nn.Module):
+    """Writes through a view to what an earlier node has made and a later one reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        squared = h * h.detach()
+        h.view(-1).mul_(2)
+        result: Tensor = self.b(h) + squared
+        return result
+
+
+@pytest.mark.parametrize("timed", [{"mul_"}, {"a", "mul", "view", "mul_", "b", "add", "detach"}, set()])
+def test_a_timed_run_computes_what_the_graph_computes(timed: set[str]) -> None:
+    model, x = Net(), torch.randn(4, 8)
+    gm = fx.symbolic_trace(model)
+    seen = observe(gm, [x])
+    sweep = Sweep(gm, seen, timed, torch.device("cpu"))
+    outputs = []
+    sweep.run = lambda *inputs: outputs.append(fx.Interpreter.run(sweep, *inputs))  # type: ignore[method-assign]
+    sweep.run_step(x)
+    assert set(sweep.forward_ms) == timed and set(sweep.backward_ms) <= timed
+    assert all(ms > 0 for ms in (*sweep.forward_ms.values(), *sweep.backward_ms.values()))
+    torch.testing.assert_close(outputs[0], model(x))
+    assert {"a", "b"} & timed <= set(sweep.backward_ms)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_the_gradients_of_weights_are_the_second_half() -> None:
+    layer, x = nn.Linear(8, 8), torch.randn(4, 8, requires_grad=True)
+
+    class Counts:
+        """A clock that stands still but for one millisecond a call."""
+
+        calls = 0.0
+
+        def now(self) -> float:
+            self.calls += 1
+            return self.calls
+
+    outputs = [layer(x)]
+    both = time_halves(outputs, [x, *layer.parameters()], [torch.ones(4, 8)], None, Counts())  # type: ignore[arg-type]
+    assert both == (1.0, 1.0)
+    tanh = [torch.tanh(x)]
+    assert time_halves(tanh, [x], [torch.ones(4, 8)], None, Counts())[1] == 0.0  # type: ignore[arg-type]
+
+
+def test_medians_and_the_share_of_the_second_half() -> None:
+    assert take_medians([3.0, 1.0, 9.0], [8.0, 2.0, 4.0], 1.0, 3.0) == (3.0, 4.0, 3.0)
+    assert take_medians([1.0], [2.0], 0.0, 0.0) == (1.0, 2.0, 0.0)
+
+
+def describe(call: object, *args: object, path: str = "a", **kwargs: object) -> str:
+    return describe_operator(call, path, args, kwargs)
+
+
+def test_operators_that_do_the_same_work_are_described_alike() -> None:
+    x, layer = torch.randn(4, 8), nn.Linear(8, 8)
+    assert describe(layer, x) == describe(nn.Linear(8, 8), torch.zeros(4, 8), path="b")
+    assert describe(torch.add, x, x, alpha=2) == describe(torch.add, x, x, alpha=2)
+    assert describe("view", x, 32) == "Tensor.view(float32[4, 8], 32)"
+    assert describe("view", x.requires_grad_(), 32) == "Tensor.view(float32[4, 8]g, 32)"
+
+
+def test_operators_that_differ_are_told_apart() -> None:
+    class Own(nn.Module):
+        """A module that is not torch's."""
+
+    x, frozen = torch.randn(8, 8), nn.Linear(8, 8).requires_grad_(False)
+    texts = [
+        describe(nn.Linear(8, 8), x),
+        describe(nn.Linear(8, 8, bias=False), x),
+        describe(nn.Linear(8, 8).eval(), x),
+        describe(frozen, x),
+        describe(nn.Linear(8, 8), x.double()),
+        describe(nn.Linear(8, 8), x.t()),
+        describe(nn.Linear(8, 8), torch.randn(4, 8)),
+        describe(Own(), x),
+        describe(Own(), x, path="b"),
+        describe(torch.add, x, 1),
+        describe(torch.add, x, 2),
+        describe(torch.add, x, x, alpha=1),
+        describe(torch.add, x, x, alpha=2),
+        describe("add", x, 1),
+    ]
+    assert len(set(texts)) == len(texts)
+
+
+def test_a_worker_thread_has_the_callers_modes_and_its_own_number_of_threads() -> None:
+    def run() -> tuple[bool, int, bool]:
+        return torch.is_grad_enabled(), torch.get_num_threads(), threading.current_thread() is threading.main_thread()
+
+    before = torch.get_num_threads()
+    with torch.no_grad():
+        assert run_in_worker_thread(run, 1) == (False, 1, False)
+    assert run_in_worker_thread(run, 1)[0] and torch.get_num_threads() == before
+    with pytest.raises(ZeroDivisionError):
+        run_in_worker_thread(lambda: 1 / 0, 1)

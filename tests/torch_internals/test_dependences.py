@@ -1,0 +1,177 @@
+"""Nodes that write in place keep their order, and stay together where the order cannot be kept."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+import fxsplit
+from fxsplit.api.compare import compare, run_pipeline_step, run_unsplit_step
+from fxsplit.torch_internals.dependences import (
+    find_fetched_module_buffers,
+    find_inseparable,
+    find_ordered_pairs,
+    list_node_weights,
+)
+from fxsplit.torch_internals.observe import Observation, observe
+from tests.models import FAST
+
+mse = F.mse_loss
+
+
+def vectors(rows: int = 8) -> Tensor:
+    return torch.randn(rows, 8)
+
+
+class RunningMean(nn.Module):
+    """Updates a buffer in the first layer and reads it in the last: a later microbatch must not overtake the reader."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        self.mean.mul_(0.9).add_(x.detach().mean(dim=0))
+        result: Tensor = self.c(torch.tanh(self.b(torch.tanh(x)))) * self.mean
+        return result
+
+
+class ReadsNorm(nn.Module):
+    """Reads the statistics that batch norm writes, in another node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.a, self.b = nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.norm(x) + self.norm.running_mean)
+        result: Tensor = self.b(torch.tanh(self.a(x)))
+        return result
+
+
+@pytest.mark.parametrize("model", [RunningMean, ReadsNorm])
+def test_a_written_buffer_is_read_in_time(model: type[nn.Module]) -> None:
+    split = model().double()
+    x, y = vectors(64).double(), vectors(64).double()
+    with fxsplit.compile(split, 2, example_inputs=x, n_microbatches=16, loss_fn=mse, passes=FAST) as pipe:
+        for _ in range(5):
+            expected = run_unsplit_step(copy.deepcopy(split), [x], y, mse, 16)
+            found = compare(run_pipeline_step(pipe, [x], y), expected)
+            assert found.largest <= 1e-10, f"{found} at {found.worst}"
+            pipe.zero_grad()
+
+
+def graph_of(forward: Callable[..., Tensor], *inputs: Tensor) -> tuple[fx.GraphModule, dict[str, Observation]]:
+    gm = fx.symbolic_trace(forward)
+    return gm, observe(gm, inputs)
+
+
+def test_order_around_a_write_in_place() -> None:
+    def forward(x: Tensor) -> Tensor:
+        made = x + 1
+        before = made * 2
+        made.mul_(3)
+        after = made - 4
+        made.div_(5)
+        return before + after
+
+    gm, seen = graph_of(forward, vectors())
+    # The writer comes after each reader of what was, and before each reader of what is.
+    assert find_ordered_pairs(gm, seen) == [
+        ("mul", "mul_"),
+        ("mul", "div_"),
+        ("mul_", "sub"),
+        ("mul_", "div_"),
+        ("sub", "div_"),
+    ]
+    assert find_inseparable(gm, seen) == [("add", "mul_"), ("add", "div_")]
+
+
+def test_a_graph_that_writes_nothing_has_no_other_dependences() -> None:
+    gm, seen = graph_of(lambda x: torch.tanh(x.view(-1)) + x.view(-1), vectors())
+    assert find_ordered_pairs(gm, seen) == [] and find_inseparable(gm, seen) == []
+
+
+def test_writers_and_views_of_an_input_stay_together() -> None:
+    def forward(x: Tensor) -> Tensor:
+        flat = x.view(-1)
+        other = x * 2
+        flat.add_(1)
+        return other + x
+
+    gm, seen = graph_of(forward, vectors())
+    assert find_inseparable(gm, seen) == [("view", "add_")]
+    assert find_ordered_pairs(gm, seen) == [("view", "add_"), ("mul", "add_"), ("add_", "add")]
+
+
+class Weights(nn.Module):
+    """One parameter and one buffer, each fetched twice, and a layer called twice."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.layer = nn.Parameter(torch.ones(8)), nn.Linear(8, 8)
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x) * self.scale
+        result: Tensor = self.layer(torch.tanh(x)) * self.weight + self.scale
+        return result
+
+
+def test_users_of_weights() -> None:
+    model = Weights()
+    graph = fx.Tracer()
+    graph.proxy_buffer_attributes = True
+    gm = fx.GraphModule(model, graph.trace(model))
+    seen = observe(gm, [vectors()])
+    names = {n.name: {id(w) for w in list_node_weights(gm, n)} for n in gm.graph.nodes}
+    layer = {id(p) for p in model.layer.parameters()}
+    assert names["layer"] == names["layer_1"] == layer and names["tanh"] == set()
+    assert names["scale"] == {id(model.scale)} and names["weight"] == {id(model.weight)}
+    apart, together = find_inseparable(gm, seen), find_inseparable(gm, seen, parameters_together=True)
+    fetches = [name for name in names if name.startswith("scale")]
+    assert ("weight", "mul_1") in apart and ("layer", "layer_1") not in apart
+    assert {c for c in together if c not in apart} == {("layer", "layer_1")}
+    assert len(fetches) == 1 or tuple(fetches) in apart
+
+
+def test_readers_of_a_buffer_that_a_module_writes_stay_with_it() -> None:
+    """The batch norm's kernel writes its statistics, and what reads them must not be in a later stage."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.norm(x) + self.norm.running_mean
+            return result
+
+    tracer = fx.Tracer()
+    tracer.proxy_buffer_attributes = True
+    model = Model()
+    gm = fx.GraphModule(model, tracer.trace(model))
+    seen = observe(gm, [vectors()])
+    assert find_fetched_module_buffers(gm, gm.graph.nodes, seen) == {"norm_running_mean"}
+    assert find_inseparable(gm, seen) == [("norm", "norm_running_mean"), ("norm_running_mean", "add")]
+
+
+def test_the_parts_of_a_split_stay_with_it() -> None:
+    graph = fx.Graph()
+    parts = graph.call_method("chunk", (graph.placeholder("x"), 2))
+    first, second = (graph.call_function(operator.getitem, (parts, i)) for i in range(2))
+    graph.output(graph.call_function(torch.add, (first, second)))
+    gm = fx.GraphModule({}, graph)
+    assert find_inseparable(gm, observe(gm, [vectors()])) == [("chunk", "getitem", "getitem_1")]

@@ -1,0 +1,98 @@
+"""Observing a graph: each node's bytes, owners, writes and draws, told by hand for small graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from fxsplit.errors import TraceError
+from fxsplit.torch_internals.observe import Observation, observe
+
+FLOATS = 4 * 8 * 4  # bytes of float32[4, 8]
+
+
+class Layers(nn.Module):
+    """A linear layer, a nonlinearity, a batch norm, and the parts of a split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.norm(torch.tanh(self.linear(x))).chunk(2, dim=1)
+        result: Tensor = first + second
+        return result
+
+
+class Parts(fx.Tracer):
+    """Traces `chunk` as a container with two items."""
+
+    def iter(self, obj: Any) -> Any:
+        return iter([obj[0], obj[1]])
+
+
+def trace(model: nn.Module) -> fx.GraphModule:
+    return fx.GraphModule(model, Parts().trace(model))
+
+
+def x(*shape: int) -> Tensor:
+    return torch.randn(*(shape or (4, 8)))
+
+
+def test_bytes_of_what_is_made_and_kept() -> None:
+    model = Layers()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    seen = observe(trace(model), [x()])
+    assert seen["x"] == Observation("float32[4, 8]", False, FLOATS, 0, FLOATS, ("x",))  # kept for the weight's gradient
+    assert seen["linear"] == Observation("float32[4, 8]", False, FLOATS, FLOATS, 0, ("linear",))
+    assert seen["tanh"].kept_bytes == FLOATS
+    assert seen["norm"].mutates == (), "running statistics lie in the module, and no node reads them"
+    assert seen["chunk"].is_container and seen["chunk"].text == "tuple" and seen["chunk"].owners == ("norm",)
+    assert seen["getitem"].text == "float32[4, 4]" and not seen["getitem"].is_container
+    assert seen["add"].owners == ("add",) and seen["output"].owners == ("add",)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
+@pytest.mark.parametrize("from_shapes", [False, True])
+def test_writes_and_draws(from_shapes: bool) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop = nn.Dropout(0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            flat = x.view(-1)
+            flat.add_(1)
+            result: Tensor = self.drop(x) + torch.rand_like(x).detach_()
+            return result
+
+    gm, rows = trace(Model().eval()), x()
+    state = torch.get_rng_state()
+    seen = observe(gm, [rows], from_shapes=from_shapes)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert seen["view"].owners == ("x",) and seen["view"].mutates == ()
+    assert seen["add_"].mutates == ("x",)
+    assert seen["detach_"].mutates == ("rand_like",)
+    draws = {name for name, node in seen.items() if node.draws}
+    assert draws == {"drop", "rand_like"}, "a dropout draws in training, whatever the mode is now"
+
+
+def test_visits_see_what_is_called() -> None:
+    visited = []
+    model = Layers()
+    observe(trace(model), [x()], lambda node, call, args, kwargs: visited.append((node.name, call, len(args))))
+    assert visited[0] == ("linear", model.linear, 1) and visited[1] == ("tanh", torch.tanh, 1)
+    assert visited[3] == ("chunk", "chunk", 2) and [name for name, *_ in visited][-1] == "add"
+
+
+def test_a_tensor_that_is_trained_and_no_parameter_is_refused() -> None:
+    foreign = torch.ones(8, requires_grad=True)
+    gm = trace(nn.Linear(8, 8))
+    with gm.graph.inserting_before(gm.graph.output_node()):
+        node = gm.graph.call_function(lambda value: value * foreign, (gm.graph.output_node().args[0],))
+    gm.graph.output_node().args = (node,)
+    with pytest.raises(TraceError, match=r"trains a tensor \(float32\[8\]\) that is none of its parameters"):
+        observe(gm, [x()])

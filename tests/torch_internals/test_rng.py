@@ -1,0 +1,121 @@
+"""Draws: from a state of its own for each batch, microbatch and node, which leaves the caller's generator alone."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fxsplit.torch_internals.rng import (
+    Draw,
+    can_draw,
+    current_microbatch,
+    isolate_draws,
+    keep_generators,
+    new_seed,
+    read_generators,
+    read_python_generators,
+    take_turn,
+)
+
+
+def draw(seed: int, microbatch: int, key: str) -> Tensor:
+    with isolate_draws(seed, microbatch, key, torch.zeros(1)):
+        return torch.rand(100)
+
+
+def test_draws_follow_from_seed_microbatch_and_key() -> None:
+    first = draw(1, 0, "a")
+    assert torch.equal(first, draw(1, 0, "a"))
+    others = [draw(2, 0, "a"), draw(1, 1, "a"), draw(1, 0, "b"), draw(0, 1, "a")]
+    assert all(not torch.equal(first, other) for other in others)
+    assert len({tuple(t.tolist()) for t in others}) == 4
+    assert abs(float(torch.cat([first, *others]).mean()) - 0.5) < 0.1
+
+
+def test_the_callers_generator_goes_on_as_before() -> None:
+    torch.manual_seed(3)
+    wanted = torch.rand(2)
+    torch.manual_seed(3)
+    draw(1, 0, "a")
+    with pytest.raises(ValueError, match="broken"), isolate_draws(1, 0, "a", ()):
+        torch.rand(1)
+        raise ValueError("broken")
+    assert torch.equal(torch.rand(2), wanted)
+
+
+@pytest.mark.parametrize(("call", "expected"), [(torch.rand, True), (torch.zeros, False)])
+def test_a_block_says_whether_it_drew(call: Callable[[int], Tensor], expected: bool) -> None:
+    with isolate_draws(1, 0, "a", ()) as drew:
+        call(1)
+    assert drew() is expected
+
+
+def test_turns_nest_and_belong_to_one_thread() -> None:
+    seen: list[int] = []
+    assert current_microbatch() == 0
+    with take_turn(1, 5):
+        with take_turn(1, 6):
+            assert current_microbatch() == 6
+        thread = threading.Thread(target=lambda: seen.append(current_microbatch()))
+        thread.start()
+        thread.join()
+        assert current_microbatch() == 5
+    assert current_microbatch() == 0 and seen == [0]
+
+
+@pytest.mark.parametrize("call", [nn.Dropout(0.5), F.dropout, "bernoulli"])
+def test_a_call_draws_for_its_turn(call: object) -> None:
+    wrapped, x = Draw("node", call), torch.full((50,), 0.5)
+    with take_turn(1, 0):
+        first = wrapped(x)
+        assert torch.equal(wrapped(x), first)
+    with take_turn(1, 1):
+        assert not torch.equal(wrapped(x), first)
+    with take_turn(1, 0):
+        assert not torch.equal(Draw("other", call)(x), first)
+    torch.manual_seed(0)
+    outside = wrapped(x)
+    torch.manual_seed(0)
+    assert torch.equal(outside, getattr(x, call)() if isinstance(call, str) else call(x))  # type: ignore[operator]
+
+
+def test_a_module_in_evaluation_is_idle() -> None:
+    drop = nn.Dropout(0.5)
+    assert not Draw("a", drop).idle and not Draw("a", F.dropout).idle
+    drop.eval()
+    assert Draw("a", drop).idle
+
+
+def test_modules_that_can_draw() -> None:
+    assert can_draw(nn.Dropout2d(0.1).eval()) and can_draw(nn.Sequential(nn.Linear(2, 2), nn.AlphaDropout()))
+    assert can_draw(nn.MultiheadAttention(4, 2, dropout=0.1)) and not can_draw(nn.MultiheadAttention(4, 2))
+    assert not can_draw(nn.Linear(2, 2)) and not can_draw(F.dropout) and not can_draw(None)
+
+
+def test_seeds_come_from_the_default_generator() -> None:
+    torch.manual_seed(1)
+    first = new_seed()
+    assert 0 <= first < 2**62 and new_seed() != first
+    torch.manual_seed(1)
+    assert new_seed() == first
+
+
+def test_generators_are_read_and_kept() -> None:
+    before, python = read_generators(), read_python_generators()
+    assert read_generators() == before and read_python_generators() == python
+    with keep_generators():
+        torch.rand(1)
+        assert read_generators() != before and read_python_generators() == python
+        random.random()
+        assert read_python_generators() != python
+        between = read_python_generators()
+        numpy.random.rand()
+        assert read_python_generators() != between
+    assert read_generators() == before and read_python_generators() == python
