@@ -73,9 +73,9 @@ def one_f_one_b(n_devices: int, n_microbatches: int, stages_per_device: int = 1)
     _check_stages_per_device("1F1B", stages_per_device, 1)
     rows = []
     for stage in range(n_devices):
-        # The first gradient comes back once a microbatch has passed the stages behind this one: one forward for each.
         forwards = [Action(stage, FORWARD, m) for m in range(n_microbatches)]
         backwards = [Action(stage, BACKWARD, m) for m in range(n_microbatches)]
+        # Until the first gradient is back there is time for a forward for each stage behind this one.
         rows.append(alternate(forwards, backwards, n_devices - stage - 1))
     return Schedule("1F1B", n_microbatches, line(n_devices), tuple(rows))
 

@@ -77,6 +77,16 @@ def test_chimera_names_the_even_numbers_next_to_an_odd_one() -> None:
         generate("Chimera", 2, 3)
 
 
+@pytest.mark.parametrize(
+    ("name", "per_device", "count"),
+    [("GPipe", 2, 1), ("1F1B", 2, 1), ("ZB-H1", 2, 1), ("Chimera", 2, 1), ("ZBVZeroBubble", 1, 2)],
+)
+def test_numbers_of_stages_that_a_schedule_is_not_made_for(name: str, per_device: int, count: int) -> None:
+    with pytest.raises(ScheduleError, match=f"{name}: {per_device} stages a device; it is made for {count}"):
+        generate(name, 2, 4, per_device)
+    assert generate(name, 2, 4, count).n_stages == 2 * count
+
+
 def test_chimera_on_four_devices() -> None:
     """Up to a microbatch a device backwards go first; with more, what is nearer to its end."""
     assert str(generate("Chimera", 4, 4)) == (

@@ -1,0 +1,87 @@
+"""Observers by themselves, without a compile."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+from torch import fx
+
+from fxsplit.errors import ChainError, InputError
+from fxsplit.ir.dump import DumpTo, PrintAfter, make_observers, show_progress
+from fxsplit.ir.graph import IR
+from fxsplit.ir.manager import run_chain
+from fxsplit.ir.progress import track
+from fxsplit.ir.text import render
+
+
+def small_ir() -> IR:
+    graph = fx.Graph()
+    graph.output(graph.placeholder("x"))
+    return IR(fx.GraphModule({}, graph))
+
+
+def rename_graph(ir: IR) -> IR:
+    return ir
+
+
+def test_files_are_numbered_from_zero_in_each_chain(tmp_path: Path) -> None:
+    observer = DumpTo(tmp_path / "a" / "b")
+    for _ in range(2):
+        run_chain(small_ir(), [rename_graph, rename_graph], [observer])
+        assert sorted(p.name for p in (tmp_path / "a" / "b").iterdir()) == [
+            "00-trace.txt",
+            "01-rename-graph.txt",
+            "02-rename-graph.txt",
+        ]
+    assert (tmp_path / "a" / "b" / "00-trace.txt").read_text() == render(small_ir())
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="give a folder that can be made"):
+        DumpTo(tmp_path / "file").start(small_ir())
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [(("trace",), ["trace"]), (("fold",), ["fold"]), (("all",), ["trace", "fold", "cut"]), ((), [])],
+)
+def test_what_is_asked_for_is_printed(names: tuple[str, ...], told: list[str]) -> None:
+    file = io.StringIO()
+    observer, ir = PrintAfter(names, file), small_ir()
+    observer.start(ir)
+    observer.after("fold", ir)
+    observer.after("cut", ir)
+    assert file.getvalue() == "".join(f"# after {name}\n{render(ir)}\n" for name in told)
+
+
+def test_what_the_program_asks_for_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FXSPLIT_PRINT_AFTER", raising=False)
+    monkeypatch.setenv("FXSPLIT_DUMP", "there")
+    assert make_observers("here", []) == [DumpTo(Path("here"))] and make_observers(None, []) == [DumpTo(Path("there"))]
+    monkeypatch.setenv("FXSPLIT_DUMP", "")
+    monkeypatch.setenv("FXSPLIT_PRINT_AFTER", " fold, all ,")
+    assert make_observers(None, ["fold"]) == [PrintAfter(("fold", "all"))]
+    with pytest.raises(ChainError, match="names 'fold': known are all, trace, cut"):
+        make_observers(None, ["cut"])
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("patience_s", "shown"), [(0.0, True), (60.0, False)])
+def test_a_bar_is_shown_for_long_work_on_terminals(
+    patience_s: float, shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fxsplit.ir.dump.PATIENCE_S", patience_s)
+    monkeypatch.setenv("TERM", "xterm")
+    for file, expected in ((Terminal(), shown), (io.StringIO(), False)):
+        monkeypatch.setattr(sys, "stderr", file)
+        with show_progress():
+            assert list(track("abc", "profiling")) == ["a", "b", "c"]
+        assert ("profiling" in file.getvalue()) == expected
