@@ -49,10 +49,13 @@ def test_a_forked_process_is_told_to_compile_again() -> None:
         os.close(write)
 
 
+# A shell starts its background jobs with SIGINT ignored, and Python then installs no handler for it: the program does.
 GIVEN_UP = """
 import os, signal, threading, time
 import torch, fxsplit
 from torch import nn
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 class Slow(torch.autograd.Function):
     @staticmethod

@@ -161,13 +161,15 @@ def test_parameters_that_functions_read(schedule: str) -> None:
         torch.testing.assert_close(a.grad.to_dense(), b.grad.to_dense())
 
 
+# A shell starts its background jobs with SIGINT ignored, and Python then installs no handler for it: the program does.
 INTERRUPT = """
-import copy, threading, time, torch, fxsplit
+import copy, signal, threading, time, torch, fxsplit
 from torch import nn
 from fxsplit.ir.progress import listen
-model = nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.BatchNorm1d(512)) for _ in range(40)])
+signal.signal(signal.SIGINT, signal.default_int_handler)
+model = nn.Sequential(*[nn.Sequential(nn.Linear(128, 128), nn.BatchNorm1d(128)) for _ in range(8)])
 before = copy.deepcopy(model.state_dict())
-x = torch.randn(2048, 512)
+x = torch.randn(512, 128)
 def tell(what, done, total):
     if done == 1:
         print("ready", flush=True)
@@ -177,7 +179,8 @@ try:
 except KeyboardInterrupt:
     time.sleep(0.5)
     same = all(torch.equal(before[k], v) for k, v in model.state_dict().items())
-    print("stopped", same, threading.active_count(), flush=True)
+    # Threads of other libraries are none of this test's business: tqdm has one where transformers is installed.
+    print("stopped", same, [t.name for t in threading.enumerate() if t.name.startswith("fxsplit")], flush=True)
 """
 
 
@@ -189,5 +192,5 @@ def test_ctrl_c_while_profiling_leaves_the_model_as_it_was() -> None:
         assert program.stdout is not None
         assert program.stdout.readline().strip() == "ready"
         program.send_signal(signal.SIGINT)
-        assert program.stdout.readline().strip() == "stopped True 1"
+        assert program.stdout.readline().strip() == "stopped True []"
         assert program.wait(timeout=30) == 0
