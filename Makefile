@@ -1,8 +1,8 @@
-# make demo: train ResNet-18 as a pipeline on real images.   make test: every test.   make check: what CI runs.
+# make demo: train ResNet-18 as a pipeline on real images.   make test: the tests.   make test-long: the long ones.   make check: what CI runs.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint types docs check bench dist clean
+.PHONY: demo test test-long lint types docs check bench dist clean
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -12,8 +12,12 @@ BIN := .venv/bin
 demo: .venv/ready
 	$(BIN)/fxsplit demo
 
+# Every test is in one of the two: sweeps and whole trainings carry the marker `long`, all else is run at every change.
 test: .venv/ready
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not long"
+
+test-long: .venv/ready
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m long
 
 lint: .venv/ready
 	$(BIN)/ruff check .
@@ -25,7 +29,7 @@ types: .venv/ready
 docs: .venv/ready
 	$(BIN)/mkdocs build --strict --site-dir build/docs
 
-check: test lint types docs
+check: test test-long lint types docs
 
 bench: .venv/ready
 	mkdir -p .benchmarks

@@ -69,3 +69,14 @@ def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     given = function.args
     names = [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
     return len(names) - (names[:1] in (["self"], ["cls"]))
+
+
+def is_private(name: str) -> bool:
+    """Return whether a name is its file's own: one underscore before it, and no two around it."""
+    return name.startswith("_") and not name.startswith("__")
+
+
+def files_of_tests() -> Iterator[Path]:
+    """Yield every file of tests, as a path below tests/."""
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        yield path.relative_to(ROOT / "tests")

@@ -1,0 +1,47 @@
+"""Tests lie in the room of the file that they test, and every one of them is run by make test or make test-long."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.house.sources import ROOT, files_of_tests
+
+WHOLE = {"proof", "house", "docs"}  # rooms of tests that are about the whole: the promise, the code, the text
+
+
+def mirrors(path: Path) -> bool:
+    """Return whether a file of tests names a file or folder beside it in the house, as test_machine.py machine.py.
+
+    A room may be tested as a whole (tests/runtime/test_runtime.py), and a file's tests may be parted by what they are
+    about (test_compile_arguments.py for compile.py).
+    """
+    name, folder = path.stem.removeprefix("test_"), path.parent
+    inside = ROOT / folder if folder.parts[:1] in (("passes",), ("bench",)) else ROOT / "fxsplit" / folder
+    if not inside.is_dir():
+        return False
+    words = name.split("_")
+    known = ["_".join(words[:count]) for count in range(1, len(words) + 1)]
+    return any((inside / f"{stem}.py").is_file() or (inside / stem).is_dir() or stem == inside.name for stem in known)
+
+
+def test_every_file_of_tests_lies_beside_what_it_tests() -> None:
+    stray = [path for path in files_of_tests() if path.parts[0] not in WHOLE and not mirrors(path)]
+    assert stray == [], f"name a file, a folder or the room, or use one of {sorted(WHOLE)}"
+
+
+def test_a_stray_file_of_tests_is_noticed() -> None:
+    assert mirrors(Path("api/test_compile.py")) and mirrors(Path("api/test_compile_arguments.py"))
+    for stray in ("api/test_bugs.py", "nowhere/test_compile.py", "runtime/test_compile.py", "test_compile.py"):
+        assert not mirrors(Path(stray)), stray
+
+
+def test_every_test_is_run_by_one_of_two_targets() -> None:
+    targets = dict(re.findall(r"^(test|test-long):.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(targets) == {"test", "test-long"}
+    assert '-m "not long"' in targets["test"] and "-m long" in targets["test-long"]
+    for recipe in targets.values():
+        (command,) = [line for line in recipe.splitlines() if "-m pytest" in line]
+        assert not re.search(r"--ignore|--deselect|-k |tests/", command), f"{command}: it leaves tests out"
+    run = (ROOT / ".ci" / "run").read_text()
+    assert re.search(r"^make test$", run, re.MULTILINE) and re.search(r"^make test-long$", run, re.MULTILINE)
