@@ -16,7 +16,11 @@ demo: .venv/ready
 test: .venv/ready
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not long"
 
-test-long: .venv/ready
+.venv/long: .venv/ready
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch --editable '.[dev,long]'
+	touch $@
+
+test-long: .venv/long
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m long
 
 lint: .venv/ready
