@@ -9,7 +9,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from math import inf
 
+import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from torch import fx
 
@@ -19,6 +21,16 @@ from fxsplit.ir.facts.price import price_split
 from fxsplit.ir.facts.workload import Workload
 from fxsplit.ir.graph import IR
 from fxsplit.planner import Options
+
+
+def sweep(few: int, all_of_them: int) -> pytest.MarkDecorator:
+    """Give a test its number of `examples`: a few of them at every change, all of them in `make test-long`."""
+    return pytest.mark.parametrize("examples", [few, pytest.param(all_of_them, marks=pytest.mark.long)])
+
+
+def try_examples(examples: int) -> settings:
+    """Return Hypothesis's settings for so many examples, which are the same in every run."""
+    return settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
 
 def ir_of(costs: Costs, *facts: object) -> IR:

@@ -13,15 +13,17 @@ WHOLE = {"proof", "house", "docs"}  # rooms of tests that are about the whole: t
 def mirrors(path: Path) -> bool:
     """Return whether a file of tests names a file or folder beside it in the house, as test_machine.py machine.py.
 
-    A room may be tested as a whole (tests/runtime/test_runtime.py), and a file's tests may be parted by what they are
-    about (test_compile_arguments.py for compile.py).
+    A room may be tested as a whole (tests/runtime/test_runtime.py), and tests may be parted by what they are about
+    (test_compile_arguments.py for compile.py, test_custom_passes.py for passes/). A drawer of bugs mirrors nothing.
     """
     name, folder = path.stem.removeprefix("test_"), path.parent
     inside = ROOT / folder if folder.parts[:1] in (("passes",), ("bench",)) else ROOT / "fxsplit" / folder
     if not inside.is_dir():
         return False
     words = name.split("_")
-    known = ["_".join(words[:count]) for count in range(1, len(words) + 1)]
+    known = {
+        "_".join(part) for cut in range(len(words)) for part in (words[: cut + 1], words[cut:]) if "bugs" not in words
+    }
     return any((inside / f"{stem}.py").is_file() or (inside / stem).is_dir() or stem == inside.name for stem in known)
 
 
@@ -32,7 +34,13 @@ def test_every_file_of_tests_lies_beside_what_it_tests() -> None:
 
 def test_a_stray_file_of_tests_is_noticed() -> None:
     assert mirrors(Path("api/test_compile.py")) and mirrors(Path("api/test_compile_arguments.py"))
-    for stray in ("api/test_bugs.py", "nowhere/test_compile.py", "runtime/test_compile.py", "test_compile.py"):
+    for stray in (
+        "api/test_bugs.py",
+        "runtime/test_runtime_bugs.py",
+        "nowhere/test_compile.py",
+        "runtime/test_compile.py",
+        "test_compile.py",
+    ):
         assert not mirrors(Path(stray)), stray
 
 

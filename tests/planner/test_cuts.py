@@ -19,7 +19,7 @@ from fxsplit.ir.facts.price import COST_MODELS
 from fxsplit.planner import Options, antichains, sequence_states
 from fxsplit.planner.cuts import find_cut_levels
 from fxsplit.planner.planner import Planner
-from tests.graphs import best_bottleneck, node, profiles, workload
+from tests.graphs import best_bottleneck, node, profiles, sweep, try_examples, workload
 from tests.planner.test_planner_models import clusters, many, solve
 
 
@@ -49,8 +49,9 @@ def test_no_ideal_of_a_level_sends_less(costs: Costs, count: int) -> None:
 
 @pytest.mark.parametrize("model", COST_MODELS)
 @pytest.mark.parametrize("use_all", [True, False])
-def test_the_bound_holds_for_plans_that_were_not_looked_at(model: str, use_all: bool) -> None:
-    @many
+@sweep(30, 120)
+def test_the_bound_holds_for_plans_that_were_not_looked_at(model: str, use_all: bool, examples: int) -> None:
+    @try_examples(examples)
     @given(profiles(5), clusters(free=False))
     def check(costs: Costs, machine: Machine) -> None:
         options = Options(model=model, use_all=use_all)

@@ -16,7 +16,7 @@ from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.price import COST_MODELS, price_split
 from fxsplit.planner import Options, search
 from fxsplit.planner.planner import Planner
-from tests.graphs import best_bottleneck, node, profiles, workload
+from tests.graphs import best_bottleneck, node, profiles, sweep, try_examples, workload
 
 many = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
@@ -56,13 +56,14 @@ def solve(costs: Costs, machine: Machine, options: Options) -> Plan | None:
 @pytest.mark.parametrize("use_all", [True, False])
 @pytest.mark.parametrize("free", [False, True])
 @pytest.mark.parametrize("model", COST_MODELS)
-def test_equals_brute_force(solver: str, model: str, free: bool, use_all: bool) -> None:
+@sweep(30, 120)
+def test_equals_brute_force(solver: str, model: str, free: bool, use_all: bool, examples: int) -> None:
     if model == "replicated" and free:
         with pytest.raises(ChainError, match="replicated stages take neighbours"):
             Options(model=model, free=True)
         return
 
-    @many
+    @try_examples(examples)
     @given(profiles(5), clusters(free), st.booleans())
     def check(costs: Costs, machine: Machine, traffic: bool) -> None:
         options = Options(model=model, free=free, use_all=use_all, traffic=traffic)
@@ -81,8 +82,9 @@ def test_equals_brute_force(solver: str, model: str, free: bool, use_all: bool) 
 
 @pytest.mark.parametrize("recompute", ["auto", "always"])
 @pytest.mark.parametrize("model", COST_MODELS)
-def test_recomputation_equals_brute_force(solver: str, model: str, recompute: str) -> None:
-    @many
+@sweep(30, 120)
+def test_recomputation_equals_brute_force(solver: str, model: str, recompute: str, examples: int) -> None:
+    @try_examples(examples)
     @given(profiles(5), clusters(False))
     def check(costs: Costs, machine: Machine) -> None:
         options = Options(model=model, recompute=recompute, use_all=False)

@@ -118,7 +118,10 @@ def test_a_model_without_weights_becomes_the_model(kind: type[nn.Module], tmp_pa
         assert pipe.traced[Example].from_shapes
 
 
-@pytest.mark.parametrize("name", ["resnet18", "unet", "encoder", "squeezenet1_0", "inception_v3"])
+LARGER = ("resnet18", "unet", "squeezenet1_0", "inception_v3")
+
+
+@pytest.mark.parametrize("name", ["encoder", *(pytest.param(name, marks=pytest.mark.long) for name in LARGER)])
 def test_what_shapes_tell_is_what_values_show(name: str) -> None:
     """Bytes, draws and constraints of every node are those of the observed model, in training and evaluation."""
     torch.manual_seed(0)

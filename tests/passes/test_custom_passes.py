@@ -78,13 +78,13 @@ def test_keep_a_submodule_on_a_device(device: int) -> None:
 
 
 def test_by_text() -> None:
-    text = "profile{repeats=1},augment,order,tests.passes.test_passes:Keep{module=conv2,device=1},partition,emit"
+    text = "profile{repeats=1},augment,order,tests.passes.test_custom_passes:Keep{module=conv2,device=1},partition,emit"
     with fxsplit.compile(Residual(), 2, example_inputs=x(), passes=text) as pipe:
         assert stages_of(pipe, "conv2") == {1}
 
 
 def test_by_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    point = EntryPoint("keep", "tests.passes.test_passes:Keep", "fxsplit.passes")
+    point = EntryPoint("keep", "tests.passes.test_custom_passes:Keep", "fxsplit.passes")
     monkeypatch.setattr(spec, "entry_points", lambda group: [point] if group == "fxsplit.passes" else [])
     text = "profile{repeats=1},augment,order,keep{module=head,device=0},partition,emit"
     with (
