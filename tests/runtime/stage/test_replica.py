@@ -113,3 +113,14 @@ def test_a_backend_compiles_the_stage() -> None:
     replica = Replica(stage, Device("cpu:0", CPU), {}, backend)  # type: ignore[arg-type]
     x = torch.ones(2)
     assert torch.equal(replica.stage(x)[0], torch.tanh(x)) and len(seen) == 1 and stage.compiled is None
+
+
+def test_a_weight_that_is_here_already_is_shared_beside_copies_of_others() -> None:
+    layer = Layer()
+    stage = trace_stage(layer)
+    places = {id(w): CPU for w in (*stage.module.parameters(), *stage.module.buffers())} | {id(layer.scale): ELSEWHERE}
+    replica = Replica(stage, Device("cpu:0", CPU), places)
+    replica.refresh()
+    assert replica.stage.module is not stage.module
+    own = {name: id(w) for name, w in layer.named_parameters()}
+    assert {name: id(w) for name, w in replica.stage.module.named_parameters()} == own

@@ -112,6 +112,6 @@ def test_a_failure_is_found_at_its_node() -> None:
         (torchs, ""),
     ):
         for node in stage.module.graph.nodes:
-            node.meta["stack_trace"] = trace
+            node.meta["stack_trace"] = trace if node.name == "inner" else 'File "other.py", line 1, in forward'
         assert find_failing_node(caught.value, stage) == f", node 'inner'{origin}"
     assert find_failing_node(ValueError("elsewhere"), stage) == ""
