@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,14 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxsplit
+from fxsplit.api.auto import choose_candidate
+from fxsplit.api.lowering import capture_model
 from fxsplit.api.microbatch_count import list_microbatch_counts
-from fxsplit.api.options import Candidate, list_schedulers
+from fxsplit.api.options import Candidate, Options, list_schedulers
+from fxsplit.ir.chain import parse_chain
+from fxsplit.ir.facts.call import Call
+from fxsplit.ir.graph import IR
+from fxsplit.passes import PASSES
 from fxsplit.schedule import RUNNABLE
 from fxsplit.schedule.catalogue import Scheduler
 from tests.models import FAST
@@ -92,3 +99,20 @@ def test_bad_input() -> None:
         compiled(n_microbatches="auto", costs=pipe.costs)
     with pytest.raises(fxsplit.FxsplitError, match="n_microbatches='many'"):
         compiled(n_microbatches="many")
+
+
+def test_each_number_of_microbatches_is_captured_and_measured_once() -> None:
+    """Candidates with one number share costs; the choice comes with those of its own microbatch size."""
+    options = Options(machine=fxsplit.Machine.of(["cpu"] * 2), chain=parse_chain(FAST, PASSES), n_microbatches="auto")
+    network, call, captured = model(), Call((torch.randn(16, 32),), {}), []
+
+    def capture_rows(rows: int) -> IR:
+        captured.append(rows)
+        return capture_model(network, options, call, rows, from_shapes=False)
+
+    choice = choose_candidate(replace(options, schedule="auto"), 16, capture_rows)
+    assert captured == [8, 4, 2, 1]
+    assert choice.costs is not None and choice.costs.rows == 16 // choice.candidate.n_microbatches
+    captured.clear()
+    only = choose_candidate(replace(options, n_microbatches=4), 16, capture_rows)
+    assert only == (Candidate(Scheduler("1F1B", 2), 4), None) and captured == []

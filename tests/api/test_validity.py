@@ -196,3 +196,53 @@ def test_a_replaced_tensor_attribute_is_followed() -> None:
         with pytest.warns(UserWarning, match="'scale' of the model changed"):
             found = pipe(x)
         torch.testing.assert_close(found, model(x))
+
+
+class Plain(nn.Module):
+    """Has attributes of every kind that forward() may read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.25)), nn.Linear(8, 8)
+        self.scale, self.name, self.sizes, self.table = 2.0, "plain", (1, 2), torch.zeros(3)
+        self.long, self.unread = tuple(range(200)), [1, 2]
+        self.register_parameter("absent", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.body(x) * self.scale)
+        return result
+
+
+def test_what_is_read_of_a_model_and_what_has_changed() -> None:
+    model = Plain()
+    with fxsplit.compile(model, 2, example_inputs=torch.randn(8, 8), passes=FAST) as pipe:
+        compiled = pipe.compiler.get_compiled("train")
+        assert compiled is not None
+        validity = compiled.validity
+        found = dict(validity.attributes)
+        assert (found["scale"], found["name"], found["sizes"], found["absent"]) == ("2.0", "'plain'", "(1, 2)", "None")
+        assert found["table"].startswith("tensor ") and found["body.1.p"] == "0.25" and found["head.training"] == "True"
+        assert "long" not in found and "unread" not in found and validity.find_changes() == {}
+        model.scale, model.absent = 3.0, nn.Parameter(torch.zeros(1))
+        model.head.weight = model.get_parameter("body.0.weight")
+        dropout = model.body[1]
+        assert isinstance(dropout, nn.Dropout)
+        dropout.p = 0.5
+        del model.name
+        assert validity.find_changes() == {
+            "absent": ("None", None),
+            "body.1.p": ("0.25", "0.5"),
+            "head.weight as": (None, "body.0.weight"),
+            "name": ("'plain'", None),
+            "scale": ("2.0", "3.0"),
+        }
+
+
+def test_weights_without_values_are_named() -> None:
+    model = Plain().to("meta")
+    model.table = torch.zeros(3)
+    with fxsplit.compile(model, 2, example_inputs=torch.randn(8, 8), passes=FAST) as pipe:
+        compiled = pipe.compiler.get_compiled("train")
+        assert compiled is not None
+        with pytest.raises(fxsplit.FxsplitError, match=r"'body.0.weight' has no values yet.*pipe.load_weights\(path\)"):
+            compiled.validity.check_weights()
