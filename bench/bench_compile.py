@@ -28,6 +28,7 @@ from fxsplit.ir.manager import run_chain
 from fxsplit.passes import Augment, Emit, Order, Partition, Profile
 from fxsplit.schedule import find_schedule
 
+# As in the paper's table.
 DEVICES = (4, 8)
 MICROBATCHES, ROWS = 8, 2
 REPEATS = 3
@@ -36,6 +37,7 @@ REPEATS = 3
 # One network at a time: several of them, with their facts, are gigabytes.
 @lru_cache(maxsize=1)
 def network(name: str) -> tuple[nn.Module, Tensor]:
+    # Inception-v3 takes no smaller images.
     torch.manual_seed(0)
     side = 299 if name == "inception_v3" else 224
     return zoo.build(name), torch.randn(MICROBATCHES * ROWS, 3, side, side)

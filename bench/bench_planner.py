@@ -46,6 +46,7 @@ PIPEDREAM = Options(model="replicated", traffic=False)
 @pytest.fixture(autouse=True)
 def warm() -> Iterator[None]:
     """Plan as a process does that plans again and again: all kernels compiled, also for small graphs."""
+    # By default a small graph is planned in plain Python, which is faster than loading the kernels once.
     kernels.prefer_compiled()
     yield
     kernels.prefer_compiled(False)
@@ -131,6 +132,7 @@ def test_beside_the_paper(benchmark: BenchmarkFixture, name: str, devices: int) 
 
 def test_transformer(benchmark: BenchmarkFixture) -> None:
     """96 layers traced operator by operator, 16 devices at 25 GB/s: blocks, states and solution."""
+    # A graph of thousands of nodes, whose lattice is far larger than those of the other networks.
     costs = transformer()
     machine = Machine.planned(16, 25e9)
 

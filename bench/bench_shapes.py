@@ -20,6 +20,7 @@ ROUNDS, DEVICES = 3, 4
 
 def bottleneck_ms(plan: fxsplit.Plan, costs: fxsplit.Costs) -> float:
     """Return the time of the slowest stage by these costs."""
+    # The stages of one plan, priced by the costs of the other: what the plan would take in truth.
     nodes = ([costs.by_name[name] for name in stage.nodes] for stage in plan.stages)
     return max(sum(n.forward_ms + n.backward_ms for n in stage) for stage in nodes)
 

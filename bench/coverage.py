@@ -32,6 +32,7 @@ SUITES = {
     "timm": ("timm_models", "TIMM"),
     "hugging_face": ("hugging_face", "HUGGING_FACE"),
 }
+# Twice the size in float64, and a copy of it beside.
 LARGE = 3e8
 """Parameters from which on a model is not copied into float64: on 24 GB there would be no room for it."""
 STEPS = ("traced", "planned", "run", "equal")

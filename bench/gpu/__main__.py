@@ -21,6 +21,7 @@ from bench.gpu.setting import Setting
 from bench.gpu.speed import run_speed
 from bench.gpu.timing import SIZES
 
+# Compiling takes a few seconds, and the steps none.
 HANG_S = 30.0
 COMMANDS = ("checks", "chaos", "bench", "green", "host", "graphs", "hang")
 
@@ -38,6 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     if unknown or (given.sizes and given.command != "bench"):
         parser.error(f"sizes {given.sizes}: only bench takes any, of {', '.join(SIZES)}")
     setting = Setting(given.dry)
+    # Figures mean nothing without what they were measured on.
     if not given.dry:
         name, python = torch.cuda.get_device_name(0), sys.version.split()[0]
         print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, {name}, Python {python}, {os.cpu_count()} cores")

@@ -16,6 +16,7 @@ def run_backwards_in_workers() -> AbstractContextManager[object]:
 
     By default autograd hands a GPU's part of a backward to one thread that it keeps for each GPU.
     """
+    # Workers enter the caller's modes around all that they run, so this is where one more mode belongs.
     enter = ThreadModes.enter
 
     @contextmanager

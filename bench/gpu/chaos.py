@@ -26,7 +26,9 @@ LONGEST_CYCLES = 2e6
 
 def run_chaos(setting: Setting, seconds: float = 65.0) -> int:
     """Take steps with delays under all schedules, for so many seconds; return how many checks do not hold."""
+    # The same delays each time, but threads reach them in another order: a failure may need several runs to come back.
     rng = random.Random(0)
+    # The CPU's streams in a dry run, whose delays do nothing, so that the same lines run.
     kind: type[Any] = CpuStream if setting.dry else CudaStream
     mark, fetch = kind.mark, kind.fetch
 
@@ -59,11 +61,13 @@ def _step_for(setting: Setting, seconds: float, delay: Callable[[], None]) -> tu
     while steps == 0 or time.monotonic() < end:
         schedule, mode, n_devices = next(turns)
         model = Net().double().to(setting.device)
+        # The twin takes the same steps unsplit, so that statistics of batch norm go on from the same values.
         twin = copy.deepcopy(model)
         options = {"passes": FAST, **mode}
         with setting.compile(model, n_devices, schedule=schedule, example_inputs=x, **options) as pipe:
             for _ in range(STEPS):
                 delay()
+                # Other inputs in each step: a value of the step before would go unnoticed among equal ones.
                 inputs = torch.randn_like(x)
                 expected = run_unsplit_step(twin, [inputs], y, F.cross_entropy, MICROBATCHES)
                 model.zero_grad()

@@ -21,6 +21,7 @@ from fxsplit.passes.profile.time_in_step import run_in_worker_thread
 from fxsplit.runtime.streams import CudaStream
 from fxsplit.schedule.catalogue import Scheduler
 
+# An H100 has 132 multiprocessors, and partitions come in multiples of 8.
 COUNT, MULTIPROCESSORS = 4, 32
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "ZB-H1", "ZBVZeroBubble")
 
@@ -30,6 +31,7 @@ def run_green(setting: Setting) -> int:
     partitions = [] if setting.dry else make_partitions(setting, COUNT, MULTIPROCESSORS)
     for name in ("middle bf16", "large bf16")[: 1 if setting.dry else None]:
         case = Case.build(setting, name)
+        # What one of four GPUs would do alone is the measure of a pipeline over all four.
         with _on_first(partitions):
             unsplit = measure(setting, case.run_unsplit, 1 if setting.dry else 5)
         print(f"{name}: unsplit on one partition {unsplit.wall_ms:.1f} ms", flush=True)
@@ -56,6 +58,7 @@ def run_green(setting: Setting) -> int:
 
                 taken = measure(setting, step, 1 if setting.dry else 5)
                 predicted = predict_ms(pipe, Scheduler(schedule, COUNT), case.n_microbatches)
+                # What a schedule could gain at most: all work on one device, over its simulated step.
                 single = case.n_microbatches * pipe.plan.single_ms
             print(
                 f"   {schedule}: {taken.wall_ms:.1f} ms (host {taken.host_ms:.1f}), "
@@ -96,6 +99,7 @@ def _profile_inside(context: Callable[[], AbstractContextManager[Any]]) -> Itera
     """Let the profile be measured inside a context, which its own thread enters."""
 
     def in_thread_inside(run: Callable[[], Any], intraop_threads: int) -> Any:
+        # The context is entered in the profile's own thread, as the current stream is a thread's.
         def run_inside() -> Any:
             with context():
                 return run()

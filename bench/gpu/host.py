@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from bench.gpu.setting import Setting
 
+# A product so small that the GPU is done before the next one is launched.
 SIZE = 64
 THREADS = (1, 2, 4)
 DEFAULT_INTERVAL_S, SHORT_INTERVAL_S = 5e-3, 1e-4
@@ -54,6 +55,7 @@ def _launch_s(setting: Setting, weights: Sequence[Tensor], count: int) -> float:
 
     def launch(weight: Tensor) -> None:
         with _stream(setting), torch.no_grad():
+            # Each launch needs the one before, as in a layer after a layer.
             x = weight
             for _ in range(count):
                 x = torch.mm(x, weight).tanh_()
@@ -80,6 +82,7 @@ def _print_one_thread(setting: Setting, weights: Sequence[Tensor], operators: in
 def _train_us(setting: Setting, count: int) -> float:
     """Return the microseconds for each layer of forward and backward, spread over so many threads."""
     layers, rounds = (5, 4) if setting.dry else (50, 40)
+    # Small layers without activations: launches are all that takes time.
     net = nn.Sequential(*(nn.Linear(SIZE, SIZE) for _ in range(layers))).to(setting.device)
     x = torch.randn(8, SIZE, device=setting.device)
 
@@ -89,6 +92,7 @@ def _train_us(setting: Setting, count: int) -> float:
                 torch.autograd.grad(model(x).sum(), list(model.parameters()))
 
     train(net)
+    # Gradients of threads that share weights would wait for each other.
     nets = [copy.deepcopy(net) for _ in range(count)]
     setting.synchronize()
     return 1e6 * _time_threads([partial(train, m) for m in nets], setting) / rounds / layers

@@ -35,6 +35,7 @@ def _by_torch(device: torch.device, count: int, multiprocessors: int) -> list[Pa
     """Return partitions made by torch."""
     from torch.cuda.green_contexts import GreenContext
 
+    # One by one, so torch cannot tell whether the next one is to be apart from this one.
     partitions: list[Partition] = []
     for _ in range(count):
         context: Any = GreenContext.create(num_sms=multiprocessors, device_id=device.index)
@@ -71,6 +72,7 @@ def _by_driver(device: torch.device, count: int, multiprocessors: int) -> list[P
 
 def run_apart(setting: Setting, partitions: list[Partition]) -> bool:
     """Return whether two partitions at work take about as long as one, so that each has its own multiprocessors."""
+    # A product that fills any partition for milliseconds.
     matrix = torch.randn(4096, 4096, device=setting.device, dtype=torch.bfloat16)
     first, second = (stream for _, stream in partitions[:2])
     one = _multiply_s(setting, matrix, [first])

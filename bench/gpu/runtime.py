@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("--n-microbatches", type=int, default=8)
     given = parser.parse_args()
     device, n = torch.device(given.device), given.n_microbatches
+    # The same weights each time, so that runs on two machines do the same work.
     torch.manual_seed(0)
     model = Encoder(width=given.width, heads=16, layers=given.layers, length=512).to(device)
     x = torch.randint(0, 1000, (given.rows, 512), device=device)

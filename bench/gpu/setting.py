@@ -16,6 +16,7 @@ import fxsplit
 FAST = "profile{repeats=1},augment,order,partition,emit"
 """Checks of values do not depend on how well the costs are measured."""
 RECOMPUTING = FAST.replace("partition", "partition{recompute=always}")
+# Chimera and the asynchronous schedules use the same streams in the same way.
 SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "ZB-H1", "ZBVZeroBubble")
 CLASSES, WIDTH, ROWS, MICROBATCHES = 5, 64, 32, 8
 
@@ -61,6 +62,7 @@ class Setting:
 
     def make_batch(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
         """Return inputs [ROWS, WIDTH] and targets [ROWS], always the same."""
+        # Made on the CPU and moved, so that a dry run sees the same numbers.
         torch.manual_seed(0)
         x = torch.randn(ROWS, WIDTH, dtype=dtype).to(self.device)
         return x, torch.randint(0, CLASSES, (ROWS,)).to(self.device)

@@ -18,6 +18,7 @@ from fxsplit.schedule.catalogue import Scheduler
 from fxsplit.schedule.of_plan import build_schedule, read_times
 
 CHAIN = "profile{repeats=3},augment,order,partition,emit"
+# One stage shows what the runtime costs; four show what stages that wait for each other cost on top.
 PIPELINES = ((1, "1F1B"), (2, "1F1B"), (4, "1F1B"), (4, "ZB-H1"), (4, "GPipe"))
 DRY_PIPELINES = ((2, "1F1B"), (2, "ZB-H1"))
 
@@ -87,6 +88,7 @@ def _measure_pipeline(
 
 def predict_ms(pipe: Pipeline, scheduler: Scheduler, n_microbatches: int) -> float:
     """Return the step time that the plan predicts, in milliseconds, with a device for each stage."""
+    # As if nothing shared the GPU: stages that do share it take at least the sum of their work.
     schedule = build_schedule(pipe.plan, scheduler, n_microbatches)
     return simulate(schedule, read_times(pipe.plan, schedule)).step_ms
 

@@ -92,6 +92,7 @@ def measure(setting: Setting, run: Callable[[], Any], rounds: int) -> Taken:
         run()
         for event in events[1:]:
             event.record()
+        # The host is done once all is queued; if that takes as long as the GPU, the GPU waits for the host.
         host_s = time.perf_counter() - begin
         setting.synchronize()
         wall_s = time.perf_counter() - begin

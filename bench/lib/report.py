@@ -58,6 +58,7 @@ def _runtime(rows: list[Any]) -> None:
     """Print one row a network and batch: how many times as fast as the unsplit model on one thread everybody is."""
     if not rows:
         return
+    # The unit of the table, and the traced steps that only the bound needs, have no columns.
     names = [name for name in rows[0]["seconds"] if name not in ("whole, 1 thread", "traced")]
     print(
         f"| work | {' | '.join(names)} | share of the bound | CPU time of the loop's |\n|---|"

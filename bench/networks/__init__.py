@@ -12,6 +12,7 @@ from bench.networks.transformer import Encoder
 from bench.networks.unet import UNet
 from fxsplit.errors import InputError
 
+# Cuts of these are well known, so plans for them can be compared with those of others.
 TABLE_1 = {
     "vgg16": "VGG-16",
     "resnet18": "ResNet-18",

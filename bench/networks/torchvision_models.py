@@ -10,6 +10,7 @@ from fxsplit.torch_internals.torchvision_operators import declare_detection_oper
 
 def torchvision_model(name: str, **options: object) -> nn.Module:
     """Return torchvision's model `name` with random weights; raises FxsplitError where torchvision is missing."""
+    # Beside a torch without CUDA, torchvision cannot be imported unless its operators are declared.
     declare_detection_operators()
     try:
         from torchvision import models

@@ -38,6 +38,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the block's output, of the same shape."""
+        # Two sums: values that go around the attention and the network cross every cut inside the block.
         x = x + self.attention(self.norm1(x))
         return x + cast(Tensor, self.down(F.gelu(self.up(self.norm2(x)))))
 

@@ -26,6 +26,7 @@ class UNet(nn.Module):
 
     def __init__(self, classes: int = 4, width: int = 16, depth: int = 3) -> None:
         super().__init__()
+        # Twice the channels at half the size, level by level.
         sizes = [width * 2**i for i in range(depth + 1)]
         self.enter = _double(3, width)
         self.down = nn.ModuleList(_double(a, b) for a, b in itertools.pairwise(sizes))

@@ -13,6 +13,7 @@ from bench.gpu.setting import Setting
 Check = Callable[[Setting], tuple[bool, str]]
 """A check returns whether it holds, and a line that says what was found."""
 
+# The first ones tell why later ones fail: with a wrong stream nothing else can be right.
 ALL: tuple[Check, ...] = (
     order.backward_runs_on_the_stream_of_its_forward,
     equality.schedules_equal_the_unsplit_model,
@@ -58,5 +59,6 @@ def run_check(setting: Setting, check: Check) -> tuple[bool, str]:
             holds, text = False, f"{type(error).__name__}: {str(error)[:300]}"
     # The memory of one check is not to count in the next one.
     setting.release_memory()
+    # A warning that comes in each step is told once.
     told = sorted({str(w.message).splitlines()[0][:110] for w in caught})
     return holds, text + (f" | warnings: {told[:3]}" if told else "")

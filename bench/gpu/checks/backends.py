@@ -17,6 +17,7 @@ def inductor(setting: Setting) -> tuple[bool, str]:
         return True, "needs a GPU"
     x, y = setting.make_batch(torch.float32)
     model = Net().to(setting.device)
+    # Compiled kernels sum in another order, in single precision.
     expected = run_unsplit_step(copy.deepcopy(model), [x], y, F.cross_entropy, MICROBATCHES)
     with setting.compile(model, 2, example_inputs=x, stage_backend="inductor") as pipe:
         difference = compare(run_pipeline_step(pipe, [x], y), expected).gradient
@@ -29,6 +30,7 @@ def cudagraphs(setting: Setting) -> tuple[bool, str]:
         return True, "needs a GPU"
     x, y = setting.make_batch(torch.float32)
     with setting.compile(Net().to(setting.device), 2, example_inputs=x, stage_backend="cudagraphs") as pipe:
+        # The first step records graphs, and the second one replays them.
         pipe.step(x, target=y)
         pipe.step(x, target=y)
     return True, "ran"

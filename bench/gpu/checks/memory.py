@@ -74,6 +74,7 @@ class Recurrent(nn.Module):
 
 def recurrent_weights_stay_flat(setting: Setting) -> tuple[bool, str]:
     """Compile a recurrent model from host memory: cuDNN warns in each call if placing has scattered the weights."""
+    # Built in host memory, and moved by the pipeline and not by nn.Module.to, which keeps weights flat.
     x, y = torch.randn(32, 7, WIDTH), torch.randint(0, CLASSES, (32,)).to(setting.device)
     with setting.compile(Recurrent(), 2, example_inputs=x) as pipe:
         pipe.step(x, target=y)
@@ -88,6 +89,7 @@ def peak_beside_the_plan(setting: Setting) -> tuple[bool, str]:
     """Tell the peak memory of a step beside what the plan says, under three schedules."""
     if setting.dry:
         return True, "needs a GPU"
+    # Large enough that activations, and not workspaces of libraries, are most of the memory.
     model = Encoder(width=1024, heads=16, layers=8, length=512).to(setting.device)
     x = torch.randint(0, 1000, (32, 512), device=setting.device)
     y = torch.randint(0, 10, (32,), device=setting.device)

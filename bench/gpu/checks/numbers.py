@@ -27,6 +27,7 @@ class DropPath(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return class scores: [rows, WIDTH] -> [rows, CLASSES]."""
+        # Half of the rows pass: whole masks that differ change gradients by far more than rounding.
         keep = torch.rand((x.shape[0], 1), dtype=x.dtype, device=x.device).add(0.5).floor()
         scores: Tensor = self.b(torch.tanh(self.a(x)) * keep)
         return scores
@@ -38,6 +39,7 @@ def masks_are_the_same_however_the_model_is_cut(setting: Setting) -> tuple[bool,
     cuts = ((1, "1F1B"), (2, "1F1B"), (4, "1F1B"), (4, "ZB-H1"), (2, "Interleaved1F1B"))
     found = []
     for n_devices, schedule in cuts[1:4:2] if setting.dry else cuts:
+        # One seed for the weights, and another one for the step.
         torch.manual_seed(3)
         model = Net(drop=0.5).double().to(setting.device)
         with setting.compile(model, n_devices, schedule=schedule, example_inputs=x) as pipe:
@@ -52,6 +54,7 @@ def masks_without_tensor_arguments(setting: Setting) -> tuple[bool, str]:
     """Compare gradients with and without recomputing, which draws every mask a second time."""
     x, y = setting.make_batch()
     found = []
+    # Recomputing twice tells a mask that differs at random from one that differs by recomputing.
     for chain in (FAST, RECOMPUTING, RECOMPUTING):
         torch.manual_seed(3)
         model = DropPath().double().to(setting.device)
@@ -65,6 +68,7 @@ def masks_without_tensor_arguments(setting: Setting) -> tuple[bool, str]:
 
 def profiling_leaves_the_generator(setting: Setting) -> tuple[bool, str]:
     """Compile a model with dropout and without buffers: the device's generator stays as it was."""
+    # Without buffers: what a model's buffers are on must not decide which generators are kept.
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(), nn.Linear(WIDTH, CLASSES)).double().to(setting.device)
     x, _ = setting.make_batch()
     read_state = torch.get_rng_state if setting.dry else torch.cuda.get_rng_state

@@ -27,6 +27,7 @@ def backward_runs_on_the_stream_of_its_forward(setting: Setting) -> tuple[bool, 
         stream = 0 if setting.dry else torch.cuda.current_stream().cuda_stream
         seen[what] = threading.current_thread().name, stream
 
+    # An autograd function sees the thread and the stream that its own kernels are launched with.
     class Look(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -63,6 +64,7 @@ def inputs_made_on_a_side_stream(setting: Setting) -> tuple[bool, str]:
     difference = 0.0
     with setting.compile(model, 3, example_inputs=x) as pipe:
         side = torch.cuda.Stream()
+        # A race comes up now and then, so one step proves little.
         for _ in range(20):
             model.zero_grad()
             with torch.cuda.stream(side):

@@ -18,6 +18,7 @@ def stages_on_the_cpu_and_on_the_gpu(setting: Setting) -> tuple[bool, str]:
     """Compare a step over one CPU device and one GPU, in either order, with the unsplit model's on the CPU."""
     x, y = (t.cpu() for t in setting.make_batch())
     found = []
+    # In either order: values go from host memory to the GPU, and back.
     for devices in (["cpu", setting.name], [setting.name, "cpu"]):
         model = Net().double()
         expected = run_unsplit_step(copy.deepcopy(model), [x], y, F.cross_entropy, MICROBATCHES)
@@ -25,6 +26,7 @@ def stages_on_the_cpu_and_on_the_gpu(setting: Setting) -> tuple[bool, str]:
             model, devices, n_microbatches=MICROBATCHES, example_inputs=x, passes=FAST, loss_fn=F.cross_entropy
         ) as pipe:
             outcome = run_pipeline_step(pipe, [x], y.to(devices[-1]))
+        # Comparing needs both on one device.
         moved = ({name: _to_host(t) for name, t in part.items()} for part in vars(outcome).values())
         found.append(compare(Outcome(*moved), expected).largest)
     return max(found) < CLOSE, f"differences {found}"
@@ -39,6 +41,7 @@ def inputs_and_targets_in_host_memory(setting: Setting) -> tuple[bool, str]:
     """Step with inputs and targets on the CPU; a target on the wrong device must be refused, and not be waited for."""
     x, y = setting.make_batch()
     with setting.compile(Net().double().to(setting.device), 2, example_inputs=x.cpu()) as pipe:
+        # Inputs are moved to the first stage. The loss is computed on the last one, where a target belongs.
         pipe.step(x.cpu(), target=y)
         try:
             pipe.step(x.cpu(), target=y.cpu())
@@ -67,6 +70,7 @@ def pinned_input_overwritten_after_the_call(setting: Setting) -> tuple[bool, str
         pipe.eval()
         expected = pipe(x.cpu()).clone()
         setting.synchronize()
+        # The copy from the pinned input waits behind this.
         setting.occupy(1e8)
         found = pipe(pinned)
         pinned.zero_()
