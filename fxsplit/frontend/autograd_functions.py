@@ -1,7 +1,11 @@
-"""Functions with a backward of the user's own, of which both front ends would record the forward alone.
+"""Keep the calls of autograd.Functions in a graph: a front end would record their forward, and no backward.
 
-Symbolic tracing records the call instead, which keeps the backward. torch.export looks into it; so what goes in and
-what comes out is marked, and the call is put back between the marks (`fxsplit.frontend.export.inline`).
+Symbolic tracing records the call itself as a node. torch.export looks into the call, so operators mark each tensor that
+goes in and each that comes out, and the call is put back between the marks (`fxsplit.frontend.export.inline`):
+
+    enter = fxsplit::enter(x, 0)            the first tensor that goes into call 0
+    mul = aten.mul(enter, 0.5)              what the function's forward does
+    leave = fxsplit::leave(mul, 0, 0)       output 0 of call 0
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,7 +25,7 @@ from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.patch import Method, patch_method
 
 TORCHS = ("torch._library.", "torch._functorch.")
-"""Where torch defines such functions for operators that a graph does hold."""
+"""Where torch defines autograd.Functions for operators that a graph does hold."""
 
 Record = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Makes a node of a call."""
@@ -31,6 +36,7 @@ one_trace = threading.RLock()
 
 torch.library.define("fxsplit::enter", "(Tensor x, int call) -> Tensor")
 torch.library.define("fxsplit::leave", "(Tensor x, int call, int output) -> Tensor")
+# Clones, since the schemas promise new memory: an operator must not return its input.
 torch.library.impl("fxsplit::enter", "CompositeExplicitAutograd", lambda x, call: x.clone())
 torch.library.impl("fxsplit::leave", "CompositeExplicitAutograd", lambda x, call, output: x.clone())
 enter, leave = torch.ops.fxsplit.enter.default, torch.ops.fxsplit.leave.default
@@ -42,9 +48,9 @@ def record_functions(record: Record) -> Iterator[None]:
 
     def replace(cls: Any, own: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         traced = any(isinstance(a, fx.Proxy) for a in args)
-        return record(_call_of(cls), args, kwargs) if traced else own(cls, *args, **kwargs)
+        return record(_make_call(cls), args, kwargs) if traced else own(cls, *args, **kwargs)
 
-    with _applied_by(replace):
+    with _replace_calls(replace):
         yield
 
 
@@ -56,50 +62,51 @@ def mark_functions() -> Iterator[list[Call]]:
     def replace(cls: Any, own: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, structure = pytree.tree_flatten((args, kwargs))
         number = len(calls)
-        calls.append(_call_with(cls, leaves, structure))
+        calls.append(_make_call_of_tensors(cls, leaves, structure))
         entered = [enter(leaf, number) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(entered, structure)
-        outputs, whole = pytree.tree_flatten(own(cls, *args, **kwargs))
+        outputs, containers = pytree.tree_flatten(own(cls, *args, **kwargs))
         left = [leave(o, number, i) if isinstance(o, Tensor) else o for i, o in enumerate(outputs)]
-        return pytree.tree_unflatten(left, whole)
+        return pytree.tree_unflatten(left, containers)
 
-    with _applied_by(replace):
+    with _replace_calls(replace):
         yield calls
 
 
 @contextmanager
-def _applied_by(replace: Callable[[Any, Call, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
+def _replace_calls(replace: Callable[[Any, Call, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
     """Let this thread's calls of the user's own autograd.Functions go to `replace`."""
 
     def replacing(apply: Method) -> Method:
-        def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(cls: Any, *args: Any, **kwargs: Any) -> Any:
             if cls.__module__.startswith(TORCHS):
                 return apply(cls, *args, **kwargs)
+            # Its backward calls forward() and backward() again, of which stages have only parts.
             if cls is CheckpointFunction:
                 raise TraceError(
                     "forward() calls checkpoint(use_reentrant=True), whose backward cannot be run in parts: give it "
-                    "use_reentrant=False, or leave it out and compile(recompute='always')"
+                    "use_reentrant=False, or leave it out and compile(checkpoint='always')"
                 )
             return replace(cls, apply, args, kwargs)
 
-        return applied
+        return call
 
     with patch_method(torch.autograd.Function, "apply", replacing):
         yield
 
 
-_calls: dict[Any, Call] = {}
+@cache  # two graphs are compared by their nodes' targets, so the function of one class must be one object
+def _make_call(cls: Any) -> Call:
+    """Return the function that calls one autograd.Function."""
+    return _name_after(cls, lambda *args, **kwargs: cls.apply(*args, **kwargs))
 
 
-def _call_of(cls: Any) -> Call:
-    """Return the function that calls one autograd.Function, always the same: two graphs are compared by their nodes."""
-    if cls not in _calls:
-        _calls[cls] = _named(cls, lambda *args, **kwargs: cls.apply(*args, **kwargs))
-    return _calls[cls]
+def _make_call_of_tensors(cls: Any, leaves: list[Any], structure: pytree.TreeSpec) -> Call:
+    """Return the function of an autograd.Function's tensors alone, for its other arguments as they are.
 
-
-def _call_with(cls: Any, leaves: list[Any], structure: pytree.TreeSpec) -> Call:
-    """Return the function of an autograd.Function's tensors alone, for its other arguments as they are."""
+    It returns its outputs as a flat tuple, since a mark knows an output by its number.
+    """
+    # No tensor of this call is held: it is one of an exported program that is gone by the time of the next call.
     held = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
@@ -110,10 +117,10 @@ def _call_with(cls: Any, leaves: list[Any], structure: pytree.TreeSpec) -> Call:
         args, kwargs = pytree.tree_unflatten(filled, structure)
         return tuple(pytree.tree_leaves(cls.apply(*args, **kwargs)))
 
-    return _named(cls, call)
+    return _name_after(cls, call)
 
 
-def _named(cls: Any, call: Call) -> Call:
+def _name_after(cls: Any, call: Call) -> Call:
     """Return a function under the name of a class, as which it stands in a graph's code."""
     call.__name__ = call.__qualname__ = cls.__name__
     call.__module__ = cls.__module__

@@ -1,4 +1,7 @@
-"""Capturing and checking run the model, and leave no trace on it."""
+"""Leave no trace on the model: capturing and checking run its forward(), which may change anything that it reaches.
+
+What can be put back is put back. What a graph would lose, or keep from call to call, is refused.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,17 @@ from fxsplit.torch_internals.rng import keep_generators
 
 @contextmanager
 def restore_model(model: nn.Module) -> Iterator[None]:
-    """Restore attributes and hooks of every module, and generators, after the block: compiling must leave no trace."""
+    """Restore attributes and hooks of every module, and random generators, after the block.
+
+    Attributes include what is in lists, dicts, sets and deques, and the values of tensors that are neither parameters
+    nor buffers.
+    """
+    # A copy of each __dict__ keeps the objects; what is inside of them is copied below, and put back into them.
     before = [(m, dict(m.__dict__)) for m in model.modules()]
     registries = [held for m, _ in before for key, held in m.__dict__.items() if "_hooks" in key and held is not None]
     hooks = [(held, dict(held)) for held in registries if isinstance(held, dict)]
     values = [v for _, held in before for name, v in held.items() if not name.startswith("_")]
-    contents = [(v, copy.copy(v)) for v in _collections(values)]
+    contents = [(v, copy.copy(v)) for v in _list_collections(values)]
     tensors = [(v, v.detach().clone()) for v in values if isinstance(v, Tensor)]  # neither parameters nor buffers
     try:
         with keep_generators():
@@ -40,15 +48,15 @@ def restore_model(model: nn.Module) -> Iterator[None]:
             collection.extend(kept) if isinstance(collection, (list, deque)) else collection.update(kept)
 
 
-def _collections(values: Iterable[Any]) -> list[Any]:
-    """Return the lists, dicts, sets and deques among values, and in each other."""
+def _list_collections(values: Iterable[Any]) -> list[Any]:
+    """Return the lists, dicts, sets and deques among values, and those inside of them."""
     found: dict[int, Any] = {}
     left = list(values)
     while left:
         value = left.pop()
         if isinstance(value, (list, dict, set, deque)) and id(value) not in found:
             found[id(value)] = value
-        elif not isinstance(value, tuple):
+        elif not isinstance(value, tuple):  # a tuple cannot change, but it may hold a list that does
             continue
         left += value.values() if isinstance(value, dict) else value
     return list(found.values())
@@ -56,7 +64,10 @@ def _collections(values: Iterable[Any]) -> list[Any]:
 
 @contextmanager
 def refuse_draws(model: nn.Module, states: Callable[[], Any]) -> Iterator[None]:
-    """Raise TraceError where the block draws random numbers, which would be constants of the graph."""
+    """Raise TraceError where the block draws random numbers, which would be constants of the graph.
+
+    `states` reads the states of the generators that count; a draw changes one of them.
+    """
     before = states()
     yield
     if states() != before:
@@ -70,13 +81,14 @@ def refuse_draws(model: nn.Module, states: Callable[[], Any]) -> Iterator[None]:
 def refuse_assignments(model: nn.Module) -> Iterator[None]:
     """Restore parameters and buffers that the block assigned, and raise TraceError naming one.
 
-    A graph cannot assign: it would lose the new value, and tracing would leave a placeholder in the model.
+    `self.count = self.count + 1` is no operator, so a graph would lose the new value, and tracing would leave a proxy
+    in the model.
     """
     before = [(path, held, dict(held)) for path, m in model.named_modules() for held in (m._parameters, m._buffers)]
     assigned = []
     try:
         yield
-    finally:
+    finally:  # put back even when the block fails: another front end will run the model
         for path, held, kept in before:
             names = [name for name in {**held, **kept} if held.get(name) is not kept.get(name)]
             assigned += [f"{path}.{name}".removeprefix(".") for name in names]

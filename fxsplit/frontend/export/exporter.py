@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from fxsplit.errors import TraceError
 from fxsplit.frontend.autograd_functions import mark_functions, one_trace
 from fxsplit.frontend.export.inline import inline_blocks
-from fxsplit.frontend.export.whole_modules import Wholes
+from fxsplit.frontend.export.whole_modules import WholeModules, replace_forward
 from fxsplit.frontend.graph import Graph
 from fxsplit.frontend.no_trace_left import refuse_assignments, refuse_draws, restore_model
 from fxsplit.frontend.subject import Runnable, Subject
@@ -69,12 +69,12 @@ def _export(subject: Subject, front_end: str) -> Graph:
             )
         shapes = tuple({s.batch_dim: torch.export.Dim.DYNAMIC} if s.batch_dim is not None else None for s in specs)
         try:
-            wholes = Wholes(here, subject.whole)
+            wholes = WholeModules(here, subject.whole)
             with one_trace, _take_tensors(here, wholes), _NeverDropped(), _be_quiet():
                 with (
                     mark_functions() as calls,
                     _notice_checkpoints() as checkpoints,
-                    wholes.exporting(),
+                    wholes.replace_calls(),
                     _skip_idle_conversions(),
                     watch_hooks(_refuse_hook),
                 ):
@@ -131,13 +131,12 @@ def _read_bounds(program: torch.export.ExportedProgram) -> tuple[int, int | None
 
 
 @contextmanager
-def _take_tensors(here: Runnable, wholes: Wholes) -> Iterator[None]:
+def _take_tensors(here: Runnable, wholes: WholeModules) -> Iterator[None]:
     """Let forward() take one positional argument for each tensor, and return plain containers.
 
     torch.export asks forward() for its signature, and would make arguments of the call's other values too.
     """
-    model, specs, original = here.model, here.inputs.specs, here.model.forward
-    own = model.__dict__.get("forward")
+    specs, original = here.inputs.specs, here.model.forward
 
     def forward(*tensors: Tensor) -> Any:
         pairs = zip(specs, tensors, strict=True)
@@ -149,14 +148,8 @@ def _take_tensors(here: Runnable, wholes: Wholes) -> Iterator[None]:
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     names = [inspect.Parameter(f"in_{i}", kind) for i, _ in enumerate(specs)]
     forward.__signature__ = inspect.Signature(names)  # type: ignore[attr-defined]
-    model.__dict__["forward"] = forward
-    try:
+    with replace_forward(here.model, forward):
         yield
-    finally:
-        # A forward that the caller has set on the instance stays there.
-        del model.__dict__["forward"]
-        if own is not None:
-            model.__dict__["forward"] = own
 
 
 class _NeverDropped(TorchFunctionMode):

@@ -1,17 +1,45 @@
-"""From an exported program to the graph that passes work on: with the model's names, and nothing that does nothing."""
+"""Write the graph that passes work on from the program that torch.export has made.
+
+For `return self.norm(self.a(x)) * scale`, in which `scale` is computed under no_grad, the program is flat: all modules
+are taken apart into operators of aten, and each weight is fetched once for all its users.
+
+    in_0 = placeholder
+    p_a_weight = get_attr a.weight                                       and so on for all parameters and buffers
+    linear = aten.linear(in_0, p_a_weight, p_a_bias)
+    add_ = aten.add_(b_norm_num_batches_tracked, 1)
+    batch_norm = aten.batch_norm(linear, p_norm_weight, p_norm_bias, b_norm_running_mean, ...)
+    block = wrap_with_set_grad_enabled(False, submod_1, linear)          submod_1: a GraphModule, the block's body
+    getitem = getitem(block, 0)
+    mul = aten.mul(batch_norm, getitem)
+
+The graph written from it computes the same:
+
+    x = placeholder                                                      named for the call's argument
+    a_weight = get_attr a.weight                                         fetched by each user in its own stage
+    linear = aten.linear(x, a_weight, a_bias)
+    norm = call_module norm(linear)                                      torch's batch norms are modules, which count
+    softmax, detach = ...                                                the body's nodes, and a result without gradient
+    mul = aten.mul(norm, detach)
+
+A block under another mode, such as autocast, becomes one call of a module. Marks around the calls of an
+autograd.Function (`autograd_functions`) become a call of the function. Operators in place of a submodule that stays
+whole (`whole_modules`) become a call of the submodule.
+"""
 
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from fxsplit.errors import TraceError
 from fxsplit.frontend.autograd_functions import enter, leave
+from fxsplit.frontend.export.batch_norms import find_batch_norms, find_counter
+from fxsplit.frontend.export.blocks import Region, can_be_inlined, find_body, is_block, writes
 from fxsplit.frontend.export.whole_modules import WholeCall, whole
 from fxsplit.frontend.graph import find_submodule
 from fxsplit.torch_internals import pytree
@@ -22,257 +50,179 @@ END = 2**63 - 1
 ASSERTS = (aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten._assert_async.msg)
 Held = dict[str, Any]
 """What a graph fetches and calls, by path."""
-
-
-class Region(nn.Module):
-    """Calls a part of an exported program under a mode that the program enters and leaves, such as autocast."""
-
-    def __init__(self, region: Callable[..., Any], options: Sequence[Any], inside: fx.GraphModule) -> None:
-        super().__init__()
-        self.inside = inside
-        self._region = region
-        self._options = tuple(options)
-
-    def forward(self, *values: Any) -> Any:
-        """Return what the part returns."""
-        return self._region(*self._options, self.inside, *values)
+Use = Callable[[Any], Any]
+"""Returns what has, in the graph that is written, the value of a node that is read."""
 
 
 def inline_blocks(
     program: fx.GraphModule,
     model: nn.Module,
     inputs: Sequence[str],
-    calls: Sequence[Callable[..., Any]],
+    functions: Sequence[Callable[..., Any]],
     wholes: Sequence[WholeCall],
 ) -> tuple[fx.Graph, Held, list[Any]]:
-    """Return the program's graph, without its output, with `inputs` as placeholders; what it fetches; what it returns.
+    """Return the program's graph without an output; what the graph fetches and calls; and what it is to return.
 
-    Parameters and buffers go by the first name that the model has for them, and each user fetches them itself. Blocks
-    without gradients are inlined and their results detached; torch's batch norms are calls of the modules again, and
-    `calls` of autograd.Functions are back between their marks, those of submodules that stay whole in their operators'
-    place.
+    `model` is the exported model, `inputs` are the names of its tensor arguments. `functions` are the marked calls of
+    autograd.Functions, `wholes` the calls of submodules that stay whole, both by the number in their operators. Raises
+    TraceError for a block that a graph cannot hold.
     """
-    writer = _Writer(program, model, calls, wholes)
+    writer = _Writer(program, model, functions, wholes)
     placeholders = program.graph.find_nodes(op="placeholder")
     values = {node: writer.graph.placeholder(name) for node, name in zip(placeholders, inputs, strict=True)}
-    returned = list(writer.write(program, values))
+    returned = writer.write(program, values)
     _erase_idle(writer.graph, {v for v in returned if isinstance(v, fx.Node)})
     return writer.graph, writer.held, returned
 
 
 class _Writer:
-    """Writes one graph from a program and the parts in it."""
+    """Writes one graph from a program and the bodies of its blocks."""
 
     def __init__(
         self,
         program: fx.GraphModule,
         model: nn.Module,
-        calls: Sequence[Callable[..., Any]],
+        functions: Sequence[Callable[..., Any]],
         wholes: Sequence[WholeCall],
     ) -> None:
         self.graph = fx.Graph()
         self.held: Held = {}
         self._model = model
-        named = (*model.named_parameters(), *model.named_buffers())
-        self._names = {id(tensor): name for name, tensor in named}
-        self._whole = _batch_norms(program, model)
-        self._regions = 0
-        self._calls = calls
-        self._entered: dict[int, list[Any]] = {}
-        self._called: dict[int, fx.Node] = {}
-        self._wholes = wholes
-        self._submodules: dict[int, fx.Node] = {}
+        # A tied weight has several names, and goes by the first one that the model has for it.
+        self._names = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
+        self._batch_norms = find_batch_norms(program, model)
+        self._functions, self._wholes = functions, wholes
+        self._entered: dict[int, list[Any]] = defaultdict(list)  # what each marked call is called with
+        self._called: dict[tuple[Any, int], fx.Node] = {}  # the call that several marks or operators stand for
 
-    def write(self, part: fx.GraphModule, values: Mapping[fx.Node, Any]) -> Sequence[Any]:
-        """Write the nodes of a part, whose placeholders have `values`; return what it returns."""
-        made = dict(values)
-        for node in part.graph.nodes:
+    def write(self, body: fx.GraphModule, values: Mapping[fx.Node, Any]) -> list[Any]:
+        """Write the nodes of a program or body, whose placeholders have `values`; return what it returns."""
+        written = dict(values)
+
+        def use(value: Any) -> Any:
+            # Each user fetches a weight by itself: a fetch that two stages share would tie them together.
+            return written[value] if value in written else self._fetch(body, value)
+
+        for node in body.graph.nodes:
             if node.op == "output":
-                found = node.args[0]
-                return [made[v] if isinstance(v, fx.Node) and v in made else self._use(part, v) for v in found]
-            if node.op in ("placeholder", "get_attr") or node.target in ASSERTS or node.name == "_guards_fn":
-                continue  # what is fetched is fetched by each user
+                return [use(v) if isinstance(v, fx.Node) else v for v in node.args[0]]
+            if node.op not in ("placeholder", "get_attr") and node.target not in ASSERTS and node.name != "_guards_fn":
+                written[node] = self._write_node(body, node, use)
+        raise AssertionError("a body without an output")
 
-            def use(value: fx.Node) -> Any:
-                return made[value] if value in made else self._use(part, value)
-
-            made[node] = self._node(part, node, use)
-        raise AssertionError("a part without an output")
-
-    def _use(self, part: fx.GraphModule, value: Any) -> Any:
-        """Return a node that fetches what `value` fetches; what is no node is returned as it is."""
-        if not isinstance(value, fx.Node):
-            return value
+    def _fetch(self, body: fx.GraphModule, value: fx.Node) -> fx.Node:
+        """Return a new node that fetches what `value` fetches."""
         assert value.op == "get_attr", value
-        tensor = operator.attrgetter(str(value.target))(part)
+        tensor = operator.attrgetter(str(value.target))(body)
         name = self._names.setdefault(id(tensor), f"constant_{len(self.held)}_{value.name}")
         self.held[name] = tensor
-        fetched = self.graph.create_node("get_attr", name)
-        fetched.meta = dict(value.meta)
-        return fetched
+        return _copy_meta(self.graph.create_node("get_attr", name), value)
 
-    def _node(self, part: fx.GraphModule, node: fx.Node, use: Callable[[fx.Node], Any]) -> Any:
-        """Write one node and return what has its value."""
-        if node in self._whole:
-            path = self._whole[node]
-            if path is None:  # the count of batches, which the module counts itself
-                return use(_counted(part, node))
+    def _write_node(self, body: fx.GraphModule, node: fx.Node, use: Use) -> Any:
+        """Write one node of a body, if there is anything to write, and return what has its value."""
+        args: Any = node.args
+        if node in self._batch_norms:
+            path = self._batch_norms[node]
+            if path is None:  # counts batches, as the module will do itself
+                return use(find_counter(body, node))
             self.held[path] = self._model.get_submodule(path)
-            written = self.graph.call_module(path, (use(node.args[0]),))  # type: ignore[arg-type]
-            written.meta = dict(node.meta)
-            return written
+            return _copy_meta(self.graph.call_module(path, (use(args[0]),)), node)
         if node.target is enter:
-            self._entered.setdefault(node.args[1], []).append(use(node.args[0]))  # type: ignore[arg-type]
-            return use(node.args[0])  # type: ignore[arg-type]
+            self._entered[args[1]].append(use(args[0]))
+            return use(args[0])
         if node.target is leave:
-            return self._left(node)
+            return self._write_function(node)
         if node.target is whole:
-            return self._whole_call(node, use)
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
-            return self._region(part, node, use)
-        if node.target is operator.getitem and isinstance(values := use(node.args[0]), (tuple, list)):  # type: ignore[arg-type]
-            return values[node.args[1]]  # type: ignore[index]
-        if node.target is aten.slice.Tensor and node.args[2:] in ((0, END), (0, END, 1)):
-            return use(node.args[0])  # type: ignore[arg-type]
+            return self._write_whole(node, use)
+        if is_block(node):
+            return self._write_block(body, node, use)
+        # An inlined block returns a tuple of nodes, so its results are picked here and not in the graph.
+        if node.target is operator.getitem and isinstance(values := use(args[0]), (tuple, list)):
+            return values[args[1]]
+        if node.target is aten.slice.Tensor and args[2:] in ((0, END), (0, END, 1)):  # x[:]
+            return use(args[0])
         return self.graph.node_copy(node, use)
 
-    def _region(self, part: fx.GraphModule, node: fx.Node, use: Callable[[fx.Node], Any]) -> Any:
-        """Write a block under a mode: its nodes where it only goes without gradients, otherwise one call."""
-        at, inside = _inside(part, node)
-        options, given = node.args[:at], [fx.node.map_arg(a, use) for a in node.args[at + 1 :]]
+    def _write_block(self, body: fx.GraphModule, node: fx.Node, use: Use) -> Any:
+        """Write a block: as its nodes where it only goes without gradients, otherwise as one call of a module."""
+        position, inside = find_body(body, node)
+        options, given = node.args[:position], [fx.node.map_arg(a, use) for a in node.args[position + 1 :]]
         if any(isinstance(leaf, fx.Node) for leaf in pytree.tree_leaves(options)):
             raise TraceError(
                 f"forward() calls {node.target}, which decides by values, and a graph cannot hold it: keep the module "
                 "that calls it whole, fxsplit.leaf('its.path')",
                 submodule=find_submodule(node),
             )
-        if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and _can_be_inlined(options, inside):
-            values = dict(zip(inside.graph.find_nodes(op="placeholder"), given, strict=True))
-            results = self.write(inside, values)
+        if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and can_be_inlined(options, inside):
+            results = self.write(inside, dict(zip(inside.graph.find_nodes(op="placeholder"), given, strict=True)))
+            # What the block hands through from outside keeps its gradient.
             known = {id(v) for v in given}
-            return tuple(self._detached(v) if id(v) not in known else v for v in results)
-        for part_inside in (m for m in inside.modules() if isinstance(m, fx.GraphModule)):
-            if marked := next((n for n in part_inside.graph.nodes if n.target is enter), None):
-                name = self._calls[marked.args[1]].__name__
+            return tuple(v if id(v) in known else self._detach(v) for v in results)
+        for part in (m for m in inside.modules() if isinstance(m, fx.GraphModule)):
+            self._refuse_calls(part)
+            for idle in [n for n in part.graph.nodes if n.target in ASSERTS]:
+                part.graph.erase_node(idle)
+            part.recompile()
+        name = f"region_{1 + sum(isinstance(held, Region) for held in self.held.values())}"
+        self.held[name] = Region(node.target, options, inside)  # type: ignore[arg-type]
+        return _copy_meta(self.graph.call_module(name, tuple(given)), node)
+
+    def _refuse_calls(self, body: fx.GraphModule) -> None:
+        """Raise TraceError for calls in a block's body, which would have to be put back where nothing is written."""
+        for node in body.graph.nodes:
+            args: Any = node.args
+            if node.target is enter:
                 raise TraceError(
-                    f"{name} is an autograd.Function called in a block of autocast or without gradients, in which an "
-                    "exported graph loses its backward: keep the module that calls it whole, fxsplit.leaf('its.path')"
+                    f"{self._functions[args[1]].__name__} is an autograd.Function called in a block of autocast or "
+                    "without gradients, in which an exported graph loses its backward: keep the module that calls it "
+                    "whole, fxsplit.leaf('its.path')"
                 )
-            if kept := next((n for n in part_inside.graph.nodes if n.target is whole), None):
-                call = self._wholes[kept.args[4]]
+            if node.target is whole:
+                call = self._wholes[args[4]]
                 raise TraceError(
                     f"submodule {call.path!r} is called in a block of autocast, or of no_grad that writes, and such a "
                     "block is one call in a graph: keep a module around it whole",
                     submodule=call.around,
                 )
-            for idle in [n for n in part_inside.graph.nodes if n.target in ASSERTS]:
-                part_inside.graph.erase_node(idle)
-            part_inside.recompile()
-        self._regions += 1
-        name = f"region_{self._regions}"
-        self.held[name] = Region(node.target, options, inside)  # type: ignore[arg-type]
-        call = self.graph.call_module(name, tuple(given))
-        call.meta = dict(node.meta)
-        return call
 
-    def _left(self, node: fx.Node) -> fx.Node:
-        """Return an output of a call that was marked; what torch.export saw inside of it is idle."""
+    def _write_function(self, node: fx.Node) -> fx.Node:
+        """Return an output of a marked call of an autograd.Function; `node` marks where the output leaves the call.
+
+        The operators between the marks, which torch.export has seen inside of the call, are idle then.
+        """
         _, number, output = node.args
         assert isinstance(number, int) and isinstance(output, int)
-        if number not in self._called:
-            self._called[number] = self.graph.call_function(self._calls[number], tuple(self._entered[number]))
-            self._called[number].meta = dict(node.meta)
-        return self.graph.call_function(operator.getitem, (self._called[number], output))
+        if (leave, number) not in self._called:
+            call = self.graph.call_function(self._functions[number], tuple(self._entered[number]))
+            self._called[leave, number] = _copy_meta(call, node)
+        return self.graph.call_function(operator.getitem, (self._called[leave, number], output))
 
-    def _whole_call(self, node: fx.Node, use: Callable[[fx.Node], Any]) -> fx.Node:
-        """Return an output of a call of a submodule that stays whole."""
+    def _write_whole(self, node: fx.Node, use: Use) -> fx.Node:
+        """Return an output of a call of a submodule that stays whole; `node` stands for that output."""
         given, _, _, _, number, output = node.args
-        assert isinstance(number, int) and isinstance(output, int)
+        assert isinstance(given, Sequence) and isinstance(number, int) and isinstance(output, int)
         call = self._wholes[number]
-        if number not in self._submodules:
+        if (whole, number) not in self._called:
             self.held[call.path] = self._model.get_submodule(call.path)
-            self._submodules[number] = call.write(self.graph, [use(v) for v in given])  # type: ignore[union-attr, arg-type]
-            self._submodules[number].meta = dict(node.meta)
-        return call.output(self.graph, self._submodules[number], output)
+            self._called[whole, number] = _copy_meta(call.write(self.graph, [use(v) for v in given]), node)
+        return call.write_output(self.graph, self._called[whole, number], output)
 
-    def _detached(self, value: Any) -> Any:
-        """Return the value without a gradient."""
+    def _detach(self, value: Any) -> Any:
+        """Return a tensor's node without the gradient; any other value as it is."""
         if not isinstance(value, fx.Node) or not isinstance(value.meta.get("val"), Tensor):
             return value
-        made = self.graph.call_function(aten.detach.default, (value,))
-        made.meta = dict(value.meta)
-        return made
+        return _copy_meta(self.graph.call_function(aten.detach.default, (value,)), value)
 
 
-def _is_part(program: fx.GraphModule, node: fx.Node) -> bool:
-    """Return whether a node fetches a part of the program."""
-    return node.op == "get_attr" and isinstance(operator.attrgetter(str(node.target))(program), fx.GraphModule)
-
-
-def _inside(program: fx.GraphModule, block: fx.Node) -> tuple[int, Any]:
-    """Return which argument of a block is the part it runs, and that part."""
-    at = next(i for i, a in enumerate(block.args) if isinstance(a, fx.Node) and _is_part(program, a))
-    return at, operator.attrgetter(str(block.args[at].target))(program)  # type: ignore[union-attr]
-
-
-def _can_be_inlined(options: Sequence[Any], inside: fx.GraphModule) -> bool:
-    """Return whether a block only goes without gradients, and neither writes nor enters other blocks."""
-    nodes = list(inside.graph.nodes)
-    deeper = any(n.op == "get_attr" and _is_part(inside, n) for n in nodes)
-    return tuple(options) == (False,) and not deeper and not any(writes(n) for n in nodes)
-
-
-def writes(node: fx.Node) -> bool:
-    """Return whether a node of an exported program writes to memory, as far as its operator says."""
-    if node.target in (aten.batch_norm.default, aten.instance_norm.default):
-        return bool(node.args[5])  # running statistics, which the schema keeps to itself
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
-def _batch_norms(program: fx.GraphModule, model: nn.Module) -> dict[fx.Node, str | None]:
-    """Return the nodes that are torch's own batch norm modules, with their paths; None for what counts their batches.
-
-    As modules they can be deferred, and written by replicas in order.
-    """
-    calls: dict[str, list[fx.Node]] = {}
-    counts: dict[str, list[fx.Node]] = {}
-    for node in program.graph.nodes:
-        if node.target is aten.batch_norm.default and isinstance(node.args[3], fx.Node):
-            calls.setdefault(str(node.args[3].target).removesuffix(".running_mean"), []).append(node)
-        elif node.target is aten.add_.Tensor:
-            counted = _counted(program, node)
-            if str(counted.target).endswith("num_batches_tracked"):
-                counts.setdefault(str(counted.target).removesuffix(".num_batches_tracked"), []).append(node)
-    whole: dict[fx.Node, str | None] = {}
-    for path, nodes in calls.items():
-        parent = next((m for name, m in model.named_modules(remove_duplicate=False) if name == path), None)
-        hooked = parent is not None and any(held for key, held in parent.__dict__.items() if "_hooks" in key)
-        if isinstance(parent, _BatchNorm) and type(parent).forward is _BatchNorm.forward and not hooked:
-            whole |= dict.fromkeys(nodes, path)
-            whole |= dict.fromkeys(counts.get(path, ()))
-    return whole
-
-
-def _counted(program: fx.GraphModule, node: fx.Node) -> fx.Node:
-    """Return what is counted on by a node: the second call of a layer counts on, also one after a block's."""
-    while True:
-        above: Any = node.args[0] if node.args else None
-        if node.target is aten.add_.Tensor and isinstance(above, fx.Node):
-            node = above
-        elif node.target is operator.getitem and isinstance(above.target, torch._ops.HigherOrderOperator):
-            at, inside = _inside(program, above)
-            result: Any = inside.graph.output_node().args[0][node.args[1]]
-            placeholders = inside.graph.find_nodes(op="placeholder")
-            begin = _counted(inside, result) if isinstance(result, fx.Node) else result
-            if begin not in placeholders:
-                return node
-            node = above.args[at + 1 + placeholders.index(begin)]
-        else:
-            return node
+def _copy_meta(written: fx.Node, node: fx.Node) -> fx.Node:
+    """Return a written node with the notes of the one it is written for: its module, its line, its shape."""
+    written.meta = dict(node.meta)
+    return written
 
 
 def _erase_idle(graph: fx.Graph, returned: set[fx.Node]) -> None:
-    """Erase nodes that nobody reads and that write nothing."""
+    """Erase nodes that nothing reads and that write nothing."""
+    # Backwards: a node is idle once its last user is gone.
     for node in reversed(list(graph.nodes)):
         idle = not node.users and node not in returned and not writes(node)
         if idle and node.op in ("call_function", "get_attr"):

@@ -1,7 +1,13 @@
 """Submodules that stay whole in an exported program: torch.export sees what comes out of them, and not into them.
 
-What comes out is known from running the model, once as it is and once with every row twice. While exporting a call is
-an operator, and in the graph it is the submodule's again (`fxsplit.frontend.export.inline`).
+A submodule may do what torch.export cannot follow, such as `if h.sum() > 0`. While the model is exported, a call of
+such a submodule returns made-up tensors of the right shapes, each from one operator:
+
+    whole = fxsplit::whole([linear], [rows, 8], [0, 1], float32, 0, 0)        call number 0, output number 0
+
+In the graph the operators of call 0 become `call_module inner(linear)` (`fxsplit.frontend.export.inline`). The shapes
+are those which the submodule returned when the model ran by itself, once on the rows as they are and once with every
+row twice: a dimension that doubled is a multiple of the number of rows.
 """
 
 from __future__ import annotations
@@ -10,7 +16,7 @@ import itertools
 import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +36,9 @@ torch.library.define(
 
 
 @torch.library.impl("fxsplit::whole", "CompositeExplicitAutograd")
-def _made(given: list[Tensor], shape: list[Any], order: list[int], dtype: torch.dtype, call: int, i: int) -> Tensor:
+def _make_output(
+    given: list[Tensor], shape: list[Any], order: list[int], dtype: torch.dtype, call: int, i: int
+) -> Tensor:
     """Return a tensor without values, whose dimensions lie in memory in an `order`, the outermost first."""
     if not is_fake(given[0]):
         raise AssertionError("a call that stays whole was left out of the graph")
@@ -46,7 +54,11 @@ CONSTANTS = (bool, int, float, complex, str, type(None), torch.dtype, torch.devi
 
 @dataclass(frozen=True)
 class WholeCall:
-    """One call of the submodule `path`, by the one `around`; `leaves` are its arguments, with Ellipsis for tensors."""
+    """One call of the submodule under `path`, which the submodule under `around` makes (None: the model itself).
+
+    `leaves` and `structure` are the flat arguments, with Ellipsis in the place of each tensor. `outputs` are, for each
+    tensor that the call returns, the keys that lead to it in what the call returns.
+    """
 
     path: str
     around: str | None
@@ -55,14 +67,14 @@ class WholeCall:
     outputs: tuple[tuple[Any, ...], ...]
 
     def write(self, graph: fx.Graph, given: Sequence[Any]) -> fx.Node:
-        """Return the node that calls the submodule with tensors `given`."""
+        """Return a new node that calls the submodule, with the nodes `given` for its tensors."""
         tensors = iter(given)
         filled = [next(tensors) if leaf is ... else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(filled, self.structure)
         return graph.call_module(self.path, args, kwargs)
 
-    def output(self, graph: fx.Graph, node: fx.Node, position: int) -> fx.Node:
-        """Return the node of one tensor of what the call returns."""
+    def write_output(self, graph: fx.Graph, node: fx.Node, position: int) -> fx.Node:
+        """Return a new node for one tensor of what `node`, the call, returns."""
         for key in self.outputs[position]:
             if hasattr(key, "name"):  # a field of a dataclass
                 node = graph.call_function(getattr, (node, key.name))
@@ -72,141 +84,167 @@ class WholeCall:
 
 
 @dataclass(frozen=True)
-class _Returned:
-    """What a call returned: its leaves, where they stand, and their structure."""
+class _Result:
+    """What a call returned: its leaves, each with the keys that lead to it, and their structure."""
 
     pairs: list[tuple[tuple[Any, ...], Any]]
     structure: pytree.TreeSpec
 
     @classmethod
-    def of(cls, value: Any) -> _Returned:
-        """Return the same without values: tensors are on the meta device."""
+    def of(cls, value: Any) -> _Result:
+        """Return the result with tensors on the meta device: shapes and strides are asked for, and no values."""
         register_dataclasses(value)
         return cls(*pytree.tree_flatten_with_path(pytree.tree_map_only(Tensor, lambda t: t.to("meta"), value)))
 
 
-class Wholes:
-    """The submodules of a model that stay whole; `calls` fills as the model is exported."""
+class WholeModules:
+    """The submodules of a model that stay whole; `calls` fills while the model is exported."""
 
     def __init__(self, here: Runnable, paths: Sequence[str]) -> None:
         self.calls: list[WholeCall] = []
         self._model = here.model
         self._modules = {path: here.model.get_submodule(path) for path in paths}
-        self._rows = here.rows
-        self._batch: Any = self._rows
-        once = _returns(here, self._modules, here.clone_tensors()) if paths else {}
-        twice = _returns(here, self._modules, here.clone_doubled()) if paths else {}
+        self._example_rows = here.rows
+        self._rows: Any = here.rows
+        once = _record_results(here, self._modules, here.clone_tensors()) if paths else {}
+        twice = _record_results(here, self._modules, here.clone_doubled()) if paths else {}
         for path in paths:
             if len(once[path]) != len(twice[path]):
-                raise self._refused(path, f"is called {len(once[path])} times for {self._rows} rows, which can change")
-        self._returns = {path: list(zip(once[path], twice[path], strict=True)) for path in paths}
+                raise self._make_error(
+                    path, f"is called {len(once[path])} times for {here.rows} rows, which can change"
+                )
+        self._results = {path: list(zip(once[path], twice[path], strict=True)) for path in paths}
 
     def note_rows(self, rows: Any) -> None:
-        """Note the number of rows that the model is exported with."""
-        self._batch = rows
+        """Note the number of rows that the model is exported with: a symbol, and not that of the example."""
+        self._rows = rows
 
     @contextmanager
-    def exporting(self) -> Iterator[None]:
+    def replace_calls(self) -> Iterator[None]:
         """Let calls of the submodules, in this thread, be one operator for each tensor that they return."""
-        own = {path: module.__dict__.get("forward") for path, module in self._modules.items()}
-        for path, module in self._modules.items():
-            module.__dict__["forward"] = self._forward(path, module)
-        try:
-            yield
-        finally:
+        with ExitStack() as stack:
             for path, module in self._modules.items():
-                del module.__dict__["forward"]
-                if own[path] is not None:
-                    module.__dict__["forward"] = own[path]
+                stack.enter_context(replace_forward(module, self._make_forward(path, module)))
+            yield
 
-    def _forward(self, path: str, module: nn.Module) -> Callable[..., Any]:
+    def _make_forward(self, path: str, module: nn.Module) -> Callable[..., Any]:
         """Return what stands for the forward() of a submodule."""
-        forward, thread, returned = module.forward, threading.get_ident(), itertools.cycle(self._returns[path])
+        # In the order of the recorded calls, and from the start again should torch.export run forward() once more.
+        forward, thread, results = module.forward, threading.get_ident(), itertools.cycle(self._results[path])
 
-        def called(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            # Another pipeline's workers may run the same submodule just now.
             if threading.get_ident() != thread:
                 return forward(*args, **kwargs)
-            odd = _odd((args, kwargs))
-            if odd is not None:
-                raise self._refused(path, f"is called with a {type(odd).__name__}, which a graph cannot hand to it")
+            foreign = _find_foreign((args, kwargs))
+            if foreign is not None:
+                why = f"is called with a {type(foreign).__name__}, which a graph cannot hand to it"
+                raise self._make_error(path, why)
             leaves, structure = pytree.tree_flatten((args, kwargs))
-            given = [v for v in leaves if isinstance(v, Tensor)]
-            if not given or not self._returns[path]:
-                raise self._refused(path, f"is called without a tensor, or by {path}.forward()")
-            once, twice = next(returned)
-            number = len(self.calls)
-            places = tuple(key for key, value in once.pairs if isinstance(value, Tensor))
+            tensors = [v for v in leaves if isinstance(v, Tensor)]
+            if not tensors or not self._results[path]:
+                raise self._make_error(path, f"is called without a tensor, or by {path}.forward()")
+            once, twice = next(results)
             kept = tuple(... if isinstance(v, Tensor) else v for v in leaves)
-            self.calls.append(WholeCall(path, self._around(path), kept, structure, places))
-            made: list[Any] = []
-            if once.structure != twice.structure:
-                raise self._refused(path, f"returns other things for {self._rows} rows than for twice as many")
-            for (_, a), (_, b) in zip(once.pairs, twice.pairs, strict=True):
-                if isinstance(a, Tensor):
-                    index = sum(isinstance(v, Tensor) for v in made)
-                    made.append(whole(given, self._shape(path, a, b), _order(a), a.dtype, number, index))
-                elif type(a) is type(b) and a == b:
-                    made.append(a)
-                else:
-                    raise self._refused(path, f"returns {a!r} for {self._rows} rows and {b!r} for twice as many")
-            return pytree.tree_unflatten(made, once.structure)
+            outputs = tuple(keys for keys, value in once.pairs if isinstance(value, Tensor))
+            self.calls.append(WholeCall(path, self._find_around(path), kept, structure, outputs))
+            return self._make_result(path, tensors, once, twice)
 
-        return called
+        return call
 
-    def _shape(self, path: str, once: Tensor, twice: Tensor) -> list[Any]:
-        """Return the shape of an output for the rows that the model is exported with."""
+    def _make_result(self, path: str, tensors: list[Tensor], once: _Result, twice: _Result) -> Any:
+        """Return what the latest call of a submodule returns: an operator's output in each tensor's place.
+
+        Raises TraceError for a result that changes with the number of rows, except for tensors' lengths.
+        """
+        if once.structure != twice.structure:
+            raise self._make_error(path, f"returns other things for {self._example_rows} rows than for twice as many")
+        leaves: list[Any] = []
+        positions = itertools.count()
+        for (_, a), (_, b) in zip(once.pairs, twice.pairs, strict=True):
+            if isinstance(a, Tensor):
+                shape, number = self._find_shape(path, a, b), len(self.calls) - 1
+                leaves.append(whole(tensors, shape, _find_memory_order(a), a.dtype, number, next(positions)))
+            elif type(a) is type(b) and a == b:
+                leaves.append(a)
+            else:
+                why = f"returns {a!r} for {self._example_rows} rows and {b!r} for twice as many"
+                raise self._make_error(path, why)
+        return pytree.tree_unflatten(leaves, once.structure)
+
+    def _find_shape(self, path: str, once: Tensor, twice: Tensor) -> list[Any]:
+        """Return the shape of an output for the rows that the model is exported with.
+
+        (6, 8) for 3 rows and (12, 8) for 6 rows is [2 * rows, 8].
+        """
         shape: list[Any] = []
         for a, b in zip(once.shape, twice.shape, strict=True):
             if a == b:
                 shape.append(a)
-            elif b == 2 * a and a % self._rows == 0:
-                shape.append(a // self._rows * self._batch)
+            elif b == 2 * a and a % self._example_rows == 0:
+                shape.append(a // self._example_rows * self._rows)
             else:
-                raise self._refused(
+                raise self._make_error(
                     path,
-                    f"returns {tuple(once.shape)} for {self._rows} rows and {tuple(twice.shape)} for twice as many, and"
-                    " what follows it needs shapes that do not hang on values",
+                    f"returns {tuple(once.shape)} for {self._example_rows} rows and {tuple(twice.shape)} for twice as "
+                    "many, and what follows it needs shapes that do not hang on values",
                 )
         return shape
 
-    def _refused(self, path: str, why: str) -> TraceError:
+    def _make_error(self, path: str, why: str) -> TraceError:
         """Return the error for a submodule that cannot be one call, which asks for the one around it."""
-        around = self._around(path)
-        return TraceError(f"submodule {path!r} {why}: keep a module around it whole", submodule=around)
+        return TraceError(f"submodule {path!r} {why}: keep a module around it whole", submodule=self._find_around(path))
 
-    def _around(self, path: str) -> str | None:
+    def _find_around(self, path: str) -> str | None:
         """Return the path of the submodule that calls the one under `path`; None where that is the model itself."""
         while path := path.rpartition(".")[0]:
+            # Lists and dicts of modules are never called.
             if not isinstance(self._model.get_submodule(path), (nn.ModuleList, nn.ModuleDict)):
                 return path
         return None
 
 
-def _order(tensor: Tensor) -> list[int]:
-    """Return a tensor's dimensions as they lie in memory, the outermost first."""
+@contextmanager
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let calls of one module go to `forward` inside the block."""
+    own = module.__dict__.get("forward")
+    module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        # A forward that the caller has set on the instance stays there.
+        del module.__dict__["forward"]
+        if own is not None:
+            module.__dict__["forward"] = own
+
+
+def _find_memory_order(tensor: Tensor) -> list[int]:
+    """Return a tensor's dimensions as they lie in memory, the outermost first; [0, 2, 1] for transposed rows."""
     strides = tensor.stride()
     return sorted(range(tensor.ndim), key=lambda d: (-strides[d], d))
 
 
-def _odd(value: Any) -> Any:
+def _find_foreign(value: Any) -> Any:
     """Return what in a call's arguments a graph cannot hold; None if there is nothing such."""
     if isinstance(value, (Tensor, *CONSTANTS)):
         return None
     if type(value) in (tuple, list) or (isinstance(value, tuple) and hasattr(value, "_fields")):
-        return next((odd for v in value if (odd := _odd(v)) is not None), None)
+        return next((found for v in value if (found := _find_foreign(v)) is not None), None)
     if type(value) is dict:
-        return next((odd for v in value.values() if (odd := _odd(v)) is not None), None)
+        return next((found for v in value.values() if (found := _find_foreign(v)) is not None), None)
     return value
 
 
-def _returns(here: Runnable, modules: Mapping[str, nn.Module], tensors: Sequence[Tensor]) -> dict[str, list[_Returned]]:
-    """Return what each call of the submodules returns."""
-    found: dict[str, list[_Returned]] = {path: [] for path in modules}
+def _record_results(
+    here: Runnable, modules: Mapping[str, nn.Module], tensors: Sequence[Tensor]
+) -> dict[str, list[_Result]]:
+    """Return what each call of the submodules returns while the model runs on `tensors`."""
+    found: dict[str, list[_Result]] = {path: [] for path in modules}
 
-    def noting(path: str) -> Callable[..., None]:
-        return lambda module, args, result: found[path].append(_Returned.of(result))
+    def record(path: str) -> Callable[..., None]:
+        return lambda module, args, result: found[path].append(_Result.of(result))
 
-    handles = [module.register_forward_hook(noting(path)) for path, module in modules.items()]
+    handles = [module.register_forward_hook(record(path)) for path, module in modules.items()]
     try:
         with torch.no_grad(), preserve(here.model):
             here.run_model(*tensors)

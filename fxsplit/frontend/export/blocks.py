@@ -1,0 +1,65 @@
+"""Blocks of an exported program: calls that run a part of it under a mode, such as no_grad or autocast.
+
+`with torch.no_grad(): y = x * 2` becomes `wrap_with_set_grad_enabled(False, submod_1, x)`: a node whose target is a
+higher order operator. Its arguments are the options of the mode (`False`), the *body* (`submod_1`, a GraphModule), and
+the values of the body's placeholders.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+aten = torch.ops.aten
+
+
+class Region(nn.Module):
+    """Calls the body of a block under the block's mode, in graphs that call the block as a module."""
+
+    def __init__(self, block: Callable[..., Any], options: Sequence[Any], body: fx.GraphModule) -> None:
+        super().__init__()
+        self.body = body
+        self._block = block
+        self._options = tuple(options)
+
+    def forward(self, *values: Any) -> Any:
+        """Return what the body returns."""
+        return self._block(*self._options, self.body, *values)
+
+
+def is_block(node: Any) -> bool:
+    """Return whether a node calls a block."""
+    return isinstance(node.target, torch._ops.HigherOrderOperator)
+
+
+def find_body(program: fx.GraphModule, block: fx.Node) -> tuple[int, fx.GraphModule]:
+    """Return the position of the body among the arguments of a block in `program`, and the body."""
+    position = next(i for i, a in enumerate(block.args) if isinstance(a, fx.Node) and _fetches_body(program, a))
+    return position, operator.attrgetter(str(block.args[position].target))(program)  # type: ignore[union-attr]
+
+
+def can_be_inlined(options: Sequence[Any], body: fx.GraphModule) -> bool:
+    """Return whether a block that sets grad mode only goes without gradients, and neither writes nor has other blocks.
+
+    Such a block is its nodes, with detached results. A write under no_grad is more than that: autograd must not see it.
+    """
+    nodes = list(body.graph.nodes)
+    nested = any(n.op == "get_attr" and _fetches_body(body, n) for n in nodes)
+    return tuple(options) == (False,) and not nested and not any(writes(n) for n in nodes)
+
+
+def writes(node: fx.Node) -> bool:
+    """Return whether a node of an exported program writes to memory, as far as its operator says."""
+    # Their schemas do not say that they write running statistics; argument 5 is `training`.
+    if node.target in (aten.batch_norm.default, aten.instance_norm.default):
+        return bool(node.args[5])
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _fetches_body(program: fx.GraphModule, node: fx.Node) -> bool:
+    """Return whether a node fetches the body of a block."""
+    return node.op == "get_attr" and isinstance(operator.attrgetter(str(node.target))(program), fx.GraphModule)
