@@ -80,13 +80,13 @@ def run_unsplit_step(
     """
     inputs = inputs or Inputs.of(model, args, kwargs or {})[0]
     tensors = inputs.bind(args, kwargs or {}, None)
-    batch = inputs.rows(tensors)
+    batch = inputs.count_rows(tensors)
     rows = divide_rows(batch, n_microbatches) if isinstance(n_microbatches, int) else list(n_microbatches)
     columns = [split(t, rows, spec.batch_dim) for t, spec in zip(tensors, inputs.specs, strict=True)]
     targets = [()] * len(rows) if target is None else [(t,) for t in split_target(target, rows, inputs)]
     outputs = []
     for m, count in enumerate(rows):
-        call = inputs.call([column[m] for column in columns])
+        call = inputs.make_call([column[m] for column in columns])
         output = model(*call.args, **call.kwargs)
         weight = 1.0 if find_reduction(loss_fn) == "sum" else count / batch
         # Weighted by rows, the losses of microbatches add up to the loss of the batch, as in the pipeline's step.

@@ -75,7 +75,7 @@ class Compiler:
         compiled.validity.check_weights()
         program = compiled.program
         tensors = self._bind(program.inputs, call)
-        rows = program.inputs.rows(tensors)
+        rows = program.inputs.count_rows(tensors)
         count = self.options.count_microbatches(program.scheduler, rows, compiled.found_count)
         divided = divide_rows(rows, count)
         compiled.captured[CallEffects].check_cut(count)
@@ -156,7 +156,7 @@ class Compiler:
         # Made first: a wrong name in FXSPLIT_PRINT_AFTER is refused before anything is measured.
         observers = make_observers(self._choose_folder(like), [name_pass(p) for p in self.options.passes])
         inputs, tensors = Inputs.of(self.model, *call, self.options.chunks)
-        rows = inputs.rows(tensors)
+        rows = inputs.count_rows(tensors)
         from_shapes = self._from_shapes or (like is not None and like.captured[Example].from_shapes)
         capture_rows = partial(capture_model, self.model, self.options, call, from_shapes=from_shapes)
         # The first call may come under no_grad or inference_mode; what is learnt then must hold for training too.

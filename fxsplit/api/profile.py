@@ -36,7 +36,7 @@ def profile(
     args, kwargs = parse_example_inputs(example_inputs)
     inputs, tensors = Inputs.of(model, args, kwargs)
     # Costs depend on the size of a microbatch, so the profile is of one of these rows, and not of the whole batch.
-    batch = inputs.rows(tensors)
+    batch = inputs.count_rows(tensors)
     rows = divide_rows(batch, choose_microbatch_count(1, rows=batch, stated=n_microbatches))[0]
     # The caller may have switched gradients off, and backwards are to be measured too.
     with torch.inference_mode(False), torch.enable_grad(), show_progress():

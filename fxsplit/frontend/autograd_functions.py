@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ def record_functions(record: Record) -> Iterator[None]:
     """Let this thread's calls of autograd.Functions with proxies be nodes."""
 
     def replace(cls: Any, own: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # torch itself, or another library, may call a function on plain tensors while a model is traced.
         traced = any(isinstance(a, fx.Proxy) for a in args)
         return record(_make_call(cls), args, kwargs) if traced else own(cls, *args, **kwargs)
 
@@ -63,6 +64,7 @@ def mark_functions() -> Iterator[list[Call]]:
         leaves, structure = pytree.tree_flatten((args, kwargs))
         number = len(calls)
         calls.append(_make_call_of_tensors(cls, leaves, structure))
+        # Every tensor is marked, also one that needs no gradient: the call is made with all of them.
         entered = [enter(leaf, number) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(entered, structure)
         outputs, containers = pytree.tree_flatten(own(cls, *args, **kwargs))
@@ -77,21 +79,18 @@ def mark_functions() -> Iterator[list[Call]]:
 def _replace_calls(replace: Callable[[Any, Call, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
     """Let this thread's calls of the user's own autograd.Functions go to `replace`."""
 
-    def replacing(apply: Method) -> Method:
-        def call(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            if cls.__module__.startswith(TORCHS):
-                return apply(cls, *args, **kwargs)
-            # Its backward calls forward() and backward() again, of which stages have only parts.
-            if cls is CheckpointFunction:
-                raise TraceError(
-                    "forward() calls checkpoint(use_reentrant=True), whose backward cannot be run in parts: give it "
-                    "use_reentrant=False, or leave it out and compile(checkpoint='always')"
-                )
-            return replace(cls, apply, args, kwargs)
+    def call(apply: Method, cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__.startswith(TORCHS):
+            return apply(cls, *args, **kwargs)
+        # Its backward runs a backward of its own, through a part of forward() that several stages may share.
+        if cls is CheckpointFunction:
+            raise TraceError(
+                "forward() calls checkpoint(use_reentrant=True), whose backward cannot be run in parts: give it "
+                "use_reentrant=False, or leave it out and compile(checkpoint='always')"
+            )
+        return replace(cls, apply, args, kwargs)
 
-        return call
-
-    with patch_method(torch.autograd.Function, "apply", replacing):
+    with patch_method(torch.autograd.Function, "apply", lambda apply: partial(call, apply)):
         yield
 
 

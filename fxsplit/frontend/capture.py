@@ -42,6 +42,7 @@ def capture(
     subject = Subject(model, inputs, tensors, rows, tuple(leaves), from_shapes or lacks_values(model))
     # Copied before anything runs: forward() may write to its arguments.
     sample = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in subject.take_rows(rows))
+    # Around all attempts: a check runs the model as well.
     with restore_model(model):
         graph, effects = choose_graph(subject)
     return IR(graph.gm).learn(Example(inputs, sample, subject.from_shapes), graph.scope, effects)
@@ -49,9 +50,11 @@ def capture(
 
 def _refuse_unknown_weights(model: nn.Module) -> None:
     """Raise InputError for a weight without a shape, and TraceError for a submodule that hides its weights."""
+    # A lazy weight gets its shape from the first call, which must not be one of fxsplit's.
     lazy = next((path for path, w in (*model.named_parameters(), *model.named_buffers()) if is_lazy(w)), None)
     if lazy is not None:
         raise InputError(f"{lazy!r} has no shape yet: call {type(model).__name__} once, then compile it")
+    # torch.jit keeps parameters in C++, where a stage cannot share them with the model.
     scripted = next((path for path, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)), None)
     if scripted is not None:
         raise TraceError(

@@ -35,5 +35,6 @@ class FrontEnd(Protocol):
 
 def find_submodule(node: fx.Node) -> str | None:
     """Return the path of the innermost submodule that a node was made in; None for the model itself."""
+    # fx and torch.export both note the stack of modules here, outermost first; the model's own path is empty.
     paths = [str(path) for path, *_ in (node.meta.get("nn_module_stack") or {}).values()]
     return next((path for path in reversed(paths) if path), None)

@@ -42,6 +42,7 @@ def copy_given_graph(model: fx.GraphModule, inputs: Inputs) -> fx.GraphModule:
     A graph with placeholders `x` and `extra`, called with `extra={"gain": 2.0, "bias": tensor}`, gets the placeholders
     `x` and `extra_bias`. Raises TraceError where graph and forward() have different arguments.
     """
+    # Where the call has a tensor there is a placeholder, and where it has a number the number itself.
     graph = fx.Graph()
     specs = iter(inputs.specs)
     leaves = [graph.placeholder(next(specs).name) if isinstance(v, TensorSpec) else v for v in inputs.leaves]
@@ -56,6 +57,7 @@ def copy_given_graph(model: fx.GraphModule, inputs: Inputs) -> fx.GraphModule:
                 raise TraceError(f"the graph has an input {name!r} that its forward() does not take: recompile it")
             values[node] = arguments[name]
             continue
+        # Modules and tensors are not copied: stages must hold the user's own.
         if node.op in ("call_module", "get_attr"):
             held[str(node.target)] = operator.attrgetter(str(node.target))(model)
         values[node] = graph.node_copy(node, lambda n: values[n])

@@ -26,9 +26,8 @@ def restore_model(model: nn.Module) -> Iterator[None]:
     """
     # A copy of each __dict__ keeps the objects; what is inside of them is copied below, and put back into them.
     before = [(m, dict(m.__dict__)) for m in model.modules()]
-    registries = [held for m, _ in before for key, held in m.__dict__.items() if "_hooks" in key and held is not None]
-    hooks = [(held, dict(held)) for held in registries if isinstance(held, dict)]
-    values = [v for _, held in before for name, v in held.items() if not name.startswith("_")]
+    # Of what torch itself keeps in a module only the hooks: parameters and buffers have a restorer of their own.
+    values = [v for _, held in before for name, v in held.items() if not name.startswith("_") or "_hooks" in name]
     contents = [(v, copy.copy(v)) for v in _list_collections(values)]
     tensors = [(v, v.detach().clone()) for v in values if isinstance(v, Tensor)]  # neither parameters nor buffers
     try:
@@ -40,9 +39,6 @@ def restore_model(model: nn.Module) -> Iterator[None]:
             module.__dict__.update(attributes)
         for tensor, value in tensors:
             tensor.detach().copy_(value)
-        for registered, own in hooks:
-            registered.clear()
-            registered.update(own)
         for collection, kept in contents:
             collection.clear()
             collection.extend(kept) if isinstance(collection, (list, deque)) else collection.update(kept)

@@ -43,7 +43,7 @@ class Subject:
     @cached_property
     def batch(self) -> int:
         """The number of rows in the whole batch."""
-        return self.inputs.rows(self.tensors)
+        return self.inputs.count_rows(self.tensors)
 
     @property
     def is_cut(self) -> bool:
@@ -52,8 +52,9 @@ class Subject:
 
     def take_rows(self, rows: int) -> list[Tensor]:
         """Return the first `rows` rows of each tensor, or every row twice where the batch has fewer rows."""
+        # Only a batch of a single row is ever asked for more than it has.
         narrow = rows <= self.batch
-        return self.inputs.narrow(self.tensors, rows) if narrow else self.inputs.doubled(self.tensors)
+        return self.inputs.take_rows(self.tensors, rows) if narrow else self.inputs.double_rows(self.tensors)
 
     def check_whole(self) -> None:
         """Raise TraceError for a path in `whole` under which the model has no submodule."""
@@ -104,7 +105,7 @@ class Runnable:
     @cached_property
     def rows(self) -> int:
         """How many rows the tensors have."""
-        return self.inputs.rows(self.tensors)
+        return self.inputs.count_rows(self.tensors)
 
     def clone_tensors(self) -> list[Tensor]:
         """Return copies of the rows: forward() may write to its arguments, and the rows are the caller's."""
@@ -112,10 +113,10 @@ class Runnable:
 
     def clone_doubled(self) -> list[Tensor]:
         """Return the tensors with every row twice."""
-        return [t.detach().clone() for t in self.inputs.doubled(self.tensors)]
+        return [t.detach().clone() for t in self.inputs.double_rows(self.tensors)]
 
     def run_model(self, *tensors: Tensor) -> Any:
         """Return what the model's forward() returns for tensors in the places of the call's tensors."""
-        call = self.inputs.call(tensors)
+        call = self.inputs.make_call(tensors)
         # Not model(...): the model's own hooks run around the whole pipeline, and no graph holds them.
         return self.model.forward(*call.args, **call.kwargs)

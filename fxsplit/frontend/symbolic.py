@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from fxsplit.ir.facts.call import Inputs
 from fxsplit.ir.facts.scope import Scope
 from fxsplit.torch_internals.containers import LIBRARIES, to_plain_containers
 from fxsplit.torch_internals.graph_devices import fix_constant_devices
-from fxsplit.torch_internals.patch import Method, patch_method
+from fxsplit.torch_internals.patch import patch_method
 from fxsplit.torch_internals.rng import read_generators, read_python_generators
 
 
@@ -66,18 +66,13 @@ def symbolic_trace(model: nn.Module, inputs: Inputs, whole: Sequence[str] = ()) 
 class InPlaceProxy(fx.Proxy):
     """A traced value on which `x += y` writes to x, as it does on a tensor; fx alone would compute x = x + y."""
 
-
-def _make_in_place_method(name: str) -> Callable[[InPlaceProxy, Any], Any]:
-    """Return the method that records one in-place operator."""
-
-    def method(self: InPlaceProxy, other: Any) -> Any:
-        return self.tracer.create_proxy("call_function", getattr(operator, name), (self, other), {})
-
-    return method
+    def _write_in_place(self, function: Callable[..., Any], other: Any) -> Any:
+        """Return the traced value of `function(self, other)`."""
+        return self.tracer.create_proxy("call_function", function, (self, other), {})
 
 
 for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"):
-    setattr(InPlaceProxy, f"__{_name}__", _make_in_place_method(_name))
+    setattr(InPlaceProxy, f"__{_name}__", partialmethod(InPlaceProxy._write_in_place, getattr(operator, _name)))
 
 
 class Tracer(fx.Tracer):
@@ -91,7 +86,7 @@ class Tracer(fx.Tracer):
 
     def __init__(self, inputs: Inputs, whole: Sequence[str] = ()) -> None:
         super().__init__()
-        self.record_stack_traces = True
+        self.record_stack_traces = True  # errors and dumps name the user's line
         self.failed_in: str | None = None
         self._inputs = inputs
         self._whole = whole
@@ -123,11 +118,13 @@ class Tracer(fx.Tracer):
         try:
             return super().call_module(m, forward, args, kwargs)
         except Exception:
+            # The error passes through the modules around too; the first one is the innermost.
             self.failed_in = self.failed_in or self.path_of_module(m)
             raise
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         """Return a proxy of a parameter or buffer, in the thread that traces."""
+        # As in call_module: what another thread reads must be the tensor itself.
         if threading.get_ident() != self._thread:
             return attr_val
         return super().getattr(attr, attr_val, parameter_proxy_cache)
@@ -139,7 +136,7 @@ class Tracer(fx.Tracer):
 
         What the function returns is in plain containers: fx would make a dataclass a node.
         """
-        call = self._inputs.call([self.create_proxy("placeholder", s.name, (), {}) for s in self._inputs.specs])
+        call = self._inputs.make_call([self.create_proxy("placeholder", s.name, (), {}) for s in self._inputs.specs])
         return lambda root: to_plain_containers(root_fn(root, *call.args, **call.kwargs)), [self.root]
 
 
@@ -157,15 +154,12 @@ def _refuse_modes() -> Iterator[None]:
     autocast(enabled=False) changes nothing while tracing, and everything for a caller that runs under autocast.
     """
 
-    def refusing(enter: Method) -> Method:
-        def refuse(mode: Any) -> Any:
-            raise TraceError(MODES)
-
-        return refuse
+    def refuse(mode: Any) -> Any:
+        raise TraceError(MODES)
 
     with ExitStack() as stack:
         for kind in (torch.autocast, torch.no_grad, torch.enable_grad):
-            stack.enter_context(patch_method(kind, "__enter__", refusing))
+            stack.enter_context(patch_method(kind, "__enter__", lambda enter: refuse))
         yield
 
 
@@ -191,12 +185,14 @@ ADVICE = {
 def _explain(model: nn.Module, tracer: Tracer, error: Exception) -> TraceError:
     """Return a TraceError that points at the user's line in which tracing stopped."""
     frames = traceback.extract_tb(error.__traceback__)
+    # The last frame of the user's own code is the place to change.
     fx_itself = (LIBRARIES[0] + "/fx", LIBRARIES[1], "<")
     own = [f for f in frames if not f.filename.startswith((*LIBRARIES, "<"))]
     own = own or [f for f in frames if not f.filename.startswith(fx_itself)]  # torch's own modules, then
     place = f"{own[-1].filename}:{own[-1].lineno}, {(own[-1].line or '').strip()!r}" if own else "an unknown line"
     module = f"submodule {tracer.failed_in!r}" if tracer.failed_in else "its own forward()"
     what = f"symbolic tracing cannot follow {type(model).__name__} in {module} at {place}: {error}"
+    # An error of fxsplit's own says already what to do.
     if isinstance(error, TraceError):
         return TraceError(what, submodule=tracer.failed_in)
     advice = next((a for sign, a in ADVICE.items() if sign in str(error)), ADVICE[""])

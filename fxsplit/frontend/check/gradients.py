@@ -42,6 +42,7 @@ def check_gradients(here: Runnable) -> bool:
     """
     named = {name: p for name, p in here.model.named_parameters() if p.is_floating_point()}
     hooked: list[Tensor] = []
+    # First with all thawed; that may be impossible, for example where an operator has no such backward.
     for thawed in (True, False):
         trained = {name: p for name, p in named.items() if thawed or p.requires_grad}
         parameters = list(trained.values())
@@ -49,6 +50,7 @@ def check_gradients(here: Runnable) -> bool:
             wanted = _compute_gradients(here.run_model, here, parameters, of_inputs=thawed, or_none=True)
             if wanted is None:
                 continue
+            # The graph's hooks, not the model's: those that run in stages count.
             with watch_hooks(hooked.append):
                 run = Runner(here.graph).run
                 found = _compute_gradients(run, here, parameters, of_inputs=thawed, or_none=thawed)
@@ -106,6 +108,7 @@ def _compute_gradients(
             outputs = [o for o in pytree.tree_leaves(run(*(leaf.clone() for leaf in leaves))) if _is_trained(o)]
             if not outputs:
                 return None if or_none else [None] * (len(parameters) + len(leaves))
+            # Of a plain sum every output would have the gradient 1, and softmax would hand on none at all.
             ends = [*parameters, *(leaf for leaf in leaves if leaf.requires_grad)]
             found = iter(torch.autograd.grad(sum(o.square().sum() for o in outputs), ends, allow_unused=True))
         except (RuntimeError, TraceError):

@@ -40,6 +40,7 @@ def find_output_dims(here: Runnable, outputs: Sequence[Any], is_cut: bool) -> tu
             )
         if not isinstance(value, Tensor):
             continue
+        # Only a dimension that has doubled holds rows, and exactly one must have.
         if dims:
             dims = [d for d in dims if isinstance(other, Tensor) and other.shape[d : d + 1] == (2 * here.rows,)]
             if len(dims) != 1 and is_cut:
@@ -94,6 +95,7 @@ def unpack_output(gm: fx.GraphModule, value: Any) -> None:
     def unpack(made: Any, value: Any) -> Any:
         if isinstance(made, fx.Node) and isinstance(value, (tuple, list, dict)):
             keys = value.keys() if isinstance(value, dict) else range(len(value))
+            # A container is one node, and each of its parts is another, picked by position or key.
             parts = {k: gm.graph.call_function(operator.getitem, (made, k)) for k in keys}
             made = parts if isinstance(value, dict) else [*parts.values()]
         if isinstance(value, dict):

@@ -12,13 +12,20 @@ from fxsplit.torch_internals.interpret import Interpreter, describe_tensor
 
 
 class Runner(Interpreter):
-    """Runs the graph of a model that has just run by itself: where the graph fails, capturing it has lost something."""
+    """Runs the graph of a model that has just run by itself: where the graph fails, capturing it has lost something.
+
+    The nodes of `noted` get dtype and shape of their values, for dumps; `gm` may be a copy of that graph.
+    """
+
+    def __init__(self, gm: fx.GraphModule, noted: fx.GraphModule | None = None) -> None:
+        super().__init__(gm)
+        self._noted = {} if noted is None else {n.name: n for n in noted.graph.nodes}
 
     def run_node(self, n: fx.Node) -> Any:
         """Run one node; raises TraceError naming it."""
         try:
-            return super().run_node(n)
-        except FxsplitError:
+            value = super().run_node(n)
+        except FxsplitError:  # says more than this could
             raise
         except Exception as error:
             raise TraceError(
@@ -26,19 +33,9 @@ class Runner(Interpreter):
                 f"module that it is from whole, fxsplit.leaf({find_submodule(n) or 'its.path'!r})",
                 submodule=find_submodule(n),
             ) from error
-
-
-class ShapeRecorder(Runner):
-    """Notes dtype and shape of every value in the nodes of `original`, of which `gm` may be a copy, for dumps."""
-
-    def __init__(self, gm: fx.GraphModule, original: fx.GraphModule) -> None:
-        super().__init__(gm)
-        self._nodes = {n.name: n for n in original.graph.nodes}
-
-    def run_node(self, n: fx.Node) -> Any:
-        """Run one node and note what it made."""
-        value = super().run_node(n)
-        self._nodes[n.name].meta["fxsplit_shape"] = describe(value)
+        # By name, since the nodes of a copy are other objects.
+        if n.name in self._noted:
+            self._noted[n.name].meta["fxsplit_shape"] = describe(value)
         return value
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from fxsplit.errors import FxsplitError, TraceError
 from fxsplit.frontend.check.gradients import TOLERANCE, check_gradients
 from fxsplit.frontend.check.outputs import find_output_dims, unpack_output
-from fxsplit.frontend.check.run import ShapeRecorder, describe, summarize
+from fxsplit.frontend.check.run import Runner, describe, summarize
 from fxsplit.frontend.no_trace_left import refuse_assignments
 from fxsplit.frontend.subject import Runnable, Subject
 from fxsplit.ir.facts.effects import CallEffects
@@ -41,6 +41,7 @@ def check_graph(subject: Subject, gm: fx.GraphModule, rows: int) -> CallEffects:
         except (RuntimeError, ValueError, TypeError) as error:
             if not subject.from_shapes or isinstance(error, FxsplitError):
                 raise
+            # Without values, torch's own errors say nothing of what the user could do.
             raise TraceError(
                 f"{subject.name} does not run on shapes alone ({summarize(error)}): forward() decides by values, or "
                 "uses a tensor that is neither parameter nor buffer; build it with its weights"
@@ -55,6 +56,7 @@ def _compare(here: Runnable, gm: fx.GraphModule, is_cut: bool) -> CallEffects:
 
     `gm` is the graph that the IR will hold: it gets the shapes, and the plain containers of the output.
     """
+    # One copy for each side: forward() may write to its arguments.
     given, copies = here.clone_tensors(), here.clone_tensors()
     versions = [t._version for t in copies]
     with torch.no_grad():
@@ -62,13 +64,16 @@ def _compare(here: Runnable, gm: fx.GraphModule, is_cut: bool) -> CallEffects:
         # Both must start from the same buffers: _run_model has put them back.
         before = Snapshot(here.modules.buffers())
         with preserve(here.modules):
-            got = rebuild(ShapeRecorder(here.graph, gm).run(*copies), lambda leaf: leaf)
+            # A graph keeps its output in containers of fx's own, whose structure is not that of plain ones.
+            got = rebuild(Runner(here.graph, noted=gm).run(*copies), lambda leaf: leaf)
             for (name, buffer), value in zip(here.model.named_buffers(), buffers, strict=True):
                 _compare_values(here, f"buffer {name!r}", value, buffer)
+            # By memory: a write may go through a view, or through another name of a buffer.
             changed = {get_storage_id(t) for t in before.changed()}
             saved = _find_saved_buffers(here, changed)
             written = {path: b for path, b in here.model.named_buffers() if get_storage_id(b) in changed}
     expected, dropped = drop_foreign_fields(expected)
+    # Differences in values first: they explain those in gradients.
     wanted = _compare_outputs(here, expected, got)
     for spec, a, b in zip(here.inputs.specs, given, copies, strict=True):
         _compare_values(here, f"argument {spec.name!r}, which it writes to,", a, b)
@@ -99,6 +104,7 @@ def _run_model(here: Runnable, tensors: Sequence[Tensor]) -> tuple[Any, list[Ten
 
     Raises TraceError, naming a parameter, if forward() has written to it.
     """
+    # A snapshot, since preserve() restores buffers alone.
     weights = Snapshot(here.model.parameters())
     with preserve(here.modules):
         try:
@@ -135,6 +141,7 @@ def _find_saved_buffers(here: Runnable, changed: set[int]) -> tuple[str, ...]:
                 "keep what was written from call to call: make it from an input (x.new_zeros(...)), or register it "
                 "as a buffer if it is meant to last"
             )
+    # A module that stays whole fetches its buffers by itself, where the graph does not show it.
     for path, module in here.model.named_modules():
         if not type(module).__module__.startswith("torch."):
             own = ((f"{path}.{name}".removeprefix("."), b) for name, b in module.named_buffers(recurse=False))
@@ -173,6 +180,7 @@ def _find_own_containers(here: Runnable, expected: Any, got: Any) -> pytree.Tree
 
 def _compare_values(here: Runnable, what: str, wanted: Any, found: Any) -> None:
     """Raise TraceError unless the graph has left behind what the model has."""
+    # Constants are part of the structure of the graph's output.
     if not isinstance(wanted, Tensor):
         return
     same_kind = isinstance(found, Tensor) and found.shape == wanted.shape and found.dtype == wanted.dtype
@@ -192,6 +200,7 @@ def _is_close(a: Tensor, b: Tensor) -> bool:
         return True
     if not a.is_floating_point() or a.numel() == 0:
         return bool(torch.equal(a, b))
+    # Relative to the largest value: a small one may be a difference of large ones.
     size = float(torch.nan_to_num(a, posinf=0.0, neginf=0.0).abs().max())
     return bool(torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE * size, equal_nan=True))
 

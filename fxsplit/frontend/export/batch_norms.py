@@ -25,22 +25,19 @@ def find_batch_norms(program: fx.GraphModule, model: nn.Module) -> dict[fx.Node,
 
     A batch norm with hooks, or with a forward() of its own, does more than its two nodes and is left as it is.
     """
-    calls: dict[str, list[fx.Node]] = defaultdict(list)
-    counts: dict[str, list[fx.Node]] = defaultdict(list)
+    found: dict[str, dict[fx.Node, str | None]] = defaultdict(dict)  # by path, to tell at the end which to keep
     for node in program.graph.nodes:
         if node.target is aten.batch_norm.default and isinstance(node.args[3], fx.Node):
-            calls[str(node.args[3].target).removesuffix(".running_mean")].append(node)
+            path = str(node.args[3].target).removesuffix(".running_mean")
+            found[path][node] = path
         elif node.target is aten.add_.Tensor:
-            counter = str(find_counter(program, node).target)
-            if counter.endswith("num_batches_tracked"):
-                counts[counter.removesuffix(".num_batches_tracked")].append(node)
+            path = str(find_counter(program, node).target)
+            if path.endswith(".num_batches_tracked"):
+                found[path.removesuffix(".num_batches_tracked")][node] = None
     modules = dict(model.named_modules(remove_duplicate=False))
-    found: dict[fx.Node, str | None] = {}
-    for path, nodes in calls.items():
-        if _is_plain_batch_norm(modules.get(path)):
-            found |= dict.fromkeys(nodes, path)
-            found |= dict.fromkeys(counts[path])
-    return found
+    # forward() may count by itself on the buffer of a batch norm that it does not call.
+    plain = [nodes for path, nodes in found.items() if any(nodes.values()) and _is_plain_batch_norm(modules.get(path))]
+    return {node: path for nodes in plain for node, path in nodes.items()}
 
 
 def find_counter(program: fx.GraphModule, node: fx.Node) -> fx.Node:
@@ -69,6 +66,7 @@ def find_counter(program: fx.GraphModule, node: fx.Node) -> fx.Node:
 
 def _is_plain_batch_norm(module: Any) -> bool:
     """Return whether a module is torch's batch norm, unhooked, whose call is the nodes that torch.export has seen."""
+    # SyncBatchNorm and subclasses have a forward() of their own.
     if not is_batch_norm(module) or type(module).forward is not nn.BatchNorm1d.forward:
         return False
     return not any(held for key, held in module.__dict__.items() if "_hooks" in key)

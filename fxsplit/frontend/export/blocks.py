@@ -38,6 +38,7 @@ def is_block(node: Any) -> bool:
 
 def find_body(program: fx.GraphModule, block: fx.Node) -> tuple[int, fx.GraphModule]:
     """Return the position of the body among the arguments of a block in `program`, and the body."""
+    # Not always the first: the options of the mode come before it, and their number differs by block.
     position = next(i for i, a in enumerate(block.args) if isinstance(a, fx.Node) and _fetches_body(program, a))
     return position, operator.attrgetter(str(block.args[position].target))(program)  # type: ignore[union-attr]
 

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,13 +25,12 @@ from torch.overrides import TorchFunctionMode
 
 from fxsplit.errors import TraceError
 from fxsplit.frontend.autograd_functions import mark_functions, one_trace
-from fxsplit.frontend.export.inline import inline_blocks
+from fxsplit.frontend.export.inline import GraphWriter
 from fxsplit.frontend.export.whole_modules import WholeModules, replace_forward
 from fxsplit.frontend.graph import Graph
 from fxsplit.frontend.no_trace_left import refuse_assignments, refuse_draws, restore_model
 from fxsplit.frontend.subject import Runnable, Subject
 from fxsplit.ir.facts.scope import Scope
-from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.containers import LIBRARIES, to_plain_outputs
 from fxsplit.torch_internals.fake_weights import is_fake
 from fxsplit.torch_internals.grad_leaves import watch_hooks
@@ -67,12 +67,13 @@ def _export(subject: Subject, front_end: str) -> Graph:
             raise TraceError(
                 f"submodule {subject.whole[0]!r} can stay whole in an exported graph only once it has weights"
             )
+        # Only the number of rows may vary: for other lengths the model is compiled again.
         shapes = tuple({s.batch_dim: torch.export.Dim.DYNAMIC} if s.batch_dim is not None else None for s in specs)
         try:
             wholes = WholeModules(here, subject.whole)
             with one_trace, _take_tensors(here, wholes), _NeverDropped(), _be_quiet():
                 with (
-                    mark_functions() as calls,
+                    mark_functions() as functions,
                     _notice_checkpoints() as checkpoints,
                     wholes.replace_calls(),
                     _skip_idle_conversions(),
@@ -81,12 +82,15 @@ def _export(subject: Subject, front_end: str) -> Graph:
                     # Clones: a tensor that is given twice would become one argument.
                     tensors = tuple(here.clone_tensors())
                     program = torch.export.export(here.model, tensors, strict=False, dynamic_shapes=shapes)
+                # Without guards the module is the bare graph; the guards are asked once per number of rows.
                 module = program.module(check_guards=False)
                 guard = getattr(program.module(), "_guards_fn", None)
         except Exception as error:
             raise _explain(here.model, error) from error
-        names = [spec.name for spec in specs]
-        graph, held, returned = inline_blocks(module, here.model, names, calls, wholes.calls)
+        returns = program.call_spec.out_spec
+        assert returns is not None
+        writer = GraphWriter(module, here.model, functions, wholes.calls)
+        writer.write_program([spec.name for spec in specs], returns)
     if checkpoints:
         warnings.warn(
             f"forward() of {subject.name} changes what is saved for backward, as checkpoint() does, which its "
@@ -94,10 +98,7 @@ def _export(subject: Subject, front_end: str) -> Graph:
             "compile(recompute='always') keeps as little",
             stacklevel=2,
         )
-    structure = program.call_spec.out_spec
-    assert structure is not None
-    graph.output(pytree.tree_unflatten(returned, structure))
-    gm = fx.GraphModule(_find_own(model, held), graph, class_name=subject.name)
+    gm = fx.GraphModule(_find_own(model, writer.held), writer.graph, class_name=subject.name)
     # A model on several devices was exported from a copy in host memory.
     move_constants(gm, here.tensors[0].device, subject.tensors[0].device)
     return Graph(gm, Scope(subject.inputs, front_end, fixed=True, bounds=_read_bounds(program), guard=guard))
@@ -109,6 +110,7 @@ def _find_own(model: nn.Module, held: Mapping[str, Any]) -> dict[str, Any]:
     `held` is what the exported model has there, which may be a copy of the model, or hold stand-ins. Raises TraceError
     for a stand-in that is none of the model's own: a constant of the graph, whose value nobody knows.
     """
+    # Weights of stages are the user's own objects, so that optimizers see them.
     own = {**dict(model.named_modules()), **dict(model.named_parameters()), **dict(model.named_buffers())}
     found = {path: own.get(path, value) for path, value in held.items()}
     if lost := next((path for path, value in found.items() if isinstance(value, Tensor) and is_fake(value)), None):
@@ -142,7 +144,7 @@ def _take_tensors(here: Runnable, wholes: WholeModules) -> Iterator[None]:
         pairs = zip(specs, tensors, strict=True)
         # While exporting this is a symbol, and not the number of rows of the example.
         wholes.note_rows(next(t.shape[s.batch_dim] for s, t in pairs if s.batch_dim is not None))
-        call = here.inputs.call(tensors)
+        call = here.inputs.make_call(tensors)
         return to_plain_outputs(original(*call.args, **call.kwargs))
 
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -162,6 +164,7 @@ class _NeverDropped(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        # Not by value: while exporting, the draw has none. Any other comparison would decide by it.
         below = getattr(func, "__name__", "") in ("lt", "__lt__") and len(args) == 2
         if below and isinstance(args[1], (int, float)) and args[1] <= 0 and any(args[0] is d for d in self._draws):
             return False
@@ -176,14 +179,11 @@ def _notice_checkpoints() -> Iterator[list[None]]:
     """Yield a list that is not empty once the block has put hooks on what is saved for backward."""
     entered: list[None] = []
 
-    def noting(enter: Method) -> Method:
-        def note(hooks: saved_tensors_hooks) -> None:
-            entered.append(None)
-            enter(hooks)
+    def note(enter: Method, hooks: saved_tensors_hooks) -> None:
+        entered.append(None)
+        enter(hooks)
 
-        return note
-
-    with patch_method(saved_tensors_hooks, "__enter__", noting):
+    with patch_method(saved_tensors_hooks, "__enter__", lambda enter: partial(note, enter)):
         yield entered
 
 
@@ -196,24 +196,23 @@ def _refuse_hook(_: Tensor) -> None:
 def _skip_idle_conversions() -> Iterator[None]:
     """Let module.to(...) inside forward() do nothing where it would change nothing: torch.export cannot follow it."""
 
-    def skipping(to: Method) -> Method:
-        def convert(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            parsed: Any = torch._C._nn._parse_to(*args, **kwargs)
-            device, dtype, _, layout = parsed
-            weights = (*module.parameters(), *module.buffers())
-            there = all(device in (None, w.device) for w in weights)
-            same = all(dtype in (None, w.dtype) or not w.is_floating_point() for w in weights)
-            return module if there and same and layout is None else to(module, *args, **kwargs)
+    def convert(to: Method, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # As nn.Module.to itself reads its arguments: a device, a dtype, or a tensor that has both.
+        parsed: Any = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype, _, layout = parsed
+        weights = (*module.parameters(), *module.buffers())
+        there = all(device in (None, w.device) for w in weights)
+        same = all(dtype in (None, w.dtype) or not w.is_floating_point() for w in weights)
+        return module if there and same and layout is None else to(module, *args, **kwargs)
 
-        return convert
-
-    with patch_method(nn.Module, "to", skipping):
+    with patch_method(nn.Module, "to", lambda to: partial(convert, to)):
         yield
 
 
 @contextmanager
 def _be_quiet() -> Iterator[None]:
     """Keep what torch.export prints of a failure; the error says it."""
+    # The error repeats the first line of it, with the user's file and line.
     with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -48,46 +48,23 @@ aten = torch.ops.aten
 END = 2**63 - 1
 """Where a slice ends that goes to the end."""
 ASSERTS = (aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten._assert_async.msg)
-Held = dict[str, Any]
-"""What a graph fetches and calls, by path."""
+Calls = Sequence[Callable[..., Any]]
+WholeCalls = Sequence[WholeCall]
 Use = Callable[[Any], Any]
 """Returns what has, in the graph that is written, the value of a node that is read."""
 
 
-def inline_blocks(
-    program: fx.GraphModule,
-    model: nn.Module,
-    inputs: Sequence[str],
-    functions: Sequence[Callable[..., Any]],
-    wholes: Sequence[WholeCall],
-) -> tuple[fx.Graph, Held, list[Any]]:
-    """Return the program's graph without an output; what the graph fetches and calls; and what it is to return.
+class GraphWriter:
+    """Writes `graph` from a program and the bodies of its blocks; `held` is what the graph fetches and calls.
 
-    `model` is the exported model, `inputs` are the names of its tensor arguments. `functions` are the marked calls of
-    autograd.Functions, `wholes` the calls of submodules that stay whole, both by the number in their operators. Raises
-    TraceError for a block that a graph cannot hold.
+    `model` is the exported model. `functions` are the marked calls of autograd.Functions, `wholes` the calls of
+    submodules that stay whole, both by the number in their operators.
     """
-    writer = _Writer(program, model, functions, wholes)
-    placeholders = program.graph.find_nodes(op="placeholder")
-    values = {node: writer.graph.placeholder(name) for node, name in zip(placeholders, inputs, strict=True)}
-    returned = writer.write(program, values)
-    _erase_idle(writer.graph, {v for v in returned if isinstance(v, fx.Node)})
-    return writer.graph, writer.held, returned
 
-
-class _Writer:
-    """Writes one graph from a program and the bodies of its blocks."""
-
-    def __init__(
-        self,
-        program: fx.GraphModule,
-        model: nn.Module,
-        functions: Sequence[Callable[..., Any]],
-        wholes: Sequence[WholeCall],
-    ) -> None:
+    def __init__(self, program: fx.GraphModule, model: nn.Module, functions: Calls, wholes: WholeCalls) -> None:
         self.graph = fx.Graph()
-        self.held: Held = {}
-        self._model = model
+        self.held: dict[str, Any] = {}
+        self._program, self._model = program, model
         # A tied weight has several names, and goes by the first one that the model has for it.
         self._names = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
         self._batch_norms = find_batch_norms(program, model)
@@ -95,8 +72,19 @@ class _Writer:
         self._entered: dict[int, list[Any]] = defaultdict(list)  # what each marked call is called with
         self._called: dict[tuple[Any, int], fx.Node] = {}  # the call that several marks or operators stand for
 
+    def write_program(self, inputs: Sequence[str], returns: pytree.TreeSpec) -> None:
+        """Write the whole graph: `inputs` are the names of its placeholders, `returns` the structure of its output.
+
+        Raises TraceError for a block that a graph cannot hold.
+        """
+        placeholders = self._program.graph.find_nodes(op="placeholder")
+        values = {node: self.graph.placeholder(name) for node, name in zip(placeholders, inputs, strict=True)}
+        self.graph.output(pytree.tree_unflatten(self.write(self._program, values), returns))
+        # Idle are fetches of weights that batch norms have themselves, and operators between marks.
+        self.graph.eliminate_dead_code(lambda n: n.op not in ("call_function", "get_attr") or writes(n))
+
     def write(self, body: fx.GraphModule, values: Mapping[fx.Node, Any]) -> list[Any]:
-        """Write the nodes of a program or body, whose placeholders have `values`; return what it returns."""
+        """Write the nodes of a program or a block's body, whose placeholders have `values`; return what it returns."""
         written = dict(values)
 
         def use(value: Any) -> Any:
@@ -130,6 +118,7 @@ class _Writer:
         if node.target is enter:
             self._entered[args[1]].append(use(args[0]))
             return use(args[0])
+        # What lies between the marks is written too, and idle at the end.
         if node.target is leave:
             return self._write_function(node)
         if node.target is whole:
@@ -160,6 +149,7 @@ class _Writer:
             return tuple(v if id(v) in known else self._detach(v) for v in results)
         for part in (m for m in inside.modules() if isinstance(m, fx.GraphModule)):
             self._refuse_calls(part)
+            # Asserts name the device of the capture, and a stage may be on another one.
             for idle in [n for n in part.graph.nodes if n.target in ASSERTS]:
                 part.graph.erase_node(idle)
             part.recompile()
@@ -218,12 +208,3 @@ def _copy_meta(written: fx.Node, node: fx.Node) -> fx.Node:
     """Return a written node with the notes of the one it is written for: its module, its line, its shape."""
     written.meta = dict(node.meta)
     return written
-
-
-def _erase_idle(graph: fx.Graph, returned: set[fx.Node]) -> None:
-    """Erase nodes that nothing reads and that write nothing."""
-    # Backwards: a node is idle once its last user is gone.
-    for node in reversed(list(graph.nodes)):
-        idle = not node.users and node not in returned and not writes(node)
-        if idle and node.op in ("call_function", "get_attr"):
-            graph.erase_node(node)

@@ -108,6 +108,7 @@ class WholeModules:
         self._rows: Any = here.rows
         once = _record_results(here, self._modules, here.clone_tensors()) if paths else {}
         twice = _record_results(here, self._modules, here.clone_doubled()) if paths else {}
+        # A loop over rows, for example: another number of rows would be another graph.
         for path in paths:
             if len(once[path]) != len(twice[path]):
                 raise self._make_error(
@@ -136,12 +137,14 @@ class WholeModules:
             # Another pipeline's workers may run the same submodule just now.
             if threading.get_ident() != thread:
                 return forward(*args, **kwargs)
+            # An object of the user's own would be a constant of the graph, the same in every call.
             foreign = _find_foreign((args, kwargs))
             if foreign is not None:
                 why = f"is called with a {type(foreign).__name__}, which a graph cannot hand to it"
                 raise self._make_error(path, why)
             leaves, structure = pytree.tree_flatten((args, kwargs))
             tensors = [v for v in leaves if isinstance(v, Tensor)]
+            # forward() called by itself runs no hooks, so no result of it was recorded.
             if not tensors or not self._results[path]:
                 raise self._make_error(path, f"is called without a tensor, or by {path}.forward()")
             once, twice = next(results)
@@ -165,6 +168,7 @@ class WholeModules:
             if isinstance(a, Tensor):
                 shape, number = self._find_shape(path, a, b), len(self.calls) - 1
                 leaves.append(whole(tensors, shape, _find_memory_order(a), a.dtype, number, next(positions)))
+            # A constant that is the same for other rows may stand in the graph.
             elif type(a) is type(b) and a == b:
                 leaves.append(a)
             else:
@@ -220,6 +224,7 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[
 
 def _find_memory_order(tensor: Tensor) -> list[int]:
     """Return a tensor's dimensions as they lie in memory, the outermost first; [0, 2, 1] for transposed rows."""
+    # Later operators, such as view(), may need the strides that the submodule's output really has.
     strides = tensor.stride()
     return sorted(range(tensor.ndim), key=lambda d: (-strides[d], d))
 
@@ -241,6 +246,7 @@ def _record_results(
     """Return what each call of the submodules returns while the model runs on `tensors`."""
     found: dict[str, list[_Result]] = {path: [] for path in modules}
 
+    # A hook and not a replaced forward(): the call's own result is what later hooks may have made of it.
     def record(path: str) -> Callable[..., None]:
         return lambda module, args, result: found[path].append(_Result.of(result))
 

@@ -1,4 +1,8 @@
-"""Chunks: which dimension of each tensor argument is cut into microbatches."""
+"""Chunks: which dimension of each tensor argument is cut into microbatches.
+
+`chunks={"x": 1, "mask": fxsplit.Replicate}` cuts x along its second dimension; every microbatch gets the whole mask.
+What the caller does not state is found from the shapes.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +28,10 @@ TARGET = "target"
 def find_batch_dims(tensors: Mapping[str, Tensor], roots: Mapping[str, str], chunks: Chunks) -> dict[str, int | None]:
     """Return, for each tensor, the dimension that holds the batch; None where every microbatch gets all of it.
 
-    `roots` is the argument that each tensor is in. What is not stated is found: the rows are those of the first tensor.
-    A tensor with as many in its first dimension is cut there, one that has them nowhere is replicated, and one that has
-    them elsewhere must be stated.
+    `roots` is the argument that each tensor is in. What `chunks` does not state is found: the first tensor that has a
+    dimension to cut tells the number of rows. A tensor with as many in its first dimension is cut there. A tensor with
+    that length nowhere is replicated. Raises InputError for a tensor that has the length in another dimension, which
+    may be either; for names in `chunks` that are no argument; and for dimensions that a tensor does not have.
     """
     stated = {name: find_stated_dim(name, roots[name], chunks) for name in tensors}
     for key in chunks:
@@ -35,6 +40,7 @@ def find_batch_dims(tensors: Mapping[str, Tensor], roots: Mapping[str, str], chu
     for name, dim in stated.items():
         if isinstance(dim, int) and not 0 <= dim < tensors[name].ndim:
             raise InputError(f"chunks={{{name!r}: {dim}}}: it has shape {tuple(tensors[name].shape)}")
+    # Stated dimensions first: the caller knows where the rows are, and the first tensor may be something else.
     known = [(n, d) for n, d in stated.items() if isinstance(d, int)]
     known += [(n, 0) for n, t in tensors.items() if stated[n] is None and t.ndim]
     if not known:
@@ -43,15 +49,18 @@ def find_batch_dims(tensors: Mapping[str, Tensor], roots: Mapping[str, str], chu
     rows = tensors[first].shape[dim]
     found: dict[str, int | None] = {}
     for name, tensor in tensors.items():
-        if stated[name] is not None:
-            found[name] = stated[name] if isinstance(stated[name], int) else None  # type: ignore[assignment]
+        rule = stated[name]
+        if rule is not None:
+            found[name] = rule if isinstance(rule, int) else None
         elif tensor.ndim and tensor.shape[0] == rows:
             found[name] = 0
+        # With one row every dimension of length 1 would be in doubt, which is seldom a batch.
         elif rows in tensor.shape and rows > 1:
+            place = list(tensor.shape).index(rows)
             raise InputError(
                 f"argument {name!r} has shape {tuple(tensor.shape)} and {first!r} has {rows} rows: state whether its "
-                f"batch is in dimension {list(tensor.shape).index(rows)}, chunks={{{name!r}: "
-                f"{list(tensor.shape).index(rows)}}}, or shared by all, chunks={{{name!r}: fxsplit.Replicate}}"
+                f"batch is in dimension {place}, chunks={{{name!r}: {place}}}, or shared by all, "
+                f"chunks={{{name!r}: fxsplit.Replicate}}"
             )
         else:
             found[name] = None
@@ -59,10 +68,13 @@ def find_batch_dims(tensors: Mapping[str, Tensor], roots: Mapping[str, str], chu
 
 
 def find_stated_dim(name: str, root: str, chunks: Chunks) -> int | type[Replicate] | None:
-    """Return what `chunks` says of a tensor, by its name or else by that of the argument that it is in."""
+    """Return what `chunks` says of a tensor, by its name or else by that of the argument that it is in.
+
+    Returns None where it says nothing, and raises InputError for what is no dimension.
+    """
     rule = chunks.get(name, chunks.get(root))
     if rule is None:
         return None
-    if rule is not Replicate and type(rule) is not int:
+    if rule is not Replicate and type(rule) is not int:  # True is an int, and no dimension
         raise InputError(f"chunks={{{name!r}: {rule!r}}}: give the number of a dimension, or fxsplit.Replicate")
     return rule

@@ -28,7 +28,7 @@ class Example(GivenFact):
     @property
     def rows(self) -> int:
         """The microbatch size."""
-        return self.inputs.rows(self.tensors)
+        return self.inputs.count_rows(self.tensors)
 
     def __str__(self) -> str:
         """One line a tensor, such as `x: float32[4, 8]`."""

@@ -37,8 +37,8 @@ class Scope(GivenFact):
         # Rows are no part of it: how many there may be is for `check_rows` to say.
         if not self.fixed:
             return None
-        shapes = self.inputs.without_rows(t.shape for t in tensors)
-        return None if shapes == self.inputs.without_rows(s.shape for s in self.inputs.specs) else shapes
+        shapes = self.inputs.drop_rows(t.shape for t in tensors)
+        return None if shapes == self.inputs.drop_rows(s.shape for s in self.inputs.specs) else shapes
 
     def check_rows(self, rows: Sequence[int]) -> None:
         """Raise InputError unless the graph is right for microbatches with these numbers of rows."""

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import fxsplit
 from fxsplit.errors import TraceError
+from fxsplit.frontend.check.gradients import check_gradients
+from tests.frontend.subjects import Scale, make_subject, trace
 from tests.models import FAST
 
 OPTIONS: Any = {"passes": FAST, "n_microbatches": 2}
@@ -85,3 +87,89 @@ def test_a_lost_backward_is_seen_where_nothing_is_trained_yet(build: type[Two], 
     with pytest.raises(TraceError, match=message):
         fxsplit.compile(model, 2, example_inputs=rows().requires_grad_(), **OPTIONS)
     assert not model.a.weight.requires_grad and model.b.weight.requires_grad
+
+
+def compare(model: nn.Module, gm: fx.GraphModule, x: Tensor) -> bool:
+    with make_subject(model, x).make_runnable(len(x), gm) as here:
+        return check_gradients(here)
+
+
+class Straight(torch.autograd.Function):
+    """y = 2 * x, whose gradient is that of y = x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient
+
+
+class Estimates(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = Straight.apply(x)  # type: ignore[no-untyped-call]
+        return out
+
+
+def test_gradients_are_compared_by_themselves() -> None:
+    """Both return the same for every input, and only one has the model's backward."""
+    model = Scale()
+    assert not compare(model, trace(model), torch.ones(3, 4))
+    graph = fx.Graph()
+    graph.output(graph.call_method("mul", (graph.placeholder("x"), 2)))
+    with pytest.raises(TraceError, match="another gradient for 'argument x'"):
+        compare(Estimates(), fx.GraphModule({}, graph), torch.ones(3, 4))
+
+
+def test_no_gradient_is_as_good_as_zeros() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output(graph.call_function(torch.add, (x, graph.call_method("detach", (x,)))))
+    adds = fx.GraphModule({}, graph)
+    with pytest.raises(TraceError, match="another gradient"):
+        compare(adds, trace(Doubles()), torch.ones(3, 4))
+    zero = fx.Graph()
+    x = zero.placeholder("x")
+    zero.output((zero.call_method("mul", (x, 0)), zero.call_method("mul", (x, 2))))
+    none = fx.Graph()
+    x = none.placeholder("x")
+    none.output((none.call_method("mul", (none.call_method("detach", (x,)), 0)), none.call_method("mul", (x, 2))))
+    assert not compare(fx.GraphModule({}, zero), fx.GraphModule({}, none), torch.ones(3, 4))
+
+
+class Doubles(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x
+
+
+def test_frozen_weights_are_thawed_and_frozen_again() -> None:
+    model = Scale()
+    model.scale.requires_grad_(False)
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output(graph.call_function(torch.mul, (x, graph.call_method("detach", (graph.get_attr("scale"),)))))
+    with pytest.raises(TraceError, match="another gradient for 'scale'"):
+        compare(model, fx.GraphModule(model, graph), torch.ones(3, 4))
+    assert not model.scale.requires_grad
+
+
+def test_a_model_without_a_backward_is_not_asked() -> None:
+    class Counts(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.argmax(-1)
+
+    assert not compare(Counts(), trace(Counts()), torch.ones(3, 4))
+
+
+def test_hooks_on_activations_are_noticed() -> None:
+    def hook(x: Tensor) -> Tensor:
+        y = x * 1
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient)
+        return y
+
+    graph = fx.Graph()
+    graph.output(graph.call_function(hook, (graph.placeholder("x"),)))
+    gm = fx.GraphModule({}, graph)
+    assert compare(gm, gm, torch.ones(3, 4))

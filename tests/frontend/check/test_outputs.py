@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import operator
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.errors import InputError, TraceError
+from fxsplit.frontend.check.outputs import find_output_dims, unpack_output
+from fxsplit.ir.facts.chunks import UNJOINED
+from tests.frontend.subjects import make_subject
 from tests.models import FAST, Mlp
 
 mse = F.mse_loss
@@ -155,3 +159,71 @@ def test_an_output_as_long_as_a_microbatch_is_no_batch() -> None:
 
     with pytest.raises(InputError, match=r"output 1 of Positions has shape \(4, 6\) for 4 rows"):
         fxsplit.compile(Positions(), 2, example_inputs=rows(), **OPTIONS)
+
+
+def find_dims(model: nn.Module, x: Tensor, *, is_cut: bool) -> tuple[int | None, ...]:
+    with make_subject(model, x).make_runnable(len(x)) as here:
+        outputs = here.run_model(*here.clone_tensors())
+        return find_output_dims(here, outputs if isinstance(outputs, tuple) else (outputs,), is_cut)
+
+
+class Returns(nn.Module):
+    def __init__(self, call: Any) -> None:
+        super().__init__()
+        self.call = call
+
+    def forward(self, x: Tensor) -> Any:
+        return self.call(x)
+
+
+@pytest.mark.parametrize(
+    ("call", "dims"),
+    [
+        (lambda x: x * 2, (0,)),
+        (lambda x: x.T, (1,)),
+        (lambda x: (x.mean(), x[:, None].expand(-1, 3, 4)), (None, 0)),
+        (lambda x: x @ x.T @ x, (0,)),
+        (lambda x: (x, "text", None, 3, True), (0,)),
+    ],
+)
+def test_the_dimension_that_doubles_with_the_rows_holds_them(call: Any, dims: tuple[int | None, ...]) -> None:
+    for is_cut in (True, False):
+        assert find_dims(Returns(call), torch.randn(3, 4), is_cut=is_cut) == dims
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: torch.ones(3, 2), r"output 0 of Returns has shape \(3, 2\) for 3 rows"),
+        (lambda x: x.sum(0), r"has shape \(4,\) for 3 rows"),
+        (lambda x: x @ x.T, r"has shape \(3, 3\)"),
+        (lambda x: x.argmax(), r"has shape \(\) for 3 rows"),
+    ],
+)
+def test_no_batch_is_refused_where_batches_are_cut(call: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        find_dims(Returns(call), torch.randn(3, 4), is_cut=True)
+    (dim,) = find_dims(Returns(call), torch.randn(3, 4), is_cut=False)
+    assert dim is None if message.endswith(r"\(\) for 3 rows") else dim == UNJOINED
+
+
+def test_other_values_must_be_the_same_for_every_microbatch() -> None:
+    with pytest.raises(InputError, match="output 1 of Returns is 3 for 3 rows and 6 for twice as many"):
+        find_dims(Returns(lambda x: (x, len(x))), torch.randn(3, 4), is_cut=True)
+    with pytest.raises(InputError, match="neither a tensor nor the same for every microbatch"):
+        find_dims(Returns(lambda x: (x, {1})), torch.randn(3, 4), is_cut=True)
+
+
+def test_a_node_of_several_tensors_is_unpacked() -> None:
+    graph = fx.Graph()
+    node = graph.call_function(torch.sort, (graph.placeholder("x"),))
+    graph.output({"sorted": node, "none": None})
+    gm = fx.GraphModule({}, graph)
+    x = torch.tensor([[2.0, 1.0]])
+    value = gm(x)
+    unpack_output(gm, {"sorted": tuple(value["sorted"]), "none": None})
+    assert type(gm(x)["sorted"]) is not type(value["sorted"]) and torch.equal(
+        gm(x)["sorted"][1], torch.tensor([[1, 0]])
+    )
+    items = [n for n in gm.graph.nodes if n.target is operator.getitem]
+    assert [n.meta["fxsplit_shape"] for n in items] == ["float32[1, 2]", "int64[1, 2]"]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import fxsplit
+from fxsplit.errors import InputError
+from fxsplit.ir.facts.call import Inputs, parse_example_inputs
 from tests.models import FAST
 
 OPTIONS: Any = {"passes": FAST, "n_microbatches": 2}
@@ -45,3 +48,101 @@ def test_names_of_arguments_that_begin_alike() -> None:
         torch.testing.assert_close(pipe(*call), masks(*call))
     with fxsplit.compile(listed, 2, **OPTIONS) as pipe:
         torch.testing.assert_close(pipe([call[0]], call[2]), listed([call[0]], call[2]))
+
+
+def bind(function: Any, *args: Any, chunks: Any = None, **kwargs: Any) -> tuple[Inputs, list[Tensor]]:
+    model = nn.Module()
+    model.forward = function
+    return Inputs.of(model, args, kwargs, chunks)
+
+
+def plain(x: Tensor, scale: float = 1.0, *, extra: Any = None) -> None: ...
+
+
+def several(x: Tensor, /, y: Tensor, *more: Tensor, **named: Any) -> None: ...
+
+
+X, Y = torch.arange(12.0).reshape(3, 4), torch.ones(3)
+
+
+def test_a_call_is_flat_and_back_again() -> None:
+    inputs, tensors = bind(plain, X, extra={"a": Y, "b": 2})
+    assert [s.name for s in inputs.specs] == ["x", "extra_a"] and [s.batch_dim for s in inputs.specs] == [0, 0]
+    assert tensors[0] is X and tensors[1] is Y
+    args, kwargs = inputs.make_call([X + 1, Y + 1])
+    assert args == () and list(kwargs) == ["x", "extra"], "by name, and without defaults"
+    assert torch.equal(kwargs["x"], X + 1) and torch.equal(kwargs["extra"]["a"], Y + 1) and kwargs["extra"]["b"] == 2
+
+
+def test_arguments_go_by_position_where_they_must() -> None:
+    inputs, tensors = bind(several, X, X + 1, X + 2, key=Y)
+    args, kwargs = inputs.make_call(tensors)
+    assert [float(a[0, 0]) for a in args] == [0.0, 1.0, 2.0] and list(kwargs) == ["key"]
+    args, kwargs = bind(several, X, X + 1)[0].make_call([X, X])
+    assert len(args) == 1 and list(kwargs) == ["y"]
+
+
+def test_another_call_binds_however_it_is_written() -> None:
+    inputs, _ = bind(plain, X)
+    assert inputs.bind((), {"scale": 1.0, "x": X[:2]}, None)[0].shape == (2, 4)
+    with pytest.raises(InputError, match=r"'scale' is 1, and the pipeline was compiled for 1\.0"):
+        inputs.bind((X, 1), {}, None)
+    with pytest.raises(InputError, match=r"'scale' is a torch.float32 tensor, and .* compiled for 1\.0"):
+        inputs.bind((X, Y), {}, None)
+    with pytest.raises(InputError, match=r"compiled for arguments \(x, 1\.0, None\) and is called with others"):
+        inputs.bind((X,), {"extra": [1, 2]}, None)
+    with pytest.raises(InputError, match=r"arguments do not fit forward\(x"):
+        inputs.bind((X, 1.0, None), {}, None)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (X.to("meta"), r"'x' is on meta and the pipeline takes it on cpu: move it with .to\('cpu'\)"),
+        (X.double(), r"'x' is torch.float64 and the pipeline takes torch.float32"),
+        (X[None], r"'x' has shape \(1, 3, 4\), 3 dimensions, and the pipeline was compiled for 2"),
+        (X[:0], r"'x' has shape \(0, 4\): give a batch of at least one row"),
+    ],
+)
+def test_tensors_of_another_kind_are_refused(value: Tensor, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        bind(plain, X)[0].bind((value,), {}, None)
+
+
+def test_a_dtype_may_follow_the_model_or_autocast() -> None:
+    inputs, _ = bind(plain, X)
+    assert inputs.bind((X.double(),), {}, torch.float64)[0].dtype == torch.float64
+    with pytest.raises(InputError, match="float64"):
+        inputs.bind((X.double(),), {}, torch.float16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert inputs.bind((X.bfloat16(),), {}, None)
+    with pytest.raises(InputError, match="int64"):
+        inputs.bind((X.long(),), {}, torch.int64)
+
+
+def test_rows_are_cut_where_they_are() -> None:
+    inputs, tensors = bind(plain, X, extra=X.T.contiguous(), chunks={"extra": 1})
+    assert inputs.count_rows(tensors) == 3
+    assert [t.shape for t in inputs.take_rows(tensors, 2)] == [(2, 4), (4, 2)]
+    doubled = inputs.double_rows(tensors)
+    assert torch.equal(doubled[0], torch.cat([X, X])) and torch.equal(doubled[1], torch.cat([X, X]).T)
+    assert inputs.drop_rows([(3, 4), (5, 3)]) == ((4,), (5,))
+    with pytest.raises(
+        InputError, match=r"'extra' has shape \(4, 3\), with the batch in dimension 1, and 'x' .*\(2, 4\)"
+    ):
+        inputs.count_rows([X[:2], tensors[1]])
+
+
+def test_what_is_shared_is_not_cut() -> None:
+    inputs, tensors = bind(plain, X, extra=Y[:1], chunks={"extra": fxsplit.Replicate})
+    assert [t.shape for t in inputs.take_rows(tensors, 2)] == [(2, 4), (1,)]
+    assert [t.shape for t in inputs.double_rows(tensors)] == [(6, 4), (1,)]
+    with pytest.raises(InputError, match=r"without any tensor to cut \(x, 1.0, None\)"):
+        bind(plain, X, chunks={"x": fxsplit.Replicate})
+
+
+def test_example_inputs() -> None:
+    assert parse_example_inputs(X)[0][0] is X
+    assert parse_example_inputs([X, 1]).args[1] == 1 and parse_example_inputs({"x": X}) == ((), {"x": X})
+    with pytest.raises(InputError, match="example_inputs is a float"):
+        parse_example_inputs(1.0)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import fxsplit
 from fxsplit import FxsplitError
 from fxsplit.errors import InputError
+from fxsplit.ir.facts.chunks import Replicate, find_batch_dims
 
 
 def x(rows: int = 8) -> Tensor:
@@ -37,3 +38,38 @@ def test_inputs_without_a_common_batch() -> None:
         fxsplit.compile(Two(), 2, example_inputs=(x(), torch.ones(1, 8)))
     with refused(InputError, "without any tensor"):
         fxsplit.compile(Two(), 2, example_inputs=(1, 2))
+
+
+def find(chunks: Any = None, **shapes: tuple[int, ...]) -> dict[str, int | None]:
+    return find_batch_dims({n: torch.empty(s) for n, s in shapes.items()}, {n: n[0] for n in shapes}, chunks or {})
+
+
+def test_the_first_tensor_tells_the_rows() -> None:
+    assert find(x=(6, 4), y=(6,), z=(5, 4)) == {"x": 0, "y": 0, "z": None}
+    assert find(s=(), x=(6, 4)) == {"s": None, "x": 0}, "a single number has no rows"
+    assert find(s=()) == {"s": None}
+    assert find(x=(1, 4), y=(3, 1)) == {"x": 0, "y": None}, "of one row any length of one would be in doubt"
+
+
+def test_what_is_stated_counts_first() -> None:
+    assert find({"y": 1}, x=(4, 6), y=(5, 4)) == {"x": 0, "y": 1}
+    assert find({"x": Replicate}, x=(6, 4), y=(5,)) == {"x": None, "y": 0}
+    assert find({"e": 1}, x=(4,), e_a=(2, 4), e_b=(3, 4)) == {"x": 0, "e_a": 1, "e_b": 1}, "by its argument"
+    assert find({"e": 1, "e_b": 0}, x=(4,), e_a=(2, 4), e_b=(4, 4)) == {"x": 0, "e_a": 1, "e_b": 0}, "by its own name"
+    assert find({"target": 1}, x=(6,)) == {"x": 0}
+
+
+@pytest.mark.parametrize(
+    ("chunks", "message"),
+    [
+        ({}, r"'y' has shape \(2, 6\) and 'x' has 6 rows: .*dimension 1, chunks={'y': 1}"),
+        ({"z": 0}, "names no tensor argument: there are x, y"),
+        ({"y": 2}, r"chunks={'y': 2}: it has shape \(2, 6\)"),
+        ({"y": -1}, r"chunks={'y': -1}"),
+        ({"y": True}, "give the number of a dimension"),
+        ({"y": "0"}, "give the number of a dimension"),
+    ],
+)
+def test_doubts_and_mistakes_are_refused(chunks: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        find(chunks, x=(6, 4), y=(2, 6))

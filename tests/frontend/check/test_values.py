@@ -1,0 +1,157 @@
+"""A graph that is not the model is refused, and the refusal says what is different."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from fxsplit.errors import TraceError
+from fxsplit.frontend.check.values import check_graph, list_fetched
+from tests.frontend.subjects import Scale, make_subject, trace
+
+
+def graph_of(model: nn.Module, write: Any) -> fx.GraphModule:
+    """Return a graph of one placeholder that `write` fills, on the weights of a model."""
+    graph = fx.Graph()
+    graph.output(write(graph, graph.placeholder("x")))
+    return fx.GraphModule(model, graph)
+
+
+def test_the_models_own_graph_passes_and_learns_shapes() -> None:
+    model = Scale()
+    gm = trace(model)
+    found = check_graph(make_subject(model, rows=2), gm, rows=2)
+    assert found.output_dims == (0,) and not found.writes_inputs and not found.sets_hooks
+    assert (found.containers, dict(found.written_buffers), found.saved_buffers) == (None, {}, ())
+    assert next(n.meta.get("fxsplit_shape") for n in gm.graph.nodes) == "float32[2, 4]"
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (lambda g, x: g.call_method("mul", (x, 2.001)), r"computes output 0 differently .*float32\[6, 4\], the model"),
+        (lambda g, x: g.call_method("double", (x,)), r"the graph gives float64\[6, 4\]"),
+        (lambda g, x: g.call_method("sum", (x, 0)), r"the graph gives float32\[4\]"),
+        (lambda g, x: (x,), "returns .* and the model returns"),
+        (lambda g, x: g.call_method("frobnicate", (x,)), "node 'frobnicate' of the graph does not run"),
+        (lambda g, x: g.call_method("mul_", (x, 2.0)), "argument 'x', which it writes to, differently"),
+    ],
+)
+def test_what_differs_is_named(write: Any, message: str) -> None:
+    model = Scale()
+    with pytest.raises(TraceError, match=message):
+        check_graph(make_subject(model), graph_of(model, write), rows=6)
+
+
+class Counts(nn.Module):
+    """Writes a buffer, a batch norm's statistics and, if asked, its input."""
+
+    seen: Tensor
+
+    def __init__(self, into: bool = False) -> None:
+        super().__init__()
+        self.norm, self.into = nn.BatchNorm1d(4), into
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add_(1)
+        if self.into:
+            x.mul_(2.0)
+        out: Tensor = self.norm(x) * self.seen
+        return out
+
+
+@pytest.mark.parametrize("into", [False, True])
+def test_what_a_call_leaves_behind(into: bool) -> None:
+    from fxsplit.frontend.symbolic import SymbolicTrace
+
+    model = Counts(into)
+    subject = make_subject(model)
+    found = check_graph(subject, SymbolicTrace().attempt(subject).gm, rows=6)
+    assert found.writes_inputs == into and found.saved_buffers == ("seen",)
+    assert list(found.written_buffers) == ["seen"], "statistics of batch norms have a pass of their own"
+    assert found.written_buffers["seen"] is model.seen and not model.seen.any(), "no trace is left"
+    assert int(model.norm.num_batches_tracked) == 0  # type: ignore[arg-type]
+
+
+def test_by_shapes_alone_the_buffers_are_the_models_own() -> None:
+    """While it runs they are stand-ins."""
+    from fxsplit.frontend.symbolic import SymbolicTrace
+
+    model = Counts()
+    subject = make_subject(model, from_shapes=True)
+    found = check_graph(subject, SymbolicTrace().attempt(subject).gm, rows=6)
+    assert found.written_buffers["seen"] is model.seen and found.saved_buffers == ("seen",)
+
+
+def test_a_buffer_that_the_graph_leaves_alone_is_noticed() -> None:
+    model = Counts()
+    with pytest.raises(TraceError, match="buffer 'seen' differently"):
+        check_graph(make_subject(model), graph_of(model, lambda g, x: g.call_module("norm", (x,))), rows=6)
+
+
+def test_a_write_to_a_parameter_or_a_constant_is_refused() -> None:
+    class Writes(Scale):
+        def forward(self, x: Tensor) -> Tensor:
+            self.scale.data.mul_(2.0)
+            return x * self.scale
+
+    model = Writes()
+    with pytest.raises(TraceError, match="writes to parameter 'scale'"):
+        check_graph(make_subject(model), trace(Scale()), rows=6)
+    assert model.scale.tolist() == [2.0] * 4, "the weight is as it was"
+
+    class Constant(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1
+
+    def write(graph: fx.Graph, x: fx.Node) -> fx.Node:
+        graph.call_method("add_", (graph.get_attr("kept"), 1))
+        return graph.call_method("add", (x, 1))
+
+    gm = graph_of(Holds(), write)
+    with pytest.raises(TraceError, match="writes in place to 'kept', a constant of the graph"):
+        check_graph(make_subject(Constant()), gm, rows=6)
+
+
+class Holds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.zeros(1))
+
+
+def test_a_forward_that_decides_by_values_does_not_run_on_shapes() -> None:
+    class Decides(Scale):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.scale if float(x.sum()) < 1e6 else x
+
+    with pytest.raises(TraceError, match="Decides does not run on shapes alone"):
+        check_graph(make_subject(Decides(), from_shapes=True), trace(Scale()), rows=6)
+
+
+def test_containers_of_the_model_are_known() -> None:
+    class Ordered(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return OrderedDict(out=x * 2)
+
+    found = check_graph(
+        make_subject(Ordered()), graph_of(Ordered(), lambda g, x: {"out": g.call_method("mul", (x, 2))}), 6
+    )
+    assert found.containers is not None and found.containers.type is OrderedDict
+
+
+def test_nan_and_infinity_are_equal_to_themselves() -> None:
+    class Odd(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.log() / x.floor()
+
+    assert check_graph(make_subject(Odd()), trace(Odd()), rows=6).output_dims == (0,)
+
+
+def test_what_a_graph_fetches() -> None:
+    model = Scale()
+    assert list_fetched(trace(model)) == {"scale": model.scale}

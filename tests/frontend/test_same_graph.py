@@ -1,0 +1,46 @@
+"""Two captures are one graph if their nodes are, on the same weights, and on equal constants."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from fxsplit.frontend.same_graph import same_graph
+from tests.frontend.subjects import Scale, trace
+
+
+class Shifts(nn.Module):
+    """x + shift, where shift is a tensor that is neither parameter nor buffer."""
+
+    def __init__(self, shift: Tensor) -> None:
+        super().__init__()
+        self.shift = shift
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shift
+
+
+def test_two_traces_of_one_model_are_the_same_graph() -> None:
+    model = Scale()
+    assert same_graph(trace(model), trace(model))
+
+
+def test_an_operator_an_argument_or_a_name_makes_a_difference() -> None:
+    class Other(Scale):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.scale
+
+    class Swapped(Scale):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.scale * x
+
+    assert not same_graph(trace(Scale()), trace(Other())) and not same_graph(trace(Scale()), trace(Swapped()))
+
+
+def test_constants_may_be_copies_and_must_be_equal() -> None:
+    one = Shifts(torch.arange(4.0))
+    assert same_graph(trace(one), trace(copy.deepcopy(one)))
+    for other in (torch.arange(4.0) + 1, torch.arange(4), torch.arange(4.0)[None], torch.arange(4.0, device="meta")):
+        assert not same_graph(trace(one), trace(Shifts(other)))
