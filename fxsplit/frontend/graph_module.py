@@ -11,7 +11,7 @@ from torch import fx, nn
 from fxsplit.errors import TraceError
 from fxsplit.frontend.graph import Graph
 from fxsplit.frontend.subject import Subject
-from fxsplit.ir.facts.call import Inputs, TensorSpec
+from fxsplit.ir.facts.call import TensorSpec
 from fxsplit.ir.facts.scope import Scope
 from fxsplit.torch_internals import pytree
 
@@ -31,34 +31,31 @@ class GivenGraph:
         return isinstance(model, fx.GraphModule) and type(model.graph._codegen) is fx.graph.CodeGen
 
     def attempt(self, subject: Subject) -> Graph:
-        """Return a copy of the graph: passes rewrite nodes, and the user's graph must stay as it is."""
-        assert isinstance(subject.model, fx.GraphModule)
-        return Graph(copy_given_graph(subject.model, subject.inputs), Scope(subject.inputs, self.name))
+        """Return the same nodes, with one placeholder for each tensor argument and constants for all other arguments.
 
-
-def copy_given_graph(model: fx.GraphModule, inputs: Inputs) -> fx.GraphModule:
-    """Return the same nodes, with one placeholder for each tensor argument and constants for all other arguments.
-
-    A graph with placeholders `x` and `extra`, called with `extra={"gain": 2.0, "bias": tensor}`, gets the placeholders
-    `x` and `extra_bias`. Raises TraceError where graph and forward() have different arguments.
-    """
-    # Where the call has a tensor there is a placeholder, and where it has a number the number itself.
-    graph = fx.Graph()
-    specs = iter(inputs.specs)
-    leaves = [graph.placeholder(next(specs).name) if isinstance(v, TensorSpec) else v for v in inputs.leaves]
-    arguments = pytree.tree_unflatten(leaves, inputs.structure)
-    values: dict[fx.Node, Any] = {}
-    held: dict[str, Any] = {}
-    for node in model.graph.nodes:
-        if node.op == "placeholder":
-            # fx writes the stars of *args and **kwargs into a placeholder's target; the signature has none.
-            name = str(node.target).lstrip("*")
-            if name not in arguments:
-                raise TraceError(f"the graph has an input {name!r} that its forward() does not take: recompile it")
-            values[node] = arguments[name]
-            continue
-        # Modules and tensors are not copied: stages must hold the user's own.
-        if node.op in ("call_module", "get_attr"):
-            held[str(node.target)] = operator.attrgetter(str(node.target))(model)
-        values[node] = graph.node_copy(node, lambda n: values[n])
-    return fx.GraphModule(held, graph, class_name=type(model).__name__)
+        A graph with placeholders `x` and `extra`, called with `extra={"gain": 2.0, "bias": tensor}`, gets the
+        placeholders `x` and `extra_bias`. Raises TraceError where graph and forward() have different arguments.
+        """
+        model, inputs = subject.model, subject.inputs
+        assert isinstance(model, fx.GraphModule)
+        # Where the call has a tensor there is a placeholder, and where it has a number the number itself.
+        graph = fx.Graph()
+        specs = iter(inputs.specs)
+        leaves = [graph.placeholder(next(specs).name) if isinstance(v, TensorSpec) else v for v in inputs.leaves]
+        arguments = pytree.tree_unflatten(leaves, inputs.structure)
+        values: dict[fx.Node, Any] = {}
+        held: dict[str, Any] = {}
+        for node in model.graph.nodes:
+            if node.op == "placeholder":
+                # fx writes the stars of *args and **kwargs into a placeholder's target; the signature has none.
+                name = str(node.target).lstrip("*")
+                if name not in arguments:
+                    raise TraceError(f"the graph has an input {name!r} that its forward() does not take: recompile it")
+                values[node] = arguments[name]
+                continue
+            # Modules and tensors are not copied: stages must hold the user's own.
+            if node.op in ("call_module", "get_attr"):
+                held[str(node.target)] = operator.attrgetter(str(node.target))(model)
+            values[node] = graph.node_copy(node, lambda n: values[n])
+        gm = fx.GraphModule(held, graph, class_name=subject.name)
+        return Graph(gm, Scope(inputs, self.name))

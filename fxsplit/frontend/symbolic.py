@@ -43,24 +43,16 @@ class SymbolicTrace:
         """Return the traced graph; raises TraceError naming the line and the submodule that tracing cannot follow."""
         model = subject.model
         draws = refuse_draws(model, lambda: (read_generators(), read_python_generators()))
+        tracer = Tracer(subject.inputs, subject.whole)
         # A cache that forward() fills while it is traced would be left with proxies in it.
         with restore_model(model), refuse_assignments(model), draws:
-            gm = symbolic_trace(model, subject.inputs, subject.whole)
+            try:
+                with one_trace, _refuse_modes(), record_functions(partial(tracer.create_proxy, "call_function")):
+                    graph = tracer.trace(model)
+            except Exception as error:
+                raise _explain(model, tracer, error) from error
+            gm = fx.GraphModule(model, graph, class_name=subject.name)
         return Graph(fix_constant_devices(gm, subject.tensors[0].device), Scope(subject.inputs, self.name))
-
-
-def symbolic_trace(model: nn.Module, inputs: Inputs, whole: Sequence[str] = ()) -> fx.GraphModule:
-    """Return the graph of `model` in its present mode, in which the submodules `whole` are one call each.
-
-    Raises TraceError naming file, line and submodule.
-    """
-    tracer = Tracer(inputs, whole)
-    try:
-        with one_trace, _refuse_modes(), record_functions(partial(tracer.create_proxy, "call_function")):
-            graph = tracer.trace(model)
-    except Exception as error:
-        raise _explain(model, tracer, error) from error
-    return fx.GraphModule(model, graph, class_name=type(model).__name__)
 
 
 class InPlaceProxy(fx.Proxy):
@@ -84,7 +76,7 @@ class Tracer(fx.Tracer):
 
     proxy_buffer_attributes = True  # otherwise a write to a buffer would happen once, while tracing
 
-    def __init__(self, inputs: Inputs, whole: Sequence[str] = ()) -> None:
+    def __init__(self, inputs: Inputs, whole: Sequence[str]) -> None:
         super().__init__()
         self.record_stack_traces = True  # errors and dumps name the user's line
         self.failed_in: str | None = None

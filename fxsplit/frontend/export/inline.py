@@ -195,7 +195,7 @@ class GraphWriter:
         if (whole, number) not in self._called:
             self.held[call.path] = self._model.get_submodule(call.path)
             self._called[whole, number] = _copy_meta(call.write(self.graph, [use(v) for v in given]), node)
-        return call.write_output(self.graph, self._called[whole, number], output)
+        return call.write_output(self._called[whole, number], output)
 
     def _detach(self, value: Any) -> Any:
         """Return a tensor's node without the gradient; any other value as it is."""

@@ -13,7 +13,6 @@ row twice: a dimension that doubled is a multiple of the number of rows.
 from __future__ import annotations
 
 import itertools
-import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -73,14 +72,14 @@ class WholeCall:
         args, kwargs = pytree.tree_unflatten(filled, self.structure)
         return graph.call_module(self.path, args, kwargs)
 
-    def write_output(self, graph: fx.Graph, node: fx.Node, position: int) -> fx.Node:
+    def write_output(self, node: fx.Node, position: int) -> fx.Node:
         """Return a new node for one tensor of what `node`, the call, returns."""
+        value: Any = fx.Proxy(node)
+        # What a key does to a proxy, an index or an attribute, becomes a node of its graph.
         for key in self.outputs[position]:
-            if hasattr(key, "name"):  # a field of a dataclass
-                node = graph.call_function(getattr, (node, key.name))
-            else:
-                node = graph.call_function(operator.getitem, (node, getattr(key, "idx", getattr(key, "key", None))))
-        return node
+            value = key.get(value)
+        made: fx.Node = value.node
+        return made
 
 
 @dataclass(frozen=True)
