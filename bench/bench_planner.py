@@ -23,14 +23,14 @@ from bench import networks as zoo
 from bench.bench_compile import irs_before
 from bench.lib.peer import optimum_ms, subsets
 from bench.lib.profiles import transformer
-from fxsplit.api.plan import build_machine, make_workload
+from fxsplit.api.plan import build_machine, lay_out
 from fxsplit.formats import read
 from fxsplit.ir.facts.antichains import Antichains
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.states import States
-from fxsplit.planner import Options, kernels, partition, sequence_states
+from fxsplit.planner import Options, Task, kernels, partition, sequence_states
 from fxsplit.planner.planner import Planner
 from fxsplit.planner.search import minimise
 from fxsplit.planner.solve import pose_problems
@@ -67,7 +67,7 @@ def test_dnn_partitioning(benchmark: BenchmarkFixture, path: Path) -> None:
     options = Options(model="direct", free=True, use_all=False)
 
     def plan() -> Plan:
-        return Planner(profile.costs).plan(machine, make_workload(machine), options)
+        return Planner(profile.costs).plan(*lay_out(machine), options)
 
     note(benchmark, path.stem, benchmark.pedantic(plan, rounds=5, warmup_rounds=1))
 
@@ -81,7 +81,7 @@ def test_pipedream(benchmark: BenchmarkFixture, path: Path, devices: int) -> Non
     machine = Machine.planned(devices, 1e9)
 
     def plan() -> Plan:
-        return Planner(costs).plan(machine, make_workload(machine), PIPEDREAM)
+        return Planner(costs).plan(*lay_out(machine), PIPEDREAM)
 
     note(benchmark, f"{path.stem}, {devices} devices", benchmark.pedantic(plan, rounds=5, warmup_rounds=1))
 
@@ -101,7 +101,7 @@ def test_order_and_partition(benchmark: BenchmarkFixture, name: str, devices: in
     options = Options(use_all=devices <= len(chains.blocks))
 
     def plan() -> Plan:
-        return partition(costs, chains, sequence_states(costs, chains), machine, make_workload(machine), {}, options)
+        return partition(Task(costs, *lay_out(machine), options), chains, sequence_states(costs, chains))
 
     note(benchmark, f"{name}, {devices} devices", benchmark.pedantic(plan, rounds=5, warmup_rounds=1))
 
@@ -119,14 +119,14 @@ def test_beside_the_paper(benchmark: BenchmarkFixture, name: str, devices: int) 
     peer_s = time.perf_counter() - begin
 
     def search() -> float:
-        (problem,) = pose_problems(costs, chains, states, machine, make_workload(machine), {}, PIPEDREAM)
+        (problem,) = pose_problems(Task(costs, *lay_out(machine), PIPEDREAM), chains, states)
         found = minimise(problem, chains)
         assert found is not None
         return max(problem.loads(found.path))
 
     # A comparison of times means something only where both find the same optimum.
     assert benchmark.pedantic(search, rounds=20, warmup_rounds=1) == pytest.approx(peer, rel=1e-9)
-    plan = partition(costs, chains, states, machine, make_workload(machine), {}, PIPEDREAM)
+    plan = partition(Task(costs, *lay_out(machine), PIPEDREAM), chains, states)
     note(benchmark, f"{name}, {devices} devices, beside all pairs", plan, peer_s=peer_s)
 
 
@@ -137,7 +137,7 @@ def test_transformer(benchmark: BenchmarkFixture) -> None:
     machine = Machine.planned(16, 25e9)
 
     def plan() -> Plan:
-        return Planner(costs).plan(machine, make_workload(machine), Options())
+        return Planner(costs).plan(*lay_out(machine), Options())
 
     work = f"transformer, {len(costs.nodes):,} nodes, 16 devices"
     note(benchmark, work, benchmark.pedantic(plan, rounds=3, warmup_rounds=1))
@@ -149,7 +149,7 @@ def test_beyond_the_cap(benchmark: BenchmarkFixture) -> None:
     machine = Machine.planned(16, 25e9)
 
     def plan() -> Plan:
-        return Planner(costs, max_states=5000).plan(machine, make_workload(machine), Options())
+        return Planner(costs, max_states=5000).plan(*lay_out(machine), Options())
 
     note(benchmark, "transformer, at most 5,000 ideals", benchmark.pedantic(plan, rounds=3, warmup_rounds=1))
 
@@ -166,6 +166,4 @@ def test_whole_process(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
 
     benchmark.pedantic(plan, rounds=5, warmup_rounds=1)
     machine = Machine.planned(8)
-    note(
-        benchmark, "resnet50, 8 devices, whole process", Planner(costs).plan(machine, make_workload(machine), Options())
-    )
+    note(benchmark, "resnet50, 8 devices, whole process", Planner(costs).plan(*lay_out(machine), Options()))

@@ -1,4 +1,7 @@
-"""order: put the states in topological sequence, with prefix sums and cut bytes; learns States."""
+"""order: sum what is measured over each ideal, which makes the state sequence; learns States.
+
+Between `augment`, which enumerates the ideals, and `partition`, which cuts their sequence into stages.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""partition: cut the state sequence into stages so that the slowest is as fast as possible; learns Plan."""
+"""partition: cut the state sequence into stages so that the slowest is as fast as possible; learns Plan.
+
+The last pass of planning: `emit` then makes a module of each stage.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,11 @@ from fxsplit.ir.facts.pins import Pins
 from fxsplit.ir.facts.states import States
 from fxsplit.ir.facts.workload import Workload
 from fxsplit.ir.graph import IR
-from fxsplit.planner.solve import Options, partition
+from fxsplit.planner.clock import Clock
+from fxsplit.planner.lattice import enumerate_ideals
+from fxsplit.planner.planner import plan_stages
+from fxsplit.planner.sequence import sequence_states
+from fxsplit.planner.solve import Options, Task
 
 
 @dataclass(frozen=True)
@@ -25,5 +32,13 @@ class Partition(Options):
         """Learn Plan from States; raises PlanError when none fits, saying by how much and where."""
         costs, pins = ir[Costs], ir.get(Pins)
         pinned = pins.nodes(costs) if pins else {}
-        plan = partition(costs, ir[Antichains], ir[States], ir[Machine], ir[Workload], pinned, self)
-        return ir.learn(plan)
+        task = Task(costs, ir[Machine], ir[Workload], self, pinned)
+        chains = ir[Antichains]
+
+        # `augment` has joined nodes that need no stage of their own. Where they do need one, all nodes are looked at.
+        def enumerate_whole() -> tuple[Antichains, States]:
+            whole = enumerate_ideals(costs, task.machine, pinned, chains.max_states, join=False)
+            return whole, sequence_states(costs, whole)
+
+        clock = Clock.limited(self.time_limit)
+        return ir.learn(plan_stages(task, chains, ir[States], enumerate_whole, clock))

@@ -15,10 +15,8 @@ from fxsplit.frontend import capture
 from fxsplit.ir.facts.call import Call
 from fxsplit.ir.facts.costs import Costs, KnownCosts
 from fxsplit.ir.facts.stages import list_weights
-from fxsplit.ir.facts.workload import Workload
 from fxsplit.ir.graph import IR, Fact
 from fxsplit.ir.manager import Observer, run_chain
-from fxsplit.schedule.catalogue import ASYNCHRONOUS
 from fxsplit.torch_internals.fake_weights import lacks_values
 
 
@@ -66,18 +64,11 @@ def list_facts(
     options: Options, captured: IR, candidate: Candidate, known: Costs | None, like: Compiled | None
 ) -> list[Fact]:
     """Return what the chain starts from, besides the graph and its example."""
-    scheduler, count = candidate.scheduler, candidate.n_microbatches
-    homes = scheduler.homes()
-    # Each place of a stage is planned for as a device of its own: a device that has two stages counts twice.
-    machine = options.machine.unrolled(homes)
-    replicated = any(len(home) > 1 for home in homes)
-    # The planner may use fewer devices than there are, so the facts are stated for every number of stages.
-    peaks = {k: scheduler.in_flight(count, k) for k in range(1, len(machine) + 1)}
-    versions = {k: scheduler.versions(count, k) for k in peaks if scheduler.name in ASYNCHRONOUS}
-    facts: list[Fact] = [
-        machine,
-        Workload(scheduler.name, count, peaks, may_idle=like is not None, versions=versions, replicated=replicated),
-    ]
+    # What `fxsplit.plan` plans for, too: so both come to the same plan.
+    machine, workload = candidate.scheduler.lay_out(
+        options.machine, candidate.n_microbatches, may_idle=like is not None
+    )
+    facts: list[Fact] = [machine, workload]
     if like is not None:
         # The other mode's times serve where an operator is the same, and the rest is measured.
         facts.append(pin_weights(captured, like.program.stages))

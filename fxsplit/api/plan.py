@@ -1,4 +1,8 @@
-"""plan(): return the best plan for a profile, or a model, on a machine that need not be here."""
+"""plan(): return the best plan for a profile, or a model, on a machine that need not be here.
+
+It takes the same steps as the passes augment, order and partition (planner/planner.py), without a graph: the costs are
+enough. So it comes to the plan that `compile` makes of equal costs, and loads no torch.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from math import inf
 from typing import TYPE_CHECKING, Any
 
+from fxsplit.api.microbatch_count import check_microbatch_count, choose_microbatch_count
 from fxsplit.errors import InputError
 from fxsplit.formats import Profile, read
 from fxsplit.ir.facts.costs import Costs
@@ -15,15 +20,16 @@ from fxsplit.ir.facts.machine import Device, Machine
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.workload import Workload
 from fxsplit.planner import Options
-from fxsplit.schedule import PEAKS, find_schedule
+from fxsplit.planner.planner import Planner
+from fxsplit.schedule.catalogue import Scheduler, find_schedule
 
 if TYPE_CHECKING:  # a model comes with torch; a profile does not need it
     from torch import nn
 
     from fxsplit.api.pipeline import Pipeline
-from fxsplit.planner.planner import Planner
 
 MAX_DEVICES = 512
+"""More devices are refused: the search keeps a table of states for each."""
 
 
 def plan(
@@ -43,26 +49,27 @@ def plan(
         dnn-partitioning JSON), or a model, which is measured here on a CPU; `fxsplit.profile` measures elsewhere.
     machine: a number of equal devices with free links, or a Machine, which need not exist here.
     example_inputs: one whole batch for a model, as `compile` takes it.
-    schedule, n_microbatches: what decides how many microbatches a stage holds (default: two a device).
-    options: the cost model, and what the planner may do. pins: submodule or node -> number of its device. keep: sets of
+    schedule, n_microbatches: any schedule that compile() runs, and the pieces that a batch is cut into (default: two a
+        device). They decide how many microbatches a stage holds, and how many stages a device has.
+    options: the cost model, and what the planner may do. pins: submodule or node -> number of its stage. keep: sets of
         submodules or nodes that no cut may part.
 
-    Raises PlanError where no plan exists (NoFit where memory is too small), ProfileError or InputError for bad input.
+    Raises PlanError where no plan exists (NoFit where memory is too small), ScheduleError for numbers that the schedule
+    is not made for, ProfileError or InputError for bad input.
     """
     if isinstance(profile, (str, os.PathLike)):
         profile = read(profile).costs
     where = machine if isinstance(machine, Machine) else Machine.planned(machine)
     costs = profile if isinstance(profile, Costs) else getattr(profile, "costs", None)
     if not isinstance(costs, Costs):
-        costs = _measured(profile, example_inputs, n_microbatches or 2 * len(where))
-    return Planner(costs, pins or {}, keep).plan(
-        where, make_workload(where, schedule, n_microbatches), options or Options()
-    )
+        costs = _measure(profile, example_inputs, choose_microbatch_count(len(where), stated=n_microbatches))
+    return Planner(costs, pins or {}, keep).plan(*lay_out(where, schedule, n_microbatches), options or Options())
 
 
-def _measured(model: Any, example_inputs: Any, n_microbatches: int) -> Costs:
-    """Return the costs of a model; raises InputError for anything else."""
-    torch = sys.modules.get("torch")  # who has a model has loaded it
+def _measure(model: Any, example_inputs: Any, n_microbatches: int) -> Costs:
+    """Return the costs of a model, measured here on a CPU; raises InputError for anything that is no model."""
+    # Who has a model has loaded torch; asking here must not load it for a typing error.
+    torch = sys.modules.get("torch")
     if torch is None or not isinstance(model, torch.nn.Module):
         raise InputError(
             f"profile is a {type(model).__name__}: give costs, a compiled pipeline, the path of a profile, or a model"
@@ -74,13 +81,18 @@ def _measured(model: Any, example_inputs: Any, n_microbatches: int) -> Costs:
     return profile(model, example_inputs, n_microbatches=n_microbatches)
 
 
-def make_workload(machine: Machine, schedule: str = "1F1B", n_microbatches: int | None = None) -> Workload:
-    """Return what a schedule asks of each stage's memory, for every number of stages up to the machine's devices."""
+def lay_out(machine: Machine, schedule: str = "1F1B", n_microbatches: int | None = None) -> tuple[Machine, Workload]:
+    """Return what to plan for: a machine with a device for each stage of the schedule, and what each stage holds.
+
+    Raises ScheduleError for numbers that the schedule is not made for, InputError for too many devices.
+    """
     if len(machine) > MAX_DEVICES:
         raise InputError(f"{len(machine)} devices: plan for at most {MAX_DEVICES}")
-    count = n_microbatches or 2 * len(machine)
-    find_schedule(schedule, tuple(PEAKS))
-    return Workload(schedule, count, {k: PEAKS[schedule](k, count) for k in range(1, len(machine) + 1)})
+    if n_microbatches is not None:
+        check_microbatch_count(n_microbatches)
+    find_schedule(schedule)
+    count = choose_microbatch_count(len(machine), stated=n_microbatches)
+    return Scheduler(schedule, len(machine)).lay_out(machine, count)
 
 
 def build_machine(profile: Profile, devices: int | None, bandwidth: float | None) -> Machine:
@@ -90,6 +102,7 @@ def build_machine(profile: Profile, devices: int | None, bandwidth: float | None
     if count < 1 and not profile.hosts:
         raise InputError(f"devices={count}: give at least 1 device to plan for")
     bytes_per_s = bandwidth or profile.bytes_per_s
+    # The devices of a file are alike, and are joined by their own links alone; hosts come last.
     made = [Device(f"device{i}", memory_bytes=profile.memory_bytes, bytes_per_s=bytes_per_s) for i in range(count)]
     made += [Device(f"host{i}", host=True) for i in range(profile.hosts)]
     return Machine(tuple(made), (inf,) * (len(made) - 1))

@@ -66,9 +66,9 @@ def _explain_cut(question: Question, count: int | None, plan: Plan, number: int)
     crossing: dict[str, float] = {}
     for name, forward, back, readers, is_output in costs.values:
         # Inputs of the model come from outside of all stages; under `direct` nobody hands them on.
-        made = name in before or (name not in costs.by_name and plan.model.name != "direct")
+        made = name in before or (name not in costs.by_name and plan.model.forwards)
         # An output of the model is handed on to the last stage, which returns it.
-        if made and ((is_output and plan.model.name != "direct") or not before.issuperset(readers)):
+        if made and ((is_output and plan.model.forwards) or not before.issuperset(readers)):
             crossing[name] = crossing.get(name, 0.0) + forward + back
     for exchange in costs.exchanges:
         if _crosses(set(exchange.nodes), before):

@@ -10,7 +10,7 @@ from dataclasses import replace
 from math import inf, isfinite
 from typing import Any
 
-from fxsplit.api.plan import build_machine, make_workload
+from fxsplit.api.plan import build_machine, lay_out
 from fxsplit.errors import InputError, NoFit
 from fxsplit.formats import Profile, read
 from fxsplit.formats.machine_toml import read_machine
@@ -18,6 +18,7 @@ from fxsplit.formats.plan_json import plan_to_dict
 from fxsplit.ir.facts.machine import LEAST_BYTES_PER_S, Machine
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.price import COST_MODELS
+from fxsplit.ir.facts.workload import Workload
 from fxsplit.planner import Options
 from fxsplit.planner.baselines import BASELINES, plan_baseline
 from fxsplit.planner.planner import MAX_STATES, Planner
@@ -114,14 +115,16 @@ class Question:
             return machine
         return build_machine(self.profile, count, self.arguments.bandwidth)
 
+    def lay_out(self, count: int | None) -> tuple[Machine, Workload]:
+        """Return the machine with a device for each stage, and what the schedule asks of each stage."""
+        return lay_out(self.machine(count), self.arguments.schedule, self.arguments.microbatches)
+
     def plan(self, count: int | None, planner: Planner | None = None) -> Plan:
         """Return the best plan for `count` devices, by the question's planner or by another one.
 
         Raises NoFit where none fits, or where every plan runs a node where it cannot run.
         """
-        machine = self.machine(count)
-        workload = make_workload(machine, self.arguments.schedule, self.arguments.microbatches)
-        plan = (planner or self.planner).plan(machine, workload, self.options)
+        plan = (planner or self.planner).plan(*self.lay_out(count), self.options)
         # A node that cannot run is given a time beyond all others, so it is the bottleneck where it cannot be avoided.
         if plan.bottleneck_ms >= self.profile.never_ms:
             raise NoFit("no plan fits: some node runs on hosts alone, and there is no host for it")
@@ -163,8 +166,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _price_baselines(question: Question, count: int | None, plan: Plan) -> str:
     """Return a table of simple splits, each with how many times as long as the plan its slowest stage takes."""
-    machine = question.machine(count)
-    workload = make_workload(machine, question.arguments.schedule, question.arguments.microbatches)
+    machine, workload = question.lay_out(count)
     # Simple splits cut where the planner may not have looked, so they need all states and not a contraction's.
     chains, states = question.planner.lattice(machine, whole=True)
     rows = [f"\n{'split':<12}{'bottleneck ms':>15}{'x plan':>8}", f"{'plan':<12}{plan.bottleneck_ms:>15.4f}{1:>8.2f}"]

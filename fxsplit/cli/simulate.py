@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from fxsplit.api.plan import make_workload
+from fxsplit.api.plan import lay_out
 from fxsplit.errors import InputError
 from fxsplit.formats import read
 from fxsplit.formats.plan_json import read_plan
@@ -111,9 +111,7 @@ def _plan_profile(arguments: argparse.Namespace, schedule: Schedule) -> Plan:
     """Return the best plan of a profile with as many stages as the schedule has, over equal links."""
     profile = read(arguments.profile, by_bytes=arguments.bandwidth is not None)
     machine = Machine.planned(schedule.n_stages, arguments.bandwidth)
-    return Planner(profile.costs).plan(
-        machine, make_workload(machine, n_microbatches=schedule.n_microbatches), Options()
-    )
+    return Planner(profile.costs).plan(*lay_out(machine, n_microbatches=schedule.n_microbatches), Options())
 
 
 def _name_devices(plan: Plan | None, schedule: Schedule) -> tuple[str, ...]:

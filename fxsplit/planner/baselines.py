@@ -1,4 +1,8 @@
-"""Baselines: how people split by hand, priced like the planner's plans, to stand beside them."""
+"""Baselines: how people split by hand, priced like the planner's plans, to stand beside them.
+
+For example four nodes of 1, 1, 1 and 3 ms on two devices: "even" cuts behind the second node, for a slowest stage of
+4 ms, and "time" behind the third, for 3 ms.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +26,7 @@ Floats = NDArray[np.float64]
 
 def _nearest(weight: Floats, n_stages: int) -> list[int]:
     """Return where an ascending sequence comes closest to each of `n_stages` equal shares, every stage non-empty."""
+    # The first of two equally close positions is taken, and each stage still to come keeps a position.
     last = weight.size - 1
     cuts = [0]
     for stage in range(1, n_stages):
@@ -32,17 +37,21 @@ def _nearest(weight: Floats, n_stages: int) -> list[int]:
 
 
 def _blocks(weight: Floats, n_stages: int) -> list[int]:
-    """Return the cuts of an ascending sequence whose largest part is smallest: linear partitioning, by bisection."""
+    """Return the cuts of an ascending sequence whose largest part is smallest: linear partitioning, by bisection.
+
+    This is how torchgpipe balances by time, after Barany and Grinberg, "Block partitions of sequences" (2015).
+    """
     last = weight.size - 1
 
     def filled(limit: float) -> list[int]:
-        """Return the cuts of parts that are filled up to a limit one after another; the last takes the rest."""
+        """Return the cuts after filling one part after another up to a limit; the last part takes the rest."""
         cuts = [0]
         for stage in range(1, n_stages):
             full = int(np.searchsorted(weight, weight[cuts[-1]] + limit, side="right")) - 1
             cuts.append(min(max(full, cuts[-1] + 1), last - (n_stages - stage)))
         return [*cuts, last]
 
+    # A limit is possible if filling up to it leaves no larger rest; the smallest possible limit is searched.
     low, high = 0.0, float(weight[-1])
     best = filled(high)
     while high - low > 1e-12 * weight[-1]:
@@ -64,8 +73,8 @@ BASELINES: dict[str, tuple[str, Callable[[Floats, int], list[int]]]] = {
 }
 """What each baseline shares out among the stages of one topological order, and how.
 
-even, parameters and time cut where the shares come closest to equal; block is the best split of the order if traffic
-were free.
+"even", "parameters" and "time" cut where the shares come closest to equal. "block" is the best split of the order if
+traffic were free.
 """
 
 
@@ -80,9 +89,10 @@ def plan_baseline(
 ) -> Plan | None:
     """Return a baseline's plan for the devices in the machine's order, or None where there are too few blocks.
 
-    Its lower bound is that of no plan at all: zero. It may need more memory than there is.
+    Nothing is proven of it: its lower bound is zero. It may need more memory than there is.
     """
     what, cut = BASELINES[name]
+    # By hand one cuts the sequence of a model's layers: the topological order that the blocks are numbered in.
     line = first_order(chains)
     count = len(machine)
     if len(line) <= count:

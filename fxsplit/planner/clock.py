@@ -1,4 +1,8 @@
-"""Clock: how long a search may still take, in seconds and in steps of a kernel, which cannot look at the time."""
+"""Clock: how long a search may still take, in seconds and in steps of a kernel.
+
+Compiled code cannot look at the time. So a kernel is given a number of steps, counts them, and stops early when it has
+used them up.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +13,18 @@ from math import inf
 from typing import Any
 
 ANY_NUMBER = 2**62
-"""Steps enough for anything."""
+"""Enough steps for any kernel; a 64-bit integer holds twice as many."""
 
 
 class OutOfTime(Exception):
-    """The deadline has passed; the planner itself catches this and says what it knows by then."""
+    """The deadline has passed. The planner catches this and returns what it knows by then."""
 
 
 @dataclass
 class Clock:
     """Runs kernels until `deadline`, in seconds of time.monotonic.
 
-    `steps_per_s` is what they did so far; before the first has run it is a guess on the safe side.
+    `steps_per_s` is how fast the last kernel ran. Before the first kernel has run it is a low guess.
     """
 
     deadline: float = inf
@@ -28,7 +32,7 @@ class Clock:
 
     @classmethod
     def limited(cls, seconds: float) -> Clock:
-        """Return a clock that starts now."""
+        """Return a clock that starts now and ends after so many seconds."""
         return cls(time.monotonic() + seconds)
 
     @property
@@ -44,7 +48,7 @@ class Clock:
     def run(self, kernel: Callable[[int], tuple[Any, Any, int]]) -> tuple[Any, Any]:
         """Return the two tables of a kernel that is given a number of steps and tells how many it took.
 
-        One that needs more stops early, and runs again if there is time left. Raises OutOfTime.
+        A kernel that needs more steps stops early, and runs again if there is time left. Raises OutOfTime.
         """
         while True:
             self.check()
@@ -53,4 +57,5 @@ class Clock:
             one, other, taken = kernel(steps)
             if taken <= steps:
                 return one, other
+            # The guess was too low: the kernel stopped with time left. What it did tells how fast it is.
             self.steps_per_s = taken / max(time.monotonic() - begin, 1e-6)

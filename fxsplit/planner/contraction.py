@@ -1,9 +1,11 @@
 """Contraction: blocks without cost join a neighbour where no plan becomes worse, so that the lattice shrinks.
 
-Masks, positions and inputs float between what makes and what reads them, and each multiplies the number of ideals.
-Moving such a block v into the stage of the neighbour next to it, u, takes no time and no memory there. What stages pay
-for tensors does not grow if every tensor at v is at u as well: v's old stage stops paying for it, and u's paid already.
-A block between two others may also have tensors of its own, if they are no larger than those it shares with u alone.
+A mask that only one layer reads may lie in any stage up to that layer's. So it doubles the number of ideals before the
+layer, although its place makes no difference. Let v be a block that takes no time and no memory, and u a neighbour.
+To move v into the stage of u costs nothing for computing. What stages pay for tensors does not grow either if every
+tensor that v makes or reads is made or read by u too: the stage of v stops paying, and the stage of u pays already. If
+u is the only neighbour of v on one side, v may also have tensors of its own, if they are no larger than those that only
+u and v share.
 """
 
 from __future__ import annotations
@@ -15,10 +17,10 @@ from fxsplit.ir.facts.blocks import Blocks
 from fxsplit.ir.facts.costs import Costs, NodeCost
 
 MOST_COPIES, MOST_IN_FLIGHT = 32.0, 1e3
-"""More of a parameter's and an activation's bytes than any optimizer and schedule makes a device hold."""
+"""More copies of a parameter, and more microbatches, than any optimizer and schedule makes a device hold."""
 
 CALLER = -1
-"""Makes what the model is given, and reads what it returns."""
+"""Stands for who calls the model: the maker of its inputs and the reader of its outputs."""
 
 
 def contract_costless_nodes(costs: Costs, blocks: Blocks, apart: Collection[str], memory_bytes: float) -> Blocks:
@@ -27,6 +29,7 @@ def contract_costless_nodes(costs: Costs, blocks: Blocks, apart: Collection[str]
     `memory_bytes` is the smallest device's: memory is no cost where the whole graph fits there.
     """
     bounded = memory_may_bind(costs, memory_bytes)
+    # A pinned block has a stage of its own to go to, and nothing may follow it there unasked.
     free = [not set(names) & set(apart) for names in blocks.members]
     light = [
         free[b] and not any(_weighs(costs.by_name[n], bounded) for n in names) for b, names in enumerate(blocks.members)
@@ -35,6 +38,7 @@ def contract_costless_nodes(costs: Costs, blocks: Blocks, apart: Collection[str]
         return blocks
     graph = _Graph(costs, blocks)
     waiting = [b for b, is_light in enumerate(light) if is_light]
+    # A block that has joined another may clear the way for the next one: go on until nothing changes.
     changed = True
     while changed:
         changed = False
@@ -56,10 +60,12 @@ def memory_may_bind(costs: Costs, memory_bytes: float) -> bool:
 def contract_light_nodes(costs: Costs, blocks: Blocks, apart: Collection[str], light_ms: float) -> tuple[Blocks, float]:
     """Return the blocks after light ones join what they follow, and by how much that may slow the best plan, in ms.
 
-    A block joins its only predecessor u if u has no other successor, what it sends on is no larger than what it gets
-    from u, and all that has joined u so takes at most `light_ms`. Any plan can be changed to keep such groups whole: a
-    stage then also does the tails of the groups that were cut at its end. No two of those lie on one path, so of the
-    groups along a path at most one tail counts, and the sum of the largest over paths that cover all groups is a bound.
+    A block joins its only predecessor u if u has no other successor, if what the block sends on is no larger than what
+    it gets from u, and if all that joins u takes at most `light_ms`. What joins u is the *tail* of the group of u.
+
+    The bound: any plan can be changed to keep groups whole, if a stage also does the tails of the groups that were cut
+    at its end. No two groups that are cut at the same place lie on one path of the graph. So along each path at most
+    one tail counts. Cover all groups with paths, and sum the largest tail of each path.
     """
     work = {n.name: max(n.forward_ms + n.backward_ms, n.host_ms) for n in costs.nodes}
     weight = [sum(work[name] for name in names) for names in blocks.members]
@@ -74,6 +80,7 @@ def contract_light_nodes(costs: Costs, blocks: Blocks, apart: Collection[str], l
         graph.join(b, follows)
         head[b] = follows
         tail[follows] += weight[b]
+    # Cover the groups with paths: each group goes on with the path of a group before it, if one ends there.
     paths: dict[int, float] = {}
     end_of: dict[int, int] = {}  # the last group of each path -> the path
     for b in range(len(blocks)):
@@ -85,7 +92,10 @@ def contract_light_nodes(costs: Costs, blocks: Blocks, apart: Collection[str], l
 
 
 def _weighs(node: NodeCost, bounded: bool) -> bool:
-    """Return whether a node takes any time, or memory where that is bounded, or sums gradients among replicas."""
+    """Return whether a node takes any time, or memory where that is bounded.
+
+    Parameters always weigh: replicas of a stage take time to sum their gradients.
+    """
     if node.forward_ms or node.backward_ms or node.host_ms or node.parameter_bytes:
         return True
     return bounded and bool(node.buffer_bytes or node.kept_bytes)
@@ -98,7 +108,8 @@ class _Graph:
         self._before = [set(b) for b in blocks.before]
         self._after = [set(a) for a in blocks.after]
         self._group = [[b] for b in range(len(blocks))]
-        self._ancestors: list[int] = []  # as bit masks; joining costless blocks adds no path between others
+        # Bit masks of all blocks before each one. They stay right: joining costless blocks adds no path between others.
+        self._ancestors: list[int] = []
         for b, before in enumerate(blocks.before):
             mask = 1 << b
             for a in before:
@@ -115,7 +126,7 @@ class _Graph:
             self._add({blocks.home[n] for n in exchange.nodes}, exchange.output_bytes)
 
     def _add(self, pins: set[int], size: float) -> None:
-        """Add a tensor, unless nobody or nothing pays for it."""
+        """Add a tensor, unless it crosses no cut or costs nothing."""
         if len(pins) < 2 or size <= 0:
             return
         for pin in pins:
@@ -126,8 +137,10 @@ class _Graph:
     def target(self, b: int) -> int | None:
         """Return the neighbour that a costless block may join, or None."""
         before, after = self._before[b], self._after[b]
+        # A block that nothing is joined to may go anywhere.
         if not before and not after and not self._at[b]:
             return next((c for c, group in enumerate(self._group) if c != b and group), None)
+        # The latest neighbour before b must come after all the others, or joining it would close a cycle.
         if before:
             latest = max(before)
             if all(self._ancestors[latest] >> a & 1 for a in before) and self._at[b] <= self._at[latest]:
@@ -136,6 +149,7 @@ class _Graph:
             earliest = min(after)
             if all(self._ancestors[a] >> earliest & 1 for a in after) and self._at[b] <= self._at[earliest]:
                 return earliest
+        # An only neighbour whose only neighbour is b: a link of a chain.
         for neighbours, back in ((before, self._after), (after, self._before)):
             if len(neighbours) == 1:
                 (only,) = neighbours
@@ -180,6 +194,7 @@ class _Graph:
         for t in self._at.pop(b, set()):
             self.pins_of[t] = self.pins_of[t] - {b} | {target}
             self._at[target].add(t)
+            # A tensor inside one group crosses no cut any more.
             if len(self.pins_of[t]) == 1:
                 self._at[target].discard(t)
 

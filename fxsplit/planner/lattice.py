@@ -1,9 +1,15 @@
-"""From costs to the lattice of ideals, with what is live across each."""
+"""From costs to the lattice of ideals, with the bytes that are live across each.
+
+The ideals of a graph form a lattice: an edge leads from each ideal to every ideal with one block more. A chain of n
+blocks has n + 1 ideals. Parallel branches multiply: 8 independent nodes have 2^8. The paper's states are the ideals
+other than {}, each named by its augmented antichain (see planner/__init__.py).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,23 +17,26 @@ from numpy.typing import NDArray
 from fxsplit.ir.facts.antichains import Antichains
 from fxsplit.ir.facts.blocks import Blocks, Ints, build_csr
 from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.facts.machine import Machine
 from fxsplit.planner import kernels
-from fxsplit.planner.contraction import contract_light_nodes, memory_may_bind
+from fxsplit.planner.contraction import contract_costless_nodes, contract_light_nodes, memory_may_bind
 from fxsplit.planner.cuts import find_cut_levels
+from fxsplit.planner.kernels import lattice as kernel
 
 
 def antichains(costs: Costs, max_states: int, blocks: Blocks | None = None) -> Antichains:
-    """Return every ideal of the blocks, or one topological order's where there are more than `max_states`.
+    """Return every ideal of the blocks, or those of one topological order where there are more than `max_states`.
 
-    The blocks are those that `costs` demand, unless some are given that have been contracted further.
+    The blocks are those that `costs` demand, unless `blocks` are given, which have been contracted further.
     """
     blocks = blocks or Blocks.of(costs)
     indegree = np.array([len(b) for b in blocks.before], np.int32)
     parent, last, complete = kernels.enumerate_ideals(indegree, *build_csr(blocks.after), max_states)
+    # The blocks are numbered in a topological order, and the prefixes of that order are ideals too.
     if not complete:
         parent = np.arange(-1, len(blocks), dtype=np.int32)
         last = np.arange(-1, len(blocks), dtype=np.int32)
-    pointer, node, child = kernels.lattice_edges(parent, last)
+    pointer, node, child = kernels.fit(kernel.lattice_edges, parent.size)(parent, last)
     live = _live(costs, blocks, parent, last)
     return Antichains(blocks, parent, last, pointer, node, child, live[:, 0], live[:, 1], complete)
 
@@ -36,18 +45,38 @@ LIGHT = (1e-5, 1e-4, 1e-3, 1e-2)
 """Shares of all work that nodes may take to count as light, tried in turn until the ideals are few enough."""
 
 
-def enumerate_within(
+def enumerate_ideals(
+    costs: Costs, machine: Machine | None, pinned: Collection[str], max_states: int, *, join: bool
+) -> Antichains:
+    """Return the ideals to plan on for a machine, at most `max_states` of them.
+
+    With `join`, costless nodes join neighbours first, and light ones too where there are too many ideals. That may
+    empty a stage, so that all later stages move up a device: the devices must be interchangeable (see moves.py).
+    Pinned nodes stay by themselves.
+    """
+    blocks = Blocks.of(costs)
+    memory_bytes = min(d.memory_bytes for d in machine.devices) if machine else inf
+    fewer = contract_costless_nodes(costs, blocks, pinned, memory_bytes) if join else blocks
+    at_least = len(machine) if machine and join else len(fewer)
+    found = _enumerate_within(costs, fewer, max_states, memory_bytes, pinned, at_least)
+    known = set(blocks.members)
+    joined = frozenset(n for names in found.blocks.members if names not in known for n in names)
+    return replace(found, joined=joined, max_states=max_states)
+
+
+def _enumerate_within(
     costs: Costs, blocks: Blocks, max_states: int, memory_bytes: float, apart: Collection[str], at_least: int
 ) -> Antichains:
-    """Return every ideal, of as many blocks (`at_least` so many) as can be kept apart with at most `max_states` ideals.
+    """Return every ideal if there are at most `max_states`, else those of fewer blocks, or of one topological order.
 
-    Where light nodes had to join others, `slack_ms` says how much faster a plan that parts them could be. Where that is
-    not enough, or memory may bind, so that joining could make a plan impossible, those of one topological order are
-    returned, which goes along light cuts, with bounds for all others.
+    Light nodes join others first, as long as `at_least` so many blocks are left; `slack_ms` then says how much faster a
+    plan that parts them could be. If that is not enough, the ideals of one topological order are returned, which goes
+    along light cuts, with bounds for all other ideals.
     """
     found = antichains(costs, max_states, blocks)
     if found.complete:
         return found
+    # Where memory may bind, joining nodes could make a plan impossible.
     for share in () if memory_may_bind(costs, memory_bytes) else LIGHT:
         smaller, slack = contract_light_nodes(costs, blocks, apart, share * costs.total_ms)
         if len(smaller) < at_least:
@@ -55,6 +84,7 @@ def enumerate_within(
         fewer = antichains(costs, max_states, smaller)
         if fewer.complete:
             return replace(fewer, slack_ms=slack)
+    # A lattice of one state more than the blocks there are is always within reach: that of a line.
     levels, order = find_cut_levels(costs, blocks)
     return replace(antichains(costs, 1, blocks.reordered(order)), levels=levels)
 
@@ -62,8 +92,9 @@ def enumerate_within(
 def _live(costs: Costs, blocks: Blocks, parent: Ints, last: Ints) -> NDArray[np.float64]:
     """Return the bytes of values and of gradients live across each ideal, float64 [ideals, 2].
 
-    A value is live where some of its pins (maker, readers) are inside and some outside. The caller is a pin that is
-    inside from the start for what the model is given, and never for what it returns.
+    The *pins* of a value are the blocks that make or read it. A value is live across an ideal if some of its pins lie
+    inside and some outside. The caller is a pin too: inside from the start for what the model is given, and never
+    inside for what the model returns.
     """
     pins: list[list[int]] = [[] for _ in blocks.members]
     inside: list[int] = []
@@ -72,6 +103,7 @@ def _live(costs: Costs, blocks: Blocks, parent: Ints, last: Ints) -> NDArray[np.
 
     def add(names: tuple[str, ...], given: bool, returned: bool, forward: float, backward: float) -> None:
         met = sorted({blocks.home[name] for name in names})
+        # A value of a single pin crosses no cut.
         if len(met) + given + returned < 2:
             return
         for block in met:
@@ -81,11 +113,12 @@ def _live(costs: Costs, blocks: Blocks, parent: Ints, last: Ints) -> NDArray[np.
         size.append((forward, backward))
 
     for name, output_bytes, gradient_bytes, readers, is_output in costs.values:
+        # What no node makes is an input of the model, which the caller makes.
         made = name in blocks.home
         add((name, *readers) if made else readers, not made, is_output, output_bytes, gradient_bytes)
     for exchange in costs.exchanges:
         add(exchange.nodes, False, False, 0.0, exchange.output_bytes)
     sizes = np.array(size, np.float64).reshape(-1, 2)
-    return kernels.live_bytes(
+    return kernels.fit(kernel.live_bytes, parent.size)(
         parent, last, *build_csr(pins), np.array(inside, np.int32), np.array(total, np.int32), sizes
     )

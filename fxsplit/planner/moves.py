@@ -1,4 +1,9 @@
-"""Moves: which devices a stage may take after the ones before it, as a graph of configurations."""
+"""Moves: which devices a stage may take after the stages before it.
+
+A *configuration* says which devices are in use. A *move* leads from one configuration to another, by the devices of one
+stage. On two devices in their order the configurations are 0 (none used), 1 (the first) and 2 (both). The moves are
+0 -> 1 and 1 -> 2, and where a stage may have replicas also 0 -> 2. A plan is a walk from 0 to a final configuration.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +16,16 @@ from fxsplit.errors import PlanError
 from fxsplit.ir.facts.machine import Machine
 
 MAX_CONFIGURATIONS = 4096
+"""More configurations than these are refused: the search keeps a table of states for each."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """One stage's choice of devices: from a configuration to another; `first` and `last` say that no stage is beyond.
+    """One stage's choice of devices, from a configuration to another.
 
-    `rank` is the stage's number where that is known beforehand, else -1. With `recompute` the stage keeps no
-    activations between forward and backward, and runs forward again.
+    `first` and `last` say that no stage comes before or after. `rank` is the number of the stage where that is known
+    beforehand, else -1. With `recompute` the stage keeps no activations between forward and backward, and runs forward
+    again.
     """
 
     source: int
@@ -32,10 +39,11 @@ class Move:
 
 @dataclass(frozen=True)
 class Moves:
-    """All moves, in an order in which a configuration is complete before it is left.
+    """All moves over the devices of a machine.
 
-    `used` are the devices that each configuration has used up; configuration 0 has used none, and `final` are those in
-    which a plan may end. `n_stages` is how many stages a plan has, where that is known beforehand.
+    A move that enters a configuration comes before any that leaves it. `used` are the devices that each configuration
+    has used; configuration 0 has used none. A plan may end in the configurations of `final`. `n_stages` is how many
+    stages a plan has, where that is known beforehand, else 0.
     """
 
     moves: tuple[Move, ...]
@@ -61,10 +69,11 @@ def list_moves(
 ) -> Moves:
     """Return the moves over a machine's devices.
 
-    In the order of the machine, stage after stage takes the next device (or several, where stages may be `replicated`);
-    in `free` order any one left of each type. With `n_stages` a configuration also counts stages, since what a stage
-    must hold depends on its number, and only plans of so many stages end. Stages recompute never, always, or (auto) as
-    each sees fit. Devices in `named` are like no others, since something is pinned to them.
+    In the order of the machine, each stage takes the next device, or several where stages may be `replicated`. In
+    `free` order it takes any device that is left. With `n_stages` a configuration also counts stages, since what a
+    stage must hold depends on its number, and only plans of so many stages end. `recompute` is "never", "always", or
+    "auto" for as each stage sees fit. Devices in `named` are like no others, since something is pinned to them. Raises
+    PlanError for a free order over unequal links, or over too many unlike devices.
     """
     found = _free(machine, use_all, named) if free else _in_order(machine, replicated, use_all)
     ways = {"never": (False,), "always": (True,), "auto": (False, True)}[recompute]
@@ -73,8 +82,9 @@ def list_moves(
 
 
 def _in_order(machine: Machine, replicated: bool, use_all: bool) -> Moves:
-    """Return moves that take the devices as they stand; configuration q has used the first q. Hosts are no replicas."""
+    """Return moves that take the devices as they stand; configuration q has used the first q devices."""
     count = len(machine)
+    # A host takes other times than accelerators for each node, so it cannot share a stage with them.
     moves = [
         Move(a, b, tuple(range(a, b)), a == 0, b == count)
         for a in range(count)
@@ -87,6 +97,7 @@ def _in_order(machine: Machine, replicated: bool, use_all: bool) -> Moves:
 
 def _free(machine: Machine, use_all: bool, named: frozenset[int]) -> Moves:
     """Return moves that take devices in any order; equal devices are one type, and a configuration counts each type."""
+    # What a stage pays for traffic must not depend on which device its neighbour has.
     if len(set(machine.links)) > 1:
         raise PlanError(
             "a free order of devices needs equal links between all of them: state each device's own link as "
@@ -96,6 +107,7 @@ def _free(machine: Machine, use_all: bool, named: frozenset[int]) -> Moves:
     for i, d in enumerate(machine.devices):
         kinds.setdefault((d.memory_bytes, d.speed, d.bytes_per_s, d.host, i if i in named else None), []).append(i)
     members = list(kinds.values())
+    # Sorted by how many devices are used, so that moves enter a configuration before any leaves it.
     counts = sorted(itertools.product(*(range(len(m) + 1) for m in members)), key=lambda c: (sum(c), c))
     if len(counts) > MAX_CONFIGURATIONS:
         raise PlanError(
@@ -117,6 +129,7 @@ def _free(machine: Machine, use_all: bool, named: frozenset[int]) -> Moves:
 
 def _counted(found: Moves, n_stages: int) -> Moves:
     """Return the moves of plans of exactly `n_stages` stages, in configurations that also count stages."""
+    # A new configuration is an old one with a number of stages; only those that some walk reaches get a number.
     ids: dict[tuple[int, int], int] = {(0, 0): 0}
     used: list[tuple[int, ...]] = [()]
     moves = []
@@ -134,9 +147,9 @@ def _counted(found: Moves, n_stages: int) -> Moves:
 
 
 def powers(machine: Machine, found: Moves, host_speed: float) -> tuple[list[float], list[float]]:
-    """Return how much work the devices used, and those still free, do in one unit of time, per configuration.
+    """Return how much work the devices used, and those still free, do in one ms, per configuration.
 
-    A host does `host_speed` of it.
+    An accelerator of speed 1 does 1, a host of speed 1 does `host_speed`.
     """
 
     def power(devices: Sequence[int]) -> float:

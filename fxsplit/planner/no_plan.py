@@ -1,4 +1,4 @@
-"""Misfit: why there is no plan, in words."""
+"""Why there is no plan, in words: which pins contradict each other, or which stage lacks how much memory."""
 
 from __future__ import annotations
 
@@ -16,22 +16,25 @@ from fxsplit.planner.search import Found, minimise
 
 
 def explain_misfit(problems: Sequence[Problem], chains: Antichains, machine: Machine, clock: Clock) -> PlanError:
-    """Return the error that says why no chain exists: contradictory pins, or how much memory is missing and where.
+    """Return the error that says why no plan exists: contradictory pins, or how much memory is missing and where.
 
-    `problems` are those of all numbers of stages that were tried.
+    `problems` are those of all numbers of stages that were tried. Each is solved again without memory limits: where
+    that fails too, the pins are at fault. Else the chain that exceeds the memory by the fewest bytes is looked for.
     """
     some = "" if chains.complete else " among the states of one topological order; allow more states"
     tries: list[tuple[float, Problem, Found]] = []
     try:
+        # Without memory limits only pins, and the number of stages, can rule a chain out.
         possible = [p for p in problems if minimise(p.without_memory(), chains, clock) is not None]
         for problem in possible:
             relaxed = problem.for_excess()
             found = minimise(relaxed, chains, clock)
-            assert found is not None
+            assert found is not None  # the chain that was found without memory is one here too
             tries.append((found.load, relaxed, found))
     except OutOfTime:
         return NoFit(f"no plan fits{some}; allow more time to be told which stage is short of memory")
     if not possible:
+        # Among the states of one order alone, other states might still satisfy the pins.
         kind = PlanError if chains.complete else NoFit
         return kind(
             f"no plan for {len(machine)} devices satisfies the pins{some}: some pinned node depends on one that is "
@@ -39,6 +42,7 @@ def explain_misfit(problems: Sequence[Problem], chains: Antichains, machine: Mac
         )
     _, relaxed, found = min(tries, key=lambda attempt: attempt[0])
     loads = relaxed.loads(found.path)
+    # Loads of the relaxed problem are bytes above the memory.
     worst = int(np.argmax(loads))
     device = machine.devices[found.path[worst][1].devices[0]]
     need = device.memory_bytes + loads[worst]

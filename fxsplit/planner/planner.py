@@ -1,44 +1,83 @@
-"""Planner: plan one profile for any number of machines; lattices are made once for each demand on them."""
+"""The way from a profile to a plan: which states to search, when fewer of them are enough, and the search itself.
+
+The passes augment, order and partition take this way one step each, and learn a fact at every step. `Planner` takes it
+as a whole, for one profile and any number of machines. So `compile` and `fxsplit.plan` come to the same plan.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from fxsplit.errors import PlanError
 from fxsplit.ir.facts.antichains import Antichains
-from fxsplit.ir.facts.blocks import Blocks
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.facts.pins import Pins
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.states import States
 from fxsplit.ir.facts.workload import Workload
-from fxsplit.planner import (
-    Clock,
-    Options,
-    beats,
-    bound_by_work,
-    contract_costless_nodes,
-    enumerate_within,
-    partition,
-    pose_problems,
-    sequence_states,
-)
-
-if TYPE_CHECKING:  # a model comes with torch; a profile does not need it
-    pass
-
+from fxsplit.planner.clock import Clock
+from fxsplit.planner.lattice import enumerate_ideals
+from fxsplit.planner.search import beats
+from fxsplit.planner.sequence import sequence_states
+from fxsplit.planner.solve import Options, Task, bound_by_work, partition, pose_problems
 
 MAX_STATES = 1_000_000
+"""Ideals to enumerate at most, where nothing else is stated."""
+
+Enumerate = Callable[[], tuple[Antichains, States]]
+
+
+def plan_stages(task: Task, chains: Antichains, states: States, enumerate_whole: Enumerate, clock: Clock) -> Plan:
+    """Return the plan whose slowest stage is fastest.
+
+    `enumerate_whole` returns the states without any nodes joined. It is called only where the states given do not
+    suffice. Raises PlanError where no plan exists.
+    """
+    # Pins may have come after the nodes were joined, and the joining may have moved a pinned node.
+    if chains.joined and (task.never or not task.interchangeable or not chains.joined.isdisjoint(task.pinned)):
+        chains, states = enumerate_whole()
+    best = _attempt(task, chains, states, clock)
+    # Nodes joined to neighbours cannot have a stage of their own. That loses nothing unless every device is to have a
+    # stage and a plan that leaves one idle would be faster.
+    if chains.joined and (
+        isinstance(best, PlanError) or (task.options.use_all and _is_beaten(best, task, chains, states, clock))
+    ):
+        best = _take_better(best, _attempt(task, *enumerate_whole(), clock), task)
+    if isinstance(best, PlanError):
+        raise best
+    return best
+
+
+def _attempt(task: Task, chains: Antichains, states: States, clock: Clock) -> Plan | PlanError:
+    """Return the best plan among some states, or why there is none."""
+    try:
+        return partition(task, chains, states, clock)
+    except PlanError as error:
+        return error
+
+
+def _is_beaten(plan: Plan, task: Task, chains: Antichains, states: States, clock: Clock) -> bool:
+    """Return whether some plan that leaves devices idle is faster than `plan`, which leaves none idle."""
+    idle = replace(task, options=replace(task.options, use_all=False))
+    return any(beats(problem, chains, plan.bottleneck_ms, clock) for problem in pose_problems(idle, chains, states))
+
+
+def _take_better(joined: Plan | PlanError, whole: Plan | PlanError, task: Task) -> Plan | PlanError:
+    """Return the better of a plan with nodes joined and one without, bounded by what is known of all nodes."""
+    if not isinstance(joined, Plan) or (isinstance(whole, Plan) and whole.bottleneck_ms <= joined.bottleneck_ms):
+        return whole
+    # The time may have been too short for the search over all nodes.
+    bound = whole.lower_bound_ms if isinstance(whole, Plan) else bound_by_work(task.costs, task.machine)
+    return replace(joined, lower_bound_ms=min(bound, joined.bottleneck_ms))
 
 
 @dataclass(frozen=True, eq=False)
 class Planner:
-    """Plans one profile for any number of machines; lattices are made once for each demand on them.
+    """Plans one profile for any number of machines; states are enumerated once for each amount of memory.
 
     `keep` are sets of submodules or nodes that stay together, besides what the profile demands; `pins` maps submodules
     or nodes to the number of their device; `never` are sets of nodes that no boundary may lie right behind. `seconds`
@@ -51,7 +90,7 @@ class Planner:
     max_states: int = MAX_STATES
     never: tuple[frozenset[str], ...] = ()
     seconds: dict[str, float] = field(default_factory=lambda: {"states": 0.0, "solve": 0.0})
-    _made: dict[tuple[float, bool], tuple[Antichains, States]] = field(default_factory=dict)
+    _known: dict[tuple[float, bool], tuple[Antichains, States]] = field(default_factory=dict)
 
     @cached_property
     def _constrained(self) -> Costs:
@@ -60,89 +99,37 @@ class Planner:
         sets = [tuple(Pins(dict.fromkeys(names, 0)).nodes(self.costs)) for names in self.keep]
         return replace(self.costs, together=(*self.costs.together, *(s for s in sets if len(s) > 1)))
 
+    @cached_property
+    def _pinned(self) -> dict[str, int]:
+        """The pinned nodes, each with the number of its device."""
+        return Pins(self.pins).nodes(self.costs)
+
     def lattice(self, machine: Machine, whole: bool = False) -> tuple[Antichains, States]:
         """Return the states to plan for a machine; `whole` joins no nodes to neighbours.
 
         Joining may empty a stage, so that all later ones move up a device: it takes devices that are all alike.
         """
         memory_bytes = min(d.memory_bytes for d in machine.devices)
-        made = self._made.get((memory_bytes, whole))
-        if made is None or (made[0].slack_ms and len(made[0].blocks) < len(machine)):
+        known = self._known.get((memory_bytes, whole))
+        # Light nodes were joined for fewer devices, and now there are more than blocks: join fewer of them.
+        if known is None or (known[0].slack_ms and len(known[0].blocks) < len(machine)):
             begin = time.perf_counter()
             costs = self._constrained
-            blocks = Blocks.of(costs)
-            smaller = (
-                blocks if whole else contract_costless_nodes(costs, blocks, Pins(self.pins).nodes(costs), memory_bytes)
-            )
-            known = self._made.get((memory_bytes, not whole))
-            if known is not None and len(smaller) == len(known[0].blocks):
-                self._made[memory_bytes, whole] = known  # nothing there to join
-            else:
-                pinned = Pins(self.pins).nodes(costs)
-                # Light nodes join none where `whole` asks for that: there are at least as many blocks as there are.
-                at_least = len(smaller) if whole else len(machine)
-                chains = enumerate_within(costs, smaller, self.max_states, memory_bytes, pinned, at_least)
-                self._made[memory_bytes, whole] = chains, sequence_states(costs, chains)
+            chains = enumerate_ideals(costs, machine, self._pinned, self.max_states, join=not whole)
+            known = chains, sequence_states(costs, chains)
+            self._known[memory_bytes, whole] = known
+            if not chains.joined:  # there was nothing to join, so these are all states too
+                self._known.setdefault((memory_bytes, True), known)
             self.seconds["states"] += time.perf_counter() - begin
-        return self._made[memory_bytes, whole]
+        return known
 
     def plan(self, machine: Machine, workload: Workload, options: Options) -> Plan:
-        """Return the plan whose slowest stage is fastest.
-
-        Costless nodes that are joined to neighbours cannot have a stage of their own. Where every device is to have a
-        stage, that loses nothing if plans that leave some idle are no faster; otherwise all nodes are looked at.
-        """
+        """Return the plan whose slowest stage is fastest; raises PlanError where no plan exists."""
         clock = Clock.limited(options.time_limit)
-        # Pins name devices, which must not move, and `never` sets of nodes, which must not grow.
-        alike = (options.free or (machine.uniform and not self.pins)) and not self.never
-        small = self._solve(machine, workload, options, clock, *self.lattice(machine, whole=not alike))
-        if isinstance(small, Plan) and (not alike or not options.use_all):
-            return small
-        blocks = Blocks.of(self._constrained)
-        if (
-            alike
-            and len(self.lattice(machine)[0].blocks) < len(blocks)
-            and (not isinstance(small, Plan) or self._beaten(small, machine, workload, options, clock))
-        ):
-            whole = self._solve(machine, workload, options, clock, *self.lattice(machine, whole=True))
-            small = self._better(small, whole, machine)
-        if isinstance(small, PlanError):
-            raise small
-        return small
-
-    def _better(self, small: Plan | PlanError, whole: Plan | PlanError, machine: Machine) -> Plan | PlanError:
-        """Return the better plan, bounded by what is known of all nodes; time may have been too short for that one."""
-        if not isinstance(small, Plan) or (isinstance(whole, Plan) and whole.bottleneck_ms <= small.bottleneck_ms):
-            return whole
-        bound = whole.lower_bound_ms if isinstance(whole, Plan) else bound_by_work(self._constrained, machine)
-        return replace(small, lower_bound_ms=min(bound, small.bottleneck_ms))
-
-    def _beaten(self, plan: Plan, machine: Machine, workload: Workload, options: Options, clock: Clock) -> bool:
-        """Return whether a plan that leaves devices idle is faster than one that may not."""
-        idle = replace(options, use_all=False)
-        chains, states = self.lattice(machine)
-        begin = time.perf_counter()
-        pinned = Pins(self.pins).nodes(self.costs)
-        posed = pose_problems(self._constrained, chains, states, machine, workload, pinned, idle, self.never)
-        answer = any(beats(problem, chains, plan.bottleneck_ms, clock) for problem in posed)
-        self.seconds["solve"] += time.perf_counter() - begin
-        return answer
-
-    def _solve(
-        self,
-        machine: Machine,
-        workload: Workload,
-        options: Options,
-        clock: Clock,
-        chains: Antichains,
-        states: States,
-    ) -> Plan | PlanError:
-        """Return the best plan among some states, or why there is none."""
-        begin = time.perf_counter()
+        begin, earlier = time.perf_counter(), self.seconds["states"]
         try:
-            pinned = Pins(self.pins).nodes(self.costs)
-            return partition(self._constrained, chains, states, machine, workload, pinned, options, self.never, clock)
-        except PlanError as error:
-            return error
+            task = Task(self._constrained, machine, workload, options, self._pinned, self.never)
+            chains, states = self.lattice(machine, whole=bool(self.never) or not task.interchangeable)
+            return plan_stages(task, chains, states, lambda: self.lattice(machine, whole=True), clock)
         finally:
-            self.seconds["solve"] += time.perf_counter() - begin
+            self.seconds["solve"] += time.perf_counter() - begin - (self.seconds["states"] - earlier)

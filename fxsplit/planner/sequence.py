@@ -1,4 +1,4 @@
-"""From the lattice to the state sequence, with the sums that a cut at each state needs."""
+"""From the lattice to the state sequence: each ideal with the sums that a cut behind it needs."""
 
 from __future__ import annotations
 
@@ -7,16 +7,21 @@ import numpy as np
 from fxsplit.ir.facts.antichains import Antichains
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.states import SUMMED, States
-from fxsplit.planner import kernels
+from fxsplit.planner.kernels import fit
+from fxsplit.planner.kernels.lattice import prefix_sums, reversed_edges
 
 
 def sequence_states(costs: Costs, chains: Antichains) -> States:
-    """Return the ideals as states: every measured figure summed over each, and the states just below it."""
+    """Return the ideals as states: every measured figure summed over each ideal, and the states just below it.
+
+    The ideals are numbered so that a subset has the smaller number, so their order is a state sequence as it is.
+    """
     weight = np.zeros((len(chains.blocks), len(SUMMED)), np.float64)
     for block, names in enumerate(chains.blocks.members):
         for name in names:
             weight[block] += [getattr(costs.by_name[name], figure) for figure in SUMMED]
-    sums = kernels.prefix_sums(chains.parent, chains.last, weight)
+    # A sum grows from that of the ideal without its last block, which has a smaller number.
+    sums = fit(prefix_sums, len(chains))(chains.parent, chains.last, weight)
     features = np.column_stack([sums, chains.live_bytes, chains.live_gradient_bytes])
-    pointer, start = kernels.reversed_edges(chains.pointer, chains.child)
+    pointer, start = fit(reversed_edges, len(chains))(chains.pointer, chains.child)
     return States(np.ascontiguousarray(features), pointer, start)

@@ -1,9 +1,10 @@
-"""Partition: from states, machine and options to a plan."""
+"""From states, machine and options to a plan: pose the search problems, solve them, price the best chain."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import inf, isfinite
 
 from fxsplit.errors import ChainError, NoFit, PlanError
@@ -16,7 +17,7 @@ from fxsplit.ir.facts.states import States
 from fxsplit.ir.facts.workload import Workload
 from fxsplit.planner.bounds import level_bound
 from fxsplit.planner.clock import Clock, OutOfTime
-from fxsplit.planner.direct import direct
+from fxsplit.planner.direct import pose_direct
 from fxsplit.planner.moves import list_moves
 from fxsplit.planner.no_plan import explain_misfit
 from fxsplit.planner.problem import Path, Problem, pose_problem
@@ -27,13 +28,17 @@ RECOMPUTE = ("never", "always", "auto")
 
 @dataclass(frozen=True)
 class Options:
-    """How to partition.
+    """What a plan may be, and how long the search may take.
 
-    `model` is what stages pay for (see CostModel); `use_all` asks for a stage on every device, without it some may stay
-    idle where more would not be faster. `free` takes the devices in any order, not the machine's.
-    `optimizer_factor` is the bytes of optimizer state per byte of parameters (2 for Adam, 1 for momentum, 0 for plain
-    SGD). `recompute` (never, always, auto) lets stages keep no activations and run forward again, where that is what
-    fits. After `time_limit` seconds the best plan so far comes with its gap.
+    - `use_all` asks for a stage on every device; without it devices may stay idle where using them is not faster
+    - `optimizer_factor` is the bytes of optimizer state per byte of parameters: 2 for Adam, 1 for momentum, 0 for SGD
+    - `model` is what stages pay for, and `traffic` whether transfers are priced (see CostModel)
+    - `free` takes the devices in any order, not in the machine's
+    - `time_limit` is in seconds; then the best plan so far comes with its gap
+    - `recompute`: "always" lets every stage keep no activations and run forward again, "auto" those that would not fit
+      or would be slower otherwise, "never" none
+
+    Raises ChainError for a value that is none of these.
     """
 
     use_all: bool = True
@@ -64,27 +69,40 @@ class Options:
         return CostModel(self.model, self.traffic, self.optimizer_factor)
 
 
-def partition(
-    costs: Costs,
-    chains: Antichains,
-    states: States,
-    machine: Machine,
-    workload: Workload,
-    pinned: Mapping[str, int],
-    options: Options,
-    never: Sequence[frozenset[str]] = (),
-    clock: Clock | None = None,
-) -> Plan:
-    """Return the plan whose slowest stage is fastest; raises PlanError when none fits, saying by how much and where.
+@dataclass(frozen=True, eq=False)
+class Task:
+    """What to plan: a measured graph, the devices, what their schedule asks of them, and what a plan must respect.
 
-    No boundary lies right behind a set of nodes in `never`. `clock` is one that runs already, if not a new one.
+    `pinned` maps nodes to the number of their device. No boundary between stages lies right behind a set in `never`.
     """
-    _check_size(costs, chains, machine, workload, options)
+
+    costs: Costs
+    machine: Machine
+    workload: Workload
+    options: Options = Options()
+    pinned: Mapping[str, int] = field(default_factory=dict)
+    never: tuple[frozenset[str], ...] = ()
+
+    @cached_property
+    def interchangeable(self) -> bool:
+        """Whether a plan stays as good when its stages move to other devices."""
+        return self.options.free or (self.machine.uniform and not self.pinned)
+
+
+def partition(task: Task, chains: Antichains, states: States, clock: Clock | None = None) -> Plan:
+    """Return the plan among these states whose slowest stage is fastest.
+
+    Raises PlanError when none fits, saying by how much and where. `clock` is one that runs already, if not a new one.
+    """
+    costs, machine, options = task.costs, task.machine, task.options
+    _check_size(task, chains)
+    # A lower bound holds for all plans only if it is the smallest of the bounds for every number of stages.
     clock = clock or Clock.limited(options.time_limit)
     best: Found | None = None
     lower, hurried = inf, False
     posed = []
-    for problem in pose_problems(costs, chains, states, machine, workload, pinned, options, never):
+    for problem in pose_problems(task, chains, states):
+        # With a plan at hand the rest of the numbers is not looked at, and the work alone bounds their plans.
         if best is not None and clock.over:
             lower = min(lower, bound_by_work(costs, machine))
             break
@@ -94,6 +112,7 @@ def partition(
         except OutOfTime:
             hurried, found = True, None
             lower = min(lower, problem.lower_bound())
+        # The bound of a search among the states of one order says nothing of other states.
         if chains.complete:
             lower = min(lower, inf if found is None else found.lower)
         if found is not None and (best is None or found.load < best.load):
@@ -102,15 +121,14 @@ def partition(
         raise PlanError(f"no plan was found within time_limit={options.time_limit} s: allow more time, or fewer states")
     if best is None:
         raise explain_misfit(posed, chains, machine, clock)
-    if not chains.complete:  # what was found is the best of one order alone
+    if not chains.complete:
         lower = min(lower, *(_bound(problem, chains, best.load) for problem in posed))
-    priced = price_split(costs, machine, workload, _split(costs, chains, best.path), options.costs)
+    # Price from the definition, on the graph: so no error of the search's sums reaches the plan.
+    priced = price_split(costs, machine, task.workload, _split(costs, chains, best.path), options.costs)
     reached = max(s.load_ms for s in priced)
     if chains.slack_ms:
         # Keeping light nodes together may empty a stage, so plans that leave devices idle bound those that do not.
-        idle = list(
-            pose_problems(costs, chains, states, machine, workload, pinned, replace(options, use_all=False), never)
-        )
+        idle = list(pose_problems(replace(task, options=replace(options, use_all=False)), chains, states))
         bounds = [_lower_bound(p, chains, clock) for p in idle]
         slack = chains.slack_ms / min(d.speed for d in machine.devices)
         lower = max(min([lower, *bounds]) - slack, min(p.lower_bound(joined=True) for p in idle))
@@ -120,8 +138,8 @@ def partition(
         device_names=tuple(d.name for d in machine.devices),
         lower_bound_ms=reached if proven else min(lower, reached),
         single_ms=costs.total_ms,
-        schedule=workload.schedule,
-        n_microbatches=workload.n_microbatches,
+        schedule=task.workload.schedule,
+        n_microbatches=task.workload.n_microbatches,
         rows=costs.rows,
         n_states=len(chains),
         model=options.costs,
@@ -129,19 +147,22 @@ def partition(
 
 
 def bound_by_work(costs: Costs, machine: Machine) -> float:
-    """Return a load that no plan beats, from the work alone: all of it, shared among devices by their speed."""
+    """Return a load in ms that no plan beats: all work, shared among the devices by their speed.
+
+    A host takes other times for each node, so with hosts nothing is known.
+    """
     if any(d.host for d in machine.devices):
         return 0.0
     return costs.total_ms / sum(d.speed for d in machine.devices)
 
 
 def _bound(problem: Problem, chains: Antichains, load: float) -> float:
-    """Return a load that no chain beats, also of states that were not looked at."""
+    """Return a load in ms that no chain beats, also none of states that were not enumerated."""
     return problem.lower_bound() if chains.levels is None else level_bound(problem, chains.levels, load)
 
 
 def _lower_bound(problem: Problem, chains: Antichains, clock: Clock) -> float:
-    """Return a load that no chain of a problem beats, infinite where there is none."""
+    """Return a load in ms that no chain of a problem beats, infinite where no chain exists."""
     try:
         found = minimise(problem, chains, clock)
     except OutOfTime:
@@ -151,6 +172,7 @@ def _lower_bound(problem: Problem, chains: Antichains, clock: Clock) -> float:
 
 def _split(costs: Costs, chains: Antichains, path: Path) -> Split:
     """Return the stages of a chain of states, each with its nodes in graph order."""
+    # From the last stage to the first: a block belongs to the first state that holds it.
     stage_of = {b: stage for stage in reversed(range(len(path))) for b in chains.ideal(path[stage][0])}
     nodes: list[list[str]] = [[] for _ in path]
     for node in costs.nodes:
@@ -158,29 +180,24 @@ def _split(costs: Costs, chains: Antichains, path: Path) -> Split:
     return [(names, move.devices, move.recompute) for names, (_, move) in zip(nodes, path, strict=True)]
 
 
-def pose_problems(
-    costs: Costs,
-    chains: Antichains,
-    states: States,
-    machine: Machine,
-    workload: Workload,
-    pinned: Mapping[str, int],
-    options: Options,
-    never: Sequence[frozenset[str]] = (),
-) -> Iterator[Problem]:
+def pose_problems(task: Task, chains: Antichains, states: States) -> Iterator[Problem]:
     """Yield the search problems of which the best answer is the plan: one for each number of stages, or one for all."""
-    for n_stages in _stage_counts(costs, machine, options):
+    # What a stage holds in memory depends on the schedule, and so on how many stages come after it.
+    machine, options, pinned = task.machine, task.options, task.pinned
+    for n_stages in _stage_counts(task.costs, machine, options):
         replicated = options.model == "replicated"
+        # Equal devices are one type in a free order, unless something is pinned to one of them.
         named = frozenset(pinned.values())
         moves = list_moves(machine, replicated, options.use_all, options.free, n_stages, options.recompute, named)
         if not moves.final:
             continue
-        problem = pose_problem(states, chains, machine, workload, options.costs, moves, pinned)
-        for names in never:
-            problem.allowed[:, _number(chains, names)] = False
-        if options.model == "direct":
-            alike = options.free or (machine.uniform and not pinned)
-            problem = direct(problem, costs, chains, machine, options.costs, alike)
+        problem = pose_problem(states, chains, machine, task.workload, options.costs, moves, pinned)
+        for names in task.never:
+            problem.tables.allowed[:, _number(chains, names)] = False
+        if not options.costs.forwards:
+            problem = pose_direct(
+                problem, task.costs, chains, machine, options.costs, interchangeable=task.interchangeable
+            )
         yield problem
 
 
@@ -188,7 +205,7 @@ def _stage_counts(costs: Costs, machine: Machine, options: Options) -> list[int 
     """Return the numbers of stages to plan for; None is all at once, where memory does not depend on the number."""
     unlimited = all(not isfinite(d.memory_bytes) for d in machine.devices)
     held = any(n.kept_bytes for n in costs.nodes)
-    if options.model != "direct":
+    if options.costs.forwards:
         held = held or any(n.output_bytes for n in costs.nodes) or any(i.output_bytes for i in costs.inputs)
     if unlimited or not held:
         return [None]
@@ -197,7 +214,8 @@ def _stage_counts(costs: Costs, machine: Machine, options: Options) -> list[int 
 
 
 def _number(chains: Antichains, names: frozenset[str]) -> list[int]:
-    """Return the number of the ideal with exactly these nodes, or nothing where there is none."""
+    """Return the number of the ideal with exactly these nodes, in a list, or an empty list where there is none."""
+    # Walk up from the empty ideal, one block at a time: ascending, every prefix of an ideal is an ideal.
     inside = sorted({chains.blocks.home[name] for name in names})
     at = 0
     for block in inside:
@@ -209,15 +227,15 @@ def _number(chains: Antichains, names: frozenset[str]) -> list[int]:
     return [at]
 
 
-def _check_size(costs: Costs, chains: Antichains, machine: Machine, workload: Workload, options: Options) -> None:
+def _check_size(task: Task, chains: Antichains) -> None:
     """Raise PlanError where every device is to have a stage and there are not enough blocks."""
-    blocks = len(chains.blocks)
-    if len(machine) <= blocks or workload.may_idle or not options.use_all or options.model == "replicated":
+    blocks, options = len(chains.blocks), task.options
+    if len(task.machine) <= blocks or task.workload.may_idle or not options.use_all or options.model == "replicated":
         return
     largest = max(chains.blocks.members, key=len)
     raise NoFit(
-        f"{len(machine)} devices, and the graph has only {blocks} nodes that can be parted "
-        f"({len(costs.nodes)} before those that must stay together were joined; the largest group has "
+        f"{len(task.machine)} devices, and the graph has only {blocks} nodes that can be parted "
+        f"({len(task.costs.nodes)} before those that must stay together were joined; the largest group has "
         f"{len(largest)}, {largest[0]!r} .. {largest[-1]!r}, which share a parameter or memory, or lie between "
         f"nodes that do): use {blocks} devices or fewer"
     )

@@ -4,13 +4,12 @@ Pure functions make schedules, a verifier and a simulator read them, and the run
 """
 
 from fxsplit.schedule.action import Action
-from fxsplit.schedule.catalogue import PEAKS, RUNNABLE, SCHEDULES, find_schedule, generate
+from fxsplit.schedule.catalogue import RUNNABLE, SCHEDULES, find_schedule, generate
 from fxsplit.schedule.schedule import Schedule
 from fxsplit.schedule.simulate import Simulation, Times, simulate
 from fxsplit.schedule.verify import verify
 
 __all__ = [
-    "PEAKS",
     "RUNNABLE",
     "SCHEDULES",
     "Action",

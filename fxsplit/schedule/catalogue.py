@@ -1,4 +1,8 @@
-"""The schedules by name."""
+"""The schedules by name, and what each asks of a machine and of the memory of its stages.
+
+For example 1F1B on 2 devices with 4 microbatches: the first stage holds the activations of 2 microbatches at once, the
+second those of 1.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,14 @@ from difflib import get_close_matches
 from functools import lru_cache
 
 from fxsplit.errors import ScheduleError
+from fxsplit.ir.facts.machine import Machine
+from fxsplit.ir.facts.workload import Workload
 from fxsplit.schedule.asynchronous import pipedream, pipedream_2bw
 from fxsplit.schedule.generate import chimera, gpipe, interleaved, looped_bfs, one_f_one_b, zb_h1, zbv
 from fxsplit.schedule.schedule import Homes, Schedule
 
 Generator = Callable[..., Schedule]
-"""(n_devices, n_microbatches), and stages_per_device where it is not the schedule's own default, to a schedule."""
+"""A function of n_devices, n_microbatches and optionally stages_per_device that returns a schedule."""
 
 SCHEDULES: dict[str, Generator] = {
     "GPipe": gpipe,
@@ -29,19 +35,20 @@ SCHEDULES: dict[str, Generator] = {
 """Every schedule, by torch's name where torch has one."""
 
 MOST_ACTIONS = 1_000_000
-"""A schedule is a list, and a longer one is a mistake."""
+"""Longer schedules are refused: their lists would fill the memory."""
 
 RUNNABLE = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "ZB-H1", "ZBVZeroBubble", "Chimera")
-"""Those in which a step of the optimizer waits for the whole batch: their gradients are the unsplit model's."""
+"""Schedules whose optimizer steps after the whole batch: their gradients are those of the unsplit model."""
 ASYNCHRONOUS = ("PipeDream", "PipeDream-2BW")
-"""Those in which the optimizer steps between microbatches."""
+"""Schedules in which the optimizer steps between microbatches."""
 
-PEAKS: dict[str, Callable[[int, int], tuple[int, ...]]] = {
+# Counting in the list of actions takes 1.6 s for all pipelines of up to 64 stages, and a plan may be for 512.
+COUNTED: dict[str, Callable[[int, int], tuple[int, ...]]] = {
     "GPipe": lambda k, m: (m,) * k,
     "1F1B": lambda k, m: tuple(min(m, k - stage) for stage in range(k)),
     "ZB-H1": lambda k, m: (min(m, k),) * k,
 }
-"""How many microbatches each of k stages holds at its worst, of m: what `peak_in_flight` counts in the schedule."""
+"""What `Scheduler.in_flight` would count for k stages and m microbatches, for the schedules where a formula says it."""
 
 
 def find_schedule(name: str, among: tuple[str, ...] = tuple(SCHEDULES)) -> Generator:
@@ -50,13 +57,15 @@ def find_schedule(name: str, among: tuple[str, ...] = tuple(SCHEDULES)) -> Gener
         return SCHEDULES[name]
     if name in SCHEDULES:
         raise ScheduleError(f"schedule {name!r} can be simulated, and does not serve here: give {', '.join(among)}")
+    # Compare without case: most mistakes are '1f1b' for '1F1B'.
     folded = {n.lower(): n for n in among}
     close = get_close_matches(str(name).lower(), folded, n=1)
     hint = f"; did you mean {folded[close[0]]!r}?" if close else ""
     raise ScheduleError(f"unknown schedule {name!r}: known are {', '.join(among)}{hint}")
 
 
-@lru_cache(maxsize=256)  # every step asks for its schedule, and a search for many
+# Every training step asks for its schedule, and the choice of a schedule for many.
+@lru_cache(maxsize=256)
 def generate(name: str, n_devices: int, n_microbatches: int, stages_per_device: int | None = None) -> Schedule:
     """Return the schedule called `name`; raises ScheduleError for numbers that it is not made for."""
     generator = find_schedule(name)
@@ -67,6 +76,7 @@ def generate(name: str, n_devices: int, n_microbatches: int, stages_per_device: 
     ):
         if count is not None and count < 1:
             raise ScheduleError(f"{name}: {count} {what}: give at least 1")
+    # A stage has at most a forward, an input gradient and a weight gradient for each microbatch.
     actions = 3 * n_devices * n_microbatches * (stages_per_device or 2)
     if actions > MOST_ACTIONS:
         raise ScheduleError(
@@ -88,6 +98,7 @@ class Scheduler:
 
     def schedule(self, n_microbatches: int, n_stages: int | None = None) -> Schedule:
         """Return the schedule of `n_stages` (default: all of them); with one a device, fewer devices may take part."""
+        # With one stage a device, a plan may leave devices idle; with several, all stages must be there.
         made = generate(self.name, self.n_devices, n_microbatches, self.stages_per_device)
         if n_stages is None or n_stages == made.n_stages:
             return made
@@ -99,7 +110,14 @@ class Scheduler:
         return generate(self.name, n_stages, n_microbatches, self.stages_per_device)
 
     def in_flight(self, n_microbatches: int, n_stages: int) -> tuple[int, ...]:
-        """Return how many microbatches each stage holds at once; all of them in a plan that could not run."""
+        """Return the most microbatches whose activations each of `n_stages` stages holds at once.
+
+        A plan with a number of stages that the schedule is not made for cannot run. It counts as holding all
+        microbatches, so that memory is never underestimated.
+        """
+        formula = COUNTED.get(self.name)
+        if formula is not None and self.stages_per_device in (None, 1) and n_stages <= self.n_devices:
+            return formula(n_stages, n_microbatches)
         try:
             return self.schedule(n_microbatches, n_stages).peak_in_flight()
         except ScheduleError:
@@ -114,7 +132,25 @@ class Scheduler:
 
     def homes(self, n_stages: int | None = None) -> Homes:
         """Return where the stages live, for any number of microbatches."""
-        return self.schedule(self.nearest(2 * self.n_devices), n_stages).homes
+        # Where stages live does not depend on the number of microbatches, so a small schedule will do. Those without a
+        # formula may need a microbatch for each device.
+        count = 1 if self.name in COUNTED else self.n_devices
+        return self.schedule(self.nearest(count), n_stages).homes
+
+    def lay_out(self, machine: Machine, n_microbatches: int, *, may_idle: bool = False) -> tuple[Machine, Workload]:
+        """Return what to plan for: a machine with a device for each stage, and what the schedule asks of each stage.
+
+        `may_idle` allows stages without a node. Raises ScheduleError for numbers that the schedule is not made for.
+        """
+        if self.name not in COUNTED:
+            self.schedule(n_microbatches)
+        homes = self.homes()
+        unrolled = machine.unrolled(homes)
+        counts = range(1, len(unrolled) + 1)
+        held = {k: self.in_flight(n_microbatches, k) for k in counts}
+        versions = {k: self.versions(n_microbatches, k) for k in counts if self.name in ASYNCHRONOUS}
+        replicated = any(len(home) > 1 for home in homes)
+        return unrolled, Workload(self.name, n_microbatches, held, may_idle, versions, replicated)
 
     def nearest(self, n_microbatches: int) -> int:
         """Return the largest number up to `n_microbatches` that the schedule is made for, or else the next."""

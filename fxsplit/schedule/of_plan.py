@@ -86,7 +86,7 @@ def read_times(plan: Plan, schedule: Schedule) -> Times:
 def read_footprints(plan: Plan) -> list[Footprint]:
     """Return what each stage of a plan holds, in bytes."""
     # Under `direct` the memory of a plan counts no boundary values, and a simulation is to agree with it.
-    forwarded = plan.model.name != "direct"
+    forwarded = plan.model.forwards
     return [
         Footprint(s.held_bytes, s.kept_bytes, (s.in_bytes + s.out_bytes) * forwarded, s.parameter_bytes, s.recompute)
         for s in plan.stages

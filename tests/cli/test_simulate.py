@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import fxsplit
-from fxsplit.api.plan import make_workload
+from fxsplit.api.plan import lay_out
 from fxsplit.cli import main as cli
 from fxsplit.errors import InputError, ScheduleError
 from fxsplit.formats.plan_json import read_plan, save_plan
@@ -139,7 +139,7 @@ def test_plans_that_do_not_suit_or_are_damaged(capsys: pytest.CaptureFixture[str
 def test_plans_survive_their_file(model: str, tmp_path: Path) -> None:
     machine = Machine.planned(3, 1e6)
     made = Planner(chain([9, 2, 3, 4], kept_bytes=5, parameter_bytes=3)).plan(
-        machine, make_workload(machine), Options(model=model, recompute="auto")
+        *lay_out(machine), Options(model=model, recompute="auto")
     )
     save_plan(made, tmp_path / "plan.json")
     read = read_plan(tmp_path / "plan.json")
@@ -158,7 +158,7 @@ def test_overlapped_transfers_take_time_between_devices() -> None:
     schedule = generate("GPipe", 3, 1)
     steps = {}
     for model in ("forwarded", "overlapped"):
-        found = Planner(costs).plan(machine, make_workload(machine), Options(model=model))
+        found = Planner(costs).plan(*lay_out(machine), Options(model=model))
         steps[model] = simulate(schedule, read_times(found, schedule)).step_ms
     assert steps["overlapped"] == pytest.approx(9 + 4)  # each of two boundaries, forward and back, once
     assert steps["forwarded"] == pytest.approx(9 + 8)  # both ends are busy with each

@@ -15,7 +15,7 @@ from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.price import COST_MODELS
-from fxsplit.planner import Options, antichains, contract_costless_nodes, partition, sequence_states
+from fxsplit.planner import Options, Task, antichains, contract_costless_nodes, partition, sequence_states
 from fxsplit.planner.baselines import BASELINES, plan_baseline
 from fxsplit.planner.contraction import contract_light_nodes
 from fxsplit.planner.planner import Planner
@@ -43,7 +43,7 @@ def full(costs: Costs, options: Options) -> Plan | None:
     """The best plan without contraction."""
     chains = antichains(costs, 10**6)
     try:
-        return partition(costs, chains, sequence_states(costs, chains), MACHINE, workload(MACHINE), {}, options)
+        return partition(Task(costs, MACHINE, workload(MACHINE), options), chains, sequence_states(costs, chains))
     except PlanError:
         return None
 
@@ -126,7 +126,7 @@ def test_light_nodes_joined_keep_an_honest_bound(model: str, use_all: bool, exam
         exact, idle = full(costs, options), full(costs, replace(options, use_all=False))
         if exact is None or idle is None or len(smaller) < len(MACHINE):
             return
-        plan = partition(costs, chains, sequence_states(costs, chains), MACHINE, workload(MACHINE), {}, options)
+        plan = partition(Task(costs, MACHINE, workload(MACHINE), options), chains, sequence_states(costs, chains))
         assert exact.bottleneck_ms <= plan.bottleneck_ms * (1 + 1e-9)
         assert plan.lower_bound_ms <= exact.bottleneck_ms * (1 + 1e-9)
         if not use_all:

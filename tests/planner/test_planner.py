@@ -6,6 +6,7 @@ import itertools
 from dataclasses import replace
 from math import inf, isclose
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -220,7 +221,7 @@ def test_kernels_agree_with_their_python() -> None:
     indegree = np.array([0, 1, 1, 2, 0], np.int32)
     succ_ptr, succ = np.array([0, 2, 3, 4, 4, 4], np.int32), np.array([1, 2, 3, 3], np.int32)
     machine = compile_kernel(lattice.enumerate_ideals)(indegree, succ_ptr, succ, 1000)
-    python = lattice.enumerate_ideals(indegree, succ_ptr, succ, 1000)
+    python: Any = lattice.enumerate_ideals(indegree, succ_ptr, succ, 1000)
     for a, b in zip(machine, python, strict=True):
         assert np.array_equal(a, b)
     edges = zip(compile_kernel(lattice.lattice_edges)(*machine[:2]), lattice.lattice_edges(*python[:2]), strict=True)

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxsplit.errors import ScheduleError
-from fxsplit.schedule import PEAKS, SCHEDULES, Action, Schedule, Times, find_schedule, generate, simulate, verify
+from fxsplit.schedule import SCHEDULES, Action, Schedule, Times, find_schedule, generate, simulate, verify
+from fxsplit.schedule.catalogue import COUNTED
 from fxsplit.schedule.generate import run_forwards_first
 from fxsplit.schedule.greedy import list_schedule
 from fxsplit.schedule.homes import group_in_blocks, line
@@ -287,7 +288,7 @@ def test_unknown_schedule() -> None:
         find_schedule("1f1b")
 
 
-@pytest.mark.parametrize("name", sorted(PEAKS))
+@pytest.mark.parametrize("name", sorted(COUNTED))
 def test_peaks_are_those_of_the_schedule(name: str) -> None:
     for stages, microbatches in ((1, 1), (2, 5), (4, 3), (5, 8)):
-        assert PEAKS[name](stages, microbatches) == tuple(generate(name, stages, microbatches).peak_in_flight())
+        assert COUNTED[name](stages, microbatches) == tuple(generate(name, stages, microbatches).peak_in_flight())

@@ -1,4 +1,9 @@
-"""Antichains: the lattice of ideals of the contracted DAG, each named by its augmented antichain."""
+"""Antichains: the lattice of ideals of the graph of blocks, each named by its augmented antichain.
+
+An *ideal* is a set of blocks that holds all that its members read: a pipeline can be cut behind it. Its *augmented
+antichain* is the set of its members that something outside still reads, and of those that nothing inside reads. See
+planner/__init__.py for an example. The pass `augment` makes this fact.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +26,9 @@ SHOWN = 40
 
 @dataclass(frozen=True, eq=False)
 class Levels:
-    """What any cut sends at least, by how much work lies before it: float64 [levels], ms, ms and bytes.
+    """What any cut sends at least, by how much work lies before it; all float64 [levels].
 
-    No ideal whose work lies between `low` and `high` has fewer live bytes, forward and backward, than `least_bytes`.
+    No ideal whose work lies between `low` and `high` ms has fewer live bytes, forward and backward, than `least_bytes`.
     """
 
     low: Floats
@@ -35,12 +40,18 @@ class Levels:
 class Antichains:
     """Every ideal (downset) of the blocks, numbered so that a subset has the smaller number.
 
-    `parent` and `last` (int32 [ideals]) build each ideal from a smaller one by one block; ideal 0 is empty, the last
-    is full. `pointer`, `node`, `child` (CSR) are the edges I -> I + v. `live_bytes` and `live_gradient_bytes`
-    (float64 [ideals]) sum the values made inside (or given to the model) and read outside, each once, and the
-    gradients that return for them. `complete` is False where the lattice was too large and the ideals are only the
-    prefixes of one topological order; `levels` then bound all others. `slack_ms` is by how much joining light nodes, to
-    have fewer ideals, may have slowed the best plan.
+    - `parent` and `last` (int32 [ideals]) build each ideal: it is `parent` and the block `last`. Ideal 0 is empty, the
+      last one is full.
+    - `pointer`, `node`, `child` are the edges in CSR form: from ideal I to ideal `child`, which has block `node` more
+    - `live_bytes` (float64 [ideals]) sums the values that are made inside, or given to the model, and read outside,
+      each once; `live_gradient_bytes` sums the gradients that return for them
+    - `complete` is False where there were too many ideals, and these are the prefixes of one topological order alone;
+      `levels` then bound all others
+    - `slack_ms` is by how much the best plan may have become slower because light nodes were joined
+
+    `joined` are the nodes whose blocks are larger than the costs demand, because cutting between them is seldom of use.
+    Where that loses a plan after all, `partition` enumerates again without joining, up to `max_states` ideals. A pass
+    that replaces the ideals by its own, and wants no others, leaves `joined` empty.
     """
 
     blocks: Blocks
@@ -54,6 +65,8 @@ class Antichains:
     complete: bool
     slack_ms: float = 0.0
     levels: Levels | None = None
+    joined: frozenset[str] = frozenset()
+    max_states: int = 1_000_000
 
     made_by: ClassVar[str] = "augment"
     given: ClassVar[bool] = False
@@ -75,6 +88,7 @@ class Antichains:
 
     def antichain(self, number: int) -> list[int]:
         """Return an ideal's augmented antichain: its maximal blocks and those that something outside still reads."""
+        # A block that nothing inside reads is maximal; one that something outside reads is live.
         inside = set(self.ideal(number))
         after = self.blocks.after
         return [b for b in sorted(inside) if not inside.issuperset(after[b]) or inside.isdisjoint(after[b])]
@@ -85,6 +99,7 @@ class Antichains:
             raise BrokenFact("the antichains are of other nodes than the costs")
         if len(self) == 0 or self._sizes[-1] != len(self.blocks):
             raise BrokenFact(f"the last ideal has {self._sizes[-1]} of {len(self.blocks)} blocks")
+        # An edge that skips or repeats a block would let the search find stages that are none.
         start = np.repeat(np.arange(len(self)), np.diff(self.pointer))
         if not (np.all(self.child > start) and np.all(self._sizes[self.child] == self._sizes[start] + 1)):
             raise BrokenFact("an edge of the lattice does not lead to an ideal one block larger")
@@ -101,8 +116,10 @@ class Antichains:
 
     def __str__(self) -> str:
         """The number of states, then the antichain and live bytes of the first and last of them."""
+        # A dump of a million states would be of no use: show both ends.
         kind = "every ideal" if self.complete else "prefixes of one topological order only (too many ideals)"
         lines = [f"{len(self)} states of {len(self.blocks)} blocks: {kind}"]
+        lines += [f"{len(self.joined)} nodes are joined to neighbours"] if self.joined else []
         lines += [f"light nodes joined, at {self.slack_ms:.6g} ms at most"] if self.slack_ms else []
         for i in range(len(self)):
             if i == SHOWN and len(self) > 2 * SHOWN:

@@ -1,4 +1,9 @@
-"""Blocks: the nodes that no cut may part, contracted; the DAG that the planner cuts."""
+"""Blocks: sets of nodes that no cut may part, and the graph that they form, which the planner cuts.
+
+Most blocks are single nodes. Two nodes that share a parameter are one block, with all nodes that lie between them: in
+a -> b -> c, where a and c share a weight, {a, b, c} is one block. A stage with a and c and without b would have to wait
+for itself.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +21,9 @@ Ints = NDArray[np.int32]
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """A contracted DAG: `members[b]` are block b's nodes in graph order; blocks are in a topological order.
+    """A directed graph of blocks, numbered in a topological order.
 
-    `before[b]` and `after[b]` are the neighbours, ascending.
+    `members[b]` are the nodes of block b in graph order; `before[b]` and `after[b]` are its neighbours, ascending.
     """
 
     members: tuple[tuple[str, ...], ...]
@@ -27,9 +32,11 @@ class Blocks:
 
     @classmethod
     def of(cls, costs: Costs) -> Blocks:
-        """Return the blocks of `costs`: strongly connected components once every `together` set is made a cycle.
+        """Return the blocks that `costs` demand.
 
-        Whatever lies between two nodes of a set is on such a cycle too, so each block is convex.
+        Each set of nodes that stay together is made a cycle; the blocks are then the strongly connected components.
+        Whatever lies between two nodes of a set is on a cycle too. So each block is *convex*: no path leaves it and
+        comes back.
         """
         position = {n.name: i for i, n in enumerate(costs.nodes)}
         arrows = {(position[i], position[n.name]) for n in costs.nodes for i in n.inputs if i in position}
@@ -43,6 +50,7 @@ class Blocks:
         home = {node: b for b, component in enumerate(components) for node in component}
         edges = {(home[a], home[b]) for a, b in arrows if home[a] != home[b]}
         order = _chain_order(len(components), edges)
+        # Renumber by the order, so that a block's number is its place.
         rank = {block: i for i, block in enumerate(order)}
         before: list[set[int]] = [set() for _ in components]
         after: list[set[int]] = [set() for _ in components]
@@ -60,6 +68,7 @@ class Blocks:
         """Return the blocks after joining some into one; each group must be convex."""
         position = {n.name: i for i, n in enumerate(costs.nodes)}
         sets = [sorted(position[name] for b in group for name in self.members[b]) for group in groups]
+        # Any node may stand for its block: the arrows are between blocks.
         first = [position[names[0]] for names in self.members]
         arrows = {(first[a], first[b]) for a, after in enumerate(self.after) for b in after}
         return self._of(sorted(sets), arrows, costs)
@@ -94,7 +103,8 @@ def _components(arrows: set[tuple[int, int]], together: list[list[int]], count: 
     """Return the strongly connected components of a DAG in which the nodes of each set of `together` form a cycle."""
     if not together:
         return [[node] for node in range(count)]
-    import networkx as nx  # takes a fifth of a second to load, which a profile without constraints need not wait for
+    # networkx takes a fifth of a second to load, which a profile without constraints need not wait for.
+    import networkx as nx
 
     graph = nx.DiGraph()
     graph.add_nodes_from(range(count))
@@ -105,9 +115,13 @@ def _components(arrows: set[tuple[int, int]], together: list[list[int]], count: 
 
 
 def _chain_order(count: int, edges: set[tuple[int, int]]) -> list[int]:
-    """Return a topological order that follows each chain to its end before it takes up the next."""
+    """Return a topological order that follows each chain to its end before it takes up the next.
+
+    Behind a prefix of this order few branches are begun and not finished, so few values cross a cut there.
+    """
     after: list[list[int]] = [[] for _ in range(count)]
     waiting = [0] * count
+    # Sorted, since the order of a set differs between processes and plans must not.
     for a, b in sorted(edges):
         after[a].append(b)
         waiting[b] += 1

@@ -1,4 +1,7 @@
-"""Costs: what each node takes, makes and keeps, and the graph they form; portable, so that planning needs no model."""
+"""Costs: what each node takes, makes and keeps, and the graph that the nodes form.
+
+The pass `profile` measures them. They are saved as JSON, and are all that planning needs: no model and no torch.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,16 @@ VERSION = 1
 class NodeCost:
     """One node of the graph, at microbatch size.
 
-    `inputs` are the nodes and graph inputs whose values it reads; `signature` identifies the operator with the shapes
-    it met; `module` is the path of the submodule it belongs to. Times are medians in milliseconds; bytes are of the
-    output, of the gradient that returns for it, of what autograd keeps for backward, of its parameters and of its
-    buffers (frozen parameters count as buffers: they get no gradient). `draws` says that it takes random numbers.
-    `host_ms` is its time, forward and backward, on a host device, where another tool's profile states it. `weight_ms`
-    is what of `backward_ms` can be left for later, the gradients of weights alone (None: half of it, not measured).
+    - `op` is the kind of the node in torch.fx and its target, `module` the path of the submodule that the node is in
+    - `signature` identifies the operator with the shapes it met: equal signatures take equal times
+    - `inputs` are the nodes and graph inputs whose values the node reads
+    - `forward_ms` and `backward_ms` are medians; `host_ms` is the time for both on a host device, where the profile of
+      another tool states it
+    - `output_bytes` are of the output, `gradient_bytes` of the gradient that returns for it, `kept_bytes` of what
+      autograd keeps for backward, `parameter_bytes` of the parameters, `buffer_bytes` of buffers and of frozen
+      parameters, which get no gradient
+    - `draws` says that the node takes random numbers
+    - `weight_ms` is the part of `backward_ms` that computes gradients of weights (None: not measured, half is assumed)
     """
 
     name: str
@@ -47,7 +54,7 @@ class NodeCost:
 
     @property
     def late_ms(self) -> float:
-        """What of the backward a second half takes, under schedules that split it."""
+        """The ms of `backward_ms` that the gradients of weights take, which schedules such as ZB-H1 leave for later."""
         return self.backward_ms / 2 if self.weight_ms is None else self.weight_ms
 
 
@@ -102,12 +109,13 @@ class Costs:
 
     @cached_property
     def values(self) -> tuple[tuple[str, float, float, tuple[str, ...], bool], ...]:
-        """Every value: its name, forward and gradient bytes, the nodes that read it, and if it is an output."""
+        """Every value: name, bytes, bytes of its gradient, the nodes that read it, whether the model returns it."""
         sources: list[InputCost | NodeCost] = [*self.inputs, *self.nodes]
         readers: dict[str, list[str]] = {source.name: [] for source in sources}
         for node in self.nodes:
             for name in dict.fromkeys(node.inputs):
                 readers[name].append(node.name)
+        # A value that is returned is live to the end, whoever else reads it.
         returned = set(self.outputs)
         return tuple(
             (s.name, s.output_bytes, s.gradient_bytes, tuple(readers[s.name]), s.name in returned) for s in sources
@@ -115,7 +123,7 @@ class Costs:
 
     @cached_property
     def tensors(self) -> tuple[tuple[float, tuple[str, ...]], ...]:
-        """What nodes exchange with each other: bytes forward and back, and the nodes that make or read it."""
+        """What nodes exchange: the bytes forward and back together, and the nodes that make or read the tensor."""
         made = [
             (output_bytes + gradient_bytes, (name, *readers))
             for name, output_bytes, gradient_bytes, readers, _ in self.values
@@ -126,6 +134,7 @@ class Costs:
     def check(self) -> None:
         """Raise ProfileError, naming the node, unless names are unique, inputs come earlier and figures are sane."""
         known = {i.name for i in self.inputs}
+        # `known` grows node by node, so an input that is made later is found too: the order must be topological.
         for node in self.nodes:
             if node.name in known:
                 raise ProfileError(f"node {node.name!r} stands twice in the profile: names must be unique")
@@ -135,6 +144,7 @@ class Costs:
                         f"node {node.name!r} reads {name!r}, which no earlier node or input makes: "
                         "the profile is incomplete or has a cycle; profile the model again"
                     )
+            # Every figure by its unit's name, so that none is forgotten here.
             for f in fields(node):
                 value = getattr(node, f.name)
                 unknown = f.name == "weight_ms" and value is None
@@ -146,6 +156,7 @@ class Costs:
                     f"{node.backward_ms}: give at most that"
                 )
             known.add(node.name)
+        # What constraints name must be there too, or a misspelt name would drop a constraint in silence.
         constrained = {n for c in (*self.together, *self.ordered) for n in c}
         constrained |= {n for e in self.exchanges for n in e.nodes}
         for name in sorted({*self.outputs, *constrained} - known):
@@ -153,6 +164,7 @@ class Costs:
 
     def verify(self, ir: IR) -> None:
         """Raise BrokenFact unless the costs describe exactly the graph of `ir`."""
+        # Placeholders and the output are no work: the costs know them as inputs and outputs.
         graph = [n.name for n in ir.gm.graph.nodes if n.op not in ("placeholder", "output")]
         if graph != [n.name for n in self.nodes]:
             odd = sorted(set(graph) ^ set(self.by_name)) or graph
@@ -169,6 +181,7 @@ class Costs:
         head |= {"together": self.together, "ordered": self.ordered}
         lists = {"inputs": [asdict(i) for i in self.inputs], "nodes": [asdict(n) for n in self.nodes]}
         lists |= {"exchanges": [asdict(e) for e in self.exchanges]} if self.exchanges else {}
+        # One node a line, so that two profiles can be compared line by line.
         lines = [f" {json.dumps(k)}: {json.dumps(v)}" for k, v in head.items()]
         for key, rows in lists.items():
             lines.append(f" {json.dumps(key)}: [\n" + ",\n".join(f"  {json.dumps(r)}" for r in rows) + "\n ]")
@@ -185,7 +198,7 @@ class Costs:
 
     @classmethod
     def parse(cls, data: Any, name: str) -> Costs:
-        """Return the profile that a parsed file holds; `name` is the file's, for messages."""
+        """Return the profile that a parsed file holds; raises ProfileError. `name` is the file's, for messages."""
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise ProfileError(f"{name!r} is not a profile (no format {FORMAT!r}): write one with costs.save(path)")
         if data.get("version") != VERSION:
@@ -224,7 +237,7 @@ class Costs:
 
 @dataclass(frozen=True, eq=False)
 class KnownCosts(GivenFact):
-    """Costs measured earlier, which `profile` uses by operator signature; `complete` forbids measuring any other."""
+    """Costs measured earlier, which `profile` uses by operator signature; `complete` forbids it to measure others."""
 
     costs: Costs
     complete: bool
@@ -233,7 +246,7 @@ class KnownCosts(GivenFact):
 
     @cached_property
     def times(self) -> dict[str, tuple[float, float, float]]:
-        """Milliseconds by signature: forward, backward, and what of that is for weights alone."""
+        """Milliseconds by signature: forward, backward, and the part of backward for gradients of weights."""
         return {n.signature: (n.forward_ms, n.backward_ms, n.late_ms) for n in self.costs.nodes}
 
     def __str__(self) -> str:

@@ -14,9 +14,9 @@ from fxsplit.ir.graph import IR
 
 @dataclass(frozen=True)
 class Pins:
-    """Chosen stages: path of a submodule (or name of a node) -> number of the stage that gets it whole.
+    """The path of a submodule, or the name of a node -> the number of the stage that gets all of it.
 
-    `optional` are paths that a graph may lack, as the other mode of a model may.
+    `optional` are paths that the graph may lack: the evaluation mode of a model has no dropout, for example.
     """
 
     stages: Mapping[str, int]
@@ -27,7 +27,7 @@ class Pins:
 
     @staticmethod
     def add(ir: IR, stages: Mapping[str, int]) -> IR:
-        """Return `ir` with `stages` pinned besides what is pinned already."""
+        """Return `ir` with `stages` pinned besides what is pinned already; raises PlanError for a contradiction."""
         earlier = ir.get(Pins) or Pins({})
         for path, stage in stages.items():
             if not path:
@@ -40,6 +40,7 @@ class Pins:
         """Return the stage of every pinned node; raises PlanError for a path that no node belongs to."""
         pinned: dict[str, int] = {}
         for path, stage in self.stages.items():
+            # The dot keeps "layer1" from matching "layer10".
             found = [n.name for n in costs.nodes if n.name == path or f"{n.module}.".startswith(f"{path}.")]
             if not found and path not in self.optional:
                 known = sorted({n.module for n in costs.nodes if n.module})

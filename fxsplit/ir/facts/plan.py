@@ -1,4 +1,7 @@
-"""Plan: which nodes run in which stage, what that is predicted to cost, and how far from the best possible it is."""
+"""Plan: which nodes run in which stage, what that is predicted to cost, and how far it may be from the best.
+
+The pass `partition` makes this fact, and `fxsplit.plan` returns it.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,17 @@ from fxsplit.ir.facts.workload import Workload
 from fxsplit.ir.graph import IR
 
 PROVEN = 1e-6
-"""A plan whose gap is below this is called optimal: the search compares with a slack of 1e-9."""
+"""A plan whose gap is below this is called optimal. The search compares loads with a slack of 1e-9."""
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Stages in pipeline order; `lower_bound_ms` is a load that no plan's slowest stage can beat."""
+    """Stages in pipeline order, and what is proven of them.
+
+    `lower_bound_ms` is a load that the slowest stage of no plan can beat; `single_ms` is the time of one microbatch on
+    one device; `n_states` is how many states were searched; `rows` is the size of a microbatch; `model` is what stages
+    pay for.
+    """
 
     stages: tuple[StagePlan, ...]
     device_names: tuple[str, ...]
@@ -42,7 +50,7 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """How far the bottleneck may be above the best possible, as a share of it; infinite where nothing bounds it."""
+        """How far the bottleneck may be above the lower bound, as a share of it; infinite where the bound is zero."""
         if self.lower_bound_ms > 0:
             return self.bottleneck_ms / self.lower_bound_ms - 1.0
         return inf if self.bottleneck_ms > 0 else 0.0
@@ -62,7 +70,8 @@ class Plan:
         The cost is computed again from the definition, on the graph and not on the lattice that was searched.
         """
         costs = ir.get(Costs)
-        if costs is None:  # the graph has been rewritten into stages, and the plan describes the one before
+        # `emit` rewrites the graph into stages and forgets the costs; the plan describes the graph before.
+        if costs is None:
             return
         stage_of = self.stage_of()
         if set(stage_of) != set(costs.by_name) or len(stage_of) != sum(len(s.nodes) for s in self.stages):
@@ -74,6 +83,7 @@ class Plan:
         for a, b in costs.ordered:
             if stage_of[a] > stage_of[b]:
                 raise BrokenFact(f"node {a!r} must run before {b!r}, and its stage is later")
+        # Price again from the graph: what the search has summed over its lattice is not trusted.
         machine = ir[Machine]
         split = [(s.nodes, s.devices, s.recompute) for s in self.stages]
         for number, (mine, other) in enumerate(

@@ -1,4 +1,7 @@
-"""Price: what a split of the graph into stages costs, from the definition."""
+"""Price: what a split of the graph into stages costs, from the definition.
+
+Everything that the search sums over its lattice is computed here again, directly on the graph.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ WEIGHT_COPIES = 3.0
 
 
 COST_MODELS = ("forwarded", "overlapped", "direct", "replicated")
+"""The names that a CostModel may have."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,11 @@ class CostModel:
     name: str = "forwarded"
     traffic: bool = True
     optimizer_factor: float = 2.0
+
+    @property
+    def forwards(self) -> bool:
+        """Whether stages hand values on from one to the next, and do not send them straight to each reader."""
+        return self.name != "direct"
 
 
 @dataclass(frozen=True)
@@ -80,76 +89,97 @@ Split = Sequence[tuple[Sequence[str], Sequence[int], bool]]
 def price_split(
     costs: Costs, machine: Machine, workload: Workload, split: Split, model: CostModel
 ) -> tuple[StagePlan, ...]:
-    """Return what a split costs, from the definition, on the graph and not on its lattice.
+    """Return what each stage of a split costs, from the definition, on the graph and not on its lattice.
 
-    Forwarded, a value crosses boundary b exactly if it is made (or given) at or before stage b and read after it, or is
-    an output made before the last stage. Direct, a stage pays for every value that it shares with another stage.
-    r replicas take 1/r of the time each and 4 (r - 1) W / (r^2 bandwidth) to sum W bytes of gradients
-    (Narayanan et al. 2019). Memory = parameters x (WEIGHT_COPIES + optimizer_factor + further versions) + buffers +
-    microbatches in flight x (kept activations + boundary values, unless direct); a stage that recomputes keeps
-    activations once.
+    - Where stages hand values on, a value crosses boundary b, behind stage b, if it is made (or given) at or before
+      stage b and read after it, or if it is an output made before the last stage. Under `direct` a stage pays for every
+      value that it shares with another stage.
+    - r replicas take 1/r of the time each, and 4 (r - 1) W / (r^2 bandwidth) to sum W bytes of gradients, as in
+      PipeDream (Narayanan et al. 2019).
+    - Memory = parameters x (WEIGHT_COPIES + optimizer_factor + further versions) + buffers + microbatches in flight x
+      (kept activations + boundary values, unless direct). A stage that recomputes keeps activations once.
     """
-    last = len(split) - 1
-    direct = model.name == "direct"
     stages = [names for names, *_ in split]
-    given, taken = _shared(costs, stages) if direct else ([], [])
-    crossing, returning = ([], []) if direct else _forwarded(costs, stages)
+    edges = _price_boundaries(costs, stages) if model.forwards else _price_shared(costs, stages)
     in_flight, versions = workload.in_flight[len(split)], workload.versions_of(len(split))
-    plans = []
-    for i, (names, devices, recompute) in enumerate(split):
-        nodes = [costs.by_name[n] for n in names]
-        before, after = (split[i - 1][1][-1] if i > 0 else None), (split[i + 1][1][0] if i < last else None)
-        speed = len(devices) * min(machine.devices[d].speed for d in devices)
-        host = machine.devices[devices[0]].host
-        forward = sum(n.host_ms if host else n.forward_ms for n in nodes) / speed
-        backward = 0.0 if host else sum(n.backward_ms + recompute * n.forward_ms for n in nodes) / speed
-        weight = 0.0 if host else sum(n.late_ms for n in nodes) / speed
-        receive = send = 0.0
-        if model.traffic and direct:
-            rate = machine.bytes_per_ms(devices[0], devices[0])
-            receive, send = taken[i] / rate, given[i] / rate
-        elif model.traffic:
-            receive = 0.0 if before is None else (crossing[i] + returning[i]) / machine.bytes_per_ms(devices[0], before)
-            send = (
-                0.0
-                if after is None
-                else (crossing[i + 1] + returning[i + 1]) / machine.bytes_per_ms(devices[-1], after)
-            )
-        reduce = sum(n.parameter_bytes for n in nodes) * machine.reduce_ms_per_byte(devices)
-        busy = forward + backward + reduce
-        activations = (min(in_flight[i], 1) if recompute else in_flight[i]) * sum(n.kept_bytes for n in nodes)
-        boundary = 0.0 if direct else in_flight[i] * (crossing[i] + crossing[i + 1])
-        held = sum(n.parameter_bytes * (WEIGHT_COPIES + model.optimizer_factor) + n.buffer_bytes for n in nodes)
-        parameters = float(sum(n.parameter_bytes for n in nodes))
-        plans.append(
-            StagePlan(
-                nodes=tuple(names),
-                devices=tuple(devices),
-                forward_ms=forward,
-                backward_ms=backward,
-                receive_ms=receive,
-                send_ms=send,
-                reduce_ms=reduce,
-                load_ms=max(busy, receive, send) if model.name == "overlapped" else busy + receive + send,
-                in_bytes=taken[i] if direct else crossing[i],
-                out_bytes=given[i] if direct else crossing[i + 1],
-                memory_bytes=held + (versions[i] - 1) * parameters + activations + boundary,
-                recompute=recompute,
-                in_gradient_bytes=0.0 if direct else returning[i],
-                out_gradient_bytes=0.0 if direct else returning[i + 1],
-                parameter_bytes=parameters,
-                held_bytes=held,
-                kept_bytes=float(sum(n.kept_bytes for n in nodes)),
-                weight_ms=weight,
-            )
-        )
-    return tuple(plans)
+    return tuple(
+        _price_stage(costs, machine, model, split, i, edges[i], (in_flight[i], versions[i])) for i in range(len(split))
+    )
 
 
-def _forwarded(costs: Costs, stages: Sequence[Sequence[str]]) -> tuple[list[float], list[float]]:
-    """Return the bytes of values, and of gradients, that cross each boundary; boundary b lies before stage b."""
+@dataclass(frozen=True)
+class Edges:
+    """The bytes of values, and of their gradients, that a stage gets from other stages and gives to other stages."""
+
+    taken: float
+    given: float
+    taken_gradients: float = 0.0
+    given_gradients: float = 0.0
+
+
+def _price_stage(
+    costs: Costs, machine: Machine, model: CostModel, split: Split, i: int, edges: Edges, held: tuple[int, int]
+) -> StagePlan:
+    """Return what stage `i` of a split costs; `held` are the microbatches and versions of its weights that it holds."""
+    names, devices, recompute = split[i]
+    in_flight, versions = held
+    nodes = [costs.by_name[n] for n in names]
+    # Replicas share the microbatches, and all wait for the slowest.
+    speed = len(devices) * min(machine.devices[d].speed for d in devices)
+    host = machine.devices[devices[0]].host
+    forward = sum(n.host_ms if host else n.forward_ms for n in nodes) / speed
+    backward = 0.0 if host else sum(n.backward_ms + recompute * n.forward_ms for n in nodes) / speed
+    receive, send = _price_transfers(machine, model, split, i, edges)
+    reduce = sum(n.parameter_bytes for n in nodes) * machine.reduce_ms_per_byte(devices)
+    busy = forward + backward + reduce
+    activations = (min(in_flight, 1) if recompute else in_flight) * sum(n.kept_bytes for n in nodes)
+    boundary = in_flight * (edges.taken + edges.given) if model.forwards else 0.0
+    always = sum(n.parameter_bytes * (WEIGHT_COPIES + model.optimizer_factor) + n.buffer_bytes for n in nodes)
+    parameters = float(sum(n.parameter_bytes for n in nodes))
+    return StagePlan(
+        nodes=tuple(names),
+        devices=tuple(devices),
+        forward_ms=forward,
+        backward_ms=backward,
+        receive_ms=receive,
+        send_ms=send,
+        reduce_ms=reduce,
+        load_ms=max(busy, receive, send) if model.name == "overlapped" else busy + receive + send,
+        in_bytes=edges.taken,
+        out_bytes=edges.given,
+        memory_bytes=always + (versions - 1) * parameters + activations + boundary,
+        recompute=recompute,
+        in_gradient_bytes=edges.taken_gradients,
+        out_gradient_bytes=edges.given_gradients,
+        parameter_bytes=parameters,
+        held_bytes=always,
+        kept_bytes=float(sum(n.kept_bytes for n in nodes)),
+        weight_ms=0.0 if host else sum(n.late_ms for n in nodes) / speed,
+    )
+
+
+def _price_transfers(machine: Machine, model: CostModel, split: Split, i: int, edges: Edges) -> tuple[float, float]:
+    """Return how many ms stage `i` receives and sends for one microbatch, values forward and gradients back."""
+    devices = split[i][1]
+    if not model.traffic:
+        return 0.0, 0.0
+    if not model.forwards:
+        rate = machine.bytes_per_ms(devices[0], devices[0])
+        return edges.taken / rate, edges.given / rate
+    receive = send = 0.0
+    # What the caller gives to the first stage, and gets from the last, is free.
+    if i > 0:
+        receive = (edges.taken + edges.taken_gradients) / machine.bytes_per_ms(devices[0], split[i - 1][1][-1])
+    if i < len(split) - 1:
+        send = (edges.given + edges.given_gradients) / machine.bytes_per_ms(devices[-1], split[i + 1][1][0])
+    return receive, send
+
+
+def _price_boundaries(costs: Costs, stages: Sequence[Sequence[str]]) -> list[Edges]:
+    """Return the bytes that cross the two boundaries of each stage, where stages hand values on."""
     stage_of = {name: i for i, names in enumerate(stages) for name in names}
     last = len(stages) - 1
+    # Boundary b lies before stage b. A value crosses those between where it is made and where it is last read.
     crossing = [0.0] * (len(stages) + 1)
     returning = [0.0] * (len(stages) + 1)
     for name, output_bytes, gradient_bytes, readers, is_output in costs.values:
@@ -162,11 +192,11 @@ def _forwarded(costs: Costs, stages: Sequence[Sequence[str]]) -> tuple[list[floa
         met = [stage_of[name] for name in exchange.nodes]
         for boundary in range(min(met) + 1, max(met) + 1):
             returning[boundary] += exchange.output_bytes
-    return crossing, returning
+    return [Edges(crossing[i], crossing[i + 1], returning[i], returning[i + 1]) for i in range(len(stages))]
 
 
-def _shared(costs: Costs, stages: Sequence[Sequence[str]]) -> tuple[list[float], list[float]]:
-    """Return the bytes of each stage's own tensors that others read, and of others' that it reads, each once.
+def _price_shared(costs: Costs, stages: Sequence[Sequence[str]]) -> list[Edges]:
+    """Return the bytes of the tensors that each stage shares with others, each once, where stages send directly.
 
     What the caller gives or gets is free.
     """
@@ -178,7 +208,7 @@ def _shared(costs: Costs, stages: Sequence[Sequence[str]]) -> tuple[list[float],
         given[home] += bytes_ if away else 0.0
         for stage in away:
             taken[stage] += bytes_
-    return given, taken
+    return [Edges(*both) for both in zip(taken, given, strict=True)]
 
 
 def format_bytes(count: float) -> str:

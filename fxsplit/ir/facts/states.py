@@ -1,4 +1,8 @@
-"""States: the ideals as a sequence in a linear extension of inclusion, each with the sums that a cut there needs."""
+"""States: the ideals as a sequence, each after all its subsets, with the sums that a cut behind it needs.
+
+The pass `order` makes this fact. The load of a stage from state J to state I follows from sums: what the nodes of I
+take, less what the nodes of J take, and what crosses at J and at I.
+"""
 
 from __future__ import annotations
 
@@ -58,6 +62,7 @@ class States:
         end = np.repeat(np.arange(len(self)), np.diff(self.in_pointer))
         if not np.all(self.in_from < end):
             raise BrokenFact("a state comes before a subset of it")
+        # A sum that shrinks would give a stage negative time. Only the summed figures grow; live bytes go up and down.
         grown = self.features[end, : len(SUMMED)] - self.features[self.in_from, : len(SUMMED)]
         if grown.size and grown.min() < -1e-9 * max(1.0, float(self.features.max())):
             raise BrokenFact("a state sums to less than a subset of it")

@@ -1,4 +1,4 @@
-"""What a plan is made for: the schedule with its microbatches, and what the user pins to a device."""
+"""Workload: what a plan is made for: the schedule with its microbatches, and what each stage must hold at once."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from fxsplit.ir.graph import GivenFact
 
 @dataclass(frozen=True)
 class Workload(GivenFact):
-    """The schedule by name, the number of microbatches, and how many of them each stage holds at its worst.
+    """The schedule by name, the number of microbatches, and how many of them each stage holds at once, at most.
 
-    `in_flight[k]` lists, for a pipeline of k stages, the microbatches whose activations each stage keeps at once.
-    `versions[k]` lists, where steps of the optimizer come between microbatches, how many versions of its weights each
-    of k stages keeps at once; it is one otherwise. `may_idle` allows stages without a node, which then only pass values
-    on: where another mode of the model has placed the weights already, this one's graph may be too small for every
-    device. `replicated`: the schedule places every stage on several devices, as Chimera does.
+    - `in_flight[k]` lists, for a pipeline of k stages, the most microbatches whose activations each stage keeps at
+      once: under 1F1B `in_flight[3]` is (3, 2, 1)
+    - `versions[k]` lists how many versions of its weights each of k stages keeps at once, where the optimizer steps
+      between microbatches; elsewhere it is missing, and means one
+    - `may_idle` allows stages without a node, which only pass values on. The other mode of a model may need that: its
+      weights stay where the first mode has put them, and its graph may have no node for some stage
+    - `replicated`: the schedule places every stage on several devices, as Chimera does
     """
 
     schedule: str

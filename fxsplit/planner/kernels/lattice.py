@@ -1,21 +1,21 @@
 """Kernels over the lattice of ideals (downsets) of a DAG whose nodes are numbered in topological order.
 
-Every ideal has one ascending sequence of node numbers, each prefix of which is an ideal too. So a depth-first search
-that extends an ideal only by available nodes above its maximum meets each ideal once, without hashing: `parent` is the
-ideal without its maximum and `last` is that maximum. Visiting the largest extension first makes the numbering of the
-ideals a linear extension of inclusion: a subset always has the smaller number. Ideal 0 is empty, the last one is full.
+Every ideal has one ascending sequence of node numbers, each prefix of which is an ideal too. A depth-first search that
+extends an ideal only by nodes above its maximum, whose predecessors are all inside, meets each ideal once, without a
+hash table. `parent` is the ideal without its maximum and `last` is that maximum. The search visits the largest
+extension first, and so numbers each ideal after all its subsets. Ideal 0 is empty, the last one is full.
+
+In the graph 0 -> 1 -> 3, 0 -> 2 -> 3 the ideals are, in this order: {}, {0}, {0, 2}, {0, 1}, {0, 1, 2}, {0, 1, 2, 3}.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-Array = Any  # compiled for the dtypes that fxsplit.planner.kernels states; small inputs run as plain Python
+from fxsplit.planner.kernels.tables import Floats, Ints
 
 
-def enumerate_ideals(indegree: Array, succ_ptr: Array, succ: Array, cap: int) -> Any:
+def enumerate_ideals(indegree: Ints, succ_ptr: Ints, succ: Ints, cap: int) -> tuple[Ints, Ints, bool]:
     """Enumerate every ideal: int32 arrays `parent` and `last`, and whether all fitted under `cap`.
 
     `indegree` counts distinct predecessors of each node; `succ` holds each node's successors ascending, in CSR form.
@@ -39,6 +39,7 @@ def enumerate_ideals(indegree: Array, succ_ptr: Array, succ: Array, cap: int) ->
     cursor[0] = end[0] - 1
     depth = 0
     while depth >= 0:
+        # All extensions of this ideal have been visited: take its last node out again.
         if cursor[depth] < begin[depth]:
             if depth > 0:
                 v = last[ideal[depth]]
@@ -49,6 +50,7 @@ def enumerate_ideals(indegree: Array, succ_ptr: Array, succ: Array, cap: int) ->
         at = cursor[depth]
         v = pool[at]
         cursor[depth] -= 1
+        # The count only grows, so that the search can be given up here.
         if count >= cap:
             return parent[:count].copy(), last[:count].copy(), False
         if count == parent.size:
@@ -85,7 +87,7 @@ def enumerate_ideals(indegree: Array, succ_ptr: Array, succ: Array, cap: int) ->
     return parent[:count].copy(), last[:count].copy(), True
 
 
-def lattice_edges(parent: Array, last: Array) -> Any:
+def lattice_edges(parent: Ints, last: Ints) -> tuple[Ints, Ints, Ints]:
     """Return every edge I -> I + v in CSR form by I: pointer, v ascending, and the number of I + v.
 
     Edges with v above max(I) are the search tree's own. For v below m = max(I) and J = I - m, the ideal I + v is the
@@ -99,7 +101,8 @@ def lattice_edges(parent: Array, last: Array) -> Any:
         tree_ptr[i + 1] += tree_ptr[i]
     fill = tree_ptr[:n].copy()
     tree = np.empty(max(n - 1, 1), np.int32)
-    for i in range(n - 1, 0, -1):  # descending numbers are ascending nodes
+    # Of an ideal's extensions the one by the largest node has the smallest number: go through them backwards.
+    for i in range(n - 1, 0, -1):
         tree[fill[parent[i]]] = i
         fill[parent[i]] += 1
     pointer = np.zeros(n + 1, np.int32)
@@ -120,7 +123,8 @@ def lattice_edges(parent: Array, last: Array) -> Any:
                     break
                 beside = child[e]
                 low, high = tree_ptr[beside], tree_ptr[beside + 1]
-                while low < high:  # the tree child of `beside` by m
+                # Bisect for the extension of `beside` by m, among its extensions in ascending order.
+                while low < high:
                     middle = (low + high) // 2
                     if last[tree[middle]] < m:
                         low = middle + 1
@@ -137,15 +141,13 @@ def lattice_edges(parent: Array, last: Array) -> Any:
     return pointer, node[:count].copy(), child[:count].copy()
 
 
-def live_bytes(
-    parent: Array, last: Array, pins_ptr: Array, pins: Array, inside: Array, total: Array, size: Array
-) -> Any:
+def live_bytes(parent: Ints, last: Ints, pins_ptr: Ints, pins: Ints, inside: Ints, total: Ints, size: Floats) -> Floats:
     """Return, per ideal, the summed sizes of the values that are live across it: float64 [ideals, columns].
 
     `pins` lists, in CSR form by node, the values that the node makes or reads. Value v is live where more than none and
     fewer than `total[v]` of its pins are inside, of which `inside[v]` are from the start; `size` is float64 [values,
-    columns]. Replays the enumeration in its own order with counters and undo, so that each ideal costs only the values
-    its last node touches.
+    columns]. The kernel goes through the ideals in the order of their enumeration, and counts the pins inside each. So
+    an ideal costs no more than the values that its last node makes or reads.
     """
     n, nodes, columns = parent.size, pins_ptr.size - 1, size.shape[1]
     result = np.zeros((n, columns), np.float64)
@@ -157,6 +159,7 @@ def live_bytes(
     path = np.zeros(nodes + 1, np.int32)
     depth = 0
     for i in range(1, n):
+        # Go back to the ideal that this one extends, and take the counts of the nodes in between out again.
         while path[depth] != parent[i]:
             for e in range(pins_ptr[last[path[depth]]], pins_ptr[last[path[depth]] + 1]):
                 count[pins[e]] -= 1
@@ -166,6 +169,7 @@ def live_bytes(
         for e in range(pins_ptr[last[i]], pins_ptr[last[i] + 1]):
             v = pins[e]
             count[v] += 1
+            # The first pin makes a value live, and the last one ends that.
             sign = int(count[v] == 1) - int(count[v] == total[v])
             for c in range(columns):
                 result[i, c] += sign * size[v, c]
@@ -174,7 +178,7 @@ def live_bytes(
     return result
 
 
-def prefix_sums(parent: Array, last: Array, weight: Array) -> Any:
+def prefix_sums(parent: Ints, last: Ints, weight: Floats) -> Floats:
     """Return, per ideal, the sum of the rows of `weight` [nodes, columns] of its nodes: float64 [ideals, columns]."""
     n, columns = parent.size, weight.shape[1]
     result = np.zeros((n, columns), np.float64)
@@ -184,7 +188,7 @@ def prefix_sums(parent: Array, last: Array, weight: Array) -> Any:
     return result
 
 
-def reversed_edges(pointer: Array, child: Array) -> Any:
+def reversed_edges(pointer: Ints, child: Ints) -> tuple[Ints, Ints]:
     """Return the edges the other way round, CSR by their end: pointer, and the ideals just below each, ascending."""
     n = pointer.size - 1
     back = np.zeros(n + 1, np.int32)

@@ -1,53 +1,38 @@
-"""The kernels of the partitioner where a stage's load separates into what its start and what its end contribute.
+"""The kernels for cost models in which a stage's load separates into what its start and what its end contribute.
 
-A stage is the difference of two ideals J < I, on some devices; which, and what that costs, is called a move:
+A stage is the difference of two ideals J < I, on the devices of a move (see moves.py):
 
     load(J, I) = max(end(I) - start(J), start_floor(J), end_floor(I))
 
-So among all J below I only the largest start matters. It is carried along the lattice's edges, which costs O(edges) a
-move in place of O(pairs of ideals). Where memory binds too, short Pareto lists of (start, memory) take its place.
+So among all J below I only the one with the largest start matters. That start is carried along the edges of the
+lattice, which costs O(edges) for each move in place of O(pairs of ideals). Where memory binds too, a short list of
+(start, memory), in which no entry is better in both, takes the place of the largest start.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-Array = Any  # compiled for the dtypes that fxsplit.planner.kernels states
+from fxsplit.planner.kernels.tables import Ints, Tables
+
 SLACK = 1.0 + 1e-9
-"""For comparing sums of work that were added up in another order."""
+"""Relative slack between sums of the same work that were added up in another order."""
 
 
-def reach(
-    in_ptr: Array,
-    in_from: Array,
-    work: Array,
-    start: Array,
-    end: Array,
-    start_floor: Array,
-    end_floor: Array,
-    allowed: Array,
-    moves: Array,
-    done: Array,
-    left: Array,
-    may_idle: bool,
-    threshold: float,
-    steps: int,
-) -> Any:
-    """Decide which ideals end a chain of stages whose every load is at most `threshold`.
+def reach(t: Tables, threshold: float, steps: int) -> tuple[Ints, Ints, int]:
+    """Decide which ideals end a chain of stages whose every load is at most `threshold`, whatever they hold in memory.
 
-    in_ptr, in_from: the ideals just below each ideal, CSR int32. work: float64 [ideals], what sums over nodes.
-    start, end, start_floor, end_floor: float64 [kinds, ideals]. allowed: bool [configurations, ideals].
-    moves: int32 [moves, 3] of (from, to, kind), in an order in which a configuration is complete before it is left.
-    done, left: float64 [configurations], how much work the devices used so far, and those not used, do in one unit of
-    load at most; a chain cannot be in a configuration where there is more than that.
+    A chain cannot be in a configuration whose devices would have done, or would have left, more work than `threshold`
+    allows. Of several chains the one with the smaller slowest load is kept, among those looked at: so a chain under the
+    threshold is often the best there is.
 
     Returns, per configuration and ideal, the ideal at which the last stage starts and the move it is: int32, -1 where
-    there is no chain; and how many steps that took: with more than `steps` it stops, and the tables say nothing. Of
-    several chains the one with the smaller slowest load is kept, among those looked at: so a chain under the threshold
-    is often the best there is.
+    there is no chain; and how many steps that took. With more than `steps` it stops, and the tables say nothing.
     """
+    # Local names: the interpreter finds them faster than fields, and small problems run uncompiled.
+    in_ptr, in_from, work, allowed, moves = t.in_ptr, t.in_from, t.work, t.allowed, t.moves
+    start, end, start_floor, end_floor = t.start, t.end, t.start_floor, t.end_floor
+    done, left, may_idle = t.done, t.left, t.may_idle
     n = in_ptr.size - 1
     origin = np.full((done.size, n), -1, np.int32)
     via = np.full((done.size, n), -1, np.int32)
@@ -62,9 +47,11 @@ def reach(
     for m in range(moves.shape[0]):
         a, b, kind = moves[m, 0], moves[m, 1], moves[m, 2]
         taken += n - first[a]
+        # No chain enters the configuration that this move leaves.
         if first[a] >= n or taken > steps:
             continue
         most, least = threshold * done[b] * SLACK, work[n - 1] - threshold * left[b] * SLACK
+        # Ideals are numbered after their subsets, so one sweep carries the starts through the lattice.
         for i in range(first[a], n):
             top[i] = -np.inf
             if work[i] > most:
@@ -76,6 +63,7 @@ def reach(
                 if j >= first[a] and top[j] > best:
                     best = top[j]
                     where = best_from[j]
+            # A stage may start here if a chain ends here. It may end here too only if stages may be empty.
             own = origin[a, i] >= 0 and start_floor[kind, i] <= threshold and start[kind, i] > best
             if own and may_idle:
                 best, where = start[kind, i], i
@@ -91,31 +79,12 @@ def reach(
     return origin, via, taken
 
 
-def reach_bounded(
-    in_ptr: Array,
-    in_from: Array,
-    work: Array,
-    start: Array,
-    end: Array,
-    start_floor: Array,
-    end_floor: Array,
-    allowed: Array,
-    moves: Array,
-    done: Array,
-    left: Array,
-    may_idle: bool,
-    threshold: float,
-    steps: int,
-    space_start: Array,
-    space_end: Array,
-    space_low: Array,
-    capacity: Array,
-) -> Any:
-    """Decide the same where every stage must also fit: space_end(I) - space_start(J) <= capacity.
-
-    space_start, space_end, space_low: float64 [kinds, ideals]; the last is the part of space_end that only grows.
-    capacity: float64 [kinds]. The other arguments and the result are those of `reach`.
-    """
+def reach_bounded(t: Tables, threshold: float, steps: int) -> tuple[Ints, Ints, int]:
+    """Decide the same where every stage must also fit into memory; parameters and result are those of `reach`."""
+    in_ptr, in_from, work, allowed, moves = t.in_ptr, t.in_from, t.work, t.allowed, t.moves
+    start, end, start_floor, end_floor = t.start, t.end, t.start_floor, t.end_floor
+    done, left, may_idle = t.done, t.left, t.may_idle
+    space_start, space_end, space_low, capacity = t.space_start, t.space_end, t.space_low, t.capacity
     n = in_ptr.size - 1
     origin = np.full((done.size, n), -1, np.int32)
     via = np.full((done.size, n), -1, np.int32)
@@ -125,23 +94,24 @@ def reach_bounded(
     taken = 0
     time, space, where = np.empty(n + 1, np.float64), np.empty(n + 1, np.float64), np.empty(n + 1, np.int32)
 
-    def insert(t: float, s: float, j: int, size: int) -> int:
-        """Add an entry to the Pareto list of `size` entries, largest values best; return its new size."""
+    def insert(late: float, room: float, j: int, size: int) -> int:
+        """Add an entry to the list of `size` entries, unless another is better in both; return its new size."""
         for p in range(size):
-            if time[p] >= t and space[p] >= s:
+            if time[p] >= late and space[p] >= room:
                 return size
         kept = 0
         for p in range(size):
-            if not (t >= time[p] and s >= space[p]):
+            if not (late >= time[p] and room >= space[p]):
                 time[kept], space[kept], where[kept] = time[p], space[p], where[p]
                 kept += 1
-        time[kept], space[kept], where[kept] = t, s, j
+        time[kept], space[kept], where[kept] = late, room, j
         return kept + 1
 
     for m in range(moves.shape[0]):
         a, b, kind = moves[m, 0], moves[m, 1], moves[m, 2]
         most, least = threshold * done[b] * SLACK, work[n - 1] - threshold * left[b] * SLACK
         begin = np.zeros(n + 1, np.int64)
+        # The lists of all ideals lie one behind the other in a pool, which grows as needed.
         pool_time, pool_space = np.empty(2 * n + 16, np.float64), np.empty(2 * n + 16, np.float64)
         pool_from = np.empty(2 * n + 16, np.int32)
         count = 0
@@ -153,6 +123,7 @@ def reach_bounded(
             if work[i] <= most:
                 for e in range(in_ptr[i], in_ptr[i + 1]):
                     taken += begin[in_from[e] + 1] - begin[in_from[e]]
+                    # An entry of an ideal below is of no use where even what only grows does not fit.
                     for k in range(begin[in_from[e]], begin[in_from[e] + 1]):
                         if space_low[kind, i] - pool_space[k] <= capacity[kind]:
                             size = insert(pool_time[k], pool_space[k], pool_from[k], size)

@@ -11,9 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.facts.price import COST_MODELS
-from fxsplit.planner import Options, kernels, pose_problems
+from fxsplit.planner import Options, Task, kernels, pose_problems
 from fxsplit.planner.clock import Clock, OutOfTime
-from fxsplit.planner.direct import DirectProblem
 from fxsplit.planner.planner import Planner
 from tests.graphs import machines, node, profiles, workload
 from tests.planner.test_planner_models import solve
@@ -72,9 +71,7 @@ def test_kernels_stop_after_their_steps(model: str, memory: float) -> None:
     costs = Costs(tuple(node(f"n{i}", ms=1.0 + i, kept_bytes=1, output_bytes=1) for i in range(6)), (), ("n0",), rows=1)
     machine = Machine.planned(3, 1e3, memory_bytes=memory)
     chains, states = Planner(costs).lattice(machine, whole=True)
-    (problem, *_) = pose_problems(costs, chains, states, machine, workload(machine), {}, Options(model=model))
-    way = problem._walk if isinstance(problem, DirectProblem) else None
-    reach = problem._reach if way is None else lambda threshold, steps: way(threshold, True, steps)
-    _, _, whole = reach(50.0, 2**62)
-    assert reach(50.0, whole)[2] == whole
-    assert whole // 2 < reach(50.0, whole // 2)[2] < whole
+    (problem, *_) = pose_problems(Task(costs, machine, workload(machine), Options(model=model)), chains, states)
+    _, _, whole = problem.reach(50.0, 2**62)
+    assert problem.reach(50.0, whole)[2] == whole
+    assert whole // 2 < problem.reach(50.0, whole // 2)[2] < whole

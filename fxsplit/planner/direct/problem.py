@@ -1,4 +1,8 @@
-"""The search problem under direct sends, where a stage's load does not separate into its start and its end."""
+"""The search problem under direct sends: a stage pays once for each tensor that it shares with other stages.
+
+That load does not separate into what the stage's start and its end contribute, so this cost model has a problem and a
+kernel of its own. The rest of the planner sees a `Problem` like any other.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +20,15 @@ from fxsplit.ir.facts.blocks import build_csr
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.facts.price import CostModel
-from fxsplit.planner import kernels
 from fxsplit.planner.clock import Clock
 from fxsplit.planner.dense import line_of, membership
+from fxsplit.planner.direct import kernels
+from fxsplit.planner.kernels import fit
+from fxsplit.planner.kernels.lattice import live_bytes
+from fxsplit.planner.kernels.tables import Bools, Floats, Ints, Lattice, Tensors
 from fxsplit.planner.moves import Moves
-from fxsplit.planner.problem import Bools, Floats, Path, Problem
+from fxsplit.planner.problem import Path, Problem
 
-Ints = NDArray[np.int32]
 FEW = 1e4
 """From how many times a good plan's load on the sum of all tensors' prices is too large to add up beside it."""
 
@@ -31,9 +37,10 @@ FEW = 1e4
 class DirectProblem(Problem):
     """A problem whose loads also have the tensors that a stage shares with others.
 
-    `pins_ptr` and `pins` list each block's tensors (CSR), `total` their pins and `size` their bytes; `rate` is
-    milliseconds per byte, by kind of move. `better` tells which configurations make which others useless. `start` and
-    `end` hold the time of the nodes alone.
+    A tensor's *pins* are the blocks that make or read it. `pins_ptr` and `pins` list each block's tensors (CSR),
+    `total` is how many pins each tensor has, and `size` its bytes. `rate` is ms per byte, by kind of move. `better`
+    (bool [configurations, configurations]) tells which configurations make which others useless. `start` and `end` of
+    the tables hold the time of the nodes alone.
     """
 
     chains: Antichains
@@ -49,7 +56,7 @@ class DirectProblem(Problem):
         return self._shared(states), self.rate
 
     def loads(self, path: Path) -> list[float]:
-        """Return every stage's load in a chain."""
+        """Return every stage's load in a chain, in ms."""
         states = np.array([0, *(state for state, _ in path)], np.int64)
         shared = self._shared_by_counts(membership(self.chains, states))
         rates = [self.rate[self.kind[self.moves.number[move]]] for _, move in path]
@@ -59,34 +66,24 @@ class DirectProblem(Problem):
     def test(self, threshold: float, clock: Clock | None = None) -> Path | None:
         """Return a chain whose every stage has load <= threshold and fits, or None; raises OutOfTime."""
         path = self._test(threshold, clock or Clock(), closing=True)
+        # Closures do not look at memory, so their chain may not fit. Without closures the test takes longer.
         if path is not None and not self._fits(path):
             path = self._test(threshold, clock or Clock(), closing=False)
         return path
 
-    def _test(self, threshold: float, clock: Clock, closing: bool) -> Path | None:
-        """Test once; with closures, which do not look at memory, a chain may come back that does not fit."""
-        return self.trace(*clock.run(lambda steps: self._walk(threshold, closing, steps)))
+    def _test(self, threshold: float, clock: Clock, *, closing: bool) -> Path | None:
+        """Return a chain under `threshold`, with closures or without, or None."""
+        return self.trace(*clock.run(lambda steps: self.reach(threshold, steps, closing=closing)))
 
-    def _walk(self, threshold: float, closing: bool, steps: int) -> tuple[Ints, Ints, int]:
-        """Return the kernel's tables, and how many steps it took of at most `steps`."""
-        chains = self.chains
-        return kernels.reach_direct(
-            lattice=(chains.parent, chains.last, chains.pointer, chains.node, chains.child),
-            below=(self.states.in_pointer, self.states.in_from),
-            costs=(self.work, self.end, self.live, self._least, self.rate),
-            memory=(self.space_low, self.capacity),
-            tensors=(self.pins_ptr, self.pins, self.total, self.size),
-            moves=(self.allowed, self.table, self.left, self.better),
-            may_idle=self.may_idle,
-            closing=closing,
-            threshold=threshold,
-            steps=steps,
-        )
+    def reach(self, threshold: float, steps: int, *, closing: bool = True) -> tuple[Ints, Ints, int]:
+        """Return the kernel's two tables for `trace`, and how many steps it took of at most `steps`."""
+        return fit(kernels.reach, len(self))(self._lattice, self.tables, self._tensors, closing, threshold, steps)
 
     def under(self, upper: float) -> DirectProblem:
         """Return the problem with no tensor so dear that small ones are lost in sums with it.
 
-        Whoever pays for one that costs more than `upper` is slower than that, however much more it is.
+        A stage that pays for a tensor dearer than `upper` is slower than `upper`, however dear the tensor is. So such
+        tensors may be made cheaper, as long as they stay dearer than `upper`.
         """
         rate = float(self.rate[self.rate > 0].min(initial=inf))
         if not 0 < upper * FEW < float(self.size.sum()) * rate < inf:
@@ -94,7 +91,7 @@ class DirectProblem(Problem):
         return replace(self, size=np.minimum(self.size, 4.0 * upper / rate))
 
     def for_excess(self) -> Problem:
-        """Return the problem of exceeding the devices' memory by as little as possible, where tensors cost nothing."""
+        """Return the problem whose load is by how many bytes a stage exceeds its memory; tensors cost nothing there."""
         relaxed = super().for_excess()
         return Problem(**{f.name: getattr(relaxed, f.name) for f in fields(Problem)})
 
@@ -104,19 +101,19 @@ class DirectProblem(Problem):
 
     def _fits(self, path: Path) -> bool:
         """Return whether every stage of a chain fits in memory."""
-        begin = 0
+        t, begin = self.tables, 0
         for end, move in path:
             k = self.kind[self.moves.number[move]]
-            if self.space_low[k, end] - self.space_low[k, begin] > self.capacity[k]:
+            if t.space_low[k, end] - t.space_low[k, begin] > t.capacity[k]:
                 return False
             begin = end
         return True
 
     def _shared(self, states: NDArray[np.int64]) -> Floats:
-        """Return the bytes of tensors that J..I shares with the rest, for every pair of `states`: [J, I].
+        """Return the bytes of tensors that the stage J..I shares with other stages, for every pair of `states`: [J, I].
 
-        A tensor is shared if some of its pins are in I - J, and not all: so unless I and J have equally many of its
-        pins, or J none and I all.
+        A tensor is shared if some of its pins are in I - J, and not all. It is not shared if I and J have equally many
+        of its pins, or if J has none and I has all.
         """
         if not self.total.size:
             return np.zeros((states.size, states.size))
@@ -126,11 +123,12 @@ class DirectProblem(Problem):
         return self._shared_by_counts(inside)
 
     def _shared_by_counts(self, inside: NDArray[np.float32]) -> Floats:
-        """Return the same from how many pins of each tensor lie in each state; no sum loses digits to a larger one."""
+        """Return the same as `_shared`, from how many pins of each tensor lie in each state."""
         makes = np.zeros((len(self.chains.blocks), self.total.size), np.float32)
         makes[np.repeat(np.arange(len(self.chains.blocks)), np.diff(self.pins_ptr)), self.pins] = 1.0
         count = inside @ makes
         shared = np.zeros((len(inside), len(inside)))
+        # Sum what is paid, tensor by tensor: a difference of large sums would lose the digits of small tensors.
         for number in range(int(self.total.max(initial=0))):
             some = self.total > number
             here, more = count[:, some] == number, count[:, some] > number
@@ -140,10 +138,11 @@ class DirectProblem(Problem):
         return shared
 
     def _shared_in_line(self, inside: NDArray[np.float32]) -> Floats:
-        """Return the same where each state contains the one before it; `inside` are its blocks.
+        """Return the same as `_shared`, where each state contains the one before it; `inside` are its blocks.
 
-        What is not paid, of each tensor, is then a few rectangles of pairs: J and I between two pins that follow each
-        other, or J before the first pin and I after the last. They are added up by their corners.
+        The pairs (J, I) that do not pay for a tensor form a few rectangles: J and I lie between two pins that follow
+        each other, or J lies before the first pin and I after the last. Each rectangle is added at its corners, and two
+        cumulative sums fill it: time in the number of pins, not of pairs.
         """
         n = inside.shape[0]
         enters = inside.argmax(axis=0)[np.repeat(np.arange(inside.shape[1]), np.diff(self.pins_ptr))]
@@ -165,54 +164,64 @@ class DirectProblem(Problem):
 
     @cached_property
     def live(self) -> Floats:
-        """The bytes of tensors with pins on both sides of each state."""
+        """The bytes of tensors with pins on both sides of each state: float64 [states]."""
         none = np.zeros(self.total.size, np.int32)
         lists = (self.pins_ptr, self.pins, none, self.total, self.size[:, None])
-        return np.ascontiguousarray(kernels.live_bytes(self.chains.parent, self.chains.last, *lists)[:, 0])
+        live = fit(live_bytes, len(self.chains))(self.chains.parent, self.chains.last, *lists)
+        return np.ascontiguousarray(live[:, 0])
 
     @cached_property
-    def _least(self) -> Floats:
-        """What ending a stage at the state, or at any larger one, costs at least: by kind and state."""
-        return kernels.cheapest_above(self.chains.pointer, self.chains.child, self.end + self.rate[:, None] * self.live)
+    def _lattice(self) -> Lattice:
+        """The ideals and the edges between them, for the kernel."""
+        return Lattice(*(getattr(self.chains, name) for name in Lattice._fields))
+
+    @cached_property
+    def _tensors(self) -> Tensors:
+        """What stages share, for the kernel."""
+        busy = self.tables.end + self.rate[:, None] * self.live
+        least = fit(kernels.cheapest_above, len(self))(self.chains.pointer, self.chains.child, busy)
+        return Tensors(self.pins_ptr, self.pins, self.total, self.size, self.rate, self.live, least, self.better)
 
 
-def _better(moves: Moves, alike: bool) -> Bools:
+def _list_better(moves: Moves, *, interchangeable: bool) -> Bools:
     """Return which configurations make which others useless: those that used a part of the same devices.
 
-    That holds where a plan may end with any number of stages, and where the devices that come next are no worse: where
-    they are all `alike`, or can be taken in any order.
+    That holds where a plan may end with any number of stages, and where the devices that come next are no worse.
     """
-    holds = alike and len(moves.final) > 1 and not moves.n_stages
+    holds = interchangeable and len(moves.final) > 1 and not moves.n_stages
     used = [set(u) for u in moves.used]
     return np.array([[holds and a < b for b in used] for a in used], np.bool_)
 
 
-def direct(
-    problem: Problem, costs: Costs, chains: Antichains, machine: Machine, model: CostModel, alike: bool
+def pose_direct(
+    problem: Problem, costs: Costs, chains: Antichains, machine: Machine, model: CostModel, *, interchangeable: bool
 ) -> DirectProblem:
-    """Return a problem's loads with what stages pay for the tensors they share; `alike` is as in `_better`."""
+    """Return a problem of computing alone with what stages pay, besides, for the tensors that they share.
+
+    `interchangeable` tells whether a plan stays as good when its stages move to other devices.
+    """
     pins: list[list[int]] = [[] for _ in chains.blocks.members]
     total: list[int] = []
     size: list[float] = []
     for bytes_, names in costs.tensors if model.traffic else ():
         met = sorted({chains.blocks.home[name] for name in names})
+        # A tensor inside one block never crosses a cut.
         if len(met) > 1 and bytes_ > 0:
             for block in met:
                 pins[block].append(len(size))
             total.append(len(met))
             size.append(bytes_)
-    rate = np.zeros(problem.capacity.size)
+    rate = np.zeros(problem.tables.capacity.size)
     for move, kind in zip(problem.moves.moves, problem.kind, strict=True):
         rate[kind] = 1.0 / machine.bytes_per_ms(move.devices[0], move.devices[0])
     pointer, flat = build_csr(pins)
-    known = {f.name: getattr(problem, f.name) for f in fields(problem)}
     return DirectProblem(
-        **known,
+        **{f.name: getattr(problem, f.name) for f in fields(Problem)},
         chains=chains,
         pins_ptr=pointer,
         pins=flat,
         total=np.array(total, np.int32),
         size=np.array(size, np.float64),
         rate=rate,
-        better=_better(problem.moves, alike),
+        better=_list_better(problem.moves, interchangeable=interchangeable),
     )

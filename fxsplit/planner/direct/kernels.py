@@ -1,27 +1,24 @@
-"""The kernel of the partitioner where a stage pays for each tensor that it shares with another stage.
+"""The kernel for the cost model in which a stage pays for each tensor that it shares with another stage.
 
 A stage S = I - J pays for a tensor if some of its pins (the nodes that make or read it) lie in S and some outside.
-That does not separate into J and I. So from each reachable J a walk adds nodes in ascending order, which meets every
-larger ideal once, and keeps count of what is paid. Two things keep walks short:
+That does not separate into what J and what I contribute. So from each J that ends a chain a walk adds nodes in
+ascending order, which meets every larger ideal once, and keeps count of what is paid. Two things keep walks short:
 
-- bounds: what is paid for good (tensors with pins in J and in S) only grows, and no I costs less than the cheapest
-  ideal above it allows
-- closure: once I holds every pin of every tensor that is live at J, load(J, I) = end(I) - start(J) for all larger I.
-  J's start is left there, and carried on along the lattice's edges, as in `separable`
+- bounds: what S pays for tensors with pins in J is paid however much S grows, and no larger ideal costs less than the
+  cheapest one above it
+- closure: as soon as I holds every pin of every tensor that is live at J, load(J, I) = end(I) - start(J) for all larger
+  I. The start of J is left at that I, and carried on along the edges of the lattice, as in `separable`
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from fxsplit.planner.kernels.separable import SLACK
+from fxsplit.planner.kernels.tables import Floats, Ints, Lattice, Tables, Tensors
 
-Array = Any  # compiled for the dtypes that fxsplit.planner.kernels states
 
-
-def cheapest_above(pointer: Array, child: Array, end: Array) -> Any:
+def cheapest_above(pointer: Ints, child: Ints, end: Floats) -> Floats:
     """Return, per kind and ideal, the least `end` of the ideal and of all larger ones: float64 [kinds, ideals]."""
     least = end.copy()
     for i in range(pointer.size - 2, -1, -1):
@@ -32,48 +29,20 @@ def cheapest_above(pointer: Array, child: Array, end: Array) -> Any:
 
 
 def reach(
-    parent: Array,
-    last: Array,
-    pointer: Array,
-    node: Array,
-    child: Array,
-    in_ptr: Array,
-    in_from: Array,
-    work: Array,
-    busy: Array,
-    live: Array,
-    least: Array,
-    rate: Array,
-    space: Array,
-    capacity: Array,
-    pins_ptr: Array,
-    pins: Array,
-    total: Array,
-    size: Array,
-    allowed: Array,
-    moves: Array,
-    left: Array,
-    better: Array,
-    may_idle: bool,
-    closing: bool,
-    threshold: float,
-    steps: int,
-) -> Any:
+    lattice: Lattice, t: Tables, shared: Tensors, closing: bool, threshold: float, steps: int
+) -> tuple[Ints, Ints, int]:
     """Decide which ideals end a chain of stages whose every load is at most `threshold` and that fit.
 
-    parent, last: the ideals as in `lattice.enumerate_ideals`. pointer, node, child: the edges upward, in_ptr, in_from:
-    downward, CSR. work: float64 [ideals]. busy, space: float64 [kinds, ideals], time and memory of all nodes inside;
-    capacity: float64 [kinds]. live: float64 [ideals], the sizes of tensors with pins on both sides; rate: float64
-    [kinds], time per size; least: `cheapest_above` of busy + rate x live. pins_ptr, pins: the tensors at each node,
-    CSR; total: int32 [tensors], their pins; size: float64 [tensors]. allowed: bool [configurations, ideals].
-    moves: int32 [moves, 3] of (from, to, kind). left: float64 [configurations], the work that unused devices do in one
-    unit of load at most. better: bool [configurations, configurations], whether the first makes the second useless.
-    may_idle: whether a stage may be empty, which costs nothing.
-    closing: whether to use closures, which look at loads alone and not at memory. With more than `steps` it stops.
+    `t.end` is the time of all nodes inside an ideal, and `t.space_low` their memory. closing: whether to use closures,
+    which look at loads alone and not at memory. With more than `steps` it stops.
 
     Returns, per configuration and ideal, the ideal at which the last stage starts and the move it is, and how many
-    steps it took, as `separable`.
+    steps it took, as `separable.reach`.
     """
+    parent, last, pointer, node, child = lattice
+    pins_ptr, pins, total, size, rate, live, least, better = shared
+    in_ptr, in_from, work, busy, space, capacity = t.in_ptr, t.in_from, t.work, t.end, t.space_low, t.capacity
+    allowed, moves, left, may_idle = t.allowed, t.moves, t.left, t.may_idle
     n, nodes = parent.size, pins_ptr.size - 1
     configurations, kinds = left.size, rate.size
     origin = np.full((configurations, n), -1, np.int32)
@@ -99,19 +68,21 @@ def reach(
         taken += 1
         if taken > steps:
             break
+        # Move the counts of pins inside J from the last J to this one, along the tree of the enumeration.
         if j > 0:
             while path[depth] != parent[j]:
                 for e in range(pins_ptr[last[path[depth]]], pins_ptr[last[path[depth]] + 1]):
-                    t = pins[e]
-                    open_at_start += int(inside[t] == total[t]) - int(inside[t] == 1)
-                    inside[t] -= 1
+                    x = pins[e]
+                    open_at_start += int(inside[x] == total[x]) - int(inside[x] == 1)
+                    inside[x] -= 1
                 depth -= 1
             for e in range(pins_ptr[last[j]], pins_ptr[last[j] + 1]):
-                t = pins[e]
-                inside[t] += 1
-                open_at_start += int(inside[t] == 1) - int(inside[t] == total[t])
+                x = pins[e]
+                inside[x] += 1
+                open_at_start += int(inside[x] == 1) - int(inside[x] == total[x])
             depth += 1
             path[depth] = j
+        # End stages here whose starts were left at a closure below: their loads separate.
         for m in range(moves.shape[0]):
             kind = moves[m, 2]
             for e in range(in_ptr[j], in_ptr[j + 1]):
@@ -132,6 +103,7 @@ def reach(
                 a, b = moves[m, 0], moves[m, 1]
                 if origin[a, j] >= 0 and allowed[b, j] and max(0.0, slowest[a, j]) < slowest[b, j]:
                     slowest[b, j], origin[b, j], via[b, j] = max(0.0, slowest[a, j]), j, m
+        # Stages start here for the moves that some chain can take, unless fewer devices got as far.
         some = False
         usable[:] = False
         for m in range(moves.shape[0]):
@@ -146,6 +118,7 @@ def reach(
                 usable[moves[m, 2]] = True
         if not some:
             continue
+        # No tensor is live at J, so J is a closure by itself and needs no walk.
         if open_at_start == 0 and closing:
             for m in range(moves.shape[0]):
                 if active[m] and busy[moves[m, 2], j] > top[m, j]:
@@ -158,31 +131,34 @@ def reach(
             alive[0, k] = usable[k]
         while level >= 0 and taken <= steps:
             taken += 1
+            # All larger ideals have been visited: take the last node out of the stage again.
             if cursor[level] >= pointer[at[level] + 1]:
                 v = entered[level]
                 level -= 1
                 if level >= 0:
                     for e in range(pins_ptr[v], pins_ptr[v + 1]):
-                        t = pins[e]
-                        open_now += int(inside[t] > 0 and inside[t] + added[t] == total[t])
-                        paid += size[t] * (int(added[t] == total[t]) - int(added[t] == 1))
-                        fixed -= size[t] * int(added[t] == 1 and inside[t] > 0)
-                        added[t] -= 1
+                        x = pins[e]
+                        open_now += int(inside[x] > 0 and inside[x] + added[x] == total[x])
+                        paid += size[x] * (int(added[x] == total[x]) - int(added[x] == 1))
+                        fixed -= size[x] * int(added[x] == 1 and inside[x] > 0)
+                        added[x] -= 1
                 continue
             edge = cursor[level]
             cursor[level] += 1
             v = node[edge]
+            # Nodes join in ascending order alone, so that each larger ideal is met once.
             if v < entered[level]:
                 continue
             i = child[edge]
             for e in range(pins_ptr[v], pins_ptr[v + 1]):
-                t = pins[e]
-                added[t] += 1
-                paid += size[t] * (int(added[t] == 1) - int(added[t] == total[t]))
-                fixed += size[t] * int(added[t] == 1 and inside[t] > 0)
-                open_now -= int(inside[t] > 0 and inside[t] + added[t] == total[t])
+                x = pins[e]
+                added[x] += 1
+                paid += size[x] * (int(added[x] == 1) - int(added[x] == total[x]))
+                fixed += size[x] * int(added[x] == 1 and inside[x] > 0)
+                open_now -= int(inside[x] > 0 and inside[x] + added[x] == total[x])
             level += 1
             at[level], entered[level] = i, v
+            # Go on only with kinds of moves under which this stage, or a larger one, may stay below the threshold.
             on = False
             for k in range(kinds):
                 alive[level, k] = False
@@ -201,6 +177,7 @@ def reach(
                     start = busy[kind, j] - rate[kind] * live[j]
                     if open_now == 0 and closing and start > top[m, i]:
                         top[m, i], top_from[m, i] = start, j
+            # Behind a closure the starts that were left there take over.
             descend = on and not (open_now == 0 and closing)
             cursor[level] = pointer[i] if descend else pointer[i + 1]
     return origin, via, taken

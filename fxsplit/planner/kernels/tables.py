@@ -1,0 +1,81 @@
+"""What the kernels read: arrays by name, in frozen structs that numba compiles for.
+
+Every array is C contiguous and has exactly the dtype stated, so that each kernel is compiled once and found in numba's
+cache by the next process.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int32]
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+
+class Tables(NamedTuple):
+    """A search problem: what each move of each kind costs from and to each ideal.
+
+    in_ptr, in_from: the ideals just below each ideal, CSR. work: [ideals], what sums over nodes, in ms.
+    start, end, start_floor, end_floor: [kinds, ideals], ms; load(J, I) = max(end[I] - start[J], start_floor[J],
+    end_floor[I]). space_start, space_end: [kinds, ideals], bytes; a stage fits if space_end[I] - space_start[J] <=
+    capacity, of [kinds]. space_low is the part of space_end that only grows with I.
+    allowed: [configurations, ideals], where a stage may end. moves: [moves, 3] of (from, to, kind), in an order in
+    which a configuration is complete before it is left. done, left: [configurations], how much work the devices used so
+    far, and those not used, do at most in 1 ms of load. may_idle: whether a stage may be empty.
+    """
+
+    in_ptr: Ints
+    in_from: Ints
+    work: Floats
+    start: Floats
+    end: Floats
+    start_floor: Floats
+    end_floor: Floats
+    space_start: Floats
+    space_end: Floats
+    space_low: Floats
+    capacity: Floats
+    allowed: Bools
+    moves: Ints
+    done: Floats
+    left: Floats
+    may_idle: bool
+
+    def take(self, states: NDArray[np.int64]) -> Tables:
+        """Return the tables of some states alone; the edges between them are the caller's to give."""
+        by_kind = ("start", "end", "start_floor", "end_floor", "space_start", "space_end", "space_low", "allowed")
+        chosen: dict[str, Any] = {name: np.ascontiguousarray(getattr(self, name)[:, states]) for name in by_kind}
+        return self._replace(work=self.work[states], **chosen)
+
+
+class Lattice(NamedTuple):
+    """The ideals: `parent` and `last` as `lattice.enumerate_ideals` returns them, and the edges upward in CSR form."""
+
+    parent: Ints
+    last: Ints
+    pointer: Ints
+    node: Ints
+    child: Ints
+
+
+class Tensors(NamedTuple):
+    """What stages share under direct sends.
+
+    pins_ptr, pins: the tensors at each node, CSR. total: [tensors], how many pins each has. size: [tensors], bytes.
+    rate: [kinds], ms per byte. live: [ideals], bytes of the tensors with pins on both sides. least: [kinds, ideals],
+    `cheapest_above` of the time of an ideal and of its live tensors. better: [configurations, configurations],
+    whether the first makes the second useless.
+    """
+
+    pins_ptr: Ints
+    pins: Ints
+    total: Ints
+    size: Floats
+    rate: Floats
+    live: Floats
+    least: Floats
+    better: Bools

@@ -1,0 +1,59 @@
+"""The lattice of ideals, on the graph of four nodes that the planner's introduction explains."""
+
+from __future__ import annotations
+
+from fxsplit.ir.facts.costs import Costs, InputCost
+from fxsplit.ir.facts.machine import Machine
+from fxsplit.planner.lattice import antichains, enumerate_ideals
+from tests.graphs import node
+
+DIAMOND = Costs(
+    (
+        node("a", ["x"], output_bytes=1, gradient_bytes=100),
+        node("b", ["a"], output_bytes=2),
+        node("c", ["a"], output_bytes=4),
+        node("d", ["b", "c"], output_bytes=8),
+    ),
+    (InputCost("x", 16, 0),),
+    ("d",),
+    rows=1,
+)
+
+
+def test_ideals_of_the_diamond() -> None:
+    """In the order of their enumeration, each with its augmented antichain, live bytes and live gradients."""
+    chains = antichains(DIAMOND, 100)
+    found = [
+        ("".join(chains.names(i)), "".join("abcd"[b] for b in chains.antichain(i)), live, gradient)
+        for i, (live, gradient) in enumerate(zip(chains.live_bytes, chains.live_gradient_bytes, strict=True))
+    ]
+    assert found == [
+        ("", "", 16, 0),
+        ("a", "a", 1, 100),
+        ("ac", "ac", 1 + 4, 100),
+        ("ab", "ab", 1 + 2, 100),
+        ("abc", "bc", 2 + 4, 0),
+        ("abcd", "d", 8, 0),
+    ]
+    assert chains.complete and not chains.joined
+
+
+def test_too_many_ideals_leave_one_order() -> None:
+    chains = antichains(DIAMOND, 5)
+    assert not chains.complete and ["".join(chains.names(i)) for i in range(len(chains))] == [
+        "",
+        "a",
+        "ab",
+        "abc",
+        "abcd",
+    ]
+
+
+def test_costless_nodes_join_and_are_named() -> None:
+    costs = Costs((node("a"), node("free", ["a"], 0.0), node("b", ["free"])), (), ("b",), rows=1)
+    machine = Machine.planned(2)
+    joined = enumerate_ideals(costs, machine, (), 77, join=True)
+    assert len(joined.blocks) == 2 and "free" in joined.joined and len(joined.joined) == 2 and joined.max_states == 77
+    assert enumerate_ideals(costs, machine, ("free",), 77, join=True).joined == frozenset()
+    assert len(enumerate_ideals(costs, machine, (), 77, join=False).blocks) == 3
+    assert len(enumerate_ideals(costs, None, (), 77, join=False).blocks) == 3
