@@ -22,4 +22,5 @@ class Order:
 
     def __call__(self, ir: IR) -> IR:
         """Learn States from Costs and Antichains."""
+        # The ideals are numbered after their subsets, so their order is a state sequence already.
         return ir.learn(sequence_states(ir[Costs], ir[Antichains]))

@@ -40,5 +40,6 @@ class Partition(Options):
             whole = enumerate_ideals(costs, task.machine, pinned, chains.max_states, join=False)
             return whole, sequence_states(costs, whole)
 
+        # The time limit is for this pass alone: the ideals were enumerated before.
         clock = Clock.limited(self.time_limit)
         return ir.learn(plan_stages(task, chains, ir[States], enumerate_whole, clock))

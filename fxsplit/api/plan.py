@@ -60,6 +60,7 @@ def plan(
     if isinstance(profile, (str, os.PathLike)):
         profile = read(profile).costs
     where = machine if isinstance(machine, Machine) else Machine.planned(machine)
+    # A compiled pipeline knows its costs.
     costs = profile if isinstance(profile, Costs) else getattr(profile, "costs", None)
     if not isinstance(costs, Costs):
         costs = _measure(profile, example_inputs, choose_microbatch_count(len(where), stated=n_microbatches))
@@ -76,6 +77,7 @@ def _measure(model: Any, example_inputs: Any, n_microbatches: int) -> Costs:
         )
     if example_inputs is None:
         raise InputError("to plan for a model it is measured first: give example_inputs=, one whole batch")
+    # Measuring needs torch; planning from a profile must not load it.
     from fxsplit.api.profile import profile
 
     return profile(model, example_inputs, n_microbatches=n_microbatches)

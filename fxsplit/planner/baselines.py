@@ -102,9 +102,11 @@ def plan_baseline(
         "parameter_bytes": states.column("parameter_bytes")[line],
         "time": (states.column("forward_ms") + states.column("backward_ms"))[line],
     }[what]
+    # Each baseline cuts by its own figure, and is priced by the same model as the plan.
     cuts = cut(weight, count)
     sets = [set(chains.names(line[at])) for at in cuts]
     stages = [[n.name for n in costs.nodes if n.name in b - a] for a, b in itertools.pairwise(sets)]
+    # One device a stage, in the machine's order.
     priced = price_split(costs, machine, workload, [(names, (i,), False) for i, names in enumerate(stages)], model)
     return Plan(
         stages=priced,

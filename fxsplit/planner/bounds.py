@@ -31,6 +31,7 @@ def level_bound(problem: Problem, levels: Levels, upper: float) -> float:
     # If not even `upper` leaves room for a walk, the plan at hand is proven.
     if not _possible(problem, levels, upper * (1 - 1e-9)):
         return upper
+    # Bisect: a refused threshold is proven, an accepted one is not known to be possible.
     for _ in range(STEPS):
         middle = (lower + upper) / 2
         if _possible(problem, levels, middle):
@@ -43,6 +44,7 @@ def level_bound(problem: Problem, levels: Levels, upper: float) -> float:
 def _possible(problem: Problem, levels: Levels, threshold: float) -> bool:
     """Return whether a walk through the levels exists whose every stage has load <= threshold."""
     total = problem.tables.work[-1] * (1 - 1e-9)
+    # Overlapped transfers do not add to the work, but each must fit under the threshold.
     overlapped = bool(np.isfinite(problem.tables.start_floor).any())
     # More work done is never worse: keep the most, by configuration and level.
     most = np.full((len(problem.moves.used), levels.low.size), -np.inf)

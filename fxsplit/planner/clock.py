@@ -51,6 +51,7 @@ class Clock:
         A kernel that needs more steps stops early, and runs again if there is time left. Raises OutOfTime.
         """
         while True:
+            # Ask before each run: a kernel itself cannot.
             self.check()
             begin = time.monotonic()
             steps = 1 + int(min((self.deadline - begin) * self.steps_per_s, ANY_NUMBER))

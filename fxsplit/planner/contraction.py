@@ -37,6 +37,7 @@ def contract_costless_nodes(costs: Costs, blocks: Blocks, apart: Collection[str]
     if not any(light):
         return blocks
     graph = _Graph(costs, blocks)
+    # In the order of the blocks, so that the result does not depend on the order of sets.
     waiting = [b for b, is_light in enumerate(light) if is_light]
     # A block that has joined another may clear the way for the next one: go on until nothing changes.
     changed = True
@@ -68,6 +69,7 @@ def contract_light_nodes(costs: Costs, blocks: Blocks, apart: Collection[str], l
     one tail counts. Cover all groups with paths, and sum the largest tail of each path.
     """
     work = {n.name: max(n.forward_ms + n.backward_ms, n.host_ms) for n in costs.nodes}
+    # A host may take longer than an accelerator: the larger time keeps the bound honest.
     weight = [sum(work[name] for name in names) for names in blocks.members]
     free = [not set(names) & set(apart) for names in blocks.members]
     graph = _Graph(costs, blocks)
@@ -191,6 +193,7 @@ class _Graph:
         for a in self._after[b] - {target}:
             self._before[a].add(target)
             self._after[target].add(a)
+        # The tensors at b are at the target now.
         for t in self._at.pop(b, set()):
             self.pins_of[t] = self.pins_of[t] - {b} | {target}
             self._at[target].add(t)

@@ -38,6 +38,7 @@ def find_cut_levels(costs: Costs, blocks: Blocks, count: int = LEVELS) -> tuple[
     times = {n.name: n.forward_ms + n.backward_ms for n in costs.nodes}
     work = np.array([sum(times[name] for name in names) for names in blocks.members])
     n, total = len(blocks), float(work.sum())
+    # What a block needs is before it in the order, and what needs it is behind.
     needed = _reached(work, blocks.before, range(n))
     needing = _reached(work, blocks.after, reversed(range(n)))
     edges = np.linspace(0.0, total, count + 1)
@@ -52,6 +53,7 @@ def find_cut_levels(costs: Costs, blocks: Blocks, count: int = LEVELS) -> tuple[
         if not (inside & outside).any():
             least[level], side = network.cut(inside, outside)
             rank[side] = np.minimum(rank[side], level)
+    # Blocks that light cuts of low levels hold come first.
     return Levels(low, high, least), sorted(range(n), key=lambda b: (rank[b], b))
 
 
@@ -108,6 +110,7 @@ class _Network:
             elif is_output:
                 net.arcs.append((maker, SINK, forward + backward))
             elif away:
+                # One vertex for the value: however many readers lie behind the cut, it is sent once.
                 value = net.vertex()
                 net.arcs.append((maker, value, forward + backward))
                 net.arcs += [(value, reader, inf) for reader in away]
@@ -142,6 +145,7 @@ class _Network:
 
         tail, head, capacity, unit = self.capacities
         source, sink = self.blocks, self.blocks + 1
+        # What must be inside hangs on the source, what must not on the sink, by arcs that nothing cuts.
         held, left = np.flatnonzero(inside), np.flatnonzero(outside)
         tail = np.concatenate([np.where(tail == CALLER, source, tail), np.full(held.size, source), left])
         head = np.concatenate([np.where(head == SINK, sink, head), held, np.full(left.size, sink)])

@@ -30,6 +30,7 @@ def antichains(costs: Costs, max_states: int, blocks: Blocks | None = None) -> A
     The blocks are those that `costs` demand, unless `blocks` are given, which have been contracted further.
     """
     blocks = blocks or Blocks.of(costs)
+    # The kernel enumerates up to the limit and then gives up: the number is not known before.
     indegree = np.array([len(b) for b in blocks.before], np.int32)
     parent, last, complete = kernels.enumerate_ideals(indegree, *build_csr(blocks.after), max_states)
     # The blocks are numbered in a topological order, and the prefixes of that order are ideals too.
@@ -82,6 +83,7 @@ def _enumerate_within(
         if len(smaller) < at_least:
             break
         fewer = antichains(costs, max_states, smaller)
+        # The lightest nodes that suffice: heavier ones would cost more of the bound.
         if fewer.complete:
             return replace(fewer, slack_ms=slack)
     # A lattice of one state more than the blocks there are is always within reach: that of a line.

@@ -103,6 +103,7 @@ def _free(machine: Machine, use_all: bool, named: frozenset[int]) -> Moves:
             "a free order of devices needs equal links between all of them: state each device's own link as "
             "Device(bytes_per_s=), or keep the machine's order"
         )
+    # Equal devices need not be told apart, which keeps the configurations few.
     kinds: dict[tuple[object, ...], list[int]] = {}
     for i, d in enumerate(machine.devices):
         kinds.setdefault((d.memory_bytes, d.speed, d.bytes_per_s, d.host, i if i in named else None), []).append(i)
@@ -135,6 +136,7 @@ def _counted(found: Moves, n_stages: int) -> Moves:
     moves = []
     for rank in range(n_stages):
         for move in found.moves:
+            # No walk gets to this configuration in so many stages.
             if (move.source, rank) not in ids:
                 continue
             target = ids.setdefault((move.target, rank + 1), len(ids))
@@ -155,6 +157,7 @@ def powers(machine: Machine, found: Moves, host_speed: float) -> tuple[list[floa
     def power(devices: Sequence[int]) -> float:
         return sum(machine.devices[d].speed * (host_speed if machine.devices[d].host else 1.0) for d in devices)
 
+    # Both sums bound what a chain can have done and can still do.
     everything = power(range(len(machine)))
     done = [power(used) for used in found.used]
     return done, [everything - p for p in done]

@@ -44,6 +44,7 @@ def explain_misfit(problems: Sequence[Problem], chains: Antichains, machine: Mac
     loads = relaxed.loads(found.path)
     # Loads of the relaxed problem are bytes above the memory.
     worst = int(np.argmax(loads))
+    # The replicas of a stage hold the same, so the first will do as an example.
     device = machine.devices[found.path[worst][1].devices[0]]
     need = device.memory_bytes + loads[worst]
     return NoFit(

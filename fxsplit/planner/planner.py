@@ -62,6 +62,7 @@ def _attempt(task: Task, chains: Antichains, states: States, clock: Clock) -> Pl
 
 def _is_beaten(plan: Plan, task: Task, chains: Antichains, states: States, clock: Clock) -> bool:
     """Return whether some plan that leaves devices idle is faster than `plan`, which leaves none idle."""
+    # A plan on fewer devices leaves more freedom, so it bounds what joining may have lost.
     idle = replace(task, options=replace(task.options, use_all=False))
     return any(beats(problem, chains, plan.bottleneck_ms, clock) for problem in pose_problems(idle, chains, states))
 
@@ -96,6 +97,7 @@ class Planner:
     def _constrained(self) -> Costs:
         """The costs with what the user keeps together."""
         self.costs.check()
+        # A path of a submodule means all its nodes, as for pins.
         sets = [tuple(Pins(dict.fromkeys(names, 0)).nodes(self.costs)) for names in self.keep]
         return replace(self.costs, together=(*self.costs.together, *(s for s in sets if len(s) > 1)))
 
@@ -128,6 +130,7 @@ class Planner:
         clock = Clock.limited(options.time_limit)
         begin, earlier = time.perf_counter(), self.seconds["states"]
         try:
+            # Enumerating may come in the middle of solving; its time counts apart.
             task = Task(self._constrained, machine, workload, options, self._pinned, self.never)
             chains, states = self.lattice(machine, whole=bool(self.never) or not task.interchangeable)
             return plan_stages(task, chains, states, lambda: self.lattice(machine, whole=True), clock)

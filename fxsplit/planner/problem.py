@@ -58,12 +58,14 @@ class Problem:
 
     def reach(self, threshold: float, steps: int) -> tuple[Ints, Ints, int]:
         """Return the kernel's two tables for `trace`, and how many steps it took of at most `steps`."""
+        # Lists of (start, memory) take longer than a single start, and are needed only where memory has a limit.
         bounded = bool(np.isfinite(self.tables.capacity).any())
         return fit(reach_bounded if bounded else reach, len(self))(self.tables, threshold, steps)
 
     def trace(self, origin: Ints, via: Ints) -> Path | None:
         """Return the chain that two tables (by configuration and state) lead back along, or None where none is full."""
         full = len(self) - 1
+        # All final configurations are equally good under a threshold: take the first, so that plans do not vary.
         at = next((q for q in sorted(self.moves.final) if origin[q, full] >= 0), None)
         if at is None:
             return None
@@ -140,6 +142,7 @@ class Problem:
     def restricted(self, order: Sequence[int]) -> Problem:
         """Return the problem that has only the states of `order`, each of which contains the one before."""
         at = np.array(order, np.int64)
+        # A line: each state but the first has one state just below it.
         pointer = np.concatenate(([0], np.arange(at.size))).astype(np.int32)
         states = States(self.states.features[at], pointer, np.arange(at.size - 1, dtype=np.int32))
         tables = self.tables.take(at)._replace(in_ptr=states.in_pointer, in_from=states.in_from)
@@ -153,7 +156,9 @@ class Problem:
     def for_excess(self) -> Problem:
         """Return the problem whose load is by how many bytes a stage exceeds its devices' memory."""
         t = self.tables
+        # A device without a limit is exceeded by nothing.
         finite = np.isfinite(t.capacity)[:, None]
+        # Transfers take no memory.
         floor = np.full_like(t.start_floor, -inf)
         tables = t._replace(
             start=np.where(finite, t.space_start, 0.0),
@@ -194,6 +199,7 @@ class Kind:
         first, last = move.devices[0], move.devices[-1]
         receive = send = 0.0
         if model.traffic:
+            # What the caller gives to the first stage, and gets from the last, is free.
             receive = 0.0 if move.first else 1.0 / machine.bytes_per_ms(first, max(first - 1, 0))
             send = 0.0 if move.last else 1.0 / machine.bytes_per_ms(last, min(last + 1, len(machine) - 1))
         return cls(
@@ -222,6 +228,7 @@ def pose_problem(
 
     Its loads are those of `price_split`. Where stages do not forward values, the loads are of computing alone.
     """
+    # Equal moves get the number of the first of their kind.
     numbers: dict[Kind, int] = {}
     of_move = [Kind.of(machine, workload, model, moves, move) for move in moves.moves]
     kind = tuple(numbers.setdefault(k, len(numbers)) for k in of_move)
@@ -262,6 +269,7 @@ def _price_times(
     """Return start, end, start_floor and end_floor of every kind and state (see Tables), in ms."""
     column = states.column
     own, live = column("forward_ms") + column("backward_ms"), column("live_bytes") + column("live_gradient_bytes")
+    # The last stage returns its values to the caller, who is free.
     leaving = live.copy()
     if ends_early:
         leaving[-1] = 0.0
@@ -301,6 +309,7 @@ def _measure_work_with_hosts(states: States, chains: Antichains) -> tuple[Floats
     own, host = states.column("forward_ms") + states.column("backward_ms"), states.column("host_ms")
     speed = float(own[-1] / max(host[-1], 1e-9 * own[-1])) if own[-1] > 0 else 1.0  # any c is right; this one is tight
     each = np.zeros((len(chains.blocks), 1))
+    # The difference to the ideal without its last block is that block's own time.
     before = chains.parent[1:]
     each[chains.last[1:], 0] = np.minimum(own[1:] - own[before], speed * (host[1:] - host[before]))
     sums = fit(prefix_sums, len(chains))(chains.parent, chains.last, np.maximum(each, 0.0))
@@ -316,6 +325,7 @@ def _list_allowed(
     `several` devices may have blocks pinned to all of them.
     """
     allowed = np.ones((len(moves.used), len(chains)), np.bool_)
+    # Where a plan ends in one configuration alone, that one must have all nodes.
     last = max(moves.moves, key=lambda m: m.target).target
     if len(moves.final) == 1:
         allowed[last, :-1] = False

@@ -16,6 +16,7 @@ def sequence_states(costs: Costs, chains: Antichains) -> States:
 
     The ideals are numbered so that a subset has the smaller number, so their order is a state sequence as it is.
     """
+    # A block weighs what its nodes weigh together.
     weight = np.zeros((len(chains.blocks), len(SUMMED)), np.float64)
     for block, names in enumerate(chains.blocks.members):
         for name in names:

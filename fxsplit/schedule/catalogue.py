@@ -154,6 +154,7 @@ class Scheduler:
 
     def nearest(self, n_microbatches: int) -> int:
         """Return the largest number up to `n_microbatches` that the schedule is made for, or else the next."""
+        # Fewer than asked for come first: a batch may not have rows for more.
         for count in range(n_microbatches, 0, -1):
             try:
                 self.schedule(count)

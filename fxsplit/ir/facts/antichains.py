@@ -95,6 +95,7 @@ class Antichains:
 
     def verify(self, ir: IR) -> None:
         """Raise BrokenFact unless the lattice is one: sizes add up and every edge adds its block to its ideal."""
+        # A pass may have rewritten the graph and kept the lattice of the old one.
         if set(self.blocks.home) != set(ir[Costs].by_name):
             raise BrokenFact("the antichains are of other nodes than the costs")
         if len(self) == 0 or self._sizes[-1] != len(self.blocks):
@@ -111,6 +112,7 @@ class Antichains:
         """The number of blocks in each ideal."""
         sizes = np.zeros(len(self), np.int32)
         for i in range(1, len(self)):
+            # The parent is one block smaller, and has a smaller number.
             sizes[i] = sizes[self.parent[i]] + 1
         return sizes
 

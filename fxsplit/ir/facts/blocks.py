@@ -38,6 +38,7 @@ class Blocks:
         Whatever lies between two nodes of a set is on a cycle too. So each block is *convex*: no path leaves it and
         comes back.
         """
+        # Nodes by their place in the graph, which is a topological order.
         position = {n.name: i for i, n in enumerate(costs.nodes)}
         arrows = {(position[i], position[n.name]) for n in costs.nodes for i in n.inputs if i in position}
         arrows |= {(position[a], position[b]) for a, b in costs.ordered}
@@ -125,6 +126,7 @@ def _chain_order(count: int, edges: set[tuple[int, int]]) -> list[int]:
     for a, b in sorted(edges):
         after[a].append(b)
         waiting[b] += 1
+    # A stack, with the first block on top: what a block releases is taken up next.
     stack = [b for b in reversed(range(count)) if waiting[b] == 0]
     order = []
     while stack:

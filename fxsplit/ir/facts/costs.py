@@ -111,6 +111,7 @@ class Costs:
     def values(self) -> tuple[tuple[str, float, float, tuple[str, ...], bool], ...]:
         """Every value: name, bytes, bytes of its gradient, the nodes that read it, whether the model returns it."""
         sources: list[InputCost | NodeCost] = [*self.inputs, *self.nodes]
+        # A node that reads a value twice gets it once.
         readers: dict[str, list[str]] = {source.name: [] for source in sources}
         for node in self.nodes:
             for name in dict.fromkeys(node.inputs):
@@ -147,6 +148,7 @@ class Costs:
             # Every figure by its unit's name, so that none is forgotten here.
             for f in fields(node):
                 value = getattr(node, f.name)
+                # A profile from elsewhere may not say how a backward divides.
                 unknown = f.name == "weight_ms" and value is None
                 if f.name.endswith(("_ms", "_bytes")) and not (unknown or (math.isfinite(value) and value >= 0)):
                     raise ProfileError(f"node {node.name!r} has {f.name}={value}: give a finite number, zero or more")
@@ -191,6 +193,7 @@ class Costs:
     def load(cls, path: str | os.PathLike[str]) -> Costs:
         """Read a profile written by `save`; raises ProfileError for a file that is not one, naming what is wrong."""
         try:
+            # A file that is no JSON, or no text, is as wrong as one that is missing.
             data = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ProfileError(f"cannot read a profile from {str(path)!r}: {error}") from error
@@ -216,6 +219,7 @@ class Costs:
                 exchanges=tuple(Exchange(e["output_bytes"], tuple(e["nodes"])) for e in data.get("exchanges", ())),
             )
             costs.check()
+        # Fields may be missing, of another type or too many: all mean a damaged file.
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             if isinstance(error, ProfileError):
                 raise

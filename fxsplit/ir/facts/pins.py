@@ -28,6 +28,7 @@ class Pins:
     @staticmethod
     def add(ir: IR, stages: Mapping[str, int]) -> IR:
         """Return `ir` with `stages` pinned besides what is pinned already; raises PlanError for a contradiction."""
+        # Several passes may pin, each without knowing of the others.
         earlier = ir.get(Pins) or Pins({})
         for path, stage in stages.items():
             if not path:
@@ -44,6 +45,7 @@ class Pins:
             found = [n.name for n in costs.nodes if n.name == path or f"{n.module}.".startswith(f"{path}.")]
             if not found and path not in self.optional:
                 known = sorted({n.module for n in costs.nodes if n.module})
+                # A misspelt path is the usual reason.
                 close = get_close_matches(path, known, n=3) or known[:3]
                 raise PlanError(f"cannot pin {path!r}: no such submodule or node in the graph; did you mean {close}?")
             pinned.update(dict.fromkeys(found, stage))

@@ -80,6 +80,7 @@ class Plan:
             for name in node.inputs:
                 if stage_of.get(name, -1) > stage_of[node.name]:
                     raise BrokenFact(f"node {node.name!r} reads {name!r} from a later stage")
+        # Nodes may depend on each other without a value: one writes what the other reads.
         for a, b in costs.ordered:
             if stage_of[a] > stage_of[b]:
                 raise BrokenFact(f"node {a!r} must run before {b!r}, and its stage is later")
@@ -93,6 +94,7 @@ class Plan:
                 said, true = getattr(mine, figure), getattr(other, figure)
                 if not isclose(said, true, rel_tol=1e-9, abs_tol=1e-12):
                     raise BrokenFact(f"stage {number} is said to have {figure}={said} and has {true}")
+            # Replicas need the same, so the smallest of their devices decides.
             if other.memory_bytes > min(machine.devices[d].memory_bytes for d in mine.devices):
                 raise BrokenFact(f"stage {number} needs {other.memory_bytes:.0f} bytes, more than its device has")
         pins = ir.get(Pins)
@@ -100,6 +102,7 @@ class Plan:
             if stage not in self.stages[stage_of[name]].devices:
                 where = f"pinned to stage {stage} and planned on {stage_of[name]}"
                 raise BrokenFact(f"node {name!r} is {where}: pin before 'partition'")
+        # A bound above the plan would call every plan optimal.
         if self.lower_bound_ms > self.bottleneck_ms * (1 + 1e-9):
             raise BrokenFact(f"lower bound {self.lower_bound_ms} ms above the bottleneck {self.bottleneck_ms} ms")
 

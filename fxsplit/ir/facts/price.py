@@ -183,12 +183,14 @@ def _price_boundaries(costs: Costs, stages: Sequence[Sequence[str]]) -> list[Edg
     crossing = [0.0] * (len(stages) + 1)
     returning = [0.0] * (len(stages) + 1)
     for name, output_bytes, gradient_bytes, readers, is_output in costs.values:
+        # What no stage makes is there before the first; what is returned lives past the last.
         born = stage_of.get(name, -1)
         dies = max([stage_of[r] for r in readers] + ([last + 1] if is_output else []), default=born)
         for boundary in range(born + 1, dies + 1):
             crossing[boundary] += output_bytes
             returning[boundary] += gradient_bytes
     for exchange in costs.exchanges:
+        # A tensor of the backward pass crosses all boundaries between its pins.
         met = [stage_of[name] for name in exchange.nodes]
         for boundary in range(min(met) + 1, max(met) + 1):
             returning[boundary] += exchange.output_bytes
@@ -204,6 +206,7 @@ def _price_shared(costs: Costs, stages: Sequence[Sequence[str]]) -> list[Edges]:
     given, taken = [0.0] * len(stages), [0.0] * len(stages)
     for bytes_, (maker, *readers) in costs.tensors:
         home = stage_of[maker]
+        # The maker sends to each other stage that reads, and a stage takes a tensor once for all its nodes.
         away = {stage_of[name] for name in readers} - {home}
         given[home] += bytes_ if away else 0.0
         for stage in away:

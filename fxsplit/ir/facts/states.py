@@ -60,6 +60,7 @@ class States:
         if len(self) != len(ir[Antichains]):
             raise BrokenFact(f"{len(self)} states for {len(ir[Antichains])} antichains")
         end = np.repeat(np.arange(len(self)), np.diff(self.in_pointer))
+        # The search sweeps through the states once, and must meet every state after those below it.
         if not np.all(self.in_from < end):
             raise BrokenFact("a state comes before a subset of it")
         # A sum that shrinks would give a stage negative time. Only the summed figures grow; live bytes go up and down.

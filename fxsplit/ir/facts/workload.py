@@ -37,5 +37,6 @@ class Workload(GivenFact):
 
     def __str__(self) -> str:
         peaks = "; ".join(f"{k} stages {list(v)}" for k, v in self.in_flight.items())
+        # Only asynchronous schedules keep versions; for the others the line stays short.
         kept = "".join(f"; weight versions of {k} stages {list(v)}" for k, v in self.versions.items())
         return f"{self.schedule}, {self.n_microbatches} microbatches, in flight: {peaks}{kept}"

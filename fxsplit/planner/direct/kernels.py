@@ -21,6 +21,7 @@ from fxsplit.planner.kernels.tables import Floats, Ints, Lattice, Tables, Tensor
 def cheapest_above(pointer: Ints, child: Ints, end: Floats) -> Floats:
     """Return, per kind and ideal, the least `end` of the ideal and of all larger ones: float64 [kinds, ideals]."""
     least = end.copy()
+    # From the full ideal down: every larger ideal is done before.
     for i in range(pointer.size - 2, -1, -1):
         for e in range(pointer[i], pointer[i + 1]):
             for k in range(end.shape[0]):
@@ -47,21 +48,27 @@ def reach(
     configurations, kinds = left.size, rate.size
     origin = np.full((configurations, n), -1, np.int32)
     via = np.full((configurations, n), -1, np.int32)
+    # The smallest slowest load of a chain that ends here. A later chain replaces it only if it is better.
     slowest = np.full((configurations, n), np.inf)
     origin[0, 0] = 0
     slowest[0, 0] = -np.inf
+    # The best start left at a closure below, by move, and the ideal J that it belongs to.
     top = np.full((moves.shape[0], n), -np.inf)
     top_from = np.full((moves.shape[0], n), -1, np.int32)
     inside = np.zeros(total.size, np.int32)  # pins in J
     added = np.zeros(total.size, np.int32)  # pins in S
+    # The ideals on the way to J in the tree of the enumeration, each one block larger.
     path = np.zeros(nodes + 1, np.int32)
     depth = 0
+    # How many tensors are live at J. A closure is where all of them have every pin inside.
     open_at_start = 0
+    # The walk from J: at each level the ideal, the next edge to try, and the node that was added last.
     at = np.zeros(nodes + 2, np.int32)
     cursor = np.zeros(nodes + 2, np.int64)
     entered = np.zeros(nodes + 2, np.int32)
     active = np.zeros(moves.shape[0], np.bool_)
     usable = np.zeros(kinds, np.bool_)
+    # Kinds of moves that are still below the threshold at each level: a larger stage only revives none.
     alive = np.zeros((nodes + 2, kinds), np.bool_)
     taken = 0
     for j in range(n):
@@ -90,6 +97,7 @@ def reach(
                     top[m, j], top_from[m, j] = top[m, in_from[e]], top_from[m, in_from[e]]
             if top[m, j] == -np.inf:
                 continue
+            # No larger ideal can end this stage in time, so the start is not carried on.
             if least[kind, j] - top[m, j] > threshold:
                 top[m, j] = -np.inf
                 continue
@@ -98,6 +106,7 @@ def reach(
             chain = max(load, slowest[moves[m, 0], top_from[m, j]])
             if load <= threshold and chain < slowest[b, j] and allowed[b, j]:
                 slowest[b, j], origin[b, j], via[b, j] = chain, top_from[m, j], m
+        # An empty stage ends where it starts, and takes no time.
         if may_idle:
             for m in range(moves.shape[0]):
                 a, b = moves[m, 0], moves[m, 1]
@@ -124,6 +133,7 @@ def reach(
                 if active[m] and busy[moves[m, 2], j] > top[m, j]:
                     top[m, j], top_from[m, j] = busy[moves[m, 2], j], j
             continue
+        # `paid` is what S pays for now, `fixed` what it pays for however much it grows: tensors with pins in J.
         paid, fixed, open_now = 0.0, 0.0, open_at_start
         level = 0
         at[0], cursor[0], entered[0] = j, pointer[j], -1
@@ -153,6 +163,7 @@ def reach(
             for e in range(pins_ptr[v], pins_ptr[v + 1]):
                 x = pins[e]
                 added[x] += 1
+                # The first pin in S makes it pay for a tensor, and all pins inside S end that.
                 paid += size[x] * (int(added[x] == 1) - int(added[x] == total[x]))
                 fixed += size[x] * int(added[x] == 1 and inside[x] > 0)
                 open_now -= int(inside[x] > 0 and inside[x] + added[x] == total[x])
@@ -163,6 +174,7 @@ def reach(
             for k in range(kinds):
                 alive[level, k] = False
                 if alive[level - 1, k] and space[k, i] - space[k, j] <= capacity[k]:
+                    # Two bounds of this and every larger stage: what is fixed, and the cheapest end above.
                     bound = busy[k, i] - busy[k, j] + rate[k] * fixed
                     other = least[k, i] - busy[k, j] - rate[k] * (live[j] - fixed)
                     alive[level, k] = max(bound, other) * (1.0 - 1e-12) <= threshold

@@ -85,6 +85,7 @@ class DirectProblem(Problem):
         A stage that pays for a tensor dearer than `upper` is slower than `upper`, however dear the tensor is. So such
         tensors may be made cheaper, as long as they stay dearer than `upper`.
         """
+        # On the cheapest link a tensor must still cost more than the bound.
         rate = float(self.rate[self.rate > 0].min(initial=inf))
         if not 0 < upper * FEW < float(self.size.sum()) * rate < inf:
             return self
@@ -92,6 +93,7 @@ class DirectProblem(Problem):
 
     def for_excess(self) -> Problem:
         """Return the problem whose load is by how many bytes a stage exceeds its memory; tensors cost nothing there."""
+        # Without prices of tensors the loads separate, and the plain problem will do.
         relaxed = super().for_excess()
         return Problem(**{f.name: getattr(relaxed, f.name) for f in fields(Problem)})
 
@@ -118,6 +120,7 @@ class DirectProblem(Problem):
         if not self.total.size:
             return np.zeros((states.size, states.size))
         inside = membership(self.chains, states)
+        # A line of states has a faster way, and most searches begin with a line.
         if np.all(inside[1:] >= inside[:-1]):
             return self._shared_in_line(inside)
         return self._shared_by_counts(inside)
@@ -145,6 +148,7 @@ class DirectProblem(Problem):
         cumulative sums fill it: time in the number of pins, not of pairs.
         """
         n = inside.shape[0]
+        # The first state of the line that holds each pin.
         enters = inside.argmax(axis=0)[np.repeat(np.arange(inside.shape[1]), np.diff(self.pins_ptr))]
         order = np.lexsort((enters, self.pins))
         tensor, at = self.pins[order], enters[order]
@@ -165,6 +169,7 @@ class DirectProblem(Problem):
     @cached_property
     def live(self) -> Floats:
         """The bytes of tensors with pins on both sides of each state: float64 [states]."""
+        # No pin is inside from the start: the caller is no pin under direct sends.
         none = np.zeros(self.total.size, np.int32)
         lists = (self.pins_ptr, self.pins, none, self.total, self.size[:, None])
         live = fit(live_bytes, len(self.chains))(self.chains.parent, self.chains.last, *lists)
@@ -189,6 +194,7 @@ def _list_better(moves: Moves, *, interchangeable: bool) -> Bools:
     That holds where a plan may end with any number of stages, and where the devices that come next are no worse.
     """
     holds = interchangeable and len(moves.final) > 1 and not moves.n_stages
+    # A device used for nothing is lost; who got as far with fewer has more left.
     used = [set(u) for u in moves.used]
     return np.array([[holds and a < b for b in used] for a in used], np.bool_)
 

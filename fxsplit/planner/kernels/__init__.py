@@ -24,6 +24,7 @@ _preferred = False
 
 def prefer_compiled(preferred: bool = True) -> None:
     """Compile for small graphs too, from now on: for a process that plans again and again. Plans stay the same."""
+    # A process decides once: kernels are compiled or not for all plans after.
     global _preferred
     _preferred = preferred
 
@@ -36,6 +37,7 @@ def worth_compiling(ideals: int) -> bool:
 @cache
 def compile_kernel(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Return the kernel compiled, from numba's cache where an earlier process has compiled it."""
+    # numba takes about a second to load, so only who compiles loads it.
     from numba import njit
 
     machine_code: Callable[..., Any] = njit(cache=True)(kernel)

@@ -29,6 +29,7 @@ def best_chains(t: Tables, below: Bools, shared: Floats, rate: Floats, upper: fl
     best = np.full((done.size, n), np.inf)
     origin = np.full((done.size, n), -1, np.int32)
     via = np.full((done.size, n), -1, np.int32)
+    # No stage yet: the first stage's load is the slowest, whatever it is.
     best[0, 0] = -np.inf
     origin[0, 0] = 0
     starts = np.empty(n, np.int32)
@@ -45,6 +46,7 @@ def best_chains(t: Tables, below: Bools, shared: Floats, rate: Floats, upper: fl
         for i in range(n):
             if not allowed[b, i]:
                 continue
+            # Leave out the ends that the devices used cannot reach, or from which the others cannot finish.
             if upper < np.inf:
                 least, most = work[n - 1] - upper * left[b] * SLACK, upper * done[b] * SLACK
                 if work[i] < least or work[i] > most:

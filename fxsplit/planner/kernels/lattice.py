@@ -21,6 +21,7 @@ def enumerate_ideals(indegree: Ints, succ_ptr: Ints, succ: Ints, cap: int) -> tu
     `indegree` counts distinct predecessors of each node; `succ` holds each node's successors ascending, in CSR form.
     """
     n = indegree.size
+    # Nobody knows how many ideals there are: the arrays double when they are full.
     parent = np.empty(1024, np.int32)
     last = np.empty(1024, np.int32)
     parent[0] = -1
@@ -28,10 +29,12 @@ def enumerate_ideals(indegree: Ints, succ_ptr: Ints, succ: Ints, cap: int) -> tu
     count = 1
     waiting = indegree.copy()  # predecessors not yet in the ideal on the current path
     pool = np.empty(4 * n + 16, np.int32)  # for each depth, the available nodes above the path's maximum, ascending
+    # At each depth of the search: where its available nodes lie in the pool, the next to try, and the ideal.
     begin = np.zeros(n + 2, np.int64)
     end = np.zeros(n + 2, np.int64)
     cursor = np.zeros(n + 2, np.int64)
     ideal = np.zeros(n + 2, np.int32)
+    # At the empty ideal the nodes without predecessors are available.
     for v in range(n):
         if waiting[v] == 0:
             pool[end[0]] = v
@@ -94,6 +97,7 @@ def lattice_edges(parent: Ints, last: Ints) -> tuple[Ints, Ints, Ints]:
     child by m of (the child of J by v), and both are known already because J < I.
     """
     n = parent.size
+    # Count the extensions of each ideal, and turn the counts into places.
     tree_ptr = np.zeros(n + 1, np.int32)
     for i in range(1, n):
         tree_ptr[parent[i] + 1] += 1
@@ -106,10 +110,12 @@ def lattice_edges(parent: Ints, last: Ints) -> tuple[Ints, Ints, Ints]:
         tree[fill[parent[i]]] = i
         fill[parent[i]] += 1
     pointer = np.zeros(n + 1, np.int32)
+    # Room for two edges an ideal; the arrays grow where there are more.
     node = np.empty(2 * n + 16, np.int32)
     child = np.empty(2 * n + 16, np.int32)
     count = 0
     for i in range(n):
+        # An ideal has the edges of the search tree, and at most one for each edge of its parent.
         own = tree_ptr[i + 1] - tree_ptr[i]
         inherited = 0 if i == 0 else pointer[parent[i] + 1] - pointer[parent[i]]
         if count + own + inherited > node.size:
@@ -119,6 +125,7 @@ def lattice_edges(parent: Ints, last: Ints) -> tuple[Ints, Ints, Ints]:
         if i > 0:
             j, m = parent[i], last[i]
             for e in range(pointer[j], pointer[j + 1]):
+                # Edges ascend by node. From the maximum on they are the tree's own.
                 if node[e] >= m:
                     break
                 beside = child[e]
@@ -156,6 +163,7 @@ def live_bytes(parent: Ints, last: Ints, pins_ptr: Ints, pins: Ints, inside: Int
         if 0 < count[v] < total[v]:
             for c in range(columns):
                 result[0, c] += size[v, c]
+    # The ideals on the way to the one in hand, each one block larger.
     path = np.zeros(nodes + 1, np.int32)
     depth = 0
     for i in range(1, n):
@@ -196,6 +204,7 @@ def reversed_edges(pointer: Ints, child: Ints) -> tuple[Ints, Ints]:
         back[child[e] + 1] += 1
     for i in range(n):
         back[i + 1] += back[i]
+    # Going through the edges by their start fills each list in ascending order.
     fill = back[:n].copy()
     start = np.empty(child.size, np.int32)
     for i in range(n):

@@ -36,11 +36,14 @@ def reach(t: Tables, threshold: float, steps: int) -> tuple[Ints, Ints, int]:
     n = in_ptr.size - 1
     origin = np.full((done.size, n), -1, np.int32)
     via = np.full((done.size, n), -1, np.int32)
+    # The smallest slowest load of a chain that ends here. A later chain replaces it only if it is better.
     slowest = np.full((done.size, n), np.inf)
     origin[0, 0] = 0
     slowest[0, 0] = -np.inf
+    # The largest start so far that may be carried through an ideal, and the ideal that it belongs to.
     top = np.empty(n, np.float64)
     best_from = np.empty(n, np.int32)
+    # The first ideal that each configuration is reached at: none of a smaller number needs to be looked at.
     first = np.full(done.size, n, np.int32)
     first[0] = 0
     taken = 0
@@ -50,6 +53,7 @@ def reach(t: Tables, threshold: float, steps: int) -> tuple[Ints, Ints, int]:
         # No chain enters the configuration that this move leaves.
         if first[a] >= n or taken > steps:
             continue
+        # Above `most` the devices used cannot have done the work; below `least` those left cannot do the rest.
         most, least = threshold * done[b] * SLACK, work[n - 1] - threshold * left[b] * SLACK
         # Ideals are numbered after their subsets, so one sweep carries the starts through the lattice.
         for i in range(first[a], n):
@@ -58,6 +62,7 @@ def reach(t: Tables, threshold: float, steps: int) -> tuple[Ints, Ints, int]:
                 continue
             best = -np.inf
             where = -1
+            # The best start of the ideals just below is the best of all below.
             for e in range(in_ptr[i], in_ptr[i + 1]):
                 j = in_from[e]
                 if j >= first[a] and top[j] > best:
@@ -92,6 +97,7 @@ def reach_bounded(t: Tables, threshold: float, steps: int) -> tuple[Ints, Ints, 
     origin[0, 0] = 0
     slowest[0, 0] = -np.inf
     taken = 0
+    # The list of the ideal in hand: starts, their memory, and the ideals that they belong to.
     time, space, where = np.empty(n + 1, np.float64), np.empty(n + 1, np.float64), np.empty(n + 1, np.int32)
 
     def insert(late: float, room: float, j: int, size: int) -> int:
@@ -99,6 +105,7 @@ def reach_bounded(t: Tables, threshold: float, steps: int) -> tuple[Ints, Ints, 
         for p in range(size):
             if time[p] >= late and space[p] >= room:
                 return size
+        # What the new entry beats in both leaves the list.
         kept = 0
         for p in range(size):
             if not (late >= time[p] and room >= space[p]):
@@ -122,6 +129,7 @@ def reach_bounded(t: Tables, threshold: float, steps: int) -> tuple[Ints, Ints, 
                 return origin, via, taken
             if work[i] <= most:
                 for e in range(in_ptr[i], in_ptr[i + 1]):
+                    # The work is in the entries, so they are the steps.
                     taken += begin[in_from[e] + 1] - begin[in_from[e]]
                     # An entry of an ideal below is of no use where even what only grows does not fit.
                     for k in range(begin[in_from[e]], begin[in_from[e] + 1]):
@@ -139,6 +147,7 @@ def reach_bounded(t: Tables, threshold: float, steps: int) -> tuple[Ints, Ints, 
                             origin[b, i], via[b, i] = where[p], m
                 if own and not may_idle:
                     size = insert(start[kind, i], space_start[kind, i], i, size)
+            # Grow by as much as there is and is needed, so that copies stay few.
             if count + size > pool_time.size:
                 longer = np.empty(count + size, np.float64)
                 pool_time, pool_space = np.concatenate((pool_time, longer)), np.concatenate((pool_space, longer))

@@ -47,6 +47,7 @@ class Tables(NamedTuple):
 
     def take(self, states: NDArray[np.int64]) -> Tables:
         """Return the tables of some states alone; the edges between them are the caller's to give."""
+        # Contiguous copies: numba compiles a kernel anew for arrays of another layout.
         by_kind = ("start", "end", "start_floor", "end_floor", "space_start", "space_end", "space_low", "allowed")
         chosen: dict[str, Any] = {name: np.ascontiguousarray(getattr(self, name)[:, states]) for name in by_kind}
         return self._replace(work=self.work[states], **chosen)

@@ -1,0 +1,140 @@
+"""Each fact of planning checks itself: broken in one place, its verify says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fxsplit.errors import BrokenFact
+from fxsplit.ir.facts.antichains import Antichains
+from fxsplit.ir.facts.blocks import Blocks, build_csr
+from fxsplit.ir.facts.costs import Costs, Exchange
+from fxsplit.ir.facts.machine import Machine
+from fxsplit.ir.facts.plan import Plan
+from fxsplit.ir.facts.price import CostModel, format_bytes, price_split
+from fxsplit.ir.facts.states import SUMMED, States
+from fxsplit.ir.facts.workload import Workload
+from fxsplit.ir.graph import IR
+from fxsplit.ir.manager import run_chain
+from fxsplit.passes import Augment, Order, Partition
+from tests.graphs import ir_of, node, one_each
+from tests.planner.test_lattice import DIAMOND
+
+MACHINE = Machine.planned(2, 1e3)
+LOAD = Workload("1F1B", 4, {1: (1,), 2: (2, 1)})
+
+
+@pytest.fixture(scope="module")
+def ir() -> IR:
+    return run_chain(ir_of(DIAMOND, MACHINE, LOAD), [Augment(), Order(), Partition()])
+
+
+def change(array: np.ndarray[Any, Any], place: Any, value: float) -> np.ndarray[Any, Any]:
+    copy = array.copy()
+    copy[place] = value
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda a: replace(a, blocks=replace(a.blocks, members=(("a",), ("b",), ("c",), ("e",)))), "other nodes"),
+        (lambda a: replace(a, parent=a.parent[:-1], last=a.last[:-1]), "the last ideal has 3 of 4 blocks"),
+        (lambda a: replace(a, child=change(a.child, 0, 5)), "one block larger"),
+        (lambda a: replace(a, pointer=change(a.pointer, 1, 0)), "one block larger|no larger neighbour"),
+    ],
+)
+def test_a_broken_lattice(ir: IR, wrong: Callable[[Antichains], Antichains], message: str) -> None:
+    ir[Antichains].verify(ir)
+    with pytest.raises(BrokenFact, match=message):
+        wrong(ir[Antichains]).verify(ir)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda s: replace(s, features=s.features[:-1]), "5 states for 6 antichains"),
+        (lambda s: replace(s, in_from=change(s.in_from, 0, 3)), "before a subset"),
+        (lambda s: replace(s, features=change(s.features, (3, 0), 0.5)), "sums to less"),
+    ],
+)
+def test_a_broken_state_sequence(ir: IR, wrong: Callable[[States], States], message: str) -> None:
+    ir[States].verify(ir)
+    with pytest.raises(BrokenFact, match=message):
+        wrong(ir[States]).verify(ir)
+    assert "live_bytes" not in SUMMED, "live bytes go up and down, and are not verified to grow"
+
+
+def test_facts_print_their_section(ir: IR) -> None:
+    assert str(ir[Antichains]).startswith("6 states of 4 blocks: every ideal\n     0 live")
+    assert str(ir[States]).count("\n") == 6
+    assert str(LOAD) == "1F1B, 4 microbatches, in flight: 1 stages [1]; 2 stages [2, 1]"
+    stepping = replace(LOAD, versions={2: (2, 1)})
+    assert str(stepping).endswith("weight versions of 2 stages [2, 1]")
+    assert stepping.versions_of(2) == (2, 1) and LOAD.versions_of(2) == (1, 1)
+
+
+def test_blocks_are_convex_and_ordered_by_chains() -> None:
+    """Sharing between b and d pulls c in, which lies between them; a second branch waits for the first."""
+    nodes = [node("a"), node("b", ["a"]), node("e", ["a"]), node("c", ["b"]), node("d", ["c"]), node("f", ["d", "e"])]
+    costs = Costs(tuple(nodes), (), ("f",), together=(("b", "d"),), ordered=(("d", "e"),), rows=1)
+    blocks = Blocks.of(costs)
+    assert blocks.members == (("a",), ("b", "c", "d"), ("e",), ("f",))
+    assert blocks.before == ((), (0,), (0, 1), (1, 2)) and blocks.after == ((1, 2), (2, 3), (3,), ())
+    whole = blocks.joined([[0, 1], [2], [3]], costs)
+    assert whole.members == (("a", "b", "c", "d"), ("e",), ("f",)) and whole.home["c"] == 0
+    turned = blocks.reordered([1, 0, 2, 3])
+    assert turned.members[0] == ("b", "c", "d") and turned.before == ((1,), (), (0, 1), (0, 2))
+    assert [part.tolist() for part in build_csr([[3], [], [1, 2]])] == [[0, 1, 1, 3], [3, 1, 2]]
+
+
+def test_a_split_is_priced_by_hand() -> None:
+    """Cut behind {a, b} at 1 byte per ms: a (1 and 100 back) and b (2) cross, and the output d (8) does not."""
+    costs = replace(DIAMOND, exchanges=(Exchange(32.0, ("a", "d")),))
+    first, second = price_split(costs, MACHINE, LOAD, one_each([("a", "b"), ("c", "d")]), CostModel())
+    assert (first.forward_ms, first.backward_ms, first.weight_ms) == (2.0, 4.0, 2.0)
+    assert (first.receive_ms, first.send_ms, second.receive_ms, second.send_ms) == (0.0, 135.0, 135.0, 0.0)
+    assert (first.in_bytes, first.out_bytes, first.out_gradient_bytes) == (16.0, 3.0, 132.0)
+    assert (second.out_bytes, second.memory_bytes, first.memory_bytes) == (8.0, 3.0 + 8.0, 2 * (16.0 + 3.0))
+    assert first.load_ms == 6.0 + 135.0
+    overlapped, _ = price_split(costs, MACHINE, LOAD, one_each([("a", "b"), ("c", "d")]), CostModel("overlapped"))
+    assert overlapped.load_ms == 135.0
+    free, _ = price_split(costs, MACHINE, LOAD, one_each([("a", "b"), ("c", "d")]), CostModel(traffic=False))
+    assert free.load_ms == 6.0
+    direct, reader = price_split(costs, MACHINE, LOAD, one_each([("a", "b"), ("c", "d")]), CostModel("direct"))
+    assert (direct.send_ms, direct.receive_ms, reader.receive_ms, direct.memory_bytes) == (135.0, 0.0, 135.0, 0.0)
+
+
+def test_replicas_and_recomputing_by_hand() -> None:
+    costs = Costs((node("a", parameter_bytes=8, kept_bytes=10, buffer_bytes=1),), (), ("a",), rows=1)
+    (stage,) = price_split(costs, MACHINE, LOAD, [(("a",), (0, 1), True)], CostModel(optimizer_factor=1.0))
+    assert (stage.forward_ms, stage.backward_ms) == (0.5, 1.5), "two devices; the forward runs twice"
+    assert stage.reduce_ms == 8 * 4 * 1 / (4 * 1.0) and stage.memory_bytes == 8 * 4 + 1 + 10
+    assert stage.held_bytes == 33 and stage.kept_bytes == 10 and stage.parameter_bytes == 8
+
+
+def test_a_plan_tells_its_gap(ir: IR) -> None:
+    plan = ir[Plan]
+    assert plan.optimal and plan.gap == 0.0
+    assert replace(plan, lower_bound_ms=plan.bottleneck_ms / 2).gap == 1.0
+    assert replace(plan, lower_bound_ms=0.0).gap == float("inf")
+    with pytest.raises(BrokenFact, match="lower bound"):
+        replace(plan, lower_bound_ms=plan.bottleneck_ms + 1).verify(ir)
+    first, *others = plan.stages
+    with pytest.raises(BrokenFact, match="do not partition"):
+        replace(plan, stages=(replace(first, nodes=first.nodes[1:]), *others)).verify(ir)
+
+
+def test_bytes_for_people() -> None:
+    assert [format_bytes(n) for n in (0, 1023, 1024, -1536, 1024**2, 3 * 1024**4)] == [
+        "0 B",
+        "1023 B",
+        "1.0 KiB",
+        "-1.5 KiB",
+        "1.0 MiB",
+        "3072.0 GiB",
+    ]
