@@ -178,7 +178,8 @@ class DirectProblem(Problem):
     @cached_property
     def _lattice(self) -> Lattice:
         """The ideals and the edges between them, for the kernel."""
-        return Lattice(*(getattr(self.chains, name) for name in Lattice._fields))
+        c = self.chains
+        return Lattice(c.parent, c.last, c.pointer, c.node, c.child)
 
     @cached_property
     def _tensors(self) -> Tensors:
