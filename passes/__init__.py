@@ -5,6 +5,11 @@ nodes (profile), enumerate where the graph can be cut (augment, order), choose t
 aside what batch norms write (batch-norm).
 """
 
+# The root of the checkout is on the path wherever the checkout is installed. A pass imported under two names would be
+# two classes, and what asks for one of them would not see the other.
+if __name__ != "fxsplit.passes":
+    raise ImportError("import fxsplit.passes: passes is only the folder that it lies in")
+
 from fxsplit.passes.augment import Augment
 from fxsplit.passes.batch_norm import BatchNorm
 from fxsplit.passes.emit import Emit

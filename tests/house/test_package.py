@@ -68,6 +68,12 @@ print(fxsplit.DEFAULT)
     assert printed.strip() == "profile,augment,order,partition,emit,batch-norm"
 
 
+def test_passes_cannot_be_imported_under_a_second_name(tmp_path: Path) -> None:
+    """The editable install puts the root of the checkout on the path, and with it the folder passes/."""
+    code = "try: import passes\nexcept ImportError as error: print(error)"
+    assert "import fxsplit.passes" in python("-c", code, cwd=tmp_path, path=ROOT)
+
+
 def test_sdist_holds_the_passes(built: Path) -> None:
     (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
