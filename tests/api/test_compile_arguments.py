@@ -86,6 +86,7 @@ def vectors(rows: int = 8) -> Tensor:
     ],
 )
 def test_more_bad_input(make: Any, message: str) -> None:
+    """It would be wrong if any of these ran on, or failed far from its cause."""
     with pytest.raises(InputError, match=message):
         make()
 

@@ -24,6 +24,7 @@ def vectors(rows: int = 8) -> Tensor:
 
 
 def test_a_small_first_batch_does_not_fix_the_number_of_microbatches() -> None:
+    """It would be wrong if the number that fits the first batch was kept for all later ones."""
     calls: list[int] = []
     model = Mlp()
     model.layers[0].register_forward_hook(lambda m, args, out: calls.append(out.shape[0]))
@@ -34,6 +35,7 @@ def test_a_small_first_batch_does_not_fix_the_number_of_microbatches() -> None:
 
 
 def test_first_calls_from_many_threads() -> None:
+    """It would be wrong if threads could compile one pipeline at the same time."""
     model = Mlp()
     x = vectors()
     results: list[Tensor] = []
@@ -67,6 +69,7 @@ class FrozenNorm(nn.Module):
 
 
 def test_train_is_the_models_own() -> None:
+    """It would be wrong if train() of the pipeline set flags itself and passed over a model's own train()."""
     model = FrozenNorm().train()
     with fxsplit.compile(model, 2, example_inputs=vectors(), passes=FAST) as pipe:
         assert pipe.train() is pipe and not model.norm.training
@@ -74,6 +77,7 @@ def test_train_is_the_models_own() -> None:
 
 
 def test_step_refuses_an_input_that_wants_a_gradient() -> None:
+    """It would be wrong if step() dropped the input's gradient without a word."""
     with (
         fxsplit.compile(Mlp(), 2, loss_fn=mse, passes=FAST) as pipe,
         pytest.raises(InputError, match="wants a gradient, which step"),

@@ -91,6 +91,7 @@ def test_constants_of_a_graph_follow_mode_and_attributes() -> None:
 
 
 def test_a_replaced_submodule_is_compiled_again() -> None:
+    """It would be wrong if the old submodule went on running."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 5))
     x = vectors()
     with fxsplit.compile(model, 2, example_inputs=x, passes=FAST) as pipe:
@@ -100,6 +101,7 @@ def test_a_replaced_submodule_is_compiled_again() -> None:
 
 
 def test_hooks_that_would_not_run_are_refused() -> None:
+    """It would be wrong if hooks on a submodule that the graph has no node for were silently passed over."""
     model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 3))
     with fxsplit.compile(model, 2, example_inputs=vectors(), loss_fn=mse, passes=FAST) as pipe:
         handle = model[0].register_forward_hook(lambda m, args, out: out * 2)
@@ -131,6 +133,7 @@ class FrozenNorm(nn.Module):
 
 
 def test_a_replaced_parameter_is_used() -> None:
+    """It would be wrong if the graph kept the parameter that it was captured with."""
     model = FrozenNorm().train()
     x = vectors()
     with fxsplit.compile(model, 2, example_inputs=x, passes=FAST) as pipe:
@@ -168,6 +171,7 @@ class Tied(nn.Module):
 
 
 def test_ties_that_change_after_compiling() -> None:
+    """Once weights that were tied when compiled stayed one weight in the graph, and the others too."""
     model, ids = Tied(), torch.randint(0, 10, (8, 3))
     with fxsplit.compile(model, 2, example_inputs=ids, **OPTIONS) as pipe:
         pipe.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
@@ -179,6 +183,8 @@ def test_ties_that_change_after_compiling() -> None:
 
 
 def test_a_replaced_tensor_attribute_is_followed() -> None:
+    """Once a tensor attribute that is no buffer kept the value it was captured with."""
+
     class Scaled(Two):
         def __init__(self) -> None:
             super().__init__()

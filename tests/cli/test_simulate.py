@@ -213,6 +213,7 @@ def test_it_needs_no_torch() -> None:
 
 
 def test_absurd_numbers_are_refused_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Once such numbers were not refused before work on them began."""
     with pytest.raises(ScheduleError):
         Action.parse("0F12345678")
     assert cli.main(["simulate", "--devices", "2", "--n-microbatches", "9" * 20]) == 2

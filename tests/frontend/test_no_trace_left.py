@@ -42,6 +42,7 @@ class CachesShape(Assigns):
 
 
 def test_an_assigned_buffer_is_refused_and_the_model_left_as_it_was() -> None:
+    """It would be wrong if tracing left its proxy in the model in place of the buffer."""
     model = Assigns()
     with pytest.raises(TraceError, match=r"assigns to 'count'.*self.count.add_"):
         fxsplit.compile(model, 2, example_inputs=vectors())
@@ -52,6 +53,7 @@ def test_an_assigned_buffer_is_refused_and_the_model_left_as_it_was() -> None:
 
 
 def test_attributes_that_forward_sets_are_restored() -> None:
+    """It would be wrong if compiling counted as a call and left traced values in the model."""
     model = CachesShape()
     with fxsplit.compile(model, 2, example_inputs=vectors(), passes=FAST):
         assert model.calls == 0 and not hasattr(model, "last")
@@ -74,6 +76,7 @@ class RegistersItsOwn(nn.Module):
 
 
 def test_hooks_that_compiling_made_the_model_register_are_gone() -> None:
+    """Once hooks that forward() registers while it is captured stayed on the model."""
     model, x = RegistersItsOwn(), torch.randn(6, 8)
     with fxsplit.compile(model, 2, example_inputs=x, n_microbatches=2, passes=FAST) as pipe:
         assert not model.inner._forward_hooks and not model.ready and "forward" not in vars(model)
@@ -107,6 +110,8 @@ class Two(nn.Module):
 
 
 def test_compiling_leaves_no_trace_on_nested_collections() -> None:
+    """Once only lists and dicts directly in the model were restored."""
+
     class Remembers(Two):
         def __init__(self) -> None:
             super().__init__()

@@ -166,6 +166,7 @@ class Twice(nn.Module):
 
 
 def test_a_deferred_batch_norm_that_is_called_twice_counts_twice() -> None:
+    """Once the second call of the layer replaced what the first had counted."""
     torch.manual_seed(0)
     model, x = Twice().double(), torch.randn(8, 8, dtype=torch.float64)
     seen: list[Tensor] = []
@@ -186,6 +187,7 @@ def test_a_deferred_batch_norm_that_is_called_twice_counts_twice() -> None:
 
 
 def test_a_failed_step_leaves_deferred_statistics_alone() -> None:
+    """Once microbatches before the failure stayed in the statistics."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)), torch.randn(8, 8)
     calls: list[int] = []
@@ -207,6 +209,7 @@ def test_a_failed_step_leaves_deferred_statistics_alone() -> None:
 
 
 def test_hooks_of_a_deferred_batch_norm_are_given_the_module() -> None:
+    """Once hooks were given the copy that stands in the graph."""
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
     seen: list[tuple[str, nn.Module]] = []
     model[1].register_forward_pre_hook(lambda m, args: seen.append(("before", m)))

@@ -17,6 +17,7 @@ def costs(*nodes: object, outputs: tuple[str, ...]) -> Costs:
 
 @pytest.mark.parametrize("seconds", [1e12, 1e14, 1e300])
 def test_any_time_limit_will_do(seconds: float) -> None:
+    """Once a long limit overflowed the number of steps that a kernel is given."""
     long = costs(*(node(f"n{i}", [f"n{i - 1}"] if i else []) for i in range(700)), outputs=("n699",))
     machine = Machine.planned(2)
     for model in ("forwarded", "direct"):

@@ -45,6 +45,7 @@ def costs(*nodes: object, outputs: tuple[str, ...]) -> Costs:
 
 
 def test_out_of_time_is_not_no_plan() -> None:
+    """Once a search without time said that no plan exists."""
     two = costs(node("a"), node("b"), outputs=("a", "b"))
     machine = Machine.planned(2)
     planner = Planner(two, pins={"b": 0})

@@ -338,6 +338,7 @@ def costs(*nodes: object, outputs: tuple[str, ...]) -> Costs:
 
 
 def test_pins_name_devices_in_a_free_order_too() -> None:
+    """Once a device with a pin could be exchanged for another one of its kind."""
     two = costs(node("a"), node("b", ("a",)), outputs=("b",))
     machine = Machine.planned(2)
     plan = Planner(two, pins={"a": 1, "b": 0}).plan(machine, workload(machine), Options(free=True))
@@ -345,6 +346,7 @@ def test_pins_name_devices_in_a_free_order_too() -> None:
 
 
 def test_pins_may_name_two_devices_of_one_replicated_stage() -> None:
+    """Once such pins were called a contradiction."""
     two = costs(node("a"), node("b", ("a",)), outputs=("b",))
     machine = Machine.planned(2)
     planner = Planner(two, pins={"a": 0, "b": 1}, keep=[["a", "b"]])

@@ -21,6 +21,7 @@ def costs(*nodes: object, outputs: tuple[str, ...]) -> Costs:
 
 @pytest.mark.parametrize("model", COST_MODELS)
 def test_stages_may_be_empty_under_every_model(model: str) -> None:
+    """Once the search under direct sends knew no stages without nodes."""
     long = costs(*(node(f"n{i}", [f"n{i - 1}"] if i else []) for i in range(700)), outputs=("n699",))
     machine = Machine((Device("d0", speed=1e-4), Device("d1")), (inf,))
     idle = Workload("1F1B", 3, {1: (3,), 2: (2, 1)}, may_idle=True)
@@ -29,6 +30,7 @@ def test_stages_may_be_empty_under_every_model(model: str) -> None:
 
 @pytest.mark.parametrize("model", ["forwarded", "overlapped", "direct"])
 def test_the_last_stage_in_use_sends_nothing_on(model: str) -> None:
+    """Once the last stage paid for sending its output to devices that are not in use."""
     one = costs(node("a", output_bytes=1e6, gradient_bytes=1e6), outputs=("a",))
     machine = Machine.planned(2, 1e4)
     idle = Workload("1F1B", 3, {1: (3,), 2: (2, 1)}, may_idle=True)

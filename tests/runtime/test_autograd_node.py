@@ -18,6 +18,7 @@ def vectors(rows: int = 8) -> Tensor:
 
 
 def test_second_derivatives_are_refused() -> None:
+    """It would be wrong if create_graph silently gave a gradient without a graph."""
     x = vectors().requires_grad_()
     with (
         fxsplit.compile(Mlp(), 2, passes=FAST) as pipe,

@@ -20,6 +20,7 @@ def vectors(rows: int = 8) -> Tensor:
 
 
 def test_checkpointing_around_a_pipeline_does_not_hang() -> None:
+    """It would be wrong if the recomputation waited for the workers that waited for it."""
     from torch.utils.checkpoint import checkpoint
 
     x = vectors().requires_grad_()

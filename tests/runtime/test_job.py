@@ -172,6 +172,8 @@ torch.fx.wrap("raise_coded")
 
 
 def test_an_exception_keeps_its_attributes() -> None:
+    """It would be wrong if what a stage raised was made anew from its message alone."""
+
     class Raises(Mlp):
         def forward(self, x: Tensor) -> Tensor:
             return raise_coded(super().forward(x))

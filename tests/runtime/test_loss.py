@@ -25,6 +25,7 @@ def vectors(rows: int = 8) -> Tensor:
 
 
 def test_a_loss_without_a_graph_is_refused() -> None:
+    """It would be wrong if step() trained nothing without a word."""
     for loss_fn, frozen in ((lambda o, t: mse(o.detach(), t), False), (mse, True)):
         model = Mlp().requires_grad_(not frozen)
         with (
@@ -35,6 +36,7 @@ def test_a_loss_without_a_graph_is_refused() -> None:
 
 
 def test_reduction_bound_by_partial() -> None:
+    """It would be wrong if the reduction was looked for on modules alone, and a sum was weighed as a mean."""
     model = Mlp()
     x, y = vectors(7), torch.randint(0, 3, (7,))
     loss_fn = partial(F.cross_entropy, reduction="sum")

@@ -41,6 +41,7 @@ def test_writing_to_the_input_in_place(backward: bool) -> None:
 
 
 def test_no_rows() -> None:
+    """It would be wrong if an empty batch failed in the middle of a stage."""
     refused = pytest.raises(InputError, match="give a batch of at least one row")
     with fxsplit.compile(Mlp(), 2, example_inputs=vectors(), passes=FAST) as pipe, refused:
         pipe(torch.zeros(0, 8))
@@ -50,6 +51,8 @@ OPTIONS: Any = {"passes": FAST, "n_microbatches": 2}
 
 
 def test_a_target_is_cut_where_its_rows_are() -> None:
+    """Once a target was cut on its first dimension, wherever the rows of the inputs are."""
+
     class Sequence(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -120,6 +120,7 @@ def test_what_torch_has_no_word_for(name: str, tmp_path: Path) -> None:
     ids=["huge stage", "huge number", "nested", "no stage 0", "huge microbatch"],
 )
 def test_absurd_schedule_files_are_refused_at_once(text: str, tmp_path: Path) -> None:
+    """Once such files were not refused before work on them began."""
     path = tmp_path / "absurd.csv"
     path.write_text(text + "\n")
     with pytest.raises(ScheduleError):

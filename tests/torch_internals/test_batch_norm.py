@@ -18,6 +18,7 @@ from tests.models import FAST
 
 
 def test_statistics_that_begin_to_move_later_move_once() -> None:
+    """Once recomputation moved statistics a second time if the first step had left them where they were."""
     found = []
     for recompute in ("never", "always"):
         torch.manual_seed(0)

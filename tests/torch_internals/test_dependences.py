@@ -61,6 +61,7 @@ class ReadsNorm(nn.Module):
 
 @pytest.mark.parametrize("model", [RunningMean, ReadsNorm])
 def test_a_written_buffer_is_read_in_time(model: type[nn.Module]) -> None:
+    """It would be wrong if a later microbatch wrote the buffer before the last stage had read it."""
     split = model().double()
     x, y = vectors(64).double(), vectors(64).double()
     with fxsplit.compile(split, 2, example_inputs=x, n_microbatches=16, loss_fn=mse, passes=FAST) as pipe:

@@ -149,6 +149,8 @@ class Two(nn.Module):
 
 
 def test_an_output_as_long_as_a_microbatch_is_no_batch() -> None:
+    """Once an output that happens to be as long as a microbatch was joined as if it had rows."""
+
     class Positions(Two):
         def __init__(self) -> None:
             super().__init__()

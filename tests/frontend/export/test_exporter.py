@@ -51,6 +51,7 @@ class Several(Two):
 
 
 def test_an_exported_graph_refuses_rows_of_another_branch() -> None:
+    """Once a graph of one branch ran for rows for which the model takes the other."""
     for model, count, message in (
         (Parity(), 6, r"a microbatch has 3 rows, and .* another branch .*% 2 == 0"),
         (Several(), 2, r"a microbatch has 1 rows, and .* for 2 to any number of rows"),
@@ -63,6 +64,8 @@ def test_an_exported_graph_refuses_rows_of_another_branch() -> None:
 
 
 def test_a_batch_norm_called_twice_in_an_exported_graph() -> None:
+    """Once the second call of one batch norm was not found in an exported graph."""
+
     class Again(Two):
         def __init__(self) -> None:
             super().__init__()
@@ -79,6 +82,8 @@ def test_a_batch_norm_called_twice_in_an_exported_graph() -> None:
 
 
 def test_exports_in_several_threads_take_turns() -> None:
+    """Once two exports at a time left each other's patches in torch."""
+
     class Narrow(Two):
         def forward(self, x: Tensor) -> Tensor:
             self.narrow(x)

@@ -33,6 +33,8 @@ class Two(nn.Module):
 
 
 def test_names_of_arguments_that_begin_alike() -> None:
+    """Once `chunks` of `mask` held for `mask_bias` too, and `x_0` was the name of two tensors."""
+
     class Masks(Two):
         def forward(self, x: Tensor, mask: Tensor, mask_bias: Tensor) -> Tensor:
             out: Tensor = self.b(self.a(x) + mask) + mask_bias

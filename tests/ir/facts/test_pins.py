@@ -13,6 +13,8 @@ from tests.models import Residual
 
 
 def test_pins_are_kept_or_refused() -> None:
+    """It would be wrong if a late pin, two pins of one module, or a pin without a module were passed over."""
+
     def pin(stage: int, path: str = "head") -> Any:
         return lambda ir: fxsplit.Pins.add(ir, {path: stage})
 

@@ -185,6 +185,7 @@ except KeyboardInterrupt:
 
 
 def test_ctrl_c_while_profiling_leaves_the_model_as_it_was() -> None:
+    """It would be wrong if the running statistics that profiling had moved stayed moved."""
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
     with subprocess.Popen(
         [sys.executable, "-c", INTERRUPT], stdout=subprocess.PIPE, text=True, env=environment

@@ -53,6 +53,7 @@ class Counting(nn.Module):
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZB-H1"])
 def test_a_checkpointed_stage_sees_buffers_as_they_were(schedule: str) -> None:
+    """Once the second run of a stage read buffers that the first had written already."""
     assert largest_difference(Counting(), schedule, "always") < 1e-10
 
 
@@ -77,6 +78,7 @@ class Counts(nn.Module):
 
 
 def test_a_module_that_stays_whole_may_write_what_its_backward_needs() -> None:
+    """Once the next microbatch wrote what the backward of the one before still needs."""
     model = nn.Sequential(nn.Linear(4, 4), Counts(), nn.Linear(4, 4))
     for passes in (FAST, "leaf{path=1}," + FAST):
         with fxsplit.compile(model, 2, n_microbatches=4, passes=passes) as pipe:

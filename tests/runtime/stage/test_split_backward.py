@@ -160,10 +160,12 @@ class Ends(nn.Module):
 
 @pytest.mark.parametrize("schedule", HALVED)
 def test_a_weight_that_two_stages_read(schedule: str) -> None:
+    """Once the gradient of a weight that crosses a cut as a value was wrong under halved backwards."""
     assert largest_difference(Ends(), schedule) < 1e-10
 
 
 def test_a_weight_that_is_handed_on() -> None:
+    """Once the later stage's share of a weight that leaves its stage as a value was not added."""
     x, w = torch.randn(3, 2), torch.randn(2, 2, requires_grad=True)
     gradients = [torch.ones(3, 2), torch.full((2, 2), 100.0)]
     once, twice = Sums(), Sums()
@@ -177,6 +179,8 @@ def test_a_weight_that_is_handed_on() -> None:
 @pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize("schedule", HALVED)
 def test_hooks_on_activations_run_once(schedule: str, recompute: str) -> None:
+    """Once both halves of a backward ran such hooks."""
+
     def double(module: nn.Module, args: Any, output: Tensor) -> None:
         if output.requires_grad:
             output.register_hook(lambda gradient: gradient * 2)
@@ -205,6 +209,7 @@ class Hooking(nn.LayerNorm):
 
 @pytest.mark.parametrize("schedule", HALVED)
 def test_hooks_that_a_module_puts_on_activations_itself_run_once(schedule: str) -> None:
+    """Once both halves of a backward ran the hooks of a module that stays whole."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), Hooking(8)) for _ in range(4)))
     passes = "".join(f"leaf{{path={i}.1}}," for i in range(4)) + FAST
     assert largest_difference(model, schedule, passes=passes) < 1e-10
@@ -231,6 +236,8 @@ class Heads(nn.Module):
 @pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize("schedule", HALVED)
 def test_a_weight_that_only_the_loss_reads(schedule: str, recompute: str) -> None:
+    """Once its gradient was lost under schedules that halve backwards."""
+
     def loss(model: Any) -> Callable[[Any, Any], Tensor]:
         return lambda o, t: F.mse_loss(o[0], t) + 0.1 * model.aux.weight.square().sum()
 
@@ -279,4 +286,5 @@ class Scaled(nn.Module):
 
 @pytest.mark.parametrize("schedule", ["1F1B", *HALVED])
 def test_a_function_may_use_its_memory_again_and_run_backward_once(schedule: str) -> None:
+    """Once a sum referred to the function's memory, and both halves ran its backward."""
     assert largest_difference(Scaled(), schedule) < 1e-10
