@@ -59,7 +59,7 @@ class Row:
         return f"| {self.name} | {self.front_end} | {self.nodes or ''} | {marks} | {found} |"
 
 
-def measured(
+def measure_model(
     name: str, model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], n_microbatches: int = 2
 ) -> Row:
     """Compile, train two steps, compare; with whole batches where rows depend on each other."""
@@ -84,7 +84,7 @@ def measured(
     except Exception as error:  # a table of what happens must go on
         # The error itself says that rows depend on each other, and proposes one microbatch.
         if n_microbatches > 1 and "n_microbatches=1" in str(error):
-            return measured(name, model, args, kwargs, n_microbatches=1)
+            return measure_model(name, model, args, kwargs, n_microbatches=1)
         reason = f"{type(error).__name__}: {_last(str(error))}"
         return Row(name, reached or "none", front_end, nodes, 0.0, "", reason, time.perf_counter() - begin)
 
@@ -116,7 +116,7 @@ def rows(suite: str, only: list[str]) -> Iterator[Row]:
             continue
         # The same weights and inputs in each run, whichever models are left out.
         torch.manual_seed(0)
-        yield measured(name, *factory())
+        yield measure_model(name, *factory())
         gc.collect()
 
 

@@ -31,7 +31,7 @@ def quick_init() -> Iterator[None]:
         nn.init.trunc_normal_ = slow
 
 
-def prepared(model: nn.Module) -> nn.Module:
+def prepare(model: nn.Module) -> nn.Module:
     """Turn off every dropout, stochastic depth and drop path, fill parameters that begin as zeros, return the model.
 
     A head of zeros would make every gradient before it zero, and a comparison of gradients blind.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.coverage_models.common import LENGTH, ROWS, SIDE, VOCABULARY, Factory, Made, prepared
+from bench.coverage_models.common import LENGTH, ROWS, SIDE, VOCABULARY, Factory, Made, prepare
 from bench.coverage_models.hugging_face_configs import HUGGING_FACE_CONFIGS, TINY
 from fxsplit.torch_internals.torchvision_operators import declare_detection_operators
 
@@ -79,7 +79,7 @@ def hugging_face_model(name: str, use_cache: bool = False) -> Made:
 
     model_class = getattr(transformers, name)
     model = model_class(hugging_face_config(model_class, use_cache, **HUGGING_FACE_CONFIGS[name])).train()
-    return prepared(model), (), hugging_face_inputs(model)
+    return prepare(model), (), hugging_face_inputs(model)
 
 
 HUGGING_FACE: dict[str, Factory] = {name: partial(hugging_face_model, name) for name in HUGGING_FACE_CONFIGS}

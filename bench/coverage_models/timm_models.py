@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from bench.coverage_models.common import ROWS, SIDE, Factory, Made, prepared, quick_init
+from bench.coverage_models.common import ROWS, SIDE, Factory, Made, prepare, quick_init
 from fxsplit.torch_internals.torchvision_operators import declare_detection_operators
 
 TIMM_ANY_SIZE = """
@@ -52,7 +52,7 @@ def timm_model(name: str) -> Made:
     options: dict[str, Any] = {"img_size": side} if name in TIMM_SIZED else {}
     with quick_init():
         model = timm.create_model(name, num_classes=10, **options)
-    return prepared(model), (torch.randn(ROWS, 3, side, side),), {}
+    return prepare(model), (torch.randn(ROWS, 3, side, side),), {}
 
 
 TIMM: dict[str, Factory] = {name: partial(timm_model, name) for name in (*TIMM_ANY_SIZE, *TIMM_SIZED)}

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bench.coverage_models.common import ROWS, SIDE, Factory, Made, prepared, quick_init
+from bench.coverage_models.common import ROWS, SIDE, Factory, Made, prepare, quick_init
 from fxsplit.torch_internals.torchvision_operators import declare_detection_operators
 
 TORCHVISION_SIZES = {"inception_v3": 299, "maxvit_t": 224, "vit_h_14": 56}
@@ -66,7 +66,7 @@ def torchvision_model(name: str) -> Made:
         model = models.get_model(name, **options)
     side = TORCHVISION_SIZES.get(name, SIDE)
     frames = (4,) if name in models.list_models(module=models.video) else ()
-    return prepared(model), (torch.randn(CLIPS.get(name, (ROWS, 3, *frames, side, side))),), {}
+    return prepare(model), (torch.randn(CLIPS.get(name, (ROWS, 3, *frames, side, side))),), {}
 
 
 TORCHVISION: dict[str, Factory] = {name: partial(torchvision_model, name) for name in torchvision_names()}

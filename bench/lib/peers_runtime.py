@@ -19,7 +19,6 @@ import fxsplit
 from bench.lib.runtime_networks import Case, build
 
 
-# torch sends the tensors themselves: a stage that returned a view of its input would send one tensor twice.
 class Flat(nn.Module):
     """A stage as torch.distributed.pipelining wants it: one tensor comes out alone, and no input is written to."""
 

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from dataclasses import asdict, fields
 from math import isfinite
@@ -121,6 +120,6 @@ def _count(value: Any, what: str) -> int:
 
 def _number(value: Any, what: str) -> float:
     """Return a finite number that is zero or more; raises PlanError for any other value."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (math.isfinite(value) and value >= 0):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (isfinite(value) and value >= 0):
         raise PlanError(f"{what} is {value!r}: it must be a finite number, zero or more")
     return float(value)
