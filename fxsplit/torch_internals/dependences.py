@@ -21,14 +21,14 @@ def find_inseparable(
 ) -> list[tuple[str, ...]]:
     """Return sets of nodes that no cut may part, each in graph order.
 
-    Parted, they would need a buffer in two places, an in-place write into another stage's memory, or a container on the
-    wire:
+    A cut through such a set would need a buffer in two stages, or a write into another stage's memory, or would send a
+    container from stage to stage. The sets are:
 
     - nodes that use one buffer, or one parameter if `parameters_together`; its get_attr goes with its first user
     - nodes that read a buffer's memory, where any node writes to it: the next microbatch would overtake a reader in a
       later stage
-    - a node that writes in place, and the one whose memory it writes to; where that is an input of the model, all that
-      write to it or make views of it
+    - a node that writes in place, and the node whose memory it writes to; where the memory is an input of the model,
+      all nodes that write to it or make views of it
     - a value that contains tensors without being one (the parts of a split), and its users
     """
     nodes = {n.name: n for n in gm.graph.nodes if n.op not in ("placeholder", "output")}

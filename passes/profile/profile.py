@@ -65,7 +65,7 @@ class Profile:
     def __call__(self, ir: IR) -> IR:
         """Learn Costs and Effects, with the times of KnownCosts where it has them.
 
-        Raises ProfileError where those are of another model.
+        Raises ProfileError where the known costs are of another model or another kind of device.
         """
         machine, example, known = ir[Machine], ir[Example], ir.get(KnownCosts)
         signatures: dict[str, str] = {}

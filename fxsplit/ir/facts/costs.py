@@ -80,7 +80,7 @@ class Costs:
     """The measured graph: nodes in execution order, the graph's inputs and outputs, and its constraints.
 
     `together` are sets of nodes that no cut may part; `ordered` are pairs that keep their order though no value flows
-    between them (both from `fxsplit.dependences`). `rows` is the microbatch size and `device_kind` the hardware, as
+    between them (both as in Effects). `rows` is the microbatch size and `device_kind` the hardware, as
     in torch ("cpu", "cuda"). `exchanges` are tensors of another tool's backward graph.
     """
 

@@ -88,8 +88,8 @@ class CallEffects(GivenFact):
     """What one call of the model leaves behind, whichever graph computes it; found by the check of the capture.
 
     writes_inputs: whether a call writes to its inputs in place.
-    written_buffers: the buffers that every call writes, by path; those of batch norms, which have a pass of their
-        own, aside.
+    written_buffers: the buffers that every call writes, by path. Batch norms' are not among them: the batch-norm pass
+        keeps those in order.
     saved_buffers: paths of the buffers that every call writes and that an operator may have saved for its backward.
     sets_hooks: whether modules put gradient hooks on activations.
     containers: the model's own containers (an OrderedDict, for example), where the graph returns plain ones.
