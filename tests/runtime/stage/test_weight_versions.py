@@ -55,6 +55,9 @@ def test_a_version_that_is_still_to_be_read_keeps_its_values() -> None:
         assert held is a and a is not layer.a and a.is_leaf and a.requires_grad
         assert not replica.stage.module.frozen.requires_grad
     assert replica.stage.module.a is layer.a, "outside of actions, modules hold the model's weights"
+    for _ in range(2):  # of four actions that read version 0, one is left
+        with replica.use_version(0):
+            pass
     step(replica, "0STEP0v1", (a, 0.5), (b, 0.25))
     assert layer.a.tolist() == [0.5, 1.5] and layer.b.tolist() == [2.75, 3.75]
     assert a.tolist() == [1, 2] and b.tolist() == [3, 4], "read by the backward of microbatch 1"
@@ -63,6 +66,8 @@ def test_a_version_that_is_still_to_be_read_keeps_its_values() -> None:
     assert new_a.tolist() == [0.5, 1.5] and new_a.data_ptr() == layer.a.data_ptr()
     assert layer.a.untyped_storage().data_ptr() == layer.b.untyped_storage().data_ptr(), "they still share memory"
     assert new_b.data_ptr() == layer.b.data_ptr()
+    with replica.use_version(0):
+        assert replica.stage.module.a is a
 
 
 def test_a_version_that_nothing_will_read_is_overwritten_and_forgotten() -> None:
