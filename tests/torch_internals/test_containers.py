@@ -85,6 +85,15 @@ def test_fields_that_no_pipeline_can_hand_on_are_dropped() -> None:
     assert type(ordered) is OrderedDict and ordered == {"b": 1} and dropped == ["a"]
 
 
+def test_a_dataclass_of_tensors_is_no_foreign_field() -> None:
+    @dataclass
+    class New:
+        value: Tensor
+
+    value = {"inner": New(torch.ones(1))}
+    assert drop_foreign_fields(value) == (value, [])
+
+
 def test_what_has_nothing_to_drop_is_returned_itself() -> None:
     for value in ({"a": 1}, [Cache()], torch.ones(1)):
         kept, dropped = drop_foreign_fields(value)

@@ -83,6 +83,8 @@ def test_gradients_of_what_is_asked_alone() -> None:
     out = a * b
     found = differentiate([out], [torch.full((2,), 3.0)], [a, c], retain_graph=True)
     assert found[0] is not None and found[0].tolist() == [3, 3] and found[1] is None and a.grad is None
+    (of_square,) = differentiate([a.square()], [torch.ones(2)], [a])
+    assert of_square is not None and not of_square.requires_grad, "no graph of the backward"
     differentiate([out], [torch.ones(2)], [b])
     with pytest.raises(RuntimeError, match="second time"):
         differentiate([out], [torch.ones(2)], [b])

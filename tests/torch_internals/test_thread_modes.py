@@ -102,3 +102,12 @@ def test_a_backward_runs_outside_of_autocast() -> None:
             assert not torch.is_autocast_enabled("cpu")
         assert torch.is_autocast_enabled("cpu")
     assert modes.autocast == (("cpu", torch.bfloat16),)
+
+
+def test_whether_autograd_records() -> None:
+    assert ThreadModes.read().keeps_graph
+    for off in (torch.no_grad(), torch.inference_mode()):
+        with off:
+            assert not ThreadModes.read().keeps_graph
+    with torch.inference_mode(), torch.enable_grad():
+        assert not ThreadModes.read().keeps_graph
