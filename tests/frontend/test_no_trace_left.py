@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import fxsplit
 from fxsplit.errors import InputError, TraceError
+from fxsplit.frontend.no_trace_left import refuse_assignments, refuse_draws, restore_model
 from tests.models import FAST
 
 
@@ -130,3 +131,49 @@ def test_compiling_leaves_no_trace_on_nested_collections() -> None:
     model = Remembers()
     fxsplit.compile(model, 2, example_inputs=rows(), **OPTIONS).close()
     assert not model.queue and not model.counter and model.nested == {"seen": []}
+
+
+def test_tensors_hooks_and_collections_are_put_back() -> None:
+    model: Any = nn.Linear(2, 2)
+    model.held, model.own = [1, {"a": 1}], torch.zeros(2)
+    held, state = model.held, torch.get_rng_state()
+    with restore_model(model):
+        model.register_forward_hook(lambda module, args, output: None)
+        model.held[1]["a"] = 2
+        model.held.append(3)
+        model.own.add_(1)
+        model.more = 1
+        torch.rand(1)
+    assert not model._forward_hooks and not hasattr(model, "more") and torch.equal(state, torch.get_rng_state())
+    assert model.held is held and held == [1, {"a": 1}] and not model.own.any()
+
+
+def test_the_model_is_put_back_when_the_block_fails() -> None:
+    model: Any = nn.Linear(2, 2)
+    weight = model.weight
+    with pytest.raises(KeyError), restore_model(model), refuse_assignments(model):
+        model.weight = nn.Parameter(torch.zeros(2, 2))
+        model.more = 1
+        raise KeyError
+    assert model.weight is weight and not hasattr(model, "more")
+
+
+def test_assignments_are_refused_by_name_and_writes_are_not() -> None:
+    model: Any = nn.Sequential(nn.Linear(2, 2))
+    with refuse_assignments(model), torch.no_grad():
+        model[0].weight.add_(1)
+    with pytest.raises(TraceError, match=r"assigns to '0\.weight'"), refuse_assignments(model):
+        model[0].weight = nn.Parameter(torch.zeros(2, 2))
+    with pytest.raises(TraceError, match="assigns to 'added'"), refuse_assignments(model):
+        model.register_buffer("added", torch.zeros(1))
+    assert "added" not in model._buffers
+
+
+def test_draws_are_refused() -> None:
+    def read() -> list[int]:
+        return list(torch.get_rng_state().tolist())
+
+    with refuse_draws(nn.Linear(1, 1), read):
+        torch.zeros(1)
+    with pytest.raises(TraceError, match="ReLU draws random numbers"), refuse_draws(nn.ReLU(), read):
+        torch.rand(1)

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import fxsplit
-from fxsplit.errors import InputError
+from fxsplit.errors import InputError, TraceError
+from fxsplit.frontend.export.exporter import TorchExport
+from tests.frontend.subjects import make_subject
 from tests.frontend.test_frontend import Branches
 from tests.models import FAST
 
@@ -123,3 +125,39 @@ def test_a_model_in_several_places_is_exported_from_a_copy(monkeypatch: pytest.M
         held = {id(w) for s in pipe.stages.stages for w in (*s.module.parameters(), *s.module.buffers())}
         assert {id(w) for w in (*model.parameters(), *model.buffers())} <= held
         assert pipe.front_end == "export" and fxsplit.verify(pipe, x).equal
+
+
+def test_conversions_that_change_nothing_are_skipped() -> None:
+    """torch.export cannot follow Module.to(), which libraries call in forward() to be sure."""
+
+    class Converts(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            self.narrow(x)
+            self.a.to(x.device, torch.float32).to(dtype=torch.float32)
+            out: Tensor = self.b(self.a(x))
+            return out
+
+    model, x = Converts(), rows()
+    graph = TorchExport().attempt(make_subject(model, x))
+    torch.testing.assert_close(graph.gm(x), model(x))
+    assert graph.scope.fixed and graph.scope.bounds == (2, None) and graph.scope.front_end == "export"
+
+
+def test_bounds_are_those_of_the_branch_that_was_taken() -> None:
+    class Between(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x) if 3 < x.shape[0] < 9 else x
+            out: Tensor = self.b(h)
+            return out
+
+    assert TorchExport().attempt(make_subject(Between(), rows(6))).scope.bounds == (4, 8)
+
+
+def test_a_failure_names_line_and_submodule() -> None:
+    class Decides(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if x.sum() > 1e6 else -x
+
+    with pytest.raises(TraceError, match=r"cannot follow Sequential at .*test_exporter\.py:\d+") as caught:
+        TorchExport().attempt(make_subject(nn.Sequential(nn.Linear(4, 4), Decides()), rows()))
+    assert caught.value.submodule == "1"
