@@ -1,1 +1,1 @@
-"""Check a captured graph against its model."""
+"""Check that a captured graph is its model: what it returns (values, outputs) and its gradients (gradients)."""

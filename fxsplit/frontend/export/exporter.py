@@ -155,7 +155,10 @@ def _take_tensors(here: Runnable, wholes: WholeModules) -> Iterator[None]:
 
 
 class _NeverDropped(TorchFunctionMode):
-    """Answers `torch.rand([]) < 0.0`, as layer drop with rate 0 asks to decide Python's flow: never."""
+    """Answers False to `torch.rand([]) < 0.0`, by which layer drop of rate 0 decides whether to skip a layer.
+
+    A draw is never below 0, so nothing is decided by its value, which torch.export does not know.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +167,7 @@ class _NeverDropped(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Not by value: while exporting, the draw has none. Any other comparison would decide by it.
+        # Only draws of forward() itself are compared, and only with a number that is at most 0.
         below = getattr(func, "__name__", "") in ("lt", "__lt__") and len(args) == 2
         if below and isinstance(args[1], (int, float)) and args[1] <= 0 and any(args[0] is d for d in self._draws):
             return False
@@ -211,8 +214,8 @@ def _skip_idle_conversions() -> Iterator[None]:
 
 @contextmanager
 def _be_quiet() -> Iterator[None]:
-    """Keep what torch.export prints of a failure; the error says it."""
-    # The error repeats the first line of it, with the user's file and line.
+    """Hide what torch.export prints and warns of inside the block."""
+    # TraceError repeats the first line of a failure, with the user's file and line.
     with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -226,7 +229,7 @@ def _explain(model: nn.Module, error: Exception) -> TraceError:
     submodule = None
     paths = {id(m): path for path, m in model.named_modules()}
     traceback = error.__traceback__
-    # The last frame of forward() of a submodule tells which submodule that is: its `self` is one of the modules.
+    # The innermost frame whose `self` is a submodule is the forward() in which exporting stopped.
     while traceback is not None:
         code = traceback.tb_frame.f_code
         submodule = paths.get(id(traceback.tb_frame.f_locals.get("self")), submodule)

@@ -1,24 +1,24 @@
 """Write the graph that passes work on from the program that torch.export has made.
 
-For `return self.norm(self.a(x)) * scale`, in which `scale` is computed under no_grad, the program is flat: all modules
-are taken apart into operators of aten, and each weight is fetched once for all its users.
+In a program all modules are taken apart into operators of aten, and each weight is fetched once for all its users:
 
-    in_0 = placeholder
-    p_a_weight = get_attr a.weight                                       and so on for all parameters and buffers
-    linear = aten.linear(in_0, p_a_weight, p_a_bias)
-    add_ = aten.add_(b_norm_num_batches_tracked, 1)
-    batch_norm = aten.batch_norm(linear, p_norm_weight, p_norm_bias, b_norm_running_mean, ...)
-    block = wrap_with_set_grad_enabled(False, submod_1, linear)          submod_1: a GraphModule, the block's body
-    getitem = getitem(block, 0)
-    mul = aten.mul(batch_norm, getitem)
+    h = self.a(x)                              a_weight = get_attr a.weight             and so on for each weight
+    with torch.no_grad():                      in_0 = placeholder
+        scale = torch.softmax(h, -1)           linear = aten.linear(in_0, a_weight, a_bias)
+    return self.norm(h) * scale                block = wrap_with_set_grad_enabled(False, submod_1, linear)
+                                               getitem = getitem(block, 0)
+                                               add_ = aten.add_(norm_num_batches_tracked, 1)
+                                               batch_norm = aten.batch_norm(linear, norm_weight, norm_bias, ...)
+                                               mul = aten.mul(batch_norm, getitem)
 
-The graph written from it computes the same:
+`submod_1` is a GraphModule, the block's body. The graph written from this program computes the same:
 
-    x = placeholder                                                      named for the call's argument
-    a_weight = get_attr a.weight                                         fetched by each user in its own stage
+    x = placeholder                            named for the call's argument
+    a_weight = get_attr a.weight               each user of a weight fetches it, in its own stage
     linear = aten.linear(x, a_weight, a_bias)
-    norm = call_module norm(linear)                                      torch's batch norms are modules, which count
-    softmax, detach = ...                                                the body's nodes, and a result without gradient
+    softmax = aten.softmax(linear, -1)         the body's nodes
+    detach = aten.detach(softmax)              the block's result has no gradient
+    norm = call_module norm(linear)            torch's batch norms are modules, which count batches themselves
     mul = aten.mul(norm, detach)
 
 A block under another mode, such as autocast, becomes one call of a module. Marks around the calls of an
@@ -48,6 +48,7 @@ aten = torch.ops.aten
 END = 2**63 - 1
 """Where a slice ends that goes to the end."""
 ASSERTS = (aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten._assert_async.msg)
+"""Checks of the example's dtypes and sizes, which the pipeline checks at each call."""
 Calls = Sequence[Callable[..., Any]]
 WholeCalls = Sequence[WholeCall]
 Use = Callable[[Any], Any]
