@@ -7,7 +7,7 @@ import re
 import tokenize
 from pathlib import Path
 
-from tests.house.sources import ROOT, modules, room
+from tests.house.sources import ROOT, body_lines, functions, modules, parameters, room
 
 MAX_FILE_LINES, MAX_BODY_LINES, MAX_PARAMETERS = 400, 50, 8
 MIN_COMMENTS_PER_1000_LINES = 40
@@ -31,6 +31,23 @@ def test_files_are_short() -> None:
     files: list[Path] = [*modules().values(), *(ROOT / "tests").rglob("*.py"), *(ROOT / "bench").rglob("*.py")]
     lengths = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in files}
     assert {path: lines for path, lines in lengths.items() if lines > MAX_FILE_LINES} == {}
+
+
+def test_functions_are_short_and_take_few_parameters() -> None:
+    long, wide = [], []
+    for name in modules():
+        for place, function in functions(name):
+            if not is_kernel(name) and body_lines(function) > MAX_BODY_LINES:
+                long.append((place, body_lines(function)))
+            if not is_kernel(name) and VERBS.get(name) != function.name and parameters(function) > MAX_PARAMETERS:
+                wide.append((place, parameters(function)))
+    assert (long, wide) == ([], [])
+
+
+def test_comments_say_why() -> None:
+    texts = [path.read_text(encoding="utf-8") for path in modules().values()]
+    comments, lines = sum(map(count_comments, texts)), sum(len(text.splitlines()) for text in texts)
+    assert 1000 * comments / lines >= MIN_COMMENTS_PER_1000_LINES, f"{comments} comments in {lines} lines"
 
 
 def test_comments_for_tools_are_not_counted() -> None:

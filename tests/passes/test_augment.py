@@ -1,0 +1,27 @@
+"""The augment pass by itself: which ideals there are, and which nodes join before they are enumerated."""
+
+from __future__ import annotations
+
+import pytest
+
+from fxsplit.errors import ChainError
+from fxsplit.ir.facts.antichains import Antichains
+from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.facts.machine import Device, Machine
+from fxsplit.passes.augment import Augment
+from tests.graphs import ir_of, node
+
+# The mask costs nothing, so it may join its reader: then the chain has one ideal less.
+COSTS = Costs((node("a"), node("mask", ["a"], 0.0), node("b", ["mask"])), (), ("b",), rows=1)
+
+
+def test_costless_nodes_join_only_where_devices_are_interchangeable() -> None:
+    uneven = Machine((Device("slow"), Device("fast", speed=2.0)), (1e6,))
+    assert len(Augment()(ir_of(COSTS))[Antichains]) == 4
+    assert len(Augment()(ir_of(COSTS, Machine.planned(2)))[Antichains]) == 3
+    assert len(Augment()(ir_of(COSTS, uneven))[Antichains]) == 4
+
+
+def test_it_needs_room_for_a_state() -> None:
+    with pytest.raises(ChainError, match="max_states=0"):
+        Augment(max_states=0)
