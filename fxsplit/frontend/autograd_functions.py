@@ -86,7 +86,7 @@ def _replace_calls(replace: Callable[[Any, Call, tuple[Any, ...], dict[str, Any]
         if cls is CheckpointFunction:
             raise TraceError(
                 "forward() calls checkpoint(use_reentrant=True), whose backward cannot be run in parts: give it "
-                "use_reentrant=False, or leave it out and compile(checkpoint='always')"
+                "use_reentrant=False, or leave it out and compile(recompute='always')"
             )
         return replace(cls, apply, args, kwargs)
 
