@@ -31,14 +31,19 @@ def imported(name: str) -> Iterator[tuple[str, str]]:
                 yield alias.asname or alias.name, f"{node.module}.{alias.name}"
 
 
-def private_uses(name: str, package: str) -> set[str]:
-    """Return the private names of `package` that a module imports or reads as attributes of what it imports."""
+def uses(name: str, package: str) -> set[str]:
+    """Return the names of `package` that a module imports or reads as attributes of what it imports."""
     known = {own: full for own, full in imported(name) if full.split(".")[0] == package}
     used = set(known.values())
     for node in ast.walk(tree(name)):
         if isinstance(node, ast.Attribute) and (parts := dotted(node)) and parts[0] in known:
             used.add(".".join([known[parts[0]], *parts[1:]]))
-    return {full for full in used if any(is_private(part) for part in full.split("."))}
+    return used
+
+
+def private_uses(name: str, package: str) -> set[str]:
+    """Return the private ones of these names."""
+    return {full for full in uses(name, package) if any(is_private(part) for part in full.split("."))}
 
 
 def test_private_parts_of_torch_are_named_in_two_rooms() -> None:
@@ -54,7 +59,7 @@ def test_private_names_stay_in_their_file() -> None:
 def test_the_runtime_knows_no_ir() -> None:
     """Stages, a schedule and places are all that another process would need."""
     ir = ["fxsplit.IR", "fxsplit.ir.IR", "fxsplit.ir.graph"]
-    found = [(name, full) for name in modules() if room(name) == "runtime" for _, full in imported(name)]
+    found = [(name, full) for name in modules() if room(name) == "runtime" for full in uses(name, "fxsplit")]
     assert [(name, full) for name, full in found if f"{full}.".startswith(tuple(f"{one}." for one in ir))] == []
 
 

@@ -84,6 +84,8 @@ def profile(name: str) -> fxsplit.Costs:
         return pipe.costs
 
 
+# At every change two networks run under every schedule, and the others, but for the slowest, under one.
+EVERY_SCHEDULE = ("resnet18", "encoder")
 SLOW = ("inception_v3", "resnet101", "resnext101_32x8d", "vgg16")
 CASES = [  # by network, since what is expected of one is computed once
     (name, devices, schedule)
@@ -93,6 +95,11 @@ CASES = [  # by network, since what is expected of one is computed once
 ]
 
 
+def is_quick(name: str, devices: int, schedule: str) -> bool:
+    """Return whether a case is run at every change, and not by `make test-long`."""
+    return name in EVERY_SCHEDULE or (name not in SLOW and (devices, schedule) == (2, "1F1B"))
+
+
 @pytest.fixture(autouse=True)
 def collected() -> Iterator[None]:
     """A pipeline is part of cycles, and here of gigabytes."""
@@ -100,7 +107,10 @@ def collected() -> Iterator[None]:
     gc.collect()
 
 
-@pytest.mark.parametrize(("name", "devices", "schedule"), CASES)
+@pytest.mark.parametrize(
+    ("name", "devices", "schedule"),
+    [pytest.param(*each, marks=() if is_quick(*each) else pytest.mark.long) for each in CASES],
+)
 def test_training_step_equals_unsplit(name: str, devices: int, schedule: str) -> None:
     model, x, target, n_microbatches = case(name)
     if schedule == "Chimera":  # half of the microbatches in either direction
@@ -133,7 +143,10 @@ def _inside_a_block(plan: fxsplit.Plan, costs: fxsplit.Costs) -> bool:
     return False
 
 
-@pytest.mark.parametrize("name", ["resnet18", "densenet121", "inception_v3", "unet", "encoder"])
+LARGER = [pytest.param(name, marks=pytest.mark.long) for name in ("densenet121", "inception_v3", "unet")]
+
+
+@pytest.mark.parametrize("name", ["resnet18", "encoder", *LARGER])
 def test_cuts_fall_inside_blocks(name: str) -> None:
     """Cut somewhere that several values cross, whatever the measured times say, and compare again."""
     model, x, target, n_microbatches = case(name)
