@@ -1,24 +1,28 @@
-"""Compiled: the compiler's record of one mode of a model, for one shape of its inputs: what was captured, what runs."""
+"""Compiled: the compiler's record of one mode of a model, for one shape of its inputs: what was captured, what runs.
+
+Training and evaluation share one program where their graphs allow it. Otherwise the mode compiled second pins every
+weight to the stage that it has in the first one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from torch import Tensor, fx, nn
+from torch import nn
 
 from fxsplit.api.options import Candidate, Options
 from fxsplit.api.validity import Validity
+from fxsplit.frontend import same_graph
 from fxsplit.ir.facts.costs import Costs
-from fxsplit.ir.facts.effects import CallEffects
-from fxsplit.ir.facts.example import Example
-from fxsplit.ir.facts.plan import Plan
-from fxsplit.ir.facts.stages import Stages
+from fxsplit.ir.facts.effects import CallEffects, find_effects
+from fxsplit.ir.facts.pins import Pins
+from fxsplit.ir.facts.stages import Stages, list_weights
 from fxsplit.ir.graph import IR
 from fxsplit.runtime.program import Program
-from fxsplit.torch_internals import pytree
+from fxsplit.torch_internals.dependences import list_node_weights
 from fxsplit.torch_internals.interpret import get_storage_id
+from fxsplit.torch_internals.rng import Draw
 
 Mode = Literal["train", "eval"]
 """A model's mode. Training and evaluation may be different graphs, as batch norm and dropout make them."""
@@ -57,10 +61,32 @@ class Compiled(Lowered):
         scheduler = self.program.scheduler
         return Candidate(scheduler, options.count_microbatches(scheduler, rows, self.found_count))
 
+    def serves(self, captured: IR) -> bool:
+        """Return whether these stages are right in the other mode too, whose graph is `captured`.
+
+        The graph may be the same and memory not: what dropout returns is its input in evaluation, and a copy in
+        training.
+        """
+        # Stages that copy no inputs, or keep no copies of buffers, would be wrong for a mode that writes to those.
+        here, there = captured[CallEffects], self.captured[CallEffects]
+        if here.writes_inputs > there.writes_inputs or not set(here.saved_buffers) <= set(there.saved_buffers):
+            return False
+        if not same_graph(captured.gm, self.captured.gm):
+            return False
+        # The same nodes may share memory in that mode only, or draw in it only: the cuts must suit that as well.
+        effects = find_effects(captured)
+        # Nodes that must stay together in that mode, and lie in two stages; or that would run in another order.
+        stage_of = self.program.plan.stage_of()
+        parted = [c for c in effects.together if len({stage_of.get(name) for name in c}) > 1]
+        crossed = [(a, b) for a, b in effects.ordered if stage_of.get(a, 0) > stage_of.get(b, 0)]
+        # A node that draws in that mode must have been wrapped to draw from a state of its own.
+        seeded = {m.key for s in self.program.stages.stages for m in s.module.children() if isinstance(m, Draw)}
+        return not parted and not crossed and effects.drawing <= seeded
+
     def share(self, model: nn.Module) -> Compiled:
         """Return this record for the model's other mode too; its attributes are as they are now."""
         # Both modes then have the same program, with the same workers' copies of weights and the same schedules.
-        return replace(self, validity=Validity.of(model, self.captured, self.program.stages), moves_weights=False)
+        return replace(self, validity=Validity(model, self.captured, self.program.stages), moves_weights=False)
 
     def place(self) -> None:
         """Move the model's weights, as they are now, to the devices of their stages."""
@@ -68,53 +94,22 @@ class Compiled(Lowered):
         self.program.place_weights()
 
 
-def build_program(model: nn.Module, options: Options, candidate: Candidate, lowered: Lowered) -> Program:
-    """Return what the runtime needs of a lowered model.
+def pin_weights(captured: IR, stages: Stages) -> Pins:
+    """Return pins that keep every parameter and buffer of a graph on the stage it has among `stages`.
 
-    Raises MissingFact for a chain that emits no stages, ScheduleError for a plan that the schedule cannot run.
+    A weight that several stages share may be anywhere.
     """
-    example, effects = lowered.captured[Example], lowered.captured[CallEffects]
-    stages = lowered.final[Stages]
-    program = Program(
-        stages=stages,
-        plan=lowered.final[Plan],
-        machine=options.machine,
-        scheduler=candidate.scheduler,
-        inputs=example.inputs,
-        returns=effects.containers,
-        joined=list_joined_dims(lowered.captured, stages),
-        writes_inputs=effects.writes_inputs,
-        rewritten=find_rewritten(model, stages, effects.saved_buffers),
-        puts_hooks=effects.sets_hooks,
-        recompute=options.recompute,
-        stage_backend=options.stage_backend,
-    )
-    # Made now, so that a plan that no schedule can run is refused by compile(), and not by the first step.
-    program.schedule(candidate.n_microbatches)
-    return program
-
-
-def list_joined_dims(captured: IR, stages: Stages) -> tuple[int | None, ...]:
-    """Return, for each output of the last stage, the dimension that its microbatches are joined on."""
-    leaves = pytree.tree_leaves(captured.gm.graph.output_node().args[0])
-    # The graph may return one value twice, and constants besides; the last stage gives each value once.
-    names = [leaf.name for leaf in leaves if isinstance(leaf, fx.Node)]
-    dims = dict(zip(names, captured[CallEffects].output_dims, strict=True))
-    return tuple(dims.get(name, 0) for name in stages[-1].outputs)
-
-
-def find_rewritten(model: nn.Module, stages: Stages, paths: Sequence[str]) -> tuple[tuple[int, str], ...]:
-    """Return the stages' own names, (stage, path in its module), for buffers that the model has under `paths`."""
-
-    def list_buffers(module: nn.Module) -> dict[str, Tensor]:
-        return dict(module.named_buffers(remove_duplicate=False))
-
-    named = list_buffers(model)
-    # Buffers are compared by memory: a stage may hold a view, and reach a shared module by another path.
-    memory = {get_storage_id(named[path]) for path in paths}
-    return tuple(
-        (stage.index, path)
-        for stage in stages.stages
-        for path, buffer in list_buffers(stage.module).items()
-        if get_storage_id(buffer) in memory
-    )
+    # By memory, not by identity: one mode may call a module, and the other fetch its weight by itself.
+    homes: dict[int, set[int]] = {}
+    for stage in stages.stages:
+        for weight in list_weights(stage.module):
+            homes.setdefault(get_storage_id(weight), set()).add(stage.index)
+    only_home = {storage: next(iter(indices)) for storage, indices in homes.items() if len(indices) == 1}
+    pinned = {
+        node.name: only_home.get(get_storage_id(weight))
+        for node in captured.gm.graph.nodes
+        for weight in list_node_weights(captured.gm, node)
+    }
+    found = {name: stage for name, stage in pinned.items() if stage is not None}
+    # Optional: a pass may remove a node from the graph before the plan is made.
+    return Pins(found, optional=frozenset(found))

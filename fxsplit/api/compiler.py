@@ -1,7 +1,7 @@
 """Compiler: gives the program that runs a call, compiled on the first call in its mode, and kept.
 
-The way of a model: choose a candidate (auto), capture its graph (lowering, frontend), state the facts and run the chain
-of passes (lowering), build the program (compiled). Weights then move to the devices of their stages.
+The way of a model: choose a candidate (auto); capture its graph, state the facts, run the chain of passes and build the
+program (lowering). Weights then move to the devices of their stages.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from fxsplit.api.auto import choose_candidate
-from fxsplit.api.compiled import OTHER_MODE, Compiled, Mode, build_program, get_mode
-from fxsplit.api.lowering import capture_model, lower
+from fxsplit.api.compiled import OTHER_MODE, Compiled, Mode, get_mode
+from fxsplit.api.lowering import build_program, capture_model, lower
 from fxsplit.api.microbatch_count import AUTO
-from fxsplit.api.modes import serves_both_modes
 from fxsplit.api.options import Options
 from fxsplit.api.validity import Validity
 from fxsplit.errors import InputError, PlanError
@@ -168,7 +167,7 @@ class Compiler:
                 candidate, known = like.adapt_candidate(self.options, rows), self.options.costs
             captured = capture_rows(divide_rows(rows, candidate.n_microbatches)[0])
             # Most models have one graph for both modes: capturing it is all that the second mode costs then.
-            if like is not None and serves_both_modes(like, captured):
+            if like is not None and like.serves(captured):
                 return like.share(self.model)
             moves_weights = False
             try:
@@ -185,7 +184,7 @@ class Compiler:
             final=lowered.final,
             costs=lowered.costs,
             program=program,
-            validity=Validity.of(self.model, captured, program.stages),
+            validity=Validity(self.model, captured, program.stages),
             found_count=candidate.n_microbatches if self.options.n_microbatches == AUTO else None,
             moves_weights=moves_weights,
         )

@@ -1,23 +1,31 @@
-"""Lowering: from a model and a call to stages, in three steps: capture the graph, state the facts, run the chain."""
+"""Lowering: from a model and a call to a program.
+
+The steps are: capture the graph, state the facts, run the chain of passes, and take from the result what runs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import nn
+from torch import Tensor, fx, nn
 
 from fxsplit import passes as standard
-from fxsplit.api.compiled import Compiled, Lowered
-from fxsplit.api.modes import pin_weights
+from fxsplit.api.compiled import Compiled, Lowered, pin_weights
 from fxsplit.api.options import Candidate, Options
 from fxsplit.errors import TraceError
 from fxsplit.frontend import capture
 from fxsplit.ir.facts.call import Call
 from fxsplit.ir.facts.costs import Costs, KnownCosts
-from fxsplit.ir.facts.stages import list_weights
+from fxsplit.ir.facts.effects import CallEffects
+from fxsplit.ir.facts.example import Example
+from fxsplit.ir.facts.plan import Plan
+from fxsplit.ir.facts.stages import Stages, list_weights
 from fxsplit.ir.graph import IR, Fact
 from fxsplit.ir.manager import Observer, run_chain
+from fxsplit.runtime.program import Program
+from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.fake_weights import lacks_values
+from fxsplit.torch_internals.interpret import get_storage_id
 
 
 def capture_model(model: nn.Module, options: Options, call: Call, rows: int, *, from_shapes: bool) -> IR:
@@ -90,3 +98,55 @@ class KeepCosts:
     def after(self, name: str, ir: IR) -> None:
         """Keep the latest costs."""
         self.found = ir.get(Costs) or self.found
+
+
+def build_program(model: nn.Module, options: Options, candidate: Candidate, lowered: Lowered) -> Program:
+    """Return what the runtime needs of a lowered model.
+
+    Raises MissingFact for a chain that emits no stages, ScheduleError for a plan that the schedule cannot run.
+    """
+    example, effects = lowered.captured[Example], lowered.captured[CallEffects]
+    stages = lowered.final[Stages]
+    program = Program(
+        stages=stages,
+        plan=lowered.final[Plan],
+        machine=options.machine,
+        scheduler=candidate.scheduler,
+        inputs=example.inputs,
+        returns=effects.containers,
+        joined=list_joined_dims(lowered.captured, stages),
+        writes_inputs=effects.writes_inputs,
+        rewritten=find_rewritten(model, stages, effects.saved_buffers),
+        puts_hooks=effects.sets_hooks,
+        recompute=options.recompute,
+        stage_backend=options.stage_backend,
+    )
+    # Made now, so that a plan that no schedule can run is refused by compile(), and not by the first step.
+    program.schedule(candidate.n_microbatches)
+    return program
+
+
+def list_joined_dims(captured: IR, stages: Stages) -> tuple[int | None, ...]:
+    """Return, for each output of the last stage, the dimension that its microbatches are joined on."""
+    leaves = pytree.tree_leaves(captured.gm.graph.output_node().args[0])
+    # The graph may return one value twice, and constants besides; the last stage gives each value once.
+    names = [leaf.name for leaf in leaves if isinstance(leaf, fx.Node)]
+    dims = dict(zip(names, captured[CallEffects].output_dims, strict=True))
+    return tuple(dims.get(name, 0) for name in stages[-1].outputs)
+
+
+def find_rewritten(model: nn.Module, stages: Stages, paths: Sequence[str]) -> tuple[tuple[int, str], ...]:
+    """Return the stages' own names, (stage, path in its module), for buffers that the model has under `paths`."""
+
+    def list_buffers(module: nn.Module) -> dict[str, Tensor]:
+        return dict(module.named_buffers(remove_duplicate=False))
+
+    named = list_buffers(model)
+    # Buffers are compared by memory: a stage may hold a view, and reach a shared module by another path.
+    memory = {get_storage_id(named[path]) for path in paths}
+    return tuple(
+        (stage.index, path)
+        for stage in stages.stages
+        for path, buffer in list_buffers(stage.module).items()
+        if get_storage_id(buffer) in memory
+    )

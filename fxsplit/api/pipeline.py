@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -202,10 +202,11 @@ class Pipeline(nn.Module):
         after each of them, or after each n_devices of them, whose mean loss is then what that step minimises. It
         starts by setting every `.grad` to None. One that fails has stepped as far as it came.
         """
-        step = self._prepare_step(args, kwargs, target, optimizer)
-        outputs = step.engine.step(step.batch, step.loss, keep_outputs=return_outputs, stepper=step.stepper)
-        total = step.loss.compute_total()
-        return (total, step.batch.program.build_result(outputs)) if return_outputs else total
+        batch, loss, stepper = self._prepare_step(args, kwargs, target, optimizer)
+        engine = self._start_engine(batch.program)
+        outputs = engine.step(batch, loss, keep_outputs=return_outputs, stepper=stepper)
+        total = loss.compute_total()
+        return (total, batch.program.build_result(outputs)) if return_outputs else total
 
     def trace(
         self, *args: Any, target: Any = None, optimizer: Optimizer | None = None, **kwargs: Any
@@ -215,11 +216,11 @@ class Pipeline(nn.Module):
         Both are timelines for `fxsplit.report`: `save_picture([predicted, measured], "step.svg")`, `save_trace` for
         Perfetto, `draw` for the terminal. The first steps are slower than later ones: trace one of those.
         """
-        step = self._prepare_step(args, kwargs, target, optimizer)
-        program = step.batch.program
-        schedule = program.schedule(len(step.batch.rows))
+        batch, loss, stepper = self._prepare_step(args, kwargs, target, optimizer)
+        program = batch.program
+        schedule = program.schedule(len(batch.rows))
         watch = Stopwatch(schedule)
-        step.engine.step(step.batch, step.loss, keep_outputs=False, stepper=step.stepper, watch=watch)
+        self._start_engine(program).step(batch, loss, keep_outputs=False, stepper=stepper, watch=watch)
         # Simulated with the costs that were planned with, to lay beside what was measured just now.
         simulation = simulate(schedule, read_times(program.plan, schedule))
         names = tuple(d.name for d in program.machine.devices[: schedule.n_devices])
@@ -228,8 +229,8 @@ class Pipeline(nn.Module):
 
     def _prepare_step(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, optimizer: Optimizer | None
-    ) -> _Step:
-        """Return a training step ready to run; raises InputError for arguments that no step can be made of."""
+    ) -> tuple[Batch, BatchLoss, Stepper | None]:
+        """Return what a training step is run with; raises InputError for arguments that no step can be made of."""
         loss_fn = self._compiler.options.loss_fn
         if loss_fn is None and target is not None:
             raise InputError(
@@ -253,8 +254,7 @@ class Pipeline(nn.Module):
         schedule = batch.program.schedule(len(batch.rows))
         stepper = make_stepper(schedule, optimizer)
         targets = None if loss_fn is None else split_target(target, batch.rows, batch.program.inputs)
-        loss = BatchLoss(loss_fn or take_model_loss, targets, batch.rows, schedule.steps)
-        return _Step(self._start_engine(batch.program), batch, loss, stepper)
+        return batch, BatchLoss(loss_fn or take_model_loss, targets, batch.rows, schedule.steps), stepper
 
     def close(self) -> None:
         """End the worker threads; the pipeline cannot run afterwards. Also done with the last reference to it."""
@@ -296,12 +296,3 @@ class Pipeline(nn.Module):
         if compiled is None:
             raise InputError("nothing is compiled yet: call the pipeline once, or pass example_inputs= to compile()")
         return compiled
-
-
-class _Step(NamedTuple):
-    """A training step that is ready to run."""
-
-    engine: Engine
-    batch: Batch
-    loss: BatchLoss
-    stepper: Stepper | None

@@ -8,12 +8,11 @@ others by now.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from fxsplit.errors import InputError
 from fxsplit.ir.facts.example import Example
@@ -27,48 +26,41 @@ _TORCHS = nn.Module().__dict__.keys() - {"training"}
 _MOST_ITEMS = 100
 
 
-@dataclass(frozen=True, eq=False)
 class Validity:
-    """What one mode was compiled from; `attributes` are the model's as they were then."""
+    """What one mode was compiled from; `attributes` are the model's as they were when this was made."""
 
-    model: nn.Module
-    graph: fx.GraphModule
-    scope: Scope
-    from_shapes: bool
-    stages: Stages
-    attributes: Mapping[str, str]
-
-    @classmethod
-    def of(cls, model: nn.Module, captured: IR, stages: Stages) -> Validity:
-        """Return what a captured graph depends on, with the model's attributes as they are now."""
-        made = cls(model, captured.gm, captured[Scope], captured[Example].from_shapes, stages, {})
-        return replace(made, attributes=made.read_attributes())
+    def __init__(self, model: nn.Module, captured: IR, stages: Stages) -> None:
+        self._model = model
+        self._captured = captured
+        self._stages = stages
+        self.attributes = self._read_attributes()
 
     def find_changes(self) -> dict[str, tuple[str | None, str | None]]:
         """Return the attributes that have another value than when the graph was captured: path -> (then, now)."""
         # Asked before every call, and nearly always nothing has changed.
-        then, now = self.attributes, self.read_attributes()
+        then, now = self.attributes, self._read_attributes()
         if then == now:
             return {}
         names = sorted(then.keys() | now.keys())
         return {name: (then.get(name), now.get(name)) for name in names if then.get(name) != now.get(name)}
 
-    def read_attributes(self) -> dict[str, str]:
+    def _read_attributes(self) -> dict[str, str]:
         """Return, by path, the values now of all that tracing may have made a constant of."""
         # The graph of one mode holds what a module does in it, also where only a part of the model changes its mode.
         found = {f"{path}.training": str(m.training) for path, m in self._whole}
         # Which nodes draw random numbers was found out with the rates of then.
         found |= {f"{path}.p": repr(m.p) for path, m in self._whole if is_dropout(m)}
-        for path, module in [("", self.model), *self._traced_into]:
+        for path, module in [("", self._model), *self._traced_into]:
             found |= {f"{path}.{name}": value for name, value in _read_module(module)}
         first: dict[int, str] = {}
-        for path, weight in _list_named_weights(self.model):
+        parameters = self._model.named_parameters(remove_duplicate=False)
+        for path, weight in (*parameters, *self._model.named_buffers(remove_duplicate=False)):
             # One weight with two names is one in the graph: untied later, the graph would train only one of the two.
             if first.setdefault(id(weight), path) != path:
                 found[f"{path} as"] = first[id(weight)]
-        if self.scope.fixed:
+        if self._captured[Scope].fixed:
             # An exported graph converts to the dtypes that there were.
-            found |= {f"{path}.dtype": str(p.dtype) for path, p in self.model.named_parameters()}
+            found |= {f"{path}.dtype": str(p.dtype) for path, p in self._model.named_parameters()}
         return {name.removeprefix("."): value for name, value in found.items()}
 
     def check_hooks(self) -> None:
@@ -78,7 +70,7 @@ class Validity:
         """
         for path, module in self._traced_into:
             hooks = [hook for kind in HOOKS for hook in module.__dict__[kind].values()]
-            if not all(_is_from_library(hook, self.model) for hook in hooks):
+            if not all(_is_from_library(hook, self._model) for hook in hooks):
                 kept_whole = next((path for path, _ in self._whole), "a layer")
                 raise InputError(
                     f"submodule {path!r} has hooks, and its inside is cut into stages, so they would never run: put "
@@ -87,10 +79,10 @@ class Validity:
 
     def check_weights(self) -> None:
         """Raise InputError for a parameter or buffer without values, where the model was captured by shapes alone."""
-        if not self.from_shapes:
+        if not self._captured[Example].from_shapes:
             return
-        if any(w.is_meta for stage in self.stages.stages for w in list_weights(stage.module)):
-            named = (*self.model.named_parameters(), *self.model.named_buffers())
+        if any(w.is_meta for stage in self._stages.stages for w in list_weights(stage.module)):
+            named = (*self._model.named_parameters(), *self._model.named_buffers())
             name = next((name for name, w in named if w.is_meta), "a constant")
             raise InputError(
                 f"{name!r} has no values yet, it is on the meta device: give the checkpoint, compile(weights=path) or "
@@ -100,26 +92,26 @@ class Validity:
     def relink(self) -> None:
         """Let stages that fetch a parameter or buffer by its path fetch what the model has under it now."""
         for module, path in self._fetched:
-            _relink(module, self.model, path)
+            _relink(module, self._model, path)
 
     @cached_property
     def _whole(self) -> list[tuple[str, nn.Module]]:
         """The modules that the graph calls, by path."""
-        paths = dict.fromkeys(str(n.target) for n in self.graph.graph.nodes if n.op == "call_module")
-        return [(path, self.graph.get_submodule(path)) for path in paths]
+        paths = dict.fromkeys(str(n.target) for n in self._captured.gm.graph.nodes if n.op == "call_module")
+        return [(path, self._captured.gm.get_submodule(path)) for path in paths]
 
     @cached_property
     def _traced_into(self) -> list[tuple[str, nn.Module]]:
         """The modules whose inside is in the graph, but for the model itself: calling the pipeline runs its hooks."""
         whole = {path for path, _ in self._whole}
         inside = tuple(f"{path}." for path in whole)
-        named = self.model.named_modules()
+        named = self._model.named_modules()
         return [(path, m) for path, m in named if path and path not in whole and not f"{path}.".startswith(inside)]
 
     @cached_property
     def _fetched(self) -> list[tuple[nn.Module, str]]:
         """Each stage's module with each path that it fetches."""
-        modules = [stage.module for stage in self.stages.stages]
+        modules = [stage.module for stage in self._stages.stages]
         return [(m, str(n.target)) for m in modules for n in m.graph.nodes if n.op == "get_attr"]
 
 
@@ -136,12 +128,6 @@ def _read_module(module: nn.Module) -> Iterable[tuple[str, str]]:
             yield name, repr(value)
     if "forward" in module.__dict__:
         yield "forward", str(id(module.__dict__["forward"]))
-
-
-def _list_named_weights(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    """Return all parameters and buffers with every path that each has."""
-    parameters = model.named_parameters(remove_duplicate=False)
-    return (*parameters, *model.named_buffers(remove_duplicate=False))
 
 
 def _is_from_library(hook: Callable[..., Any], model: nn.Module) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -13,18 +13,10 @@ from fxsplit.runtime.program import Program
 from fxsplit.runtime.stage.buffer_copies import clone_outputs, save_buffer_copies
 from fxsplit.runtime.stage.recompute import ForwardRecord, forward_without_activations
 from fxsplit.runtime.stage.replica import Replica
-from fxsplit.runtime.stage.run import Packet, forward
+from fxsplit.runtime.stage.run import Packet, Saved, forward
 from fxsplit.schedule.action import Action
 from fxsplit.torch_internals.rng import isolate_draws, new_seed, take_turn
 from fxsplit.torch_internals.thread_modes import NO_CONTEXT, ThreadModes
-
-
-class Ran(NamedTuple):
-    """A stage's forward on one microbatch: its inputs as leaves and its outputs; or `kept`, if it will recompute."""
-
-    kept: ForwardRecord | None
-    inputs: tuple[Any, ...]
-    outputs: tuple[Any, ...]
 
 
 class Forwards:
@@ -40,20 +32,21 @@ class Forwards:
         self._rewritten = program.find_rewritten_memory()
         self._loss_draws: bool | None = None  # not known before the first loss
 
-    def run(self, replica: Replica, action: Action, packet: Packet) -> Ran:
-        """Run a stage forward on a microbatch's packet."""
+    def run(self, replica: Replica, action: Action, packet: Packet) -> tuple[Saved | ForwardRecord, tuple[Any, ...]]:
+        """Run a stage forward on a microbatch's packet; return what its backward starts from, and the outputs."""
         program, stage, m = self._program, action.stage, action.microbatch
         if self._context.keeps_graph and program.recomputes(stage, m, self._n_microbatches):
             around = partial(self._surround, m)
             known = program.written.get(stage)
             with replica.use_version(action.version):
-                outputs, kept, program.written[stage] = forward_without_activations(
+                outputs, record, program.written[stage] = forward_without_activations(
                     replica.stage, packet, program.writes_inputs, known, around, self._context
                 )
-            return Ran(kept, (), outputs)
+            return record, outputs
         with self._surround(m), replica.use_version(action.version):
             saved = forward(replica.stage, packet, program.writes_inputs)
-        return Ran(None, saved.inputs, clone_outputs(saved.outputs, self._rewritten))
+        saved = saved._replace(outputs=clone_outputs(saved.outputs, self._rewritten))
+        return saved, saved.outputs
 
     def compute_loss(self, finish: Finish, m: int, outputs: tuple[Any, ...]) -> Tensor:
         """Return a microbatch's loss; one that draws does so in a state of its own, as nodes do."""

@@ -168,8 +168,7 @@ class Job:
         assert self._forwards is not None, "a schedule with forwards needs packets"
         packet = work.packets[m] if stage == 0 else self._receive(Action(stage, FORWARD, m), device, stream)
         packet = Packet(tuple(stream.fetch(packet.values)), packet.wanted)
-        kept, inputs, outputs = self._forwards.run(self._replicas[stage][action.replica], action, packet)
-        head: Saved | None = None
+        saved, outputs = self._forwards.run(self._replicas[stage][action.replica], action, packet)
         if stage < self._last:
             self._send(Action(stage + 1, FORWARD, m), Packet.of(outputs), stream)
         else:
@@ -179,37 +178,35 @@ class Job:
                 made_by = [v.grad_fn for v in outputs if isinstance(v, Tensor)]
                 loss = self._forwards.compute_loss(work.finish, m, outputs)
                 extra = list_loss_leaves(outputs, find_leaves(loss, made_by))
-                # A stage that recomputes has no graph, so the loss's own graph starts at the stage's outputs.
-                head = Saved(inputs if kept is None else outputs, (loss,), extra)
+                if isinstance(saved, Saved):
+                    saved = Saved(saved.inputs, (loss,), extra)
+                else:
+                    # A stage that recomputes has no graph, so the loss's own graph starts at the stage's outputs.
+                    saved = replace(saved, head=Saved(outputs, (loss,), extra))
         if self._context.keeps_graph:
-            work.tape[stage, m] = replace(kept, head=head) if kept is not None else head or Saved(inputs, outputs)
+            work.tape[stage, m] = saved
 
     def _run_backward(self, action: Action, device: int, stream: Stream) -> None:
-        """Run a stage backward on a microbatch and hand its inputs' gradients back."""
-        needed = self._take_gradients(action, device, stream)
-        replica, sums = self._replicas[action.stage][action.replica], self.sums[action.stage][action.replica]
-        with self._context.leave_autocast(), replica.use_version(action.version):
-            saved, gradients = self._restore(action, needed)
-            trained = replica.list_leaves(self.work.trained[action.stage], action.version)
-            of_inputs, shares = backward(saved, gradients, trained, first=len(sums.totals) < len(trained))
-        # Dropped before the next action, or memory would hold one microbatch more than the schedule says.
-        del self.work.tape[action.stage, action.microbatch]
-        # Handed back before the sums are added: the stage before waits for it.
-        self._hand_back(action, of_inputs, stream)
-        sums.add(shares)
+        """Compute the gradients of a stage's inputs on a microbatch and hand them back.
 
-    def _run_input_gradient(self, action: Action, device: int, stream: Stream) -> None:
-        """Compute the gradients of a stage's inputs on a microbatch and hand them back."""
+        A full backward computes the gradients of the weights too. An input gradient leaves those for later.
+        """
         needed = self._take_gradients(action, device, stream)
         key = action.stage, action.microbatch
         replica, sums = self._replicas[action.stage][action.replica], self.sums[action.stage][action.replica]
         with self._context.leave_autocast(), replica.use_version(action.version):
             saved, gradients = self._restore(action, needed)
             trained = replica.list_leaves(self.work.trained[action.stage], action.version)
-            whole = self._hooked[action.stage]
-            of_inputs, shares, self._weight_backwards[key] = compute_input_gradients(saved, gradients, trained, whole)
-        # The weight gradient, which comes later, needs the activations of a recomputed forward too.
-        self.work.tape[key] = saved
+            if action.op == BACKWARD:
+                of_inputs, shares = backward(saved, gradients, trained, first=len(sums.totals) < len(trained))
+                # Dropped before the next action, or memory would hold one microbatch more than the schedule says.
+                del self.work.tape[key]
+            else:
+                hooked = self._hooked[action.stage]
+                of_inputs, shares, later = compute_input_gradients(saved, gradients, trained, hooked)
+                # The weight gradient needs the activations of a recomputed forward too.
+                self._weight_backwards[key], self.work.tape[key] = later, saved
+        # Handed back before the sums are added: the stage before waits for it.
         self._hand_back(action, of_inputs, stream)
         sums.add(shares)
 
@@ -245,7 +242,7 @@ class Job:
     HANDLERS: ClassVar[dict[str, Callable[[Job, Action, int, Stream], None]]] = {
         FORWARD: _run_forward,
         BACKWARD: _run_backward,
-        INPUT_GRADIENT: _run_input_gradient,
+        INPUT_GRADIENT: _run_backward,
         WEIGHT_GRADIENT: _run_weight_gradient,
         REDUCE: _run_reduce,
         STEP: _run_step,

@@ -102,18 +102,16 @@ class Program:
     @property
     def places(self) -> dict[int, torch.device]:
         """Where each parameter and buffer lives, by its identity: with the first stage that has it."""
-        # A weight that two stages read has one home; stages on other devices run with copies (see Replica).
-        places: dict[int, torch.device] = {}
-        for stage in self.stages.stages:
-            for weight in list_weights(stage.module):
-                places.setdefault(id(weight), stage.torch_device)
-        return places
+        return {id(weight): device for weight, device in self.list_placed()}
 
     def list_placed(self) -> list[tuple[Tensor, torch.device]]:
         """Return each parameter and buffer with the device it belongs on, stage by stage."""
-        places = self.places
-        held = {id(w): w for stage in self.stages.stages for w in list_weights(stage.module)}
-        return [(w, places[key]) for key, w in held.items()]
+        # A weight that two stages read has one home; stages on other devices run with copies (see Replica).
+        placed: dict[int, tuple[Tensor, torch.device]] = {}
+        for stage in self.stages.stages:
+            for weight in list_weights(stage.module):
+                placed.setdefault(id(weight), (weight, stage.torch_device))
+        return list(placed.values())
 
     def place_weights(self) -> None:
         """Move each stage's parameters and buffers to its device, in place: optimizers keep holding them.

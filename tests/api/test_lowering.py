@@ -11,9 +11,8 @@ from torch import Tensor, nn
 import fxsplit
 from fxsplit import frontend
 from fxsplit.api import lowering
-from fxsplit.api.compiled import build_program, find_rewritten, get_mode, list_joined_dims
-from fxsplit.api.lowering import capture_model, list_facts, lower
-from fxsplit.api.modes import pin_weights
+from fxsplit.api.compiled import get_mode, pin_weights
+from fxsplit.api.lowering import build_program, capture_model, find_rewritten, list_facts, list_joined_dims, lower
 from fxsplit.api.options import Candidate, Options
 from fxsplit.errors import TraceError
 from fxsplit.ir.chain import parse_chain
