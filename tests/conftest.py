@@ -1,4 +1,4 @@
-"""Settings and fixtures for all tests: one intra-op thread, seeds, and no worker thread left behind."""
+"""Settings and fixtures for all tests: one intra-op thread, seeds, and no worker thread and no mode left behind."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
 
 import pytest
 import torch
+from torch.overrides import _get_current_function_mode_stack as list_modes
 
 
 @pytest.fixture(autouse=True)
@@ -35,3 +36,11 @@ def no_thread_left() -> Iterator[None]:
     if workers():  # beside torch, a collection takes longer than most tests
         gc.collect()
     assert not workers(), f"worker threads outlive their pipeline: {workers()}"
+
+
+@pytest.fixture(autouse=True)
+def no_mode_left() -> Iterator[None]:
+    """A mode of torch's functions that outlives its test, as a default device does, changes what later tests see."""
+    before = len(list_modes())
+    yield
+    assert len(list_modes()) == before, f"modes outlive their test: {list_modes()}"

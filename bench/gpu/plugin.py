@@ -44,6 +44,6 @@ def pytest_configure(config: pytest.Config) -> None:
     mapping = patch.object(Machine, "of", staticmethod(find_machine_on_gpu))
     mapping.start()
     config.add_cleanup(mapping.stop)
-    device = torch.get_default_device()
     torch.set_default_device(ON)
-    config.add_cleanup(lambda: torch.set_default_device(device))
+    # None, since naming the device that is the default anyway would leave a mode behind, under which functions run.
+    config.add_cleanup(lambda: torch.set_default_device(None))

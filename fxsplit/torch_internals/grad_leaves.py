@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
+from torch.overrides import has_torch_function_unary
 
 from fxsplit.torch_internals.patch import Method, patch_method
 
@@ -67,7 +68,9 @@ def watch_hooks(seen: Callable[[Tensor], object]) -> Iterator[None]:
 
     def wrap(register: Method) -> Method:
         def watched(tensor: Tensor, hook: Callable[..., Any]) -> Any:
-            seen(tensor)
+            # Under a mode, as a default device is one, the method hands itself to the mode, which calls it once more.
+            if not has_torch_function_unary(tensor):
+                seen(tensor)
             return register(tensor, hook)
 
         return watched

@@ -9,6 +9,7 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from statistics import median
 from typing import Any, TypeVar
@@ -238,36 +239,37 @@ def run_in_worker_thread(run: Callable[[], R], intraop_threads: int) -> R:
     Operators then use as many threads, and memory comes from the same kind of pool, as when the pipeline runs. Raises
     what `run` raises; an interrupt ends the thread first.
     """
-    results: list[R] = []
-    errors: list[BaseException] = []
     before = torch.get_num_threads()
     # A user's hooks on saved tensors are for the user's own graph, not for one that is measured.
     context = replace(ThreadModes.read(), hooks=None)
 
+    done: Future[R] = Future()
+
     def work() -> None:
-        torch.get_num_threads()  # sets up torch in a new thread, without which the next line has no effect
-        torch.set_num_threads(intraop_threads)
         try:
+            # The interrupt may have come before this thread was known to run.
+            check_stop()
+            torch.get_num_threads()  # sets up torch in a new thread, without which the next line has no effect
+            torch.set_num_threads(intraop_threads)
             with context.enter():
-                results.append(context.variables.run(run))
+                done.set_result(context.variables.run(run))
         except BaseException as error:
-            errors.append(error)
+            done.set_exception(error)
 
     thread = threading.Thread(target=work, name="fxsplit-profile", daemon=True)
     _stop.clear()
-    thread.start()
+    # The thread is waited for, never joined: where an interrupt ends a join, the next join returns at once.
     try:
-        thread.join()
+        thread.start()
+        return done.result()
     except BaseException:
         # Ctrl-C: the callers restore buffers and hooks, and the thread must have ended before.
         _stop.set()
-        thread.join()
+        if thread.is_alive():
+            wait([done])
         raise
     finally:
         torch.set_num_threads(before)
-    if errors:
-        raise errors[0]
-    return results[0]
 
 
 def describe_operator(call: Any, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import pytest
 import torch
 from torch import Tensor
@@ -53,10 +55,12 @@ def test_dictionaries_of_hooks_are_those_that_autograd_reads() -> None:
     handle.remove()
 
 
-def test_hooks_that_a_block_puts_on_tensors_are_seen() -> None:
+@pytest.mark.parametrize("mode", [nullcontext(), torch.device("cpu")], ids=["no mode", "a default device"])
+def test_hooks_that_a_block_puts_on_tensors_are_seen(mode: AbstractContextManager[object]) -> None:
+    """A default device is a mode of torch's functions, under which each hook was seen twice."""
     weight = leaf(2)
     seen: list[Tensor] = []
-    with watch_hooks(seen.append):
+    with mode, watch_hooks(seen.append):
         handle = weight.register_hook(lambda gradient: gradient * 3)
     weight.register_hook(lambda gradient: gradient)
     assert len(seen) == 1 and seen[0] is weight

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -119,3 +121,22 @@ def test_a_worker_thread_has_the_callers_modes_and_its_own_number_of_threads() -
     assert run_in_worker_thread(run, 1)[0] and torch.get_num_threads() == before
     with pytest.raises(ZeroDivisionError):
         run_in_worker_thread(lambda: 1 / 0, 1)
+
+
+def test_an_interrupt_waits_for_the_thread() -> None:
+    """A thread that is joined twice, first in vain, was taken for ended, and wrote to buffers restored by then."""
+    ended: list[bool] = []
+
+    def run() -> None:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        time.sleep(0.3)
+        ended.append(True)
+
+    # Python has no handler where the tests run as a background job of a shell.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_in_worker_thread(run, 1)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert ended == [True]
