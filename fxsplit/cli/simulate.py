@@ -6,6 +6,7 @@ import argparse
 import json
 from typing import Any
 
+from fxsplit.api.microbatch_count import choose_microbatch_count
 from fxsplit.api.plan import lay_out
 from fxsplit.errors import InputError
 from fxsplit.formats import read
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     costs.add_argument("--plan", metavar="FILE", help="times and memory of a plan (fxsplit plan ... --json > FILE)")
     costs.add_argument("--profile", metavar="FILE", help="plan this profile first, for as many stages as it takes")
     costs.add_argument("--unit-times", action="store_true", help="F = I = W = 1 and B = 2 for every stage (default)")
-    parser.add_argument("--bandwidth", type=float, metavar="BYTES_PER_S", help="of every link, with --profile")
+    parser.add_argument("--bandwidth", type=float, metavar="BYTES_PER_S", help="of every link (default: the profile's)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--trace", metavar="FILE", help="write the timeline for Perfetto (ui.perfetto.dev)")
     parser.add_argument("--picture", metavar="FILE", help="draw the timeline as .svg, .png or .pdf")
@@ -100,7 +101,7 @@ def _choose_schedule(arguments: argparse.Namespace, plan: Plan | None) -> Schedu
         devices = len(plan.stages) // (arguments.stages_per_device or 1) if plan else 4
     count = arguments.n_microbatches
     if count is None:
-        count = plan.n_microbatches if plan else 2 * devices
+        count = plan.n_microbatches if plan else choose_microbatch_count(devices)
     # A number of devices that is given asks for that schedule, also where the plan has replicas.
     if plan is not None and arguments.devices is None:
         return build_schedule(plan, Scheduler(name, devices, arguments.stages_per_device), count)
@@ -110,7 +111,8 @@ def _choose_schedule(arguments: argparse.Namespace, plan: Plan | None) -> Schedu
 def _plan_profile(arguments: argparse.Namespace, schedule: Schedule) -> Plan:
     """Return the best plan of a profile with as many stages as the schedule has, over equal links."""
     profile = read(arguments.profile, by_bytes=arguments.bandwidth is not None)
-    machine = Machine.planned(schedule.n_stages, arguments.bandwidth)
+    bytes_per_s = profile.bytes_per_s if arguments.bandwidth is None else arguments.bandwidth
+    machine = Machine.planned(schedule.n_stages, bytes_per_s)
     return Planner(profile.costs).plan(*lay_out(machine, n_microbatches=schedule.n_microbatches), Options())
 
 

@@ -90,6 +90,8 @@ def test_a_profile_is_planned_for_the_schedules_stages(capsys: pytest.CaptureFix
     told = answer(capsys, *arguments, "--bandwidth", "1e9")
     assert told["n_stages"] == 6 and told["n_devices"] == 3 and len(told["peak_bytes"]) == 3
     assert told["step_time"] >= 6 * 18 / 3
+    # This was a TypeError: None went into the machine in place of a bandwidth.
+    assert answer(capsys, *arguments)["step_time"] <= told["step_time"]
 
 
 @pytest.mark.parametrize(
