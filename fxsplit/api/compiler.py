@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import threading
-import warnings
 from functools import partial
 from pathlib import Path
 
@@ -31,6 +30,7 @@ from fxsplit.ir.facts.scope import Scope
 from fxsplit.ir.graph import name_pass
 from fxsplit.runtime.microbatches import divide_rows
 from fxsplit.runtime.program import Batch, Program
+from fxsplit.torch_internals.containers import warn_user
 
 Shapes = tuple[tuple[int, ...], ...]
 """The shapes of a call's tensors, without their rows."""
@@ -204,10 +204,9 @@ class Compiler:
         name = next((name for name in changes if not name.endswith("training")), None)
         if name is not None:
             then, now = changes[name]
-            warnings.warn(
+            warn_user(
                 f"compiling again, because attribute {name!r} of the model changed from {then} to {now}: keep what "
-                "forward() does not read, such as counters, outside of the model",
-                stacklevel=5,
+                "forward() does not read, such as counters, outside of the model"
             )
         return bool(changes)
 

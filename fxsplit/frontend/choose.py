@@ -6,7 +6,6 @@ value), or for both. In the last case the submodules that decide stay whole, as 
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 
 from fxsplit.errors import FxsplitError, TraceError
@@ -17,6 +16,7 @@ from fxsplit.frontend.graph_module import GivenGraph
 from fxsplit.frontend.subject import Subject
 from fxsplit.frontend.symbolic import SymbolicTrace
 from fxsplit.ir.facts.effects import CallEffects
+from fxsplit.torch_internals.containers import warn_user
 
 MOST_LEAVES = 16
 """After so many submodules that have to stay whole there is little left to split."""
@@ -84,10 +84,9 @@ def _attempt_around(front_end: FrontEnd, subject: Subject, failed: TraceError, r
             failed = error
             continue
         for path in whole:
-            warnings.warn(
+            warn_user(
                 f"submodule {path!r} of {subject.name} stays whole, as no front end can follow it ({reasons}); "
-                f"fxsplit.leaf({path!r}) in passes= says that this is meant",
-                stacklevel=3,
+                f"fxsplit.leaf({path!r}) in passes= says that this is meant"
             )
         scope = replace(graph.scope, front_end=f"{front_end.name}, with submodules kept whole")
         return replace(graph, scope=scope), effects

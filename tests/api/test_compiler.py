@@ -99,8 +99,9 @@ def test_an_outdated_mode_takes_its_other_shapes_with_it() -> None:
     six, three = call(torch.randn(8, 6, 8)), call(torch.randn(8, 3, 8))
     first, other = compiler.program("train", six), compiler.program("train", three)
     model.scale = 2.0  # type: ignore[assignment]
-    with pytest.warns(UserWarning, match="attribute 'scale' of the model changed from None to 2.0"):
+    with pytest.warns(UserWarning, match="attribute 'scale' of the model changed from None to 2.0") as said:
         assert compiler.program("train", six) is first, "the graph is the same: nothing in it reads the attribute"
+    assert said[0].filename == __file__
     assert compiler.program("train", three) is not other
 
 

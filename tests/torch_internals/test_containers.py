@@ -6,6 +6,7 @@ from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx.immutable_collections import immutable_dict, immutable_list
@@ -19,6 +20,7 @@ from fxsplit.torch_internals.containers import (
     register_dataclasses,
     to_plain_containers,
     to_plain_outputs,
+    warn_user,
 )
 
 Pair = namedtuple("Pair", "first second")
@@ -117,3 +119,13 @@ def test_names_of_torch_and_of_the_project() -> None:
         False,
     ]
     assert torch.__file__.startswith(LIBRARIES[0]) and str(fxsplit.__file__).startswith(LIBRARIES[1])
+
+
+def test_a_warning_points_at_the_users_line() -> None:
+    """Frames of torch and of fxsplit are passed over, however many there are."""
+    with pytest.warns(UserWarning, match="through torch") as said:
+        pytree.tree_map(warn_user, ["through torch"])
+    assert said[0].filename == __file__
+    with pytest.warns(DeprecationWarning, match="by itself") as said:
+        warn_user("by itself", DeprecationWarning)
+    assert said[0].filename == __file__

@@ -7,7 +7,6 @@ buffers and arguments, and have the same gradients. Neither run leaves a trace o
 from __future__ import annotations
 
 import operator
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,7 +22,7 @@ from fxsplit.frontend.no_trace_left import refuse_assignments
 from fxsplit.frontend.subject import Runnable, Subject
 from fxsplit.ir.facts.effects import CallEffects
 from fxsplit.torch_internals import pytree
-from fxsplit.torch_internals.containers import drop_foreign_fields, rebuild, to_plain_outputs
+from fxsplit.torch_internals.containers import drop_foreign_fields, rebuild, to_plain_outputs, warn_user
 from fxsplit.torch_internals.fake_weights import Snapshot, has_values
 from fxsplit.torch_internals.interpret import get_storage_id, preserve
 from fxsplit.torch_internals.module_kinds import is_batch_norm
@@ -82,10 +81,9 @@ def _compare(here: Runnable, gm: fx.GraphModule, is_cut: bool) -> CallEffects:
     unpack_output(gm, got)
     containers = _find_own_containers(here, expected, got)
     if dropped:
-        warnings.warn(
+        warn_user(
             f"{here.name} returns {', '.join(dropped)}, which is nothing that a pipeline could hand on: it is left out "
-            "of the outputs (use_cache=False, for example, does not make it)",
-            stacklevel=2,
+            "of the outputs (use_cache=False, for example, does not make it)"
         )
     # The statistics of batch norms have a pass that keeps them in order; nothing keeps other buffers in order.
     statistics = {id(b) for m in here.model.modules() if is_batch_norm(m) for b in m.buffers(recurse=False)}

@@ -31,7 +31,7 @@ from fxsplit.frontend.graph import Graph
 from fxsplit.frontend.no_trace_left import refuse_assignments, refuse_draws, restore_model
 from fxsplit.frontend.subject import Runnable, Subject
 from fxsplit.ir.facts.scope import Scope
-from fxsplit.torch_internals.containers import LIBRARIES, to_plain_outputs
+from fxsplit.torch_internals.containers import LIBRARIES, to_plain_outputs, warn_user
 from fxsplit.torch_internals.fake_weights import is_fake
 from fxsplit.torch_internals.grad_leaves import watch_hooks
 from fxsplit.torch_internals.graph_devices import move_constants
@@ -92,11 +92,10 @@ def _export(subject: Subject, front_end: str) -> Graph:
         writer = GraphWriter(module, here.model, functions, wholes.calls)
         writer.write_program([spec.name for spec in specs], returns)
     if checkpoints:
-        warnings.warn(
+        warn_user(
             f"forward() of {subject.name} changes what is saved for backward, as checkpoint() does, which its "
             "graph does not: gradients are the same, buffers are written once and not again in the recomputation, and "
-            "compile(recompute='always') keeps as little",
-            stacklevel=2,
+            "compile(recompute='always') keeps as little"
         )
     gm = fx.GraphModule(_find_own(model, writer.held), writer.graph, class_name=subject.name)
     # A model on several devices was exported from a copy in host memory.
