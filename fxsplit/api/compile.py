@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,6 +23,7 @@ from fxsplit.ir.facts.machine import Device, DeviceLike, Machine
 from fxsplit.ir.graph import Pass
 from fxsplit.runtime.loss import LossFn
 from fxsplit.schedule.catalogue import ASYNCHRONOUS
+from fxsplit.torch_internals.containers import warn_user
 
 DEFAULT = Chain(standard.DEFAULT)
 """The chain that compile() runs: profile, augment, order, partition, emit, batch-norm."""
@@ -51,7 +51,8 @@ def compile(
     """Return `model` as a pipeline over `devices`: a module that is called, trained and saved like the model.
 
     devices: a number (that many GPUs where there are as many, CPU devices otherwise), names or torch.devices with
-        repeats allowed, or a Machine with memory, speed and links.
+        repeats allowed, or a Machine with memory, speed and links. On a machine with one GPU, 1 is that GPU and 2 are
+        two CPU devices: two stages on the one GPU are `["cuda:0", "cuda:0"]`.
     example_inputs: one whole batch as the model would be called: a tensor, a tuple of positional arguments, or a
         dict of keyword arguments. Without it the pipeline compiles on its first call.
     n_microbatches: pieces each batch is cut into (default: one or two a device, depending on the batch), or "auto".
@@ -110,11 +111,8 @@ def choose_recompute(recompute: str | None, checkpoint: str | None) -> str:
         raise InputError(
             f"recompute={recompute!r} and checkpoint={checkpoint!r} name one option: give recompute= alone"
         )
-    # The third frame up is the line that calls compile().
-    warnings.warn(
-        f"compile(checkpoint={checkpoint!r}) is deprecated: write compile(recompute={checkpoint!r})",
-        DeprecationWarning,
-        stacklevel=3,
+    warn_user(
+        f"compile(checkpoint={checkpoint!r}) is deprecated: write compile(recompute={checkpoint!r})", DeprecationWarning
     )
     return checkpoint
 

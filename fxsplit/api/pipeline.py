@@ -196,7 +196,8 @@ class Pipeline(nn.Module):
         `target` is a tensor, or tuple or dict of tensors, with one row for each row of the input. Without a loss_fn the
         loss is the one that the model itself returns, as Hugging Face's models do for `labels=`. The loss is that of
         the whole batch: microbatches are weighted by their rows, or summed where `loss_fn.reduction` is "sum". With
-        `return_outputs` the result is (loss, outputs), both detached. No `.grad` changes when a step fails.
+        `return_outputs` the result is (loss, outputs), both detached. No `.grad` changes when a step fails. There is
+        one exception: if a gradient hook of yours raises, some of the step's gradients have been added already.
 
         Under PipeDream and PipeDream-2BW the batch is a stream, and `optimizer` steps as its microbatches come back:
         after each of them, or after each n_devices of them, whose mean loss is then what that step minimises. It
