@@ -215,16 +215,10 @@ def test_plan_from_a_model() -> None:
     x = torch.ones(8, 4)
     plan = fxsplit.plan(model, 3, example_inputs=x, n_microbatches=4)
     assert [name for s in plan.stages for name in s.nodes] == ["_0", "_1", "_2"] and plan.rows == 2 and plan.optimal
-    costs = fxsplit.profile(model, x, repeats=1)
-    assert costs.rows == 8 and [n.name for n in costs.nodes] == ["_0", "_1", "_2"]
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
     with pytest.raises(fxsplit.FxsplitError, match="give example_inputs="):
         fxsplit.plan(model, 3)
-    with pytest.raises(fxsplit.FxsplitError, match="n_microbatches=0"):
-        fxsplit.profile(model, x, n_microbatches=0)
-    with pytest.raises(fxsplit.FxsplitError, match="model is a dict"):
-        fxsplit.profile({}, x)  # type: ignore[arg-type]
 
 
 def test_a_small_plan_loads_neither_torch_nor_numba(profile: str) -> None:
