@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from bench.gpu.checks.equality import CLOSE
 from bench.gpu.setting import FAST, MICROBATCHES, RECOMPUTING, Net, Setting
 from fxsplit.api.compare import compare, run_pipeline_step, run_unsplit_step
-from fxsplit.runtime.streams import CpuStream, CudaStream
+from fxsplit.runtime.streams import CudaStream, Stream
 
 MODES: tuple[dict[str, Any], ...] = ({}, {"passes": RECOMPUTING}, {"deferred_batch_norm": True})
 STEPS = 3
@@ -29,7 +29,7 @@ def run_chaos(setting: Setting, seconds: float = 65.0) -> int:
     # The same delays each time, but threads reach them in another order: a failure may need several runs to come back.
     rng = random.Random(0)
     # The CPU's streams in a dry run, whose delays do nothing, so that the same lines run.
-    kind: type[Any] = CpuStream if setting.dry else CudaStream
+    kind: type[Any] = Stream if setting.dry else CudaStream
     mark, fetch = kind.mark, kind.fetch
 
     def delay() -> None:

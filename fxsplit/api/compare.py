@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fxsplit.api.pipeline import Pipeline
 from fxsplit.ir.facts.call import Inputs
-from fxsplit.runtime.loss import find_reduction
+from fxsplit.runtime.loss import weigh_rows
 from fxsplit.runtime.microbatches import divide_rows, join, split, split_target
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.containers import to_plain_outputs
@@ -81,14 +81,13 @@ def run_unsplit_step(
     inputs = inputs or Inputs.of(model, args, kwargs or {})[0]
     tensors = inputs.bind(args, kwargs or {}, None)
     batch = inputs.count_rows(tensors)
-    rows = divide_rows(batch, n_microbatches) if isinstance(n_microbatches, int) else list(n_microbatches)
+    rows = divide_rows(batch, n_microbatches) if isinstance(n_microbatches, int) else n_microbatches
     columns = [split(t, rows, spec.batch_dim) for t, spec in zip(tensors, inputs.specs, strict=True)]
     targets = [()] * len(rows) if target is None else [(t,) for t in split_target(target, rows, inputs)]
     outputs = []
-    for m, count in enumerate(rows):
+    for m, weight in enumerate(weigh_rows(loss_fn, rows)):
         call = inputs.make_call([column[m] for column in columns])
         output = model(*call.args, **call.kwargs)
-        weight = 1.0 if find_reduction(loss_fn) == "sum" else count / batch
         # Weighted by rows, the losses of microbatches add up to the loss of the batch, as in the pipeline's step.
         (loss_fn(output, *targets[m]) * weight).backward()
         outputs.append(pytree.tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, to_plain_outputs(output)))
@@ -100,18 +99,13 @@ def _join_outputs(outputs: Sequence[Any], rows: Sequence[int], dims: Sequence[in
 
     `dims` are the dimensions that tensors are joined on, one for each (None: the first dimension of each tensor).
     """
-    first, structure = pytree.tree_flatten(outputs[0])
-    columns = zip(*(pytree.tree_leaves(output) for output in outputs), strict=True)
-    whole = []
-    of = iter(dims) if dims is not None else None
-    for leaf, column in zip(first, columns, strict=True):
-        if not isinstance(leaf, Tensor):
-            # A constant among the outputs is the same for all microbatches.
-            whole.append(leaf)
-            continue
-        dim = next(of) if of is not None else (0 if leaf.ndim else None)
-        whole.append(join(column, rows, dim))
-    return pytree.tree_unflatten(whole, structure)
+    if dims is None:
+        dims = [0 if t.ndim else None for t in pytree.tree_leaves(outputs[0]) if isinstance(t, Tensor)]
+    of = iter(dims)
+    # A constant among the outputs is the same for all microbatches.
+    return pytree.tree_map(
+        lambda *pieces: join(pieces, rows, next(of)) if isinstance(pieces[0], Tensor) else pieces[0], *outputs
+    )
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from fxsplit.runtime.loss import Finish
 from fxsplit.runtime.program import Program
 from fxsplit.runtime.stage.recompute import ForwardRecord, list_loss_leaves
 from fxsplit.runtime.stage.replica import Replica
-from fxsplit.runtime.stage.run import Packet, Saved, backward, find_failing_node
-from fxsplit.runtime.stage.split_backward import compute_input_gradients, compute_weight_gradients
+from fxsplit.runtime.stage.run import Packet, Saved, backward, compute_weight_gradients, find_failing_node
 from fxsplit.runtime.stage.weight_versions import Stepper, VersionedReplica
 from fxsplit.runtime.stopwatch import Stopwatch
 from fxsplit.runtime.streams import Stream, hand_over
@@ -99,7 +98,6 @@ class Job:
         self._context = ThreadModes.read()
         self._last = len(program.stages) - 1
         self._weight_backwards: dict[tuple[int, int], list[WeightBackward]] = {}
-        # A node that has hooks would run them in both parts of a backward.
         self._hooked = program.find_hooked_stages() if schedule.splits else []
         self._failing = threading.Lock()
         self._forwards: Forwards | None = None
@@ -107,11 +105,6 @@ class Job:
             self._forwards = Forwards(program, self._context, n)
             for replica in (r for replicas in self._replicas for r in replicas):
                 replica.refresh()
-
-    @property
-    def n_devices(self) -> int:
-        """How many workers take part."""
-        return len(self.schedule.actions)
 
     def total(self) -> Sums:
         """Return one sum of all stages' gradients, in their replicas' place; a loss may depend on any of them."""
@@ -197,13 +190,14 @@ class Job:
         with self._context.leave_autocast(), replica.use_version(action.version):
             saved, gradients = self._restore(action, needed)
             trained = replica.list_leaves(self.work.trained[action.stage], action.version)
+            # A node that has hooks would run them in both parts of a backward.
+            split = action.op == INPUT_GRADIENT and not self._hooked[action.stage]
+            first = len(sums.totals) < len(trained)
+            of_inputs, shares, later = backward(saved, gradients, trained, first, split)
             if action.op == BACKWARD:
-                of_inputs, shares = backward(saved, gradients, trained, first=len(sums.totals) < len(trained))
                 # Dropped before the next action, or memory would hold one microbatch more than the schedule says.
                 del self.work.tape[key]
             else:
-                hooked = self._hooked[action.stage]
-                of_inputs, shares, later = compute_input_gradients(saved, gradients, trained, hooked)
                 # The weight gradient needs the activations of a recomputed forward too.
                 self._weight_backwards[key], self.work.tape[key] = later, saved
         # Handed back before the sums are added: the stage before waits for it.
@@ -256,7 +250,7 @@ class Job:
             return saved, gradients
         # The loss was computed once, with its graph kept. Its backward gives the gradients of the stage's outputs.
         if saved.head is not None:
-            gradients, shares = backward(saved.head, gradients, ())
+            gradients, shares, _ = backward(saved.head, gradients, ())
             self.sums[action.stage][action.replica].add(shares)
         replica = self._replicas[action.stage][action.replica]
         return saved.recompute(replica.stage, self._program.writes_inputs), gradients

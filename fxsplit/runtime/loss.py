@@ -6,6 +6,7 @@ weight of its loss.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -70,6 +71,14 @@ def find_reduction(loss_fn: LossFn) -> str:
     return str(bound or getattr(loss_fn, "reduction", "mean"))
 
 
+def weigh_rows(loss_fn: LossFn, rows: Sequence[int]) -> list[float]:
+    """Return the weight of each microbatch's loss in the loss of all of them; `rows` has the rows of each.
+
+    A mean over rows has the microbatch's share of the rows, a sum 1.
+    """
+    return [1.0] * len(rows) if find_reduction(loss_fn) == "sum" else [count / sum(rows) for count in rows]
+
+
 class BatchLoss:
     """Computes the loss of each microbatch, on the last stage's worker, and its weight in the batch's loss.
 
@@ -85,20 +94,14 @@ class BatchLoss:
     def __init__(
         self, loss_fn: LossFn, targets: Sequence[Any] | None, rows: Sequence[int], ends: Sequence[int] = ()
     ) -> None:
-        reduction = find_reduction(loss_fn)
-        if reduction not in ("mean", "batchmean", "sum"):
+        if (reduction := find_reduction(loss_fn)) not in ("mean", "batchmean", "sum"):
             raise InputError(f"loss_fn has reduction={reduction!r}: a step needs one number, use 'mean' or 'sum'")
         self._loss_fn = loss_fn
         self._targets = targets
         # Gradients are those of one optimizer step's loss, and the loss that is reported is that of the whole batch.
-        self._weights_in_step = [1.0] * len(rows)
-        self._weights_in_batch = [1.0] * len(rows)
-        begin = 0
-        for end in [*(m + 1 for m in ends), len(rows)]:
-            own = sum(rows[begin:end])
-            for m in range(begin, end) if reduction != "sum" else ():
-                self._weights_in_step[m], self._weights_in_batch[m] = rows[m] / own, rows[m] / sum(rows)
-            begin = end
+        self._weights_in_batch = weigh_rows(loss_fn, rows)
+        bounds = itertools.pairwise([0, *(m + 1 for m in ends), len(rows)])
+        self._weights_in_step = [w for begin, end in bounds for w in weigh_rows(loss_fn, rows[begin:end])]
         self._losses: list[Tensor | None] = [None] * len(rows)
         # A weight as a tensor, made once. Each worker has its own: on a GPU another worker's stream may be behind.
         self._gradients: dict[tuple[float, int], Tensor] = {}

@@ -4,61 +4,46 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fxsplit.torch_internals.thread_modes import NO_CONTEXT
 
-class Stream(Protocol):
-    """A queue of work on one device. A *token* marks a place in a stream; on a CPU it is None."""
 
-    def enter(self) -> Any:
+class Stream:
+    """A queue of work on one device; this one is a CPU's, which needs none: work is over when the call returns.
+
+    A *token* marks a place in a stream; on a CPU it is None.
+    """
+
+    def enter(self) -> AbstractContextManager[None]:
         """Return a context manager inside which work goes to this stream."""
+        return NO_CONTEXT
 
     def mark(self) -> Any:
         """Return a token for everything queued so far."""
 
     def wait_for(self, token: Any) -> None:
         """Let what is queued from now on wait for the place that a token, of any stream, marks."""
+        if token is not None:
+            token.synchronize()
 
     def record_time(self) -> Any:
         """Return the time at which this stream gets here: in seconds, or an event that will know the time."""
+        return time.perf_counter()
 
     def fetch(self, tensors: Sequence[Any]) -> list[Any]:
         """Return the values on this device. Their memory is not given back before this stream has read it.
 
-        Values that are no tensors are returned as they are.
+        Values that are no tensors, or are here already, are returned as they are.
         """
-
-
-class CpuStream:
-    """The stream of a CPU, which has no queue: work is over when the call returns."""
-
-    @contextmanager
-    def enter(self) -> Iterator[None]:
-        """Do nothing: there is no queue."""
-        yield
-
-    def mark(self) -> None:
-        """Return nothing to wait for."""
-
-    def wait_for(self, token: Any) -> None:
-        """Wait until a GPU has done what a token marks; a token of a CPU marks nothing."""
-        if token is not None:
-            token.synchronize()
-
-    def record_time(self) -> float:
-        """Return the time, in seconds."""
-        return time.perf_counter()
-
-    def fetch(self, tensors: Sequence[Any]) -> list[Any]:
-        """Return the values, copied only where they come from another kind of device."""
         return [v.cpu() if isinstance(v, Tensor) and v.device.type != "cpu" else v for v in tensors]
 
 
-class CudaStream:
+class CudaStream(Stream):
     """A CUDA stream of its own, so that stages on one GPU overlap too."""
 
     def __init__(self, device: torch.device) -> None:
@@ -94,7 +79,7 @@ class CudaStream:
 
 def make_stream(device: torch.device) -> Stream:
     """Return a stream for one worker's device."""
-    return CudaStream(device) if device.type == "cuda" else CpuStream()
+    return CudaStream(device) if device.type == "cuda" else Stream()
 
 
 def mark_caller(devices: Sequence[torch.device]) -> dict[torch.device, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fxsplit.runtime.streams import CpuStream, hand_over, make_caller_wait, make_stream, mark_caller
+from fxsplit.runtime.streams import Stream, hand_over, make_caller_wait, make_stream, mark_caller
 
 
 class Token:
@@ -21,7 +21,7 @@ class Token:
 
 def test_a_cpu_has_nothing_queued() -> None:
     stream: Any = make_stream(torch.device("cpu"))
-    assert stream.mark() is None and isinstance(stream, CpuStream)
+    assert stream.mark() is None and isinstance(stream, Stream)
     with stream.enter():
         begin = stream.record_time()
     time.sleep(0.01)
@@ -29,7 +29,7 @@ def test_a_cpu_has_nothing_queued() -> None:
 
 
 def test_a_cpu_waits_for_what_a_gpu_has_queued() -> None:
-    stream, token = CpuStream(), Token()
+    stream, token = Stream(), Token()
     stream.wait_for(None)
     stream.wait_for(token)
     assert token.waited == 1
@@ -46,7 +46,7 @@ def test_values_are_copied_only_from_another_kind_of_device() -> None:
 
     here = torch.ones(2)
     elsewhere = torch.ones(2).as_subclass(Elsewhere)
-    fetched = CpuStream().fetch([here, "text", None, elsewhere])
+    fetched = Stream().fetch([here, "text", None, elsewhere])
     assert fetched[0] is here and fetched[1:] == ["text", None, "copied"]
 
 

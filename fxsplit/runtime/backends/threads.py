@@ -76,7 +76,7 @@ class Workers:
             with self._open:
                 if self._closed:
                     raise ClosedError("the pipeline is closed: compile the model again")
-                for device, tasks in enumerate(self._tasks[: job.n_devices]):
+                for device, tasks in enumerate(self._tasks[: len(job.marks)]):
                     tasks.put(partial(_run_task, job, device, ready, finished))
                     left += 1
             while left:
@@ -126,10 +126,7 @@ def _serve(tasks: SimpleQueue[Task | None], device: torch.device, intraop_thread
     torch.set_num_threads(intraop_threads)
     stream = make_stream(device)
     up.put(None)
-    while True:
-        task = tasks.get()
-        if task is None:
-            return
+    while (task := tasks.get()) is not None:
         task(stream)
         # Otherwise the last job's tensors would live until the next one.
         del task

@@ -1,4 +1,10 @@
-"""Run one action of a worker: a stage forward or backward on one microbatch."""
+"""Run one action of a worker: a stage forward or backward on one microbatch.
+
+Schedules such as ZB-H1 split a backward: input gradients (I) at once, since the stage before waits for them alone, and
+weight gradients (W) when the worker has time. The first part keeps the gradient that arrives at each weight's branch
+node (see `torch_internals/grad_split.py`), and the second part goes from there to the weights. Weights without a branch
+node get their gradients in the first part, and so do all weights of stages whose modules have hooks.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +19,8 @@ from torch import Tensor
 from fxsplit.ir.facts.stages import Stage
 from fxsplit.torch_internals.containers import LIBRARIES
 from fxsplit.torch_internals.grad_leaves import mute
-from fxsplit.torch_internals.grad_sums import Share, differentiate, find_unshared, make_shares
+from fxsplit.torch_internals.grad_split import BranchNodes, WeightBackward, collect_weight_backwards, find_branch_nodes
+from fxsplit.torch_internals.grad_sums import Share, Sums, differentiate, find_unshared, make_shares
 from fxsplit.torch_internals.thread_modes import NO_CONTEXT
 
 
@@ -57,30 +64,46 @@ def forward(stage: Stage, packet: Packet, writes: bool = False) -> Saved:
 
 
 def backward(
-    saved: Saved, gradients: Sequence[Tensor | None], trained: Sequence[Tensor], first: bool = True
-) -> tuple[list[Tensor | None], list[Share]]:
+    saved: Saved, gradients: Sequence[Tensor | None], trained: Sequence[Tensor], first: bool = True, split: bool = False
+) -> tuple[list[Tensor | None], list[Share], list[WeightBackward]]:
     """Run a stage backward from the gradients of its outputs, which are None where there is none.
 
-    Returns the gradients of its inputs, and the shares of `trained` and of what else the loss depends on. `first` says
-    that some leaf may get its first gradient; later ones are added to a sum, whether others refer to them or not, so
-    they are not asked.
+    Returns the gradients of its inputs, the shares of `trained` and of what else the loss depends on, and what is left
+    to do. `first` says that some leaf may get its first gradient; later ones are added to a sum, whether others refer
+    to them or not, so they are not asked. With `split` the weights that have a branch node are left for later.
     """
     roots, arrived = list_roots(saved, gradients)
     of_inputs: list[Tensor | None] = [None] * len(saved.inputs)
     wanted = [i for i, v in enumerate(saved.inputs) if isinstance(v, Tensor) and v.requires_grad]
+    nodes: BranchNodes = {}
+    if split:
+        # A weight that the loss depends on too gets a gradient from two places, one of them outside of the stage.
+        own = [weight for weight in trained if all(weight is not leaf for leaf in saved.extra)]
+        nodes, trained = find_branch_nodes(roots, own)
     leaves = [*(saved.inputs[i] for i in wanted), *trained]
     # Compared by identity, since == of tensors compares elements.
     leaves += [one for one in saved.extra if all(one is not leaf for leaf in leaves)]
-    if not roots or not leaves:
-        return of_inputs, []
+    edges = [edge for edges, _ in nodes.values() for edge in edges]
+    if not roots or not (leaves or edges):
+        return of_inputs, [], []
     # The stage's own leaves are muted for the whole job; which leaves a loss has is known only now.
     with mute(saved.extra) if saved.extra else NO_CONTEXT:
-        found = differentiate(roots, arrived, leaves)
-    unshared = find_unshared(found) if first else [False] * len(leaves)
+        found = differentiate(roots, arrived, [*leaves, *edges], retain_graph=bool(edges))
+    unshared = find_unshared(found) if first else [False] * len(found)
     for i, gradient in zip(wanted, found, strict=False):
         of_inputs[i] = gradient
-    at = len(wanted)
-    return of_inputs, make_shares(leaves[at:], found[at:], unshared[at:])
+    at, end = len(wanted), len(leaves)
+    shares = make_shares(leaves[at:], found[at:end], unshared[at:end])
+    return of_inputs, shares, collect_weight_backwards(nodes, found[end:])
+
+
+def compute_weight_gradients(left: list[WeightBackward], sums: Sums) -> None:
+    """Add the gradients of the weights to `sums`, and empty the list of what is left to do."""
+    # Popped, so that the gradients that a branch node was waiting with are freed one after the other.
+    while left:
+        edges, weights, gradients = left.pop()
+        found = differentiate(edges, gradients, weights)
+        sums.add(make_shares(weights, found, find_unshared(found)))
 
 
 def list_roots(saved: Saved, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:

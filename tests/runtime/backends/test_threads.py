@@ -15,7 +15,7 @@ import torch
 from fxsplit.errors import ClosedError
 from fxsplit.runtime.backends import threads
 from fxsplit.runtime.backends.threads import Workers
-from fxsplit.runtime.streams import CpuStream
+from fxsplit.runtime.streams import Stream
 
 CPU = torch.device("cpu")
 
@@ -24,7 +24,7 @@ class Job:
     """Notes who runs it; `act` is what each worker does."""
 
     def __init__(self, n_devices: int, act: Any = lambda device: None) -> None:
-        self.n_devices, self.act = n_devices, act
+        self.act = act
         self.error: BaseException | None = None
         self.marks: list[Any] = [None] * n_devices
         self.ran: dict[int, tuple[threading.Thread, int, Any]] = {}
@@ -57,7 +57,7 @@ def test_each_device_has_a_thread_of_its_own() -> None:
         assert sorted(first.ran) == [0, 1, 2] and sorted(second.ran) == [0, 1], "a job may need fewer"
         assert len({thread for thread, _, _ in first.ran.values()}) == 3
         assert [first.ran[d][0] for d in (0, 1)] == [second.ran[d][0] for d in (0, 1)], "and they stay"
-        assert all(n == 1 and isinstance(stream, CpuStream) for _, n, stream in first.ran.values())
+        assert all(n == 1 and isinstance(stream, Stream) for _, n, stream in first.ran.values())
         assert [thread.name for thread, _, _ in first.ran.values() if not thread.daemon] == []
         assert all(made.has(thread) for thread, _, _ in first.ran.values())
         assert not made.has(threading.current_thread()) and torch.get_num_threads() == before

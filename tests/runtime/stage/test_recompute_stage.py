@@ -73,7 +73,7 @@ def test_the_second_run_is_the_first_one_and_leaves_no_trace() -> None:
     assert again[0].tolist() == [4, 60] and float(module.count) == 2
     saved = record.recompute(stage, False)
     assert saved.outputs[0].tolist() == [2, 30] and float(module.count) == 2
-    of_inputs, shares = backward(saved, [torch.ones(2), None], [module.weight])
+    of_inputs, shares, _ = backward(saved, [torch.ones(2), None], [module.weight])
     assert of_inputs[0].tolist() == [2, 3], "with the count as it was"  # type: ignore[union-attr]
     assert [share.tolist() for _, share, _ in shares] == [[1, 10]]
 

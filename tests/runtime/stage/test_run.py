@@ -61,28 +61,29 @@ def test_a_backward_gives_the_gradients_of_inputs_and_shares_of_weights() -> Non
     layer = Layer()
     saved = forward(trace_stage(layer), Packet((X, Y), (True, False)))
     gradient = torch.tensor([10.0, 100.0])
-    of_inputs, shares = backward(saved, [gradient, None, None], [layer.weight])
+    of_inputs, shares, left = backward(saved, [gradient, None, None], [layer.weight])
     assert of_inputs[1] is None and of_inputs[0] is not None and of_inputs[0].tolist() == [20, 300]
     ((leaf, share, unshared),) = shares
+    assert left == []
     assert leaf is layer.weight and share.tolist() == [5, 100] and unshared
     saved = forward(trace_stage(layer), Packet((X, Y), (True, False)))
-    _, ((_, _, unshared),) = backward(saved, [gradient, None, None], [layer.weight], first=False)
+    _, ((_, _, unshared),), _ = backward(saved, [gradient, None, None], [layer.weight], first=False)
     assert not unshared, "not asked"
 
 
 def test_a_backward_without_roots_or_leaves_gives_nothing() -> None:
     layer = Layer().requires_grad_(False)
     saved = forward(trace_stage(layer), Packet((X, Y), (True, False)))
-    assert backward(saved, [None, None, None], []) == ([None, None], [])
+    assert backward(saved, [None, None, None], []) == ([None, None], [], [])
     saved = forward(trace_stage(layer), Packet((X, Y), (False, False)))
-    assert backward(saved, [torch.ones(2), None, None], [layer.weight]) == ([None, None], [])
+    assert backward(saved, [torch.ones(2), None, None], [layer.weight]) == ([None, None], [], [])
 
 
 def test_leaves_of_the_loss_get_shares_once_and_their_hooks_wait() -> None:
     scale, weight = torch.tensor(3.0, requires_grad=True), torch.tensor(4.0, requires_grad=True)
     scale.register_hook(lambda gradient: pytest.fail("the gradient of one microbatch"))
     out = torch.tensor(5.0, requires_grad=True)
-    _, shares = backward(Saved((out,), (out * scale * weight,), (scale, weight)), [torch.tensor(1.0)], [weight])
+    _, shares, _ = backward(Saved((out,), (out * scale * weight,), (scale, weight)), [torch.tensor(1.0)], [weight])
     assert [(leaf, float(share)) for leaf, share, _ in shares] == [(weight, 15.0), (scale, 20.0)]
 
 

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.api.compare import compare, run_pipeline_step, run_unsplit_step
-from fxsplit.runtime.stage.run import Packet, Saved, backward
-from fxsplit.runtime.stage.split_backward import compute_input_gradients, compute_weight_gradients
+from fxsplit.runtime.stage.run import Packet, Saved, backward, compute_weight_gradients
 from fxsplit.torch_internals.grad_sums import Sums
 from tests.models import FAST, Mlp
 
@@ -76,9 +75,9 @@ def test_two_halves_are_a_backward(name: str, wanted: bool) -> None:
     once, twice = Sums(), Sums()
     whole = saved()
     gradients = [torch.randn_like(v) for v in whole.outputs]
-    expected, shares = backward(whole, gradients, trained)
+    expected, shares, _ = backward(whole, gradients, trained)
     once.add(shares)
-    found, early, rest = compute_input_gradients(saved(), gradients, trained)
+    found, early, rest = backward(saved(), gradients, trained, split=True)
     twice.add(early)
     compute_weight_gradients(rest, twice)
     for a, b in zip(expected, found, strict=True):
@@ -95,7 +94,7 @@ def test_two_halves_are_a_backward(name: str, wanted: bool) -> None:
 def test_halves_of_nothing() -> None:
     value = torch.ones(2)
     empty = Saved(Packet.of([value]).values, (value,))
-    found, _, rest = compute_input_gradients(empty, [torch.ones(2)], [])
+    found, _, rest = backward(empty, [torch.ones(2)], [], split=True)
     compute_weight_gradients(rest, Sums())
     assert found == [None]
 
@@ -170,7 +169,7 @@ def test_a_weight_that_is_handed_on() -> None:
     gradients = [torch.ones(3, 2), torch.full((2, 2), 100.0)]
     once, twice = Sums(), Sums()
     once.add(backward(Saved((x,), (F.linear(x, w), w)), gradients, [w])[1])
-    _, early, rest = compute_input_gradients(Saved((x,), (F.linear(x, w), w)), gradients, [w])
+    _, early, rest = backward(Saved((x,), (F.linear(x, w), w)), gradients, [w], split=True)
     twice.add(early)
     compute_weight_gradients(rest, twice)
     assert torch.equal(once.totals[w], twice.totals[w]) and float(once.totals[w].mean()) > 90
