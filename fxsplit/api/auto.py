@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import inf
-from typing import NamedTuple
 
 from fxsplit.api.lowering import lower
 from fxsplit.api.options import Candidate, Options
@@ -18,24 +17,18 @@ CaptureRows = Callable[[int], IR]
 """Captures the model for microbatches of so many rows."""
 
 
-class Choice(NamedTuple):
-    """The candidate that a model is compiled with, and the costs that were measured on the way."""
-
-    candidate: Candidate
-    costs: Costs | None
-
-
-def choose_candidate(options: Options, rows: int, capture_rows: CaptureRows) -> Choice:
+def choose_candidate(options: Options, rows: int, capture_rows: CaptureRows) -> tuple[Candidate, Costs | None]:
     """Return the only candidate for a batch of `rows`, or the one whose simulated step is shortest.
 
+    Returned beside it are the costs that were measured on the way, or else the user's own.
     Raises NoFit where no candidate's plan fits in memory; the error names the one that lacks least.
     """
     candidates = options.list_candidates(rows)
     if len(candidates) == 1:
-        return Choice(candidates[0], options.costs)
+        return candidates[0], options.costs
     # What a candidate lacks of memory, in bytes, for the error if none fits.
     refused: list[tuple[float, Candidate, PlanError]] = []
-    fitting: list[tuple[float, Choice]] = []
+    fitting: list[tuple[float, Candidate, Costs | None]] = []
     # One capture for each number: the size of a microbatch decides what operators cost.
     for count in sorted({candidate.n_microbatches for candidate in candidates}):
         captured = capture_rows(divide_rows(rows, count)[0])
@@ -49,10 +42,10 @@ def choose_candidate(options: Options, rows: int, capture_rows: CaptureRows) -> 
                 # GPipe, for example, holds all microbatches at once, where 1F1B may fit.
                 refused.append((getattr(error, "short_bytes", inf), candidate, error))
                 continue
-            step_ms = candidate.predict_step_ms(lowered.final[Plan])
-            fitting.append((step_ms, Choice(candidate, known)))
+            fitting.append((candidate.predict_step_ms(lowered.final[Plan]), candidate, known))
     if not fitting:
         tried = ", ".join(str(candidate) for candidate in candidates)
         short_bytes, nearest, reason = min(refused, key=lambda entry: entry[0])
         raise NoFit(f"none of {tried} fits; nearest is {nearest}: {reason}", short_bytes) from reason
-    return min(fitting, key=lambda entry: entry[0])[1]
+    _, fastest, costs = min(fitting, key=lambda entry: entry[0])
+    return fastest, costs

@@ -18,6 +18,7 @@ from fxsplit.passes.profile.time_in_step import (
     HALVED,
     WARM_UP,
     Clock,
+    Halves,
     NodeTimes,
     Times,
     check_stop,
@@ -75,8 +76,9 @@ def _time(call: Call, device: torch.device, repeats: int) -> Times:
     if isinstance(target, nn.Module):
         leaves += [p for p in target.parameters() if p.requires_grad]
     clock = Clock(device)
-    forward, backward = [], []
-    early = late = 0.0
+    forward: list[float] = []
+    backward: list[float] = []
+    halves: list[Halves] = []
     for turn in range(WARM_UP + repeats + HALVED):
         check_stop()
         # Each turn gets lists of its own, and copies of what it writes to: autograd refuses to write to a leaf.
@@ -87,18 +89,15 @@ def _time(call: Call, device: torch.device, repeats: int) -> Times:
         outputs = [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor) and t.requires_grad]
         seeds = [torch.ones_like(t) for t in outputs]
         if turn >= WARM_UP + repeats and outputs and leaves:
-            first, second = time_halves(outputs, leaves, seeds, None, clock)
-            early, late = early + first, late + second
+            halves.append(time_halves(outputs, leaves, seeds, None, clock))
             continue
         # The clock starts anew: making the seeds is no part of a backward.
         start = clock.now()
         if outputs and leaves:
             torch.autograd.grad(outputs, leaves, seeds, allow_unused=True)
-        end = clock.now()
-        if turn >= WARM_UP:
-            forward.append(middle - begin)
-            backward.append(end - start)
-    return take_medians(forward, backward, early, late)
+        forward.append(middle - begin)
+        backward.append(clock.now() - start)
+    return take_medians(forward, backward, halves, repeats)
 
 
 def _make_up_weights(module: nn.Module, device: torch.device) -> nn.Module:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
@@ -32,6 +33,8 @@ HALVED = 2
 """Further steps whose backwards run in two halves, to know what share of a backward the gradients of weights take."""
 Times = tuple[float, float, float]
 """Milliseconds: forward, backward, and the part of backward that may wait, the gradients of weights alone."""
+Halves = tuple[float, float]
+"""Milliseconds of a backward's two halves: the gradients of inputs, and those of weights left for later."""
 NodeTimes = dict[str, Times]
 """The times of nodes, by name."""
 _stop = threading.Event()
@@ -51,9 +54,10 @@ class Sweep(Interpreter):
         self, gm: fx.GraphModule, seen: Mapping[str, Observation], timed: set[str], device: torch.device
     ) -> None:
         super().__init__(gm)
-        self.forward_ms: dict[str, float] = {}
-        self.backward_ms: dict[str, float] = {}
-        self.halves_ms: dict[str, tuple[float, float]] = {}
+        # By node, a time for each step; those of nodes without a backward are missing.
+        self.forward_ms: dict[str, list[float]] = defaultdict(list)
+        self.backward_ms: dict[str, list[float]] = defaultdict(list)
+        self.halves_ms: dict[str, list[Halves]] = defaultdict(list)
         self._seen = seen
         self._timed = timed
         self._written = {owner for node in seen.values() for owner in node.mutates}
@@ -70,12 +74,12 @@ class Sweep(Interpreter):
             name, leaves, outputs = self._pending.pop()
             seeds = [torch.ones_like(t) for t in outputs]
             if halved:
-                self.halves_ms[name] = time_halves(outputs, leaves, seeds, self._totals, self._clock)
+                self.halves_ms[name].append(time_halves(outputs, leaves, seeds, self._totals, self._clock))
                 continue
             # autograd.grad and not backward(): gradients must not reach the `.grad` of the user's parameters.
             begin = self._clock.now()
             _accumulate(self._totals, leaves, torch.autograd.grad(outputs, leaves, seeds, allow_unused=True))
-            self.backward_ms[name] = self._clock.now() - begin
+            self.backward_ms[name].append(self._clock.now() - begin)
 
     def run_node(self, n: fx.Node) -> Any:
         """Run one node; if it is to be timed, time its forward and keep what its backward needs."""
@@ -87,13 +91,17 @@ class Sweep(Interpreter):
         if n.name not in self._timed:
             with torch.no_grad():
                 value = getattr(self, n.op)(n.target, args, kwargs)
-            return pytree.tree_map_only(Tensor, self._restore_grad_wish(n), value)
+            # The value requires a gradient if the observed one did.
+            wanted = self._seen[n.name].gradient_bytes > 0
+            return pytree.tree_map_only(
+                Tensor, lambda t: t.detach().requires_grad_() if wanted and t.is_floating_point() else t, value
+            )
         leaves: list[Tensor] = []
         given = pytree.tree_leaves((args, kwargs))
         args, kwargs = pytree.tree_map_only(Tensor, self._cut(leaves, self._needs_copies(n)), (args, kwargs))
         begin = self._clock.now()
         value = getattr(self, n.op)(n.target, args, kwargs)
-        self.forward_ms[n.name] = self._clock.now() - begin
+        self.forward_ms[n.name].append(self._clock.now() - begin)
         # Nodes that read this memory later must see what was written to the copies.
         if self._seen[n.name].mutates:
             for original, copied in zip(given, pytree.tree_leaves((args, kwargs)), strict=True):
@@ -127,11 +135,6 @@ class Sweep(Interpreter):
 
         return cut
 
-    def _restore_grad_wish(self, n: fx.Node) -> Callable[[Tensor], Tensor]:
-        """Return a function that lets an untimed node's value require a gradient if the observed value did."""
-        wanted = self._seen[n.name].gradient_bytes > 0
-        return lambda t: t.detach().requires_grad_() if wanted and t.is_floating_point() else t
-
 
 class Clock:
     """Milliseconds on one device: the wall clock on a CPU; on a GPU, after everything queued has finished."""
@@ -147,9 +150,7 @@ class Clock:
         return time.perf_counter() * 1000.0
 
 
-def time_halves(
-    outputs: Tensors, leaves: Tensors, seeds: Tensors, totals: Sums | None, clock: Clock
-) -> tuple[float, float]:
+def time_halves(outputs: Tensors, leaves: Tensors, seeds: Tensors, totals: Sums | None, clock: Clock) -> Halves:
     """Return the milliseconds of a backward's two halves: the gradients of inputs, and those of weights left for later.
 
     outputs: where the backward starts, with the gradients `seeds`. leaves: where it ends. totals: what gradients of
@@ -203,34 +204,27 @@ def time_nodes(
     # Weights may be on several devices: one kind of device is measured, and on it all of the graph.
     if any(w.device != device for w in (*gm.parameters(), *gm.buffers())):
         gm = copy.deepcopy(gm).to(device)
-    forward: dict[str, list[float]] = {name: [] for name in timed}
-    backward: dict[str, list[float]] = {name: [] for name in timed}
-    early, late = dict.fromkeys(timed, 0.0), dict.fromkeys(timed, 0.0)
     sweep = Sweep(gm, seen, timed, device)
-    for turn in range(WARM_UP + repeats):
-        sweep.run_step(*inputs)
+    # Backwards in halves have steps of their own: they take longer, and must not blur the times of whole ones.
+    for turn in range(WARM_UP + repeats + HALVED):
+        sweep.run_step(*inputs, halved=turn >= WARM_UP + repeats)
         tick()
-        if turn >= WARM_UP:
-            for name in timed:
-                forward[name].append(sweep.forward_ms[name])
-                backward[name].append(sweep.backward_ms.get(name, 0.0))
-    # Steps of their own: running a backward in halves takes longer, and must not blur the times of whole ones.
-    for _ in range(HALVED):
-        sweep.run_step(*inputs, halved=True)
-        tick()
-        for name, (first, second) in sweep.halves_ms.items():
-            early[name] += first
-            late[name] += second
-    return {name: take_medians(forward[name], backward[name], early[name], late[name]) for name in timed}
+    return {
+        name: take_medians(sweep.forward_ms[name], sweep.backward_ms[name], sweep.halves_ms[name], repeats)
+        for name in timed
+    }
 
 
-def take_medians(forward: list[float], backward: list[float], early: float, late: float) -> Times:
+def take_medians(forward: list[float], backward: list[float], halves: list[Halves], repeats: int) -> Times:
     """Return the median forward and backward time, and the part of backward that is for weights alone.
 
-    early, late: the summed times of the backward's two halves, whose ratio says how large that part is.
+    forward, backward: the times of all steps, of which `repeats` after the warm-up count. halves: the times of the
+        backward's two halves, whose ratio says how large that part is. A node without a backward has none of either.
     """
-    both = early + late
-    return median(forward), median(backward), median(backward) * late / both if both else 0.0
+    counted = slice(WARM_UP, WARM_UP + repeats)
+    late, both = sum(second for _, second in halves), sum(first + second for first, second in halves)
+    backward_ms = median(backward[counted] or [0.0])
+    return median(forward[counted]), backward_ms, backward_ms * late / both if both else 0.0
 
 
 def run_in_worker_thread(run: Callable[[], R], intraop_threads: int) -> R:

@@ -110,9 +110,9 @@ def test_each_number_of_microbatches_is_captured_and_measured_once() -> None:
         captured.append(rows)
         return capture_model(network, options, call, rows, from_shapes=False)
 
-    choice = choose_candidate(replace(options, schedule="auto"), 16, capture_rows)
+    chosen, costs = choose_candidate(replace(options, schedule="auto"), 16, capture_rows)
     assert captured == [8, 4, 2, 1]
-    assert choice.costs is not None and choice.costs.rows == 16 // choice.candidate.n_microbatches
+    assert costs is not None and costs.rows == 16 // chosen.n_microbatches
     captured.clear()
     only = choose_candidate(replace(options, n_microbatches=4), 16, capture_rows)
     assert only == (Candidate(Scheduler("1F1B", 2), 4), None) and captured == []

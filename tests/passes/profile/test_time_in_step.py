@@ -45,7 +45,7 @@ def test_a_timed_run_computes_what_the_graph_computes(timed: set[str]) -> None:
     sweep.run = lambda *inputs: outputs.append(fx.Interpreter.run(sweep, *inputs))  # type: ignore[method-assign]
     sweep.run_step(x)
     assert set(sweep.forward_ms) == timed and set(sweep.backward_ms) <= timed
-    assert all(ms > 0 for ms in (*sweep.forward_ms.values(), *sweep.backward_ms.values()))
+    assert all(ms > 0 for (ms,) in (*sweep.forward_ms.values(), *sweep.backward_ms.values()))
     torch.testing.assert_close(outputs[0], model(x))
     assert {"a", "b"} & timed <= set(sweep.backward_ms)
     assert all(p.grad is None for p in model.parameters())
@@ -71,8 +71,11 @@ def test_the_gradients_of_weights_are_the_second_half() -> None:
 
 
 def test_medians_and_the_share_of_the_second_half() -> None:
-    assert take_medians([3.0, 1.0, 9.0], [8.0, 2.0, 4.0], 1.0, 3.0) == (3.0, 4.0, 3.0)
-    assert take_medians([1.0], [2.0], 0.0, 0.0) == (1.0, 2.0, 0.0)
+    first = [99.0]  # the warm-up
+    found = take_medians([*first, 3.0, 1.0, 9.0, 8.0], [*first, 8.0, 2.0, 4.0], [(0.25, 1.0), (0.75, 2.0)], 3)
+    assert found == (3.0, 4.0, 3.0)
+    assert take_medians([*first, 1.0], [*first, 2.0], [], 1) == (1.0, 2.0, 0.0)
+    assert take_medians([*first, 1.0], [], [], 1) == (1.0, 0.0, 0.0), "a node without a backward"
 
 
 def describe(call: object, *args: object, path: str = "a", **kwargs: object) -> str:
