@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
+from timeit import timeit
 
 import torch
 from rich.console import Console
@@ -17,10 +16,11 @@ from torch.nn import functional as F
 
 from fxsplit.api.compare import Differences, compare, run_pipeline_step, run_unsplit_step
 from fxsplit.api.compile import compile
+from fxsplit.api.options import Candidate
 from fxsplit.api.pipeline import Pipeline
 from fxsplit.errors import FxsplitError
 from fxsplit.ir.facts.machine import Machine
-from fxsplit.schedule import Times, generate, simulate
+from fxsplit.schedule.catalogue import Scheduler
 from fxsplit.torch_internals.torchvision_operators import declare_detection_operators
 
 GOAL = 0.95
@@ -77,8 +77,7 @@ def main(console: Console) -> int:
         console.print(f"\n{pipe.plan}\n", highlight=False, soft_wrap=True)
         proof = prove(model, x, y)
         console.print(f"largest relative difference from the unsplit model (one step in float64): {proof}")
-        timing = Timing.measure(pipe, model, x, y)
-        console.print(str(timing))
+        console.print(time_steps(pipe, model, x, y))
         accuracy = train(pipe, digits, console)
     reached = accuracy > GOAL
     # In float64 other orders of summation differ by far less than this.
@@ -132,77 +131,38 @@ def train(pipe: Pipeline, digits: Digits, console: Console) -> float:
     return accuracy
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Medians of interleaved training steps on whole batches, in milliseconds."""
+def time_steps(pipe: Pipeline, model: nn.Module, x: Tensor, y: Tensor) -> str:
+    """Return, for people, what steps on a whole batch take, of the pipeline and of a copy of `model`.
 
-    pipeline_ms: float
-    unsplit_ms: float
-    unsplit_all_threads_ms: float
-    predicted_ms: float
-    threads: int
+    Both are timed in turn, so that a busy machine slows down both; of each the median is told.
+    """
+    unsplit = copy.deepcopy(model)
+    threads, everything = pipe.ir[Machine].intraop_threads(), torch.get_num_threads()
 
-    @classmethod
-    def measure(cls, pipe: Pipeline, model: nn.Module, x: Tensor, y: Tensor) -> Timing:
-        """Time the pipeline and a copy of `model` in turn, so that a busy machine slows down both."""
-        unsplit = copy.deepcopy(model)
-        threads, everything = pipe.ir[Machine].intraop_threads(), torch.get_num_threads()
+    def whole() -> None:
+        F.cross_entropy(unsplit(x), y).backward()
 
-        def whole() -> None:
-            F.cross_entropy(unsplit(x), y).backward()
-
-        def split() -> None:
-            pipe.step(x, target=y)
-
-        state = copy.deepcopy(pipe.state_dict())
+    state = copy.deepcopy(pipe.state_dict())
+    samples = []
+    for _ in range(TIMED_STEPS):
+        split_s = timeit(lambda: pipe.step(x, target=y), number=1)
         # The model alone has as many threads as one stage has, and then as many as both stages have together.
-        samples: dict[str, list[float]] = {"pipeline": [], "one": [], "all": []}
-        for _ in range(TIMED_STEPS):
-            samples["pipeline"].append(_measure_ms(split))
-            with _use_threads(threads):
-                samples["one"].append(_measure_ms(whole))
-            with _use_threads(everything):
-                samples["all"].append(_measure_ms(whole))
-        # The timed steps have changed the statistics of batch norm.
-        pipe.load_state_dict(state)
-        pipe.zero_grad()
-        plan = pipe.plan
-        # The prediction of the plan's own measured costs, beside which the measured step is told.
-        schedule = generate(SCHEDULE, len(plan.stages), MICROBATCHES)
-        times = Times([s.forward_ms for s in plan.stages], [s.backward_ms for s in plan.stages])
-        predicted = simulate(schedule, times)
-        return cls(
-            # The first step of each warms up.
-            median(samples["pipeline"][1:]),
-            median(samples["one"][1:]),
-            median(samples["all"][1:]),
-            predicted.step_ms,
-            threads,
-        )
-
-    def __str__(self) -> str:
-        rate = 1000.0 * BATCH / self.pipeline_ms
-        return (
-            f"throughput {rate:.0f} images/s: {self.unsplit_ms / self.pipeline_ms:.2f} x the unsplit model on one "
-            f"device ({self.threads} thread), {self.unsplit_all_threads_ms / self.pipeline_ms:.2f} x the unsplit model "
-            f"on all threads\nstep time predicted {self.predicted_ms:.1f} ms, measured {self.pipeline_ms:.1f} ms "
-            f"({self.pipeline_ms / self.predicted_ms - 1:+.0%})"
-        )
-
-
-def _measure_ms(run: Callable[[], None]) -> float:
-    """Return how many milliseconds `run` takes."""
-    begin = time.perf_counter()
-    run()
-    return 1000.0 * (time.perf_counter() - begin)
-
-
-@contextmanager
-def _use_threads(count: int) -> Iterator[None]:
-    """Let operators use `count` threads inside the block."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads)
+        unsplit_s = timeit(whole, number=1)
+        torch.set_num_threads(everything)
+        samples.append((split_s, unsplit_s, timeit(whole, number=1)))
+    # The timed steps have changed the statistics of batch norm.
+    pipe.load_state_dict(state)
+    pipe.zero_grad()
+    # The first step of each warms up.
+    split_s, unsplit_s, all_threads_s = (median(column[1:]) for column in zip(*samples, strict=True))
+    # The prediction of the plan's own measured costs, beside which the measured step is told.
+    predicted_s = (
+        Candidate(Scheduler(SCHEDULE, len(pipe.plan.stages)), MICROBATCHES).predict_step_ms(pipe.plan) / 1000.0
+    )
+    return (
+        f"throughput {BATCH / split_s:.0f} images/s: {unsplit_s / split_s:.2f} x the unsplit model on one "
+        f"device ({threads} thread), {all_threads_s / split_s:.2f} x the unsplit model "
+        f"on all threads\nstep time predicted {1000.0 * predicted_s:.1f} ms, measured {1000.0 * split_s:.1f} ms "
+        f"({split_s / predicted_s - 1:+.0%})"
+    )
