@@ -36,13 +36,13 @@ def choose_candidate(options: Options, rows: int, capture_rows: CaptureRows) -> 
         known = options.costs
         for candidate in (c for c in candidates if c.n_microbatches == count):
             try:
-                lowered = lower(options, captured, candidate, known)
-                known = lowered.costs or known
+                final, costs = lower(options, captured, candidate, known)
+                known = costs or known
             except PlanError as error:
                 # GPipe, for example, holds all microbatches at once, where 1F1B may fit.
                 refused.append((getattr(error, "short_bytes", inf), candidate, error))
                 continue
-            fitting.append((candidate.predict_step_ms(lowered.final[Plan]), candidate, known))
+            fitting.append((candidate.predict_step_ms(final[Plan]), candidate, known))
     if not fitting:
         tried = ", ".join(str(candidate) for candidate in candidates)
         short_bytes, nearest, reason = min(refused, key=lambda entry: entry[0])

@@ -16,12 +16,8 @@ from fxsplit.api.validity import Validity
 from fxsplit.frontend import same_graph
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.effects import CallEffects, find_effects
-from fxsplit.ir.facts.pins import Pins
-from fxsplit.ir.facts.stages import Stages, list_weights
 from fxsplit.ir.graph import IR
 from fxsplit.runtime.program import Program
-from fxsplit.torch_internals.dependences import list_node_weights
-from fxsplit.torch_internals.interpret import get_storage_id
 from fxsplit.torch_internals.rng import Draw
 
 Mode = Literal["train", "eval"]
@@ -35,22 +31,17 @@ def get_mode(model: nn.Module) -> Mode:
 
 
 @dataclass(frozen=True, eq=False)
-class Lowered:
-    """A captured graph, the IR after the last pass, and the costs, which the rewriting into stages forgets."""
-
-    captured: IR
-    final: IR
-    costs: Costs | None
-
-
-@dataclass(frozen=True, eq=False)
-class Compiled(Lowered):
+class Compiled:
     """What runs for one mode and shape, and what it was made from.
 
+    `captured` is the graph, `final` the IR after the last pass, and `costs` what the rewriting into stages forgets.
     `found_count` is the number of microbatches that a search has chosen, if there was one. `moves_weights` says that a
     weight lies on another device than the other mode's program has it, so that mode must be compiled again.
     """
 
+    captured: IR
+    final: IR
+    costs: Costs | None
     program: Program
     validity: Validity
     found_count: int | None = None
@@ -92,24 +83,3 @@ class Compiled(Lowered):
         """Move the model's weights, as they are now, to the devices of their stages."""
         self.validity.relink()
         self.program.place_weights()
-
-
-def pin_weights(captured: IR, stages: Stages) -> Pins:
-    """Return pins that keep every parameter and buffer of a graph on the stage it has among `stages`.
-
-    A weight that several stages share may be anywhere.
-    """
-    # By memory, not by identity: one mode may call a module, and the other fetch its weight by itself.
-    homes: dict[int, set[int]] = {}
-    for stage in stages.stages:
-        for weight in list_weights(stage.module):
-            homes.setdefault(get_storage_id(weight), set()).add(stage.index)
-    only_home = {storage: next(iter(indices)) for storage, indices in homes.items() if len(indices) == 1}
-    pinned = {
-        node.name: only_home.get(get_storage_id(weight))
-        for node in captured.gm.graph.nodes
-        for weight in list_node_weights(captured.gm, node)
-    }
-    found = {name: stage for name, stage in pinned.items() if stage is not None}
-    # Optional: a pass may remove a node from the graph before the plan is made.
-    return Pins(found, optional=frozenset(found))

@@ -164,25 +164,26 @@ class Compiler:
             if like is None:
                 candidate, known = choose_candidate(self.options, rows, capture_rows)
             else:
-                candidate, known = like.adapt_candidate(self.options, rows), self.options.costs
+                candidate, known = like.adapt_candidate(self.options, rows), like.costs
             captured = capture_rows(divide_rows(rows, candidate.n_microbatches)[0])
             # Most models have one graph for both modes: capturing it is all that the second mode costs then.
             if like is not None and like.serves(captured):
                 return like.share(self.model)
             moves_weights = False
             try:
-                lowered = lower(self.options, captured, candidate, known, like=like, observers=observers)
+                stages = like.program.stages if like is not None else None
+                final, costs = lower(self.options, captured, candidate, known, stages, observers)
             except PlanError:
                 if like is None:
                     raise
                 # Memory is shared otherwise in this mode, and the weights' places do not suit it: plan anew.
                 moves_weights = True
-                lowered = lower(self.options, captured, candidate, known, observers=observers)
-        program = build_program(self.model, self.options, candidate, lowered)
+                final, costs = lower(self.options, captured, candidate, self.options.costs, observers=observers)
+        program = build_program(self.model, self.options, candidate, captured, final)
         return Compiled(
             captured=captured,
-            final=lowered.final,
-            costs=lowered.costs,
+            final=final,
+            costs=costs,
             program=program,
             validity=Validity(self.model, captured, program.stages),
             found_count=candidate.n_microbatches if self.options.n_microbatches == AUTO else None,

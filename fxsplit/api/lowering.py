@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from torch import Tensor, fx, nn
 
 from fxsplit import passes as standard
-from fxsplit.api.compiled import Compiled, Lowered, pin_weights
 from fxsplit.api.options import Candidate, Options
 from fxsplit.errors import TraceError
 from fxsplit.frontend import capture
@@ -18,12 +17,14 @@ from fxsplit.ir.facts.call import Call
 from fxsplit.ir.facts.costs import Costs, KnownCosts
 from fxsplit.ir.facts.effects import CallEffects
 from fxsplit.ir.facts.example import Example
+from fxsplit.ir.facts.pins import Pins
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.stages import Stages, list_weights
 from fxsplit.ir.graph import IR, Fact
 from fxsplit.ir.manager import Observer, run_chain
 from fxsplit.runtime.program import Program
 from fxsplit.torch_internals import pytree
+from fxsplit.torch_internals.dependences import list_node_weights
 from fxsplit.torch_internals.fake_weights import lacks_values
 from fxsplit.torch_internals.interpret import get_storage_id
 
@@ -51,40 +52,59 @@ def lower(
     captured: IR,
     candidate: Candidate,
     known: Costs | None,
-    like: Compiled | None = None,
+    stages: Stages | None = None,
     observers: Sequence[Observer] = (),
-) -> Lowered:
-    """Return the stages that the chain of passes makes of a captured graph.
+) -> tuple[IR, Costs | None]:
+    """Return the stages that the chain of passes makes of a captured graph, and the costs, which emitting forgets.
 
-    candidate: the schedule to plan for. known: costs measured before. like: what was compiled in the model's other
-        mode; every weight stays on the stage that it has there.
+    candidate: the schedule to plan for. known: costs measured before. stages: those of the model's other mode; every
+        weight stays on the stage that it has there.
 
     Raises PlanError where no plan fits, MissingFact for a chain that learns no Plan.
     """
     keep = KeepCosts()
     # `facts` describe the run, and outlive every rewrite of the graph.
-    facts = list_facts(options, captured, candidate, known, like)
-    final = run_chain(captured.learn(*facts), options.passes, [keep, *observers])
-    return Lowered(captured, final, keep.found)
+    facts = list_facts(options, captured, candidate, known, stages)
+    return run_chain(captured.learn(*facts), options.passes, [keep, *observers]), keep.found
 
 
 def list_facts(
-    options: Options, captured: IR, candidate: Candidate, known: Costs | None, like: Compiled | None
+    options: Options, captured: IR, candidate: Candidate, known: Costs | None, stages: Stages | None
 ) -> list[Fact]:
     """Return what the chain starts from, besides the graph and its example."""
     # What `fxsplit.plan` plans for, too: so both come to the same plan.
     machine, workload = candidate.scheduler.lay_out(
-        options.machine, candidate.n_microbatches, may_idle=like is not None
+        options.machine, candidate.n_microbatches, may_idle=stages is not None
     )
     facts: list[Fact] = [machine, workload]
-    if like is not None:
-        # The other mode's times serve where an operator is the same, and the rest is measured.
-        facts.append(pin_weights(captured, like.program.stages))
-        known, complete = like.costs, False
-    else:
-        # The user's own profile must cover the model; one that a search has just measured may lack operators.
-        complete = known is options.costs
-    return facts if known is None else [*facts, KnownCosts(known, complete=complete)]
+    if stages is not None:
+        facts.append(pin_weights(captured, stages))
+    if known is not None:
+        # The user's own profile must cover the model. One that a search has just measured, or that of the other mode,
+        # serves where an operator is the same, and the rest is measured.
+        facts.append(KnownCosts(known, complete=known is options.costs))
+    return facts
+
+
+def pin_weights(captured: IR, stages: Stages) -> Pins:
+    """Return pins that keep every parameter and buffer of a graph on the stage it has among `stages`.
+
+    A weight that several stages share may be anywhere.
+    """
+    # By memory, not by identity: one mode may call a module, and the other fetch its weight by itself.
+    homes: dict[int, set[int]] = {}
+    for stage in stages.stages:
+        for weight in list_weights(stage.module):
+            homes.setdefault(get_storage_id(weight), set()).add(stage.index)
+    only_home = {storage: next(iter(indices)) for storage, indices in homes.items() if len(indices) == 1}
+    pinned = {
+        node.name: only_home.get(get_storage_id(weight))
+        for node in captured.gm.graph.nodes
+        for weight in list_node_weights(captured.gm, node)
+    }
+    found = {name: stage for name, stage in pinned.items() if stage is not None}
+    # Optional: a pass may remove a node from the graph before the plan is made.
+    return Pins(found, optional=frozenset(found))
 
 
 class KeepCosts:
@@ -100,21 +120,21 @@ class KeepCosts:
         self.found = ir.get(Costs) or self.found
 
 
-def build_program(model: nn.Module, options: Options, candidate: Candidate, lowered: Lowered) -> Program:
-    """Return what the runtime needs of a lowered model.
+def build_program(model: nn.Module, options: Options, candidate: Candidate, captured: IR, final: IR) -> Program:
+    """Return what the runtime needs of a model that was `captured`, and `final` after the chain of passes.
 
     Raises MissingFact for a chain that emits no stages, ScheduleError for a plan that the schedule cannot run.
     """
-    example, effects = lowered.captured[Example], lowered.captured[CallEffects]
-    stages = lowered.final[Stages]
+    example, effects = captured[Example], captured[CallEffects]
+    stages = final[Stages]
     program = Program(
         stages=stages,
-        plan=lowered.final[Plan],
+        plan=final[Plan],
         machine=options.machine,
         scheduler=candidate.scheduler,
         inputs=example.inputs,
         returns=effects.containers,
-        joined=list_joined_dims(lowered.captured, stages),
+        joined=list_joined_dims(captured, stages),
         writes_inputs=effects.writes_inputs,
         rewritten=find_rewritten(model, stages, effects.saved_buffers),
         puts_hooks=effects.sets_hooks,

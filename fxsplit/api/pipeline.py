@@ -43,17 +43,18 @@ class Pipeline(nn.Module):
 
     Parameters, buffers, submodules, hooks and mode are the model's own (the very same dictionaries), so state_dict(),
     parameters(), train(), eval() and optimizers see the unsplit model. Calling it equals calling the model on each
-    microbatch and joining the outputs; `step` also runs loss and backward, in the schedule chosen.
+    microbatch and joining the outputs; `step` also runs loss and backward, in the schedule chosen. `compiler` is what
+    compiles the pipeline, with its options.
     """
 
     def __init__(self, compiler: Compiler) -> None:
         super().__init__()
         if isinstance(compiler.model, Pipeline):
             raise InputError("model is a pipeline already: compile the model it was made from")
+        self.compiler = compiler
         # Whoever registers a hook or sets a parameter here does so on the model, and the other way round.
         for key in nn.Module().__dict__.keys() - {"training", "_is_full_backward_hook"}:
             self.__dict__[key] = compiler.model.__dict__[key]
-        self._compiler = compiler
         self._engine: Engine | None = None
         self._starting = threading.Lock()  # the first batches of several threads share one engine
         self._closed = False
@@ -64,22 +65,22 @@ class Pipeline(nn.Module):
     @property
     def training(self) -> bool:
         """Whether the model is in training mode."""
-        return bool(self._compiler.model.training)
+        return bool(self.compiler.model.training)
 
     @training.setter
     def training(self, mode: bool) -> None:
-        if "_compiler" in self.__dict__:  # nn.Module.__init__ sets it too, and must not change the model
-            self._compiler.model.training = mode
+        if "compiler" in self.__dict__:  # nn.Module.__init__ sets it too, and must not change the model
+            self.compiler.model.training = mode
 
     @property
     def _is_full_backward_hook(self) -> bool | None:
         """Which kind of backward hooks the model itself has; torch asks the module that is called."""
-        return self._compiler.model._is_full_backward_hook
+        return self.compiler.model._is_full_backward_hook
 
     @_is_full_backward_hook.setter
     def _is_full_backward_hook(self, full: bool | None) -> None:
-        if "_compiler" in self.__dict__:
-            self._compiler.model._is_full_backward_hook = full
+        if "compiler" in self.__dict__:
+            self.compiler.model._is_full_backward_hook = full
 
     def train(self, mode: bool = True) -> Pipeline:
         """Set the mode as the model itself does, which may keep parts of it in evaluation."""
@@ -112,12 +113,7 @@ class Pipeline(nn.Module):
     @property
     def model(self) -> nn.Module:
         """The unsplit model, whose parameters, buffers, modules and hooks are this pipeline's."""
-        return self._compiler.model
-
-    @property
-    def compiler(self) -> Compiler:
-        """What compiles this pipeline, with its options."""
-        return self._compiler
+        return self.compiler.model
 
     @property
     def traced(self) -> IR:
@@ -137,7 +133,7 @@ class Pipeline(nn.Module):
         """Load a state_dict of the unsplit model."""
         result = self.model.load_state_dict(state_dict, strict=strict, assign=assign)
         # With assign=True the model holds other tensors now, which may lie on other devices.
-        self._compiler.place_all()
+        self.compiler.place_all()
         return result
 
     def load_weights(self, path: str | os.PathLike[str], *, strict: bool = True) -> None:
@@ -151,7 +147,7 @@ class Pipeline(nn.Module):
         """
         files = WeightFiles(path)
         # Each tensor goes to the device of its stage, which only a plan can tell.
-        compiled = self._compiler.get_compiled(get_mode(self.model))
+        compiled = self.compiler.get_compiled(get_mode(self.model))
         if compiled is None:
             raise InputError(
                 "this pipeline compiles on its first call, and its weights have no places yet: compile with "
@@ -161,7 +157,7 @@ class Pipeline(nn.Module):
 
     def __repr__(self) -> str:
         name = type(self.model).__name__
-        if self._compiler.get_compiled(get_mode(self.model)) is None:
+        if self.compiler.get_compiled(get_mode(self.model)) is None:
             return f"Pipeline({name}, compiles on its first call)"
         return f"Pipeline({name})\n{self.plan}"
 
@@ -176,7 +172,7 @@ class Pipeline(nn.Module):
     def compile_for(self, *args: Any, **kwargs: Any) -> None:
         """Compile the present mode for calls like this one, unless it is compiled already."""
         self._check_open()
-        self._compiler.program(get_mode(self.model), Call(tuple(args), dict(kwargs)))
+        self.compiler.program(get_mode(self.model), Call(tuple(args), dict(kwargs)))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model returns, computed microbatch by microbatch; differentiable."""
@@ -232,7 +228,7 @@ class Pipeline(nn.Module):
         self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, optimizer: Optimizer | None
     ) -> tuple[Batch, BatchLoss, Stepper | None]:
         """Return what a training step is run with; raises InputError for arguments that no step can be made of."""
-        loss_fn = self._compiler.options.loss_fn
+        loss_fn = self.compiler.options.loss_fn
         if loss_fn is None and target is not None:
             raise InputError(
                 "step() needs a loss: compile with loss_fn=, for example "
@@ -272,7 +268,7 @@ class Pipeline(nn.Module):
     def _prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
         """Return a call ready to run, compiled for if need be."""
         self._check_open()
-        return self._compiler.prepare(get_mode(self.model), Call(tuple(args), dict(kwargs)))
+        return self.compiler.prepare(get_mode(self.model), Call(tuple(args), dict(kwargs)))
 
     def _check_open(self) -> None:
         """Raise ClosedError where the pipeline's threads have ended, or are in another process."""
@@ -293,7 +289,7 @@ class Pipeline(nn.Module):
 
     def _present(self) -> Compiled:
         """Return what is compiled for the present mode, or for the other one, to look at."""
-        compiled = self._compiler.get_compiled(get_mode(self.model))
+        compiled = self.compiler.get_compiled(get_mode(self.model))
         if compiled is None:
             raise InputError("nothing is compiled yet: call the pipeline once, or pass example_inputs= to compile()")
         return compiled

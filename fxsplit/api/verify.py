@@ -176,7 +176,12 @@ def _shake_weights(model: nn.Module) -> None:
 
 def _convert(dtype: torch.dtype, model: nn.Module, args: Sequence[Any], kwargs: Any) -> tuple[nn.Module, Any]:
     """Return a copy of the model, and the call, in a dtype."""
-    copied = copy.deepcopy(model)._apply(lambda t: t.to(widen_dtype(t, dtype)) if _may_have_gradient(t) else t)
+
+    def convert(tensor: Tensor) -> Tensor:
+        # Floating and complex numbers alone have gradients, and are what a dtype is for.
+        return tensor.to(widen_dtype(tensor, dtype)) if tensor.is_floating_point() or tensor.is_complex() else tensor
+
+    copied = copy.deepcopy(model)._apply(convert)
     for module in copied.modules():
         if isinstance(module, RNNBase):
             # Its dropout happens inside one kernel, where `disable_dropout` does not reach.
@@ -188,17 +193,7 @@ def _convert(dtype: torch.dtype, model: nn.Module, args: Sequence[Any], kwargs: 
         if frozen and parameter.is_floating_point():
             parameter.requires_grad_()
 
-    def convert(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return value.detach().to(widen_dtype(value, dtype)) if _may_have_gradient(value) else value
-
-    return copied, pytree.tree_map(convert, (tuple(args), dict(kwargs)))
-
-
-def _may_have_gradient(tensor: Tensor) -> bool:
-    """Return whether a tensor holds floating or complex numbers, which alone have gradients."""
-    return tensor.is_floating_point() or tensor.is_complex()
+    return copied, pytree.tree_map_only(Tensor, lambda t: convert(t.detach()), (tuple(args), dict(kwargs)))
 
 
 def _run_without_trace(model: nn.Module, args: Any, kwargs: Any, dtype: torch.dtype) -> Any:

@@ -71,7 +71,8 @@ def _explain_cut(question: Question, count: int | None, plan: Plan, number: int)
         if made and ((is_output and plan.model.forwards) or not before.issuperset(readers)):
             crossing[name] = crossing.get(name, 0.0) + forward + back
     for exchange in costs.exchanges:
-        if _crosses(set(exchange.nodes), before):
+        # A tensor crosses the cut that is made or read on both sides of it.
+        if before & set(exchange.nodes) and not before.issuperset(exchange.nodes):
             crossing[exchange.nodes[0]] = crossing.get(exchange.nodes[0], 0.0) + exchange.output_bytes
     largest = sorted(crossing, key=lambda n: (-crossing[n], n))[:SHOWN]
     return {
@@ -84,11 +85,6 @@ def _explain_cut(question: Question, count: int | None, plan: Plan, number: int)
 def _format_amount(bytes_: float, nominal: float) -> str:
     """Return bytes for people, or the time that they stand for where the file states times alone."""
     return f"{bytes_ / nominal:.4g} ms" if nominal else format_bytes(bytes_)
-
-
-def _crosses(names: set[str], before: set[str]) -> bool:
-    """Return whether a tensor is made or read on both sides of a cut."""
-    return bool(names & before) and not names <= before
 
 
 def _find_next_best(question: Question, count: int | None, before: set[str]) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 
 BAD_INPUT = 2
@@ -19,27 +19,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="fxsplit", description="Cut a PyTorch model into stages and pipeline it.")
     parser.add_argument("--version", action="version", version=f"fxsplit {metadata.version('fxsplit')}")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("demo", help="train ResNet-18 as a pipeline on real images, on two CPU devices")
-    commands.add_parser("passes", help="list the passes, their options and the default chain")
     # What a command needs is loaded when it runs: torch takes seconds, and --help or a plan needs none of it.
     from fxsplit.cli import explain, plan, simulate, verify
     from fxsplit.errors import FxsplitError, NoFit
 
-    plan.add_plan_arguments(commands.add_parser("plan", help="the best plan of a profile for a machine"))
-    plan.add_arguments(commands.add_parser("explain", help="why the best plan is as it is"))
-    simulate.add_arguments(commands.add_parser("simulate", help="how long a schedule takes, and what it holds"))
-    verify.add_arguments(commands.add_parser("verify", help="prove that a model's pipeline is the model"))
+    def add(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text)
+        command.set_defaults(run=run)
+        return command
+
+    add("demo", _run_demo, "train ResNet-18 as a pipeline on real images, on two CPU devices")
+    add("passes", _list_passes, "list the passes, their options and the default chain")
+    plan.add_plan_arguments(add("plan", plan.main, "the best plan of a profile for a machine"))
+    plan.add_arguments(add("explain", explain.main, "why the best plan is as it is"))
+    simulate.add_arguments(add("simulate", simulate.main, "how long a schedule takes, and what it holds"))
+    verify.add_arguments(add("verify", verify.main, "prove that a model's pipeline is the model"))
     arguments = parser.parse_args(argv)
-    run = {
-        "demo": _run_demo,
-        "passes": _list_passes,
-        "plan": plan.main,
-        "explain": explain.main,
-        "simulate": simulate.main,
-        "verify": verify.main,
-    }[arguments.command]
     try:
-        return run(arguments)
+        return int(arguments.run(arguments))
     # Errors that fxsplit raises on purpose name what to do. Any other is a fault, and its traceback is of use.
     except FxsplitError as error:
         print(f"fxsplit {arguments.command}: {error}", file=sys.stderr)

@@ -87,9 +87,9 @@ def _choose_schedule(arguments: argparse.Namespace, plan: Plan | None) -> Schedu
         if arguments.stages_per_device is not None:
             raise InputError(f"--stages-per-device: the file {arguments.csv!r} says where its stages are")
         # A file says how many devices and microbatches there are; to say the same beside it does no harm.
-        given = (arguments.devices, arguments.n_microbatches)
-        for name, value, stated in zip(
-            ("--devices", "--n-microbatches"), given, (schedule.n_devices, schedule.n_microbatches), strict=True
+        for name, value, stated in (
+            ("--devices", arguments.devices, schedule.n_devices),
+            ("--n-microbatches", arguments.n_microbatches, schedule.n_microbatches),
         ):
             if value not in (None, stated):
                 raise InputError(f"{name} {value}: the file {arguments.csv!r} has {stated}")

@@ -3,7 +3,3 @@
 `Engine` takes a batch and makes a `Job` of it, the workers of `backends/` do the job's actions, and each action is a
 call of `stage/`: a forward or a backward of one stage on one microbatch.
 """
-
-from fxsplit.runtime.program import Program
-
-__all__ = ["Program"]

@@ -20,7 +20,7 @@ from fxsplit.runtime.stage.run import Packet, Saved, backward, compute_weight_gr
 from fxsplit.runtime.stage.weight_versions import Stepper, VersionedReplica
 from fxsplit.runtime.stopwatch import Stopwatch
 from fxsplit.runtime.streams import Stream, hand_over
-from fxsplit.schedule.action import BACKWARD, FORWARD, INPUT_GRADIENT, REDUCE, STEP, WEIGHT_GRADIENT, Action
+from fxsplit.schedule.action import BACKWARD, FORWARD, INPUT_GRADIENT, NAMES, REDUCE, STEP, WEIGHT_GRADIENT, Action
 from fxsplit.schedule.schedule import Schedule
 from fxsplit.torch_internals.grad_leaves import find_leaves
 from fxsplit.torch_internals.grad_split import WeightBackward
@@ -33,14 +33,7 @@ Tape = dict[tuple[int, int], Saved | ForwardRecord]
 Seeds = Callable[[int], Sequence[Tensor | None]]
 """The gradients of the last stage's outputs, by microbatch."""
 
-WORDS = {
-    FORWARD: "forward",
-    BACKWARD: "backward",
-    INPUT_GRADIENT: "input gradient",
-    WEIGHT_GRADIENT: "weight gradient",
-    REDUCE: "sum of gradients",
-    STEP: "step of the optimizer",
-}
+WORDS = NAMES | {REDUCE: "sum of gradients", STEP: "step of the optimizer"}
 """What an error calls each action."""
 
 

@@ -11,8 +11,16 @@ from torch import Tensor, nn
 import fxsplit
 from fxsplit import frontend
 from fxsplit.api import lowering
-from fxsplit.api.compiled import get_mode, pin_weights
-from fxsplit.api.lowering import build_program, capture_model, find_rewritten, list_facts, list_joined_dims, lower
+from fxsplit.api.compiled import get_mode
+from fxsplit.api.lowering import (
+    build_program,
+    capture_model,
+    find_rewritten,
+    list_facts,
+    list_joined_dims,
+    lower,
+    pin_weights,
+)
 from fxsplit.api.options import Candidate, Options
 from fxsplit.errors import TraceError
 from fxsplit.ir.chain import parse_chain
@@ -37,10 +45,10 @@ def test_a_captured_model_becomes_stages_and_a_program() -> None:
     model, options, candidate = Mlp(), make(), Candidate(Scheduler("1F1B", 2), 4)
     captured = capture_model(model, options, X, 2, from_shapes=False)
     assert captured[Example].rows == 2
-    lowered = lower(options, captured, candidate, None)
-    assert lowered.captured is captured and lowered.costs is not None and lowered.costs.rows == 2
-    assert lowered.final[Plan].n_microbatches == 4
-    program = build_program(model, options, candidate, lowered)
+    final, costs = lower(options, captured, candidate, None)
+    assert costs is not None and costs.rows == 2
+    assert final[Plan].n_microbatches == 4
+    program = build_program(model, options, candidate, captured, final)
     assert program.joined == (0,) == list_joined_dims(captured, program.stages)
     assert not program.writes_inputs and program.returns is None and program.recompute == "plan"
     with torch.no_grad():
@@ -53,8 +61,7 @@ def test_a_captured_model_becomes_stages_and_a_program() -> None:
 def test_facts_describe_machine_schedule_and_known_costs() -> None:
     options = make()
     captured = capture_model(Mlp(), options, X, 2, from_shapes=False)
-    lowered = lower(options, captured, Candidate(Scheduler("1F1B", 2), 4), None)
-    costs = lowered.costs
+    _, costs = lower(options, captured, Candidate(Scheduler("1F1B", 2), 4), None)
     facts = {type(f): f for f in list_facts(options, captured, Candidate(Scheduler("1F1B", 2), 4), costs, None)}
     workload: Any = facts[Workload]
     assert workload.in_flight == {1: (1,), 2: (2, 1)} and not workload.may_idle and workload.versions == {}
@@ -74,9 +81,9 @@ def test_facts_describe_machine_schedule_and_known_costs() -> None:
 def test_weights_are_pinned_to_the_stage_that_alone_has_them() -> None:
     model, options = Mlp(), make()
     captured = capture_model(model, options, X, 2, from_shapes=False)
-    stages = build_program(
-        model, options, candidate := Candidate(Scheduler("1F1B", 2), 4), lower(options, captured, candidate, None)
-    ).stages
+    candidate = Candidate(Scheduler("1F1B", 2), 4)
+    final, _ = lower(options, captured, candidate, None)
+    stages = build_program(model, options, candidate, captured, final).stages
     pins = pin_weights(captured, stages)
     owner = {str(n.target): s.index for s in stages.stages for n in s.module.graph.nodes if n.op == "call_module"}
     named = {n.name: str(n.target) for n in captured.gm.graph.nodes if n.op == "call_module"}
