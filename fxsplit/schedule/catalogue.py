@@ -69,11 +69,8 @@ def find_schedule(name: str, among: tuple[str, ...] = tuple(SCHEDULES)) -> Gener
 def generate(name: str, n_devices: int, n_microbatches: int, stages_per_device: int | None = None) -> Schedule:
     """Return the schedule called `name`; raises ScheduleError for numbers that it is not made for."""
     generator = find_schedule(name)
-    for what, count in (
-        ("devices", n_devices),
-        ("microbatches", n_microbatches),
-        ("stages a device", stages_per_device),
-    ):
+    counts = {"devices": n_devices, "microbatches": n_microbatches, "stages a device": stages_per_device}
+    for what, count in counts.items():
         if count is not None and count < 1:
             raise ScheduleError(f"{name}: {count} {what}: give at least 1")
     # A stage has at most a forward, an input gradient and a weight gradient for each microbatch.

@@ -37,21 +37,24 @@ def find_needs(schedule: Schedule, action: Action) -> list[Need]:
     stage, op, m = action.stage, action.op, action.microbatch
     replica = schedule.replica_of.get
     if op == FORWARD:
-        return [_find_value(schedule, stage, m)] if stage > 0 else []
+        if stage == 0:
+            return []
+        made = Action(stage - 1, FORWARD, m, replica((stage - 1, m), 0))
+        return [_find_arrival(schedule, made, stage, RECV_F)]
     if op in GRADIENTS:
         # The backward of the last stage starts from the loss, which its own forward makes.
         found: list[Need] = [(Action(stage, FORWARD, m, action.replica), None)]
-        return [*found, _find_gradient(schedule, stage, m)] if stage + 1 < schedule.n_stages else found
-    # A weight gradient goes on where the input gradient of its backward has stopped.
-    if op == WEIGHT_GRADIENT:
+        if stage + 1 == schedule.n_stages:
+            return found
+        return [*found, _find_arrival(schedule, schedule.gradient(stage + 1, m), stage, RECV_B)]
+    # A weight gradient goes on where the input gradient of its backward has stopped, which also makes what is sent.
+    if op in (WEIGHT_GRADIENT, SEND_B):
         return [(schedule.gradient(stage, m), None)]
     if op == SEND_F:
         return [(Action(stage, FORWARD, m, action.replica), None)]
     # A transfer's time is on the receiver's side, so a receive, and no send, crosses a boundary.
     if op == RECV_F:
         return [(Action(stage - 1, SEND_F, m, replica((stage - 1, m), 0)), stage)]
-    if op == SEND_B:
-        return [(schedule.gradient(stage, m), None)]
     if op == RECV_B:
         return [(Action(stage + 1, SEND_B, m, replica((stage + 1, m), 0)), stage + 1)]
     own = schedule.releases.get(stage, [])
@@ -62,18 +65,12 @@ def find_needs(schedule: Schedule, action: Action) -> list[Need]:
     return [(drop_version(a), None) for a in own if a.replica == action.replica and a.microbatch <= m]
 
 
-def _find_value(schedule: Schedule, stage: int, m: int) -> Need:
-    """Return what the forward of a stage reads: the outputs of the stage before, or their arrival."""
-    crosses = schedule.device_of(stage - 1, m) != schedule.device_of(stage, m)
-    if crosses and schedule.transfers:
-        return Action(stage, RECV_F, m, schedule.replica_of.get((stage, m), 0)), None
-    made = Action(stage - 1, FORWARD, m, schedule.replica_of.get((stage - 1, m), 0))
-    return made, stage if crosses else None
-
-
-def _find_gradient(schedule: Schedule, stage: int, m: int) -> Need:
-    """Return what the backward of a stage starts from: the input gradients of the next stage, or their arrival."""
-    crosses = schedule.device_of(stage + 1, m) != schedule.device_of(stage, m)
-    if crosses and schedule.transfers:
-        return Action(stage, RECV_B, m, schedule.replica_of.get((stage, m), 0)), None
-    return schedule.gradient(stage + 1, m), stage + 1 if crosses else None
+def _find_arrival(schedule: Schedule, made: Action, stage: int, op: str) -> Need:
+    """Return what `stage` waits for: the action `made` of a neighbouring stage, or what it makes to arrive by `op`."""
+    m = made.microbatch
+    if schedule.device_of(made.stage, m) == schedule.device_of(stage, m):
+        return made, None
+    if schedule.transfers:
+        return Action(stage, op, m, schedule.replica_of.get((stage, m), 0)), None
+    # A boundary has the number of the stage behind it.
+    return made, stage if made.stage < stage else made.stage

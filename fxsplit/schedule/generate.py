@@ -122,11 +122,11 @@ def interleaved(n_devices: int, n_microbatches: int, stages_per_device: int = 2)
         forwards = [Action(c * n_devices + d, FORWARD, m) for c, m in turns]
         backwards = [Action((stages_per_device - 1 - c) * n_devices + d, BACKWARD, m) for c, m in turns]
         # With one stage a device a round has nothing to interleave, and this is 1F1B.
-        if stages_per_device == 1:
-            rows.append(alternate(forwards, backwards, n_devices - d - 1))
-        else:
+        warm_up = n_devices - d - 1
+        if stages_per_device > 1:
             # Torch's and Megatron's warm-up: a round through all chunks but the last, and two for each device behind.
-            rows.append(alternate(forwards, backwards, 2 * (n_devices - d - 1) + (stages_per_device - 1) * size))
+            warm_up = 2 * warm_up + (stages_per_device - 1) * size
+        rows.append(alternate(forwards, backwards, warm_up))
     return Schedule("Interleaved1F1B", n_microbatches, deal_in_turn(n_devices, stages_per_device), tuple(rows))
 
 

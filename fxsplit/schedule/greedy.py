@@ -50,9 +50,8 @@ def list_schedule(
     backward = INPUT_GRADIENT if split else BACKWARD
     for m in range(n_microbatches):
         release(0, FORWARD, m, 0.0)
-    left = n_microbatches * len(homes) * (3 if split else 2)
     next_of: list[tuple[float, int, Any, Action] | None] = [None] * n_devices
-    while left:
+    while any(ready):
         for device in stale:
             next_of[device] = None
             # Only a forward takes memory; a device that holds too much waits for its own backwards.
@@ -66,14 +65,12 @@ def list_schedule(
         if soonest is None:
             raise ScheduleError("nothing can go on: let devices hold more microbatches at once")
         start, device, _, a = soonest
-        stale.clear()
-        stale.add(device)
+        stale = {device}
         del ready[device][a]
         rows[device].append(a)
         free[device] = now = start + UNIT[a.op] * len(homes[a.stage])
         # True counts as 1: a forward takes memory, and the action that ends a microbatch frees it.
         held[device] += (a.op == FORWARD) - (a.op in RELEASES)
-        left -= 1
         if a.op == FORWARD and a.stage < last:
             release(a.stage + 1, FORWARD, a.microbatch, now)
         if a.op == FORWARD and a.stage == last:

@@ -12,7 +12,7 @@ from fxsplit.errors import ScheduleError
 from fxsplit.schedule.action import BACKWARD, FORWARD, INPUT_GRADIENT, RECV_F, REDUCE, STEP, WEIGHT_GRADIENT, Action
 from fxsplit.schedule.flow import drop_version, find_needs
 from fxsplit.schedule.schedule import Schedule
-from fxsplit.schedule.verify import first_stuck
+from fxsplit.schedule.verify import refuse_deadlock
 
 
 @dataclass(frozen=True)
@@ -116,10 +116,7 @@ def simulate(schedule: Schedule, times: Times) -> Simulation:
                 moved = True
     if any(len(done) < len(row) for done, row in zip(spans, schedule.actions, strict=True)):
         # Simulated order does not tell who waits for whom in the circle; the verifier's search does.
-        stuck = first_stuck(schedule)
-        assert stuck is not None
-        device, position, need = stuck
-        raise ScheduleError(f"{schedule.at(device, position)}: deadlock, it waits for {need}, which never comes")
+        refuse_deadlock(schedule)
     return Simulation(schedule, tuple(tuple(row) for row in spans))
 
 

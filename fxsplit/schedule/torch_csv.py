@@ -82,8 +82,10 @@ def write_csv(schedule: Schedule, path: str | os.PathLike[str], transfers: bool 
                 what = "replicas of a stage" if action.replica else "steps and versions of weights"
                 raise NotExportable(f"{schedule.name}: device {device} does {action}, and torch has no {what}")
     rows = (with_transfers if transfers else without_transfers)(schedule).actions
+    # torch's word for a sum of gradients; all other words are the same.
+    words = [[f"{a.stage}REDUCE_GRAD" if a.op == REDUCE else str(a) for a in row] for row in rows]
     with Path(path).open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([[_write_cell(a) for a in row] for row in rows])
+        csv.writer(file).writerows(words)
 
 
 def _parse_cell(cell: str) -> list[Action]:
@@ -99,8 +101,3 @@ def _parse_cell(cell: str) -> list[Action]:
     if action.op not in (*COMPUTES, *TRANSFERS, REDUCE) or action.replica or action.version:
         raise ScheduleError(f"{cell!r} is no action of torch's")
     return [action]
-
-
-def _write_cell(action: Action) -> str:
-    """Return torch's word for an action."""
-    return f"{action.stage}REDUCE_GRAD" if action.op == REDUCE else str(action)

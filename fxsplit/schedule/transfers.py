@@ -20,7 +20,15 @@ def with_transfers(schedule: Schedule) -> Schedule:
     # Transfers that the schedule has already are left out first, so that none stands twice.
     for device, row in enumerate(without_transfers(schedule).actions):
         for action in row:
-            rows[device] += [*_list_receives(schedule, action), action, *_list_sends(schedule, action)]
+            received, sent = [], []
+            # Values go forward over the boundary before a stage and then over the one behind it; gradients come back.
+            if action.op == FORWARD:
+                received = _list_transfers(schedule, action, RECV_F, action.stage)
+                sent = _list_transfers(schedule, action, SEND_F, action.stage + 1)
+            elif action.op in GRADIENTS:
+                received = _list_transfers(schedule, action, RECV_B, action.stage + 1)
+                sent = _list_transfers(schedule, action, SEND_B, action.stage)
+            rows[device] += [*received, action, *sent]
     return replace(schedule, actions=tuple(tuple(row) for row in rows))
 
 
@@ -29,30 +37,15 @@ def without_transfers(schedule: Schedule) -> Schedule:
     return replace(schedule, actions=tuple(tuple(a for a in row if a.op not in TRANSFERS) for row in schedule.actions))
 
 
-def _list_receives(schedule: Schedule, action: Action) -> list[Action]:
-    """Return what a device receives before an action: nothing, or one value or gradient."""
-    # The boundaries of stage s are s before it and s + 1 behind it.
-    stage, m, last = action.stage, action.microbatch, schedule.n_stages - 1
-    if action.op == FORWARD and stage > 0 and _crosses(schedule, stage, m):
-        return [Action(stage, RECV_F, m, action.replica)]
-    if action.op in GRADIENTS and stage < last and _crosses(schedule, stage + 1, m):
-        return [Action(stage, RECV_B, m, action.replica)]
-    return []
+def _list_transfers(schedule: Schedule, action: Action, op: str, boundary: int) -> list[Action]:
+    """Return the transfer `op` that an action asks for, or nothing where its microbatch stays on one device.
 
-
-def _list_sends(schedule: Schedule, action: Action) -> list[Action]:
-    """Return what a device sends after an action: nothing, or one value or gradient."""
-    stage, m, last = action.stage, action.microbatch, schedule.n_stages - 1
-    if action.op == FORWARD and stage < last and _crosses(schedule, stage + 1, m):
-        return [Action(stage, SEND_F, m, action.replica)]
-    if action.op in GRADIENTS and stage > 0 and _crosses(schedule, stage, m):
-        return [Action(stage, SEND_B, m, action.replica)]
-    return []
-
-
-def _crosses(schedule: Schedule, boundary: int, m: int) -> bool:
-    """Return whether microbatch m changes devices at a boundary, the cut between stages `boundary` - 1 and `boundary`.
-
-    A stage with several replicas sends one microbatch here and the next one there, so this depends on m.
+    The boundary is the cut between stages `boundary` - 1 and `boundary`. A stage with several replicas sends one
+    microbatch here and the next one there, so what crosses depends on the microbatch.
     """
-    return schedule.device_of(boundary - 1, m) != schedule.device_of(boundary, m)
+    m = action.microbatch
+    # No stage lies before the first boundary, and none behind the last one.
+    inside = 0 < boundary < schedule.n_stages
+    if not inside or schedule.device_of(boundary - 1, m) == schedule.device_of(boundary, m):
+        return []
+    return [Action(action.stage, op, m, action.replica)]

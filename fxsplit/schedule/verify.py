@@ -10,14 +10,11 @@ from collections import Counter
 from fxsplit.errors import ScheduleError
 from fxsplit.schedule.action import (
     BACKWARD,
+    COMPUTES,
     FORWARD,
     INPUT_GRADIENT,
-    RECV_B,
-    RECV_F,
     REDUCE,
     RELEASES,
-    SEND_B,
-    SEND_F,
     STEP,
     TRANSFERS,
     WEIGHT_GRADIENT,
@@ -25,6 +22,7 @@ from fxsplit.schedule.action import (
 )
 from fxsplit.schedule.flow import drop_version, find_needs
 from fxsplit.schedule.schedule import Schedule
+from fxsplit.schedule.transfers import with_transfers
 
 
 def verify(schedule: Schedule) -> None:
@@ -74,7 +72,7 @@ def _check_completeness(schedule: Schedule) -> None:
     done: dict[tuple[int, int], Counter[str]] = {}
     for device, row in enumerate(schedule.actions):
         for position, action in enumerate(row):
-            if action.op in (FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT):
+            if action.op in COMPUTES:
                 ops = done.setdefault((action.stage, action.microbatch), Counter())
                 # _check_places has found an action twice on one device; here it is on two of the stage's replicas.
                 if ops[action.op]:
@@ -97,14 +95,7 @@ def _check_completeness(schedule: Schedule) -> None:
 
 def _check_pairs(schedule: Schedule) -> None:
     """Raise unless exactly what crosses between devices is sent and received."""
-    wanted: set[Action] = set()
-    for (stage, m), replica in schedule.replica_of.items():
-        if stage == 0 or schedule.device_of(stage - 1, m) == schedule.device_of(stage, m):
-            continue
-        # One boundary that a microbatch crosses asks for four transfers: a value forward and a gradient back.
-        before = schedule.replica_of[stage - 1, m]
-        wanted |= {Action(stage - 1, SEND_F, m, before), Action(stage, RECV_F, m, replica)}
-        wanted |= {Action(stage, SEND_B, m, replica), Action(stage - 1, RECV_B, m, before)}
+    wanted = {a for row in with_transfers(schedule).actions for a in row if a.op in TRANSFERS}
     for device, row in enumerate(schedule.actions):
         for position, action in enumerate(row):
             if action.op not in TRANSFERS:
@@ -127,17 +118,14 @@ def _check_order(schedule: Schedule) -> None:
                 other, at = place.get(need, (-1, -1))
                 if other < 0:
                     raise ScheduleError(f"{schedule.at(device, position)}: needs {need}, which is never done")
-                # On another device the order is a matter of waiting, which first_stuck looks at.
+                # On another device the order is a matter of waiting, which refuse_deadlock looks at.
                 if other == device and at > position:
                     raise ScheduleError(f"{schedule.at(device, position)}: stands before {need}, which it needs")
-    stuck = first_stuck(schedule)
-    if stuck is not None:
-        device, position, need = stuck
-        raise ScheduleError(f"{schedule.at(device, position)}: deadlock, it waits for {need}, which never comes")
+    refuse_deadlock(schedule)
 
 
-def first_stuck(schedule: Schedule) -> tuple[int, int, Action] | None:
-    """Return the first device that can never go on, its position, and the action it waits for; None if all get done."""
+def refuse_deadlock(schedule: Schedule) -> None:
+    """Raise ScheduleError for the first device that can never go on, naming its position and what it waits for."""
     # Do all that can be done, turn by turn. Devices that are not at their end then wait for each other.
     done: set[Action] = set()
     at = [0] * schedule.n_devices
@@ -152,8 +140,8 @@ def first_stuck(schedule: Schedule) -> tuple[int, int, Action] | None:
     for device, row in enumerate(schedule.actions):
         if at[device] < len(row):
             need = next(n for n, _ in find_needs(schedule, row[at[device]]) if n not in done)
-            return device, at[device], need
-    return None
+            where = schedule.at(device, at[device])
+            raise ScheduleError(f"{where}: deadlock, it waits for {need}, which never comes")
 
 
 def _check_versions(schedule: Schedule) -> None:
@@ -175,7 +163,7 @@ def _check_versions(schedule: Schedule) -> None:
                 if action.version > newest:
                     raise ScheduleError(f"{where}: uses version {action.version}, and the newest is {newest}")
                 used[action.stage, action.microbatch] = action.version
-            elif action.op in (BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT):
+            elif action.op in COMPUTES:
                 # A schedule of backwards alone has no forward to compare with.
                 forward = used.get((action.stage, action.microbatch), action.version)
                 if action.version != forward:
