@@ -39,13 +39,11 @@ class Chain:
 
     def before(self, name: str, *added: Pass) -> Chain:
         """Return the chain with `added` in front of the pass called `name`."""
-        at = self._find(name)
-        return Chain((*self.passes[:at], *added, *self.passes[at:]))
+        return self.replace(name, *added, self.passes[self._find(name)])
 
     def after(self, name: str, *added: Pass) -> Chain:
         """Return the chain with `added` behind the pass called `name`."""
-        at = self._find(name) + 1
-        return Chain((*self.passes[:at], *added, *self.passes[at:]))
+        return self.replace(name, self.passes[self._find(name)], *added)
 
     def replace(self, name: str, *others: Pass) -> Chain:
         """Return the chain with `others` in place of the pass called `name`."""

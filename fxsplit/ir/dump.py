@@ -40,14 +40,10 @@ class DumpTo:
             ) from error
         # Each chain that runs numbers its files from 0, also where one observer watches several.
         self._count = 0
-        self._write("trace", ir)
+        self.after("trace", ir)
 
     def after(self, name: str, ir: IR) -> None:
-        """Write the IR after a pass."""
-        self._write(name, ir)
-
-    def _write(self, name: str, ir: IR) -> None:
-        """Write one numbered file."""
+        """Write the IR after a pass, to the file of the next number."""
         (self.folder / f"{self._count:02d}-{name}.txt").write_text(render(ir), encoding="utf-8")
         self._count += 1
 

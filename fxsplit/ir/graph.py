@@ -19,25 +19,22 @@ if TYPE_CHECKING:  # torch takes a second to load, and planning from a profile n
 
 @runtime_checkable
 class Fact(Protocol):
-    """Something known about a graph. A fact can check itself against the graph, and prints its section of a dump.
+    """Something known about a graph. A fact can check itself against the graph, and its text is a section of a dump.
 
     made_by: the pass that learns it, for error messages. given: whether it describes the run (the machine, the example)
-    and not the graph, so that it outlives a rewrite of the graph.
+    and not the graph, so that it outlives a rewrite of the graph; false for a class that derives from Fact.
     """
 
     made_by: ClassVar[str]
-    given: ClassVar[bool]
+    given: ClassVar[bool] = False
 
     def verify(self, ir: IR) -> None:
         """Raise BrokenFact unless the fact holds for `ir`."""
 
-    def __str__(self) -> str: ...
 
-
-class GivenFact:
+class GivenFact(Fact):
     """Base of the facts that describe the run, such as the machine: they outlive a rewrite, and hold for any graph."""
 
-    made_by: ClassVar[str]
     given: ClassVar[bool] = True
 
     def verify(self, ir: IR) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from fxsplit.errors import BrokenFact, ChainError, FxsplitError
+from fxsplit.errors import BrokenFact, ChainError
 from fxsplit.ir.chain import pass_text
 from fxsplit.ir.graph import IR, Pass, Step, name_pass
 
@@ -55,7 +55,5 @@ def _verify(ir: IR, name: str) -> None:
         # All facts, and not only new ones: a pass may have changed the graph that an older fact is about.
         for fact in ir.facts.values():
             fact.verify(ir)
-    except FxsplitError as error:
-        if not isinstance(error, BrokenFact):
-            raise
+    except BrokenFact as error:
         raise BrokenFact(f"after pass {name!r}: {error}") from error

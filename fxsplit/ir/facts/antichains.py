@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from fxsplit.errors import BrokenFact
 from fxsplit.ir.facts.blocks import Blocks, Ints
 from fxsplit.ir.facts.costs import Costs
-from fxsplit.ir.graph import IR
+from fxsplit.ir.graph import IR, Fact
 
 Floats = NDArray[np.float64]
 SHOWN = 40
@@ -37,7 +37,7 @@ class Levels:
 
 
 @dataclass(frozen=True, eq=False)
-class Antichains:
+class Antichains(Fact):
     """Every ideal (downset) of the blocks, numbered so that a subset has the smaller number.
 
     - `parent` and `last` (int32 [ideals]) build each ideal: it is `parent` and the block `last`. Ideal 0 is empty, the
@@ -69,7 +69,6 @@ class Antichains:
     max_states: int = 1_000_000
 
     made_by: ClassVar[str] = "augment"
-    given: ClassVar[bool] = False
 
     def __len__(self) -> int:
         return int(self.parent.size)

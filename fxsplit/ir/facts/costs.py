@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from fxsplit.errors import BrokenFact, ProfileError
-from fxsplit.ir.graph import IR, GivenFact
+from fxsplit.ir.graph import IR, Fact, GivenFact
 
 FORMAT = "fxsplit-profile"
 VERSION = 1
@@ -76,7 +76,7 @@ class InputCost:
 
 
 @dataclass(frozen=True, eq=False)
-class Costs:
+class Costs(Fact):
     """The measured graph: nodes in execution order, the graph's inputs and outputs, and its constraints.
 
     `together` are sets of nodes that no cut may part; `ordered` are pairs that keep their order though no value flows
@@ -95,7 +95,6 @@ class Costs:
     exchanges: tuple[Exchange, ...] = ()
 
     made_by: ClassVar[str] = "profile"
-    given: ClassVar[bool] = False
 
     @cached_property
     def by_name(self) -> dict[str, NodeCost]:
@@ -228,13 +227,11 @@ class Costs:
 
     def __str__(self) -> str:
         """One row a node: name, times, bytes."""
-        head = f"{'node':<32}{'fwd ms':>9}{'bwd ms':>9}{'out B':>12}{'kept B':>12}{'param B':>12}"
-        rows: list[Any] = [head]
+        rows = [f"{'node':<32}{'fwd ms':>9}{'bwd ms':>9}{'out B':>12}{'kept B':>12}{'param B':>12}"]
         for n in self.nodes:
             times = f"{n.forward_ms:>9.3f}{n.backward_ms:>9.3f}"
             rows.append(f"{n.name:<32}{times}{n.output_bytes:>12}{n.kept_bytes:>12}{n.parameter_bytes:>12}")
-        for names in self.together:
-            rows.append("together: " + " ".join(names))
+        rows += ["together: " + " ".join(names) for names in self.together]
         rows += [f"ordered: {a} before {b}" for a, b in self.ordered]
         return "\n".join(rows)
 

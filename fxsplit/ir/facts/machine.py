@@ -123,11 +123,8 @@ class Machine(GivenFact):
         elif not isinstance(devices, (list, tuple)):
             raise InputError(f"devices={devices!r}: give a number, a list of names or torch.devices, or a Machine")
         # Devices that name one GPU several times share its memory evenly.
-        shared: dict[torch.device, int] = {}
         parsed = [d if isinstance(d, Device) else _find_device(d) for d in devices]
-        for where in parsed:
-            if isinstance(where, torch.device):
-                shared[where] = shared.get(where, 0) + 1
+        shared = Counter(d for d in parsed if isinstance(d, torch.device))
         memory = {d: _read_memory(d) / count if memory_bytes is None else memory_bytes for d, count in shared.items()}
         made = tuple(
             d if isinstance(d, Device) else Device(_name_device(d, i), d, memory[d]) for i, d in enumerate(parsed)

@@ -9,11 +9,11 @@ from typing import ClassVar
 
 from fxsplit.errors import PlanError
 from fxsplit.ir.facts.costs import Costs
-from fxsplit.ir.graph import IR
+from fxsplit.ir.graph import IR, GivenFact
 
 
 @dataclass(frozen=True)
-class Pins:
+class Pins(GivenFact):
     """The path of a submodule, or the name of a node -> the number of the stage that gets all of it.
 
     `optional` are paths that the graph may lack: the evaluation mode of a model has no dropout, for example.
@@ -23,7 +23,6 @@ class Pins:
     optional: frozenset[str] = frozenset()
 
     made_by: ClassVar[str] = "a pass of yours"
-    given: ClassVar[bool] = True
 
     @staticmethod
     def add(ir: IR, stages: Mapping[str, int]) -> IR:

@@ -15,14 +15,14 @@ from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.facts.pins import Pins
 from fxsplit.ir.facts.price import FIGURES, CostModel, StagePlan, format_bytes, price_split
 from fxsplit.ir.facts.workload import Workload
-from fxsplit.ir.graph import IR
+from fxsplit.ir.graph import IR, Fact
 
 PROVEN = 1e-6
 """A plan whose gap is below this is called optimal. The search compares loads with a slack of 1e-9."""
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class Plan(Fact):
     """Stages in pipeline order, and what is proven of them.
 
     `lower_bound_ms` is a load that the slowest stage of no plan can beat; `single_ms` is the time of one microbatch on
@@ -41,7 +41,6 @@ class Plan:
     model: CostModel = field(default_factory=CostModel)
 
     made_by: ClassVar[str] = "partition"
-    given: ClassVar[bool] = False
 
     @property
     def bottleneck_ms(self) -> float:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from fxsplit.errors import BrokenFact
 from fxsplit.ir.facts.antichains import SHOWN, Antichains
 from fxsplit.ir.facts.blocks import Ints
-from fxsplit.ir.graph import IR
+from fxsplit.ir.graph import IR, Fact
 
 Floats = NDArray[np.float64]
 
@@ -34,7 +34,7 @@ SUMMED = FEATURES[:6]
 
 
 @dataclass(frozen=True, eq=False)
-class States:
+class States(Fact):
     """The state sequence: row i of `features` (float64 [states, FEATURES]) describes ideal i.
 
     `in_pointer` and `in_from` (CSR) are the ideals just below each: every one of them has a smaller number, so a
@@ -46,7 +46,6 @@ class States:
     in_from: Ints
 
     made_by: ClassVar[str] = "order"
-    given: ClassVar[bool] = False
 
     def __len__(self) -> int:
         return int(self.features.shape[0])
