@@ -16,8 +16,7 @@ from collections import defaultdict
 from typing import Any
 
 from fxsplit.errors import ProfileError
-from fxsplit.formats.acyclic import sort_topologically
-from fxsplit.formats.foreign import TOO_LARGE, Profile
+from fxsplit.formats.foreign import TOO_LARGE, Profile, sort_topologically
 from fxsplit.ir.facts.costs import Costs, Exchange, NodeCost
 
 BYTES_PER_MS = 2.0**31
@@ -174,8 +173,7 @@ def _merge_needs(before: dict[str, dict[str, None]], knots: list[set[str]]) -> d
     for knot in knots:
         members = [h for h in before if h in knot]
         outside = list(dict.fromkeys(maker for h in members for maker in before[h]))
-        for h in members:
-            needs[h] = outside
+        needs |= dict.fromkeys(members, outside)
     return needs
 
 

@@ -1,10 +1,16 @@
-"""Profile: what is read from a file: costs, and the machine that they are for where the file states one."""
+"""What the formats have in common: the Profile that is read from a file, and the order of a file's nodes.
+
+A Profile has costs, and the machine that they are for where the file states one.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from math import inf
 
+from fxsplit.errors import ProfileError
 from fxsplit.ir.facts.costs import Costs
 
 TOO_LARGE = 1e60
@@ -35,3 +41,17 @@ class Profile:
     cost_model: str = "forwarded"
     never_ms: float = inf
     nominal_bytes_per_ms: float = 0.0
+
+
+def sort_topologically(before: Mapping[str, Iterable[str]], name: str) -> list[str]:
+    """Return all nodes in an order in which each stands behind those it needs; `before[n]` is what node n needs.
+
+    The order depends on the file alone: the same file gives the same order. Raises ProfileError, with the cycle and the
+    file's `name`, where there is none.
+    """
+    try:
+        return list(TopologicalSorter(before).static_order())
+    except CycleError as error:
+        # The first and last node of the cycle are the same one.
+        cycle = " -> ".join(str(node) for node in error.args[1])
+        raise ProfileError(f"{name!r} has a cycle ({cycle}): a pipeline needs an acyclic graph") from error

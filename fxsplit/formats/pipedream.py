@@ -10,22 +10,15 @@ Times are milliseconds and sizes are bytes. A node with several outputs has a li
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import replace
 
 from fxsplit.errors import ProfileError
-from fxsplit.formats.acyclic import sort_topologically
-from fxsplit.formats.foreign import TOO_LARGE, Profile
+from fxsplit.formats.foreign import TOO_LARGE, Profile, sort_topologically
 from fxsplit.ir.facts.costs import Costs, InputCost, NodeCost
 
-# The order of a node's figures, which `_cost` relies on.
+# The order of a node's figures, which `_read_node` relies on.
 FIGURES = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 _FIGURE = re.compile(r"(\w+)=(\[[^\]]*\]|[^,\s]+)")
-
-
-@dataclass(frozen=True)
-class _Node:
-    description: str
-    figures: dict[str, float]
 
 
 def parse(text: str, name: str) -> Profile:
@@ -40,16 +33,17 @@ def parse(text: str, name: str) -> Profile:
         readers[a].append(b)
         makers[b].append(a)
     order = sort_topologically(makers, name)
-    given = [n for n in order if not makers[n] and nodes[n].description.startswith("Input")]
+    given = [n for n in order if not makers[n] and nodes[n].op.startswith("Input")]
     own = [n for n in order if n not in set(given)]
     if not own:
         raise ProfileError(f"{name!r} has no nodes: a PipeDream profile has lines like 'node1 -- ReLU -- ...'")
     # A result that nobody reads and that costs nothing, such as a tuple's unused item, stays with the node that makes
     # it: by itself it would be free to move, and double the states to search for nothing.
-    idle = [n for n in own if not readers[n] and len(makers[n]) == 1 and not _has_costs(nodes[n])]
+    free = {n for n in own if not (nodes[n].forward_ms or nodes[n].backward_ms or nodes[n].parameter_bytes)}
+    idle = [n for n in own if n in free and not readers[n] and len(makers[n]) == 1]
     costs = Costs(
-        nodes=tuple(_cost(n, nodes[n], tuple(makers[n])) for n in own),
-        inputs=tuple(InputCost(n, nodes[n].figures["activation_size"], 0) for n in given),
+        nodes=tuple(replace(nodes[n], inputs=tuple(makers[n])) for n in own),
+        inputs=tuple(InputCost(n, nodes[n].output_bytes, 0) for n in given),
         outputs=(),
         together=tuple((makers[n][0], n) for n in idle if makers[n][0] not in set(given)),
         rows=1,  # the file does not say how many rows were measured
@@ -59,9 +53,12 @@ def parse(text: str, name: str) -> Profile:
     return Profile(costs, "pipedream")
 
 
-def _lines(text: str, name: str) -> tuple[dict[str, _Node], list[tuple[str, str]]]:
-    """Return the nodes by their ids, and each edge once; raises ProfileError for a line that is neither."""
-    nodes: dict[str, _Node] = {}
+def _lines(text: str, name: str) -> tuple[dict[str, NodeCost], list[tuple[str, str]]]:
+    """Return the nodes by their ids, without what they read, and each edge once.
+
+    Raises ProfileError for a line that is neither.
+    """
+    nodes: dict[str, NodeCost] = {}
     edges: dict[tuple[str, str], int] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
@@ -74,7 +71,7 @@ def _lines(text: str, name: str) -> tuple[dict[str, _Node], list[tuple[str, str]
         elif len(parts) >= 3:
             if parts[0] in nodes:
                 raise ProfileError(f"{where}: node {parts[0]!r} stands twice: ids must be unique")
-            nodes[parts[0]] = _Node(" -- ".join(parts[1:-1]), _figures(parts[-1], where))
+            nodes[parts[0]] = _read_node(parts[0], " -- ".join(parts[1:-1]), parts[-1], where)
         else:
             raise ProfileError(
                 f"{where} is neither a node ('id -- description -- times') nor an indented edge ('id -- id'): "
@@ -90,10 +87,13 @@ def _lines(text: str, name: str) -> tuple[dict[str, _Node], list[tuple[str, str]
     return nodes, list(edges)
 
 
-def _figures(text: str, where: str) -> dict[str, float]:
-    """Return the four figures of a node, where a list of sizes counts as its sum; raises ProfileError for others."""
+def _read_node(name: str, description: str, text: str, where: str) -> NodeCost:
+    """Return a node without inputs; raises ProfileError unless `text` has its four figures.
+
+    A list of sizes counts as its sum.
+    """
     found = dict(_FIGURE.findall(text))
-    figures = {}
+    figures = []
     for figure in FIGURES:
         if figure not in found:
             raise ProfileError(f"{where}: {figure}= is missing; is the file cut off?")
@@ -105,26 +105,15 @@ def _figures(text: str, where: str) -> dict[str, float]:
             raise ProfileError(f"{where}: {figure}={found[figure]} is no number") from error
         if not 0 <= value < TOO_LARGE:
             raise ProfileError(f"{where}: {figure}={found[figure]}: give a finite number, zero or more")
-        figures[figure] = value
-    return figures
-
-
-def _has_costs(node: _Node) -> bool:
-    """Return whether a node takes time or has parameters."""
-    return any(node.figures[f] for f in (FIGURES[0], FIGURES[1], FIGURES[3]))
-
-
-def _cost(name: str, node: _Node, inputs: tuple[str, ...]) -> NodeCost:
-    """Return the costs of a node."""
-    forward, backward, activation, parameters = (node.figures[f] for f in FIGURES)
+        figures.append(value)
     # The file has one size: of the output, of its gradient, and of what backward needs of it.
-    size = activation
+    forward, backward, size, parameters = figures
     return NodeCost(
         name=name,
-        op=node.description,
+        op=description,
         module="",
-        signature=node.description,
-        inputs=inputs,
+        signature=description,
+        inputs=(),
         forward_ms=forward,
         backward_ms=backward,
         output_bytes=size,

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -40,24 +41,17 @@ class WeightFiles:
             with self._opened() as handles:
                 self._file_of = dict.fromkeys(handles(self.path).keys(), self.path)
 
-    @property
-    def names(self) -> Iterable[str]:
-        """The names of all tensors of the checkpoint."""
-        return self._file_of.keys()
-
     @contextmanager
     def _opened(self) -> Iterator[Any]:
         """Yield a function that returns a file's open handle; each file is opened once, and closed after the block."""
-        handles: dict[Path, Any] = {}
         with ExitStack() as stack:
 
+            @cache
             def opened(file: Path) -> Any:
-                if file not in handles:
-                    try:
-                        handles[file] = stack.enter_context(safe_open(str(file), framework="pt"))
-                    except (OSError, SafetensorError) as error:
-                        raise InputError(f"{str(file)!r} cannot be read as safetensors: {error}") from error
-                return handles[file]
+                try:
+                    return stack.enter_context(safe_open(str(file), framework="pt"))
+                except (OSError, SafetensorError) as error:
+                    raise InputError(f"{str(file)!r} cannot be read as safetensors: {error}") from error
 
             yield opened
 

@@ -1,11 +1,11 @@
-"""Topological order of a file's nodes."""
+"""What formats of other tools share: a topological order of a file's nodes."""
 
 from __future__ import annotations
 
 import pytest
 
 from fxsplit.errors import ProfileError
-from fxsplit.formats.acyclic import sort_topologically
+from fxsplit.formats.foreign import sort_topologically
 
 
 def test_each_node_stands_behind_what_it_needs() -> None:
