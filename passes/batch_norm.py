@@ -18,9 +18,8 @@ from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.stages import Stage, Stages
 from fxsplit.ir.facts.workload import Workload
 from fxsplit.ir.graph import IR
-from fxsplit.torch_internals.batch_norm import Calls, Noted
+from fxsplit.torch_internals.batch_norm import Calls, Noted, is_batch_norm
 from fxsplit.torch_internals.interpret import find_target
-from fxsplit.torch_internals.module_kinds import is_batch_norm
 
 
 @dataclass(frozen=True)

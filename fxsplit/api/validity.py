@@ -20,7 +20,7 @@ from fxsplit.ir.facts.scope import Scope
 from fxsplit.ir.facts.stages import Stages, list_weights
 from fxsplit.ir.graph import IR
 from fxsplit.torch_internals.containers import HOOKS
-from fxsplit.torch_internals.module_kinds import is_dropout
+from fxsplit.torch_internals.rng import is_dropout
 
 _TORCHS = nn.Module().__dict__.keys() - {"training"}
 _MOST_ITEMS = 100

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,11 @@ Statistics = tuple[int, Tensor, Tensor]
 
 Calls = dict[int, list[Statistics]]
 """The calls that were noted, by microbatch."""
+
+
+def is_batch_norm(module: Any) -> TypeGuard[_BatchNorm]:
+    """Return whether a module is a batch norm of any number of dimensions, SyncBatchNorm and lazy ones included."""
+    return isinstance(module, _BatchNorm)
 
 
 class Noted(nn.Module):

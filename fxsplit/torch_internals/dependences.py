@@ -87,9 +87,7 @@ def find_ordered_pairs(gm: fx.GraphModule, seen: Mapping[str, Observation]) -> l
     pairs: set[tuple[str, str]] = set()
     for node in order:
         memory = {owner for i in node.all_input_nodes for owner in seen[i.name].owners}
-        for owner in memory:
-            if owner in writers:
-                pairs.add((writers[owner], node.name))
+        pairs |= {(writers[owner], node.name) for owner in memory if owner in writers}
         for owner in seen[node.name].mutates:
             pairs.update((reader, node.name) for reader in readers[owner])
             writers[owner] = node.name

@@ -8,7 +8,6 @@ stage by stage afterwards.
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fxsplit.torch_internals.patch import Method, patch_method
 
@@ -47,18 +47,16 @@ def without_weights() -> Iterator[None]:
     Buffers keep their values: a file of weights need not have them, and `torch.device("meta")` would lose them.
     Each parameter is allocated and given back before the next one, and initialisers find no values to compute.
     """
-    made: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
+    # By identity and weakly: a parameter that is gone gives its memory back, and its id to a new one.
+    made = WeakIdKeyDictionary()
 
     def without_memory(register: Method) -> Method:
         def registered(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
             if param is not None and not param.is_meta and not is_lazy(param):
-                find_original, empty = made.get(id(param), (lambda: None, param))
-                # One parameter that is registered under two names stays one. A new one may have the id of one that is
-                # gone, which its weak reference tells.
-                if find_original() is not param:
-                    empty = fill_like(param, param.detach().to("meta"))
-                    made[id(param)] = weakref.ref(param), empty
-                param = empty
+                # One parameter that is registered under two names stays one.
+                if param not in made:
+                    made[param] = fill_like(param, param.detach().to("meta"))
+                param = made[param]
             register(module, name, param)
 
         return registered
@@ -159,18 +157,15 @@ def _replace_by_fakes(module: nn.Module, device: torch.device) -> Iterator[Any]:
     Yields a function that returns the fake tensor of another tensor, the same one each time.
     """
     mode = _WatchedFakeMode()
-    made: dict[int, Tensor] = {}
-    # Kept alive, since a new tensor could get the id of one that is gone.
-    originals: list[Tensor] = []
+    made: dict[Tensor, Tensor] = {}
 
     def make_fake(tensor: Tensor) -> Tensor:
-        if id(tensor) not in made:
-            originals.append(tensor)
+        if tensor not in made:
             with mode, torch.no_grad():
                 empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
             fake = nn.Parameter(empty, False) if isinstance(tensor, nn.Parameter) else empty
-            made[id(tensor)] = fake.requires_grad_(tensor.requires_grad)
-        return made[id(tensor)]
+            made[tensor] = fake.requires_grad_(tensor.requires_grad)
+        return made[tensor]
 
     registries: list[dict[str, Any]] = [d for part in module.modules() for d in (part._parameters, part._buffers)]
     before = [(held, dict(held)) for held in registries]

@@ -45,12 +45,9 @@ def find_branch_nodes(roots: Sequence[Tensor], trained: Iterable[Tensor]) -> tup
     nodes: BranchNodes = {}
     without: list[Tensor] = []
     for weight in trained:
-        if id(weight) in handed_on:
-            without.append(weight)
+        if weight not in node_of and id(weight) not in handed_on:
             continue
-        if weight not in node_of:
-            continue
-        node = _find_branch_node(node_of[weight], users)
+        node = None if id(weight) in handed_on else _find_branch_node(node_of[weight], users)
         if node is None:
             without.append(weight)
         elif node in nodes:

@@ -6,7 +6,7 @@ Front ends say what a graph computes. What it does besides, to memory and to ran
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,15 +50,6 @@ class Observation:
     draws: bool = False
 
 
-@dataclass
-class _Memory:
-    """Which node made each storage, and which storages autograd keeps already, by the storage's number."""
-
-    owners: dict[int, str] = field(default_factory=dict)
-    kept: set[int] = field(default_factory=set)
-    alive: list[Any] = field(default_factory=list)  # the number of a freed storage would be given to another one
-
-
 class ObservingInterpreter(Interpreter):
     """Interprets a graph in the current grad mode, and fills `seen` with one Observation for each node."""
 
@@ -66,10 +57,12 @@ class ObservingInterpreter(Interpreter):
         super().__init__(gm, garbage_collect_values=False)
         self.seen: dict[str, Observation] = {}
         self._visit = visit
-        self._memory = _Memory()
-        weights = (*gm.parameters(), *gm.buffers())
-        self._weights = {get_storage_id(w) for w in weights}
+        # By the storage's number: which node made each, and those that autograd keeps already.
+        self._owners: dict[int, str] = {}
+        self._kept: set[int] = set()
+        self._alive: list[UntypedStorage] = []  # the number of a freed storage would be given to another one
         self._buffers = {get_storage_id(b) for b in gm.buffers()}
+        self._weights = self._buffers | {get_storage_id(p) for p in gm.parameters()}
 
     def run_node(self, n: fx.Node) -> Any:
         """Run one node and observe it."""
@@ -88,12 +81,12 @@ class ObservingInterpreter(Interpreter):
         # Batch norm's kernels write running statistics and count no version, so values are compared as well.
         written += buffers.changed()
         written += tensors[:1] if n.op == "call_method" and n.target in CUTS else []
-        seen.mutates = tuple(dict.fromkeys(self._memory.owners.get(get_storage_id(t), n.name) for t in written))
+        seen.mutates = tuple(dict.fromkeys(self._owners.get(get_storage_id(t), n.name) for t in written))
         # A dropout in evaluation draws nothing now, and will once the same graph serves training.
         seen.draws = generators != read_generators() or can_draw(call)
         made = [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
-        seen.owners = tuple(dict.fromkeys(self._memory.owners.setdefault(get_storage_id(t), n.name) for t in made))
-        self._memory.alive += [t.untyped_storage() for t in made]
+        seen.owners = tuple(dict.fromkeys(self._owners.setdefault(get_storage_id(t), n.name) for t in made))
+        self._alive += [t.untyped_storage() for t in made]
         self.seen[n.name] = seen
         self._charge(n, saved)
         return value
@@ -116,11 +109,11 @@ class ObservingInterpreter(Interpreter):
         for storage in saved:
             key = int(storage._cdata)
             # Weights are in memory anyway, and a storage that two backwards keep is there once.
-            if key in self._weights or key in self._memory.kept:
+            if key in self._weights or key in self._kept:
                 continue
-            self._memory.kept.add(key)
-            self._memory.alive.append(storage)
-            owner = self.seen.get(self._memory.owners.get(key, n.name))
+            self._kept.add(key)
+            self._alive.append(storage)
+            owner = self.seen.get(self._owners.get(key, n.name))
             if owner is not None:
                 owner.kept_bytes += storage.nbytes()
 

@@ -13,15 +13,14 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy
 import torch
 from torch import Generator, Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
-
-from fxsplit.torch_internals.module_kinds import is_dropout
 
 _MASK = 2**64 - 1
 _turn = threading.local()
@@ -97,6 +96,11 @@ def current_microbatch() -> int:
 def new_seed() -> int:
     """Return a seed for one batch, drawn from torch's default generator on the CPU."""
     return int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
+
+
+def is_dropout(module: Any) -> TypeGuard[_DropoutNd]:
+    """Return whether a module drops values at random in training: Dropout, Dropout1d, AlphaDropout and so on."""
+    return isinstance(module, _DropoutNd)
 
 
 def can_draw(call: Any) -> bool:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.errors import InputError
-from fxsplit.torch_internals.batch_norm import Noted, count_as_one_batch, merge_statistics, note_nothing
+from fxsplit.torch_internals.batch_norm import Noted, count_as_one_batch, is_batch_norm, merge_statistics, note_nothing
 from fxsplit.torch_internals.rng import take_turn
 from tests.models import FAST
 
@@ -100,3 +100,13 @@ def test_a_layer_that_computes_with_running_statistics_is_refused() -> None:
     Noted(Same(3), True, {})(torch.randn(4, 3))
     with pytest.raises(InputError, match="Renorm computes with its running statistics in training"):
         Noted(Renorm(3), True, {})(torch.randn(4, 3))
+
+
+@pytest.mark.parametrize("module", [nn.BatchNorm1d(2), nn.BatchNorm3d(2), nn.SyncBatchNorm(2), nn.LazyBatchNorm2d()])
+def test_batch_norms_are_told(module: nn.Module) -> None:
+    assert is_batch_norm(module)
+
+
+@pytest.mark.parametrize("other", [nn.LayerNorm(2), nn.GroupNorm(1, 2), nn.Dropout(), None])
+def test_other_layers_are_no_batch_norms(other: object) -> None:
+    assert not is_batch_norm(other)

@@ -16,6 +16,7 @@ from fxsplit.torch_internals.rng import (
     Draw,
     can_draw,
     current_microbatch,
+    is_dropout,
     isolate_draws,
     keep_generators,
     new_seed,
@@ -119,3 +120,13 @@ def test_generators_are_read_and_kept() -> None:
         numpy.random.rand()
         assert read_python_generators() != between
     assert read_generators() == before and read_python_generators() == python
+
+
+@pytest.mark.parametrize("module", [nn.Dropout(), nn.Dropout2d(), nn.AlphaDropout()])
+def test_dropouts_are_told(module: nn.Module) -> None:
+    assert is_dropout(module)
+
+
+@pytest.mark.parametrize("other", [nn.BatchNorm1d(2), nn.LayerNorm(2), nn.Linear(1, 1), None])
+def test_other_layers_are_no_dropouts(other: object) -> None:
+    assert not is_dropout(other)

@@ -22,10 +22,10 @@ from fxsplit.frontend.no_trace_left import refuse_assignments
 from fxsplit.frontend.subject import Runnable, Subject
 from fxsplit.ir.facts.effects import CallEffects
 from fxsplit.torch_internals import pytree
+from fxsplit.torch_internals.batch_norm import is_batch_norm
 from fxsplit.torch_internals.containers import drop_foreign_fields, rebuild, to_plain_outputs, warn_user
 from fxsplit.torch_internals.fake_weights import Snapshot, has_values
 from fxsplit.torch_internals.interpret import get_storage_id, preserve
-from fxsplit.torch_internals.module_kinds import is_batch_norm
 
 
 def check_graph(subject: Subject, gm: fx.GraphModule, rows: int) -> CallEffects:

@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from fxsplit.frontend.export.blocks import find_body, is_block
-from fxsplit.torch_internals.module_kinds import is_batch_norm
+from fxsplit.torch_internals.batch_norm import is_batch_norm
 
 aten = torch.ops.aten
 
