@@ -2,7 +2,7 @@
 
 `capture` makes one Subject. Every front end attempts it, and the check runs the model and the graph on rows of it:
 
-    Subject  ->  front end: attempt(subject)  ->  Graph  ->  check_graph(subject, graph, rows)  ->  Findings
+    Subject  ->  front end: attempt(subject)  ->  Graph  ->  check_graph(subject, gm, rows)  ->  CallEffects
 """
 
 from __future__ import annotations
@@ -70,20 +70,23 @@ class Subject:
         # One list of modules, since both must hold the same weights: copied once, or replaced once by stand-ins.
         modules = nn.ModuleList([self.model, *graphs])
         with make_runnable(modules, self.take_rows(rows), from_shapes=self.from_shapes) as (here, tensors):
-            yield Runnable(here, self.inputs, tensors)
+            yield Runnable(self.name, here, self.inputs, tensors, rows)
 
 
 @dataclass(frozen=True, eq=False)
 class Runnable:
     """A subject's model, the graph beside it if one was given, and rows for them, on one device.
 
-    They are the subject's own; or copies in host memory, where the weights are on several devices; or they hold
+    `name` is that of the model's class, for messages, and `rows` is how many rows the tensors have. Model, graph and
+    tensors are the subject's own; or copies in host memory, where the weights are on several devices; or they hold
     stand-ins, which have shapes and no values.
     """
 
+    name: str
     modules: nn.ModuleList
     inputs: Inputs
     tensors: list[Tensor]
+    rows: int
 
     @property
     def model(self) -> nn.Module:
@@ -96,16 +99,6 @@ class Runnable:
         graph = self.modules[1]
         assert isinstance(graph, fx.GraphModule)
         return graph
-
-    @property
-    def name(self) -> str:
-        """The name of the model's class, for messages."""
-        return type(self.model).__name__
-
-    @cached_property
-    def rows(self) -> int:
-        """How many rows the tensors have."""
-        return self.inputs.count_rows(self.tensors)
 
     def clone_tensors(self) -> list[Tensor]:
         """Return copies of the rows: forward() may write to its arguments, and the rows are the caller's."""

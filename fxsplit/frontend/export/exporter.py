@@ -142,7 +142,7 @@ def _take_tensors(here: Runnable, wholes: WholeModules) -> Iterator[None]:
     def forward(*tensors: Tensor) -> Any:
         pairs = zip(specs, tensors, strict=True)
         # While exporting this is a symbol, and not the number of rows of the example.
-        wholes.note_rows(next(t.shape[s.batch_dim] for s, t in pairs if s.batch_dim is not None))
+        wholes.rows = next(t.shape[s.batch_dim] for s, t in pairs if s.batch_dim is not None)
         call = here.inputs.make_call(tensors)
         return to_plain_outputs(original(*call.args, **call.kwargs))
 
@@ -215,8 +215,7 @@ def _skip_idle_conversions() -> Iterator[None]:
 def _be_quiet() -> Iterator[None]:
     """Hide what torch.export prints and warns of inside the block."""
     # TraceError repeats the first line of a failure, with the user's file and line.
-    with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings(action="ignore"):
         yield
 
 

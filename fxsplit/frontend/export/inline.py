@@ -121,7 +121,7 @@ class GraphWriter:
             return use(args[0])
         # What lies between the marks is written too, and idle at the end.
         if node.target is leave:
-            return self._write_function(node)
+            return self._write_function(node, args[1], args[2])
         if node.target is whole:
             return self._write_whole(node, use)
         if is_block(node):
@@ -176,13 +176,11 @@ class GraphWriter:
                     submodule=call.around,
                 )
 
-    def _write_function(self, node: fx.Node) -> fx.Node:
-        """Return an output of a marked call of an autograd.Function; `node` marks where the output leaves the call.
+    def _write_function(self, node: fx.Node, number: int, output: int) -> fx.Node:
+        """Return an output of the marked call `number` of an autograd.Function, which leaves the call at `node`.
 
         The operators between the marks, which torch.export has seen inside of the call, are idle then.
         """
-        _, number, output = node.args
-        assert isinstance(number, int) and isinstance(output, int)
         if (leave, number) not in self._called:
             call = self.graph.call_function(self._functions[number], tuple(self._entered[number]))
             self._called[leave, number] = _copy_meta(call, node)

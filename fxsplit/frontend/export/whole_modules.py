@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,18 +83,8 @@ class WholeCall:
         return made
 
 
-@dataclass(frozen=True)
-class _Result:
-    """What a call returned: its leaves, each with the keys that lead to it, and their structure."""
-
-    pairs: list[tuple[tuple[Any, ...], Any]]
-    structure: pytree.TreeSpec
-
-    @classmethod
-    def of(cls, value: Any) -> _Result:
-        """Return the result with tensors on the meta device: shapes and strides are asked for, and no values."""
-        register_dataclasses(value)
-        return cls(*pytree.tree_flatten_with_path(pytree.tree_map_only(Tensor, lambda t: t.to("meta"), value)))
+Result = tuple[list[tuple[tuple[Any, ...], Any]], pytree.TreeSpec]
+"""What a call returned: its leaves, each with the keys that lead to it, and their structure."""
 
 
 class WholeModules:
@@ -104,7 +95,8 @@ class WholeModules:
         self._model = here.model
         self._modules = {path: here.model.get_submodule(path) for path in paths}
         self._example_rows = here.rows
-        self._rows: Any = here.rows
+        # The number of rows that the model is exported with, once that is known: a symbol, and not the example's.
+        self.rows: Any = here.rows
         once = _record_results(here, self._modules, here.clone_tensors()) if paths else {}
         twice = _record_results(here, self._modules, here.clone_doubled()) if paths else {}
         # A loop over rows, for example: another number of rows would be another graph.
@@ -114,10 +106,6 @@ class WholeModules:
                     path, f"is called {len(once[path])} times for {here.rows} rows, which can change"
                 )
         self._results = {path: list(zip(once[path], twice[path], strict=True)) for path in paths}
-
-    def note_rows(self, rows: Any) -> None:
-        """Note the number of rows that the model is exported with: a symbol, and not that of the example."""
-        self._rows = rows
 
     @contextmanager
     def replace_calls(self) -> Iterator[None]:
@@ -147,23 +135,25 @@ class WholeModules:
             if not tensors or not self._results[path]:
                 raise self._make_error(path, f"is called without a tensor, or by {path}.forward()")
             once, twice = next(results)
+            pairs, _ = once
             kept = tuple(... if isinstance(v, Tensor) else v for v in leaves)
-            outputs = tuple(keys for keys, value in once.pairs if isinstance(value, Tensor))
+            outputs = tuple(keys for keys, value in pairs if isinstance(value, Tensor))
             self.calls.append(WholeCall(path, self._find_around(path), kept, structure, outputs))
             return self._make_result(path, tensors, once, twice)
 
         return call
 
-    def _make_result(self, path: str, tensors: list[Tensor], once: _Result, twice: _Result) -> Any:
+    def _make_result(self, path: str, tensors: list[Tensor], once: Result, twice: Result) -> Any:
         """Return what the latest call of a submodule returns: an operator's output in each tensor's place.
 
         Raises TraceError for a result that changes with the number of rows, except for tensors' lengths.
         """
-        if once.structure != twice.structure:
+        (pairs, structure), (pairs_twice, structure_twice) = once, twice
+        if structure != structure_twice:
             raise self._make_error(path, f"returns other things for {self._example_rows} rows than for twice as many")
         leaves: list[Any] = []
         positions = itertools.count()
-        for (_, a), (_, b) in zip(once.pairs, twice.pairs, strict=True):
+        for (_, a), (_, b) in zip(pairs, pairs_twice, strict=True):
             if isinstance(a, Tensor):
                 shape, number = self._find_shape(path, a, b), len(self.calls) - 1
                 leaves.append(whole(tensors, shape, _find_memory_order(a), a.dtype, number, next(positions)))
@@ -173,7 +163,7 @@ class WholeModules:
             else:
                 why = f"returns {a!r} for {self._example_rows} rows and {b!r} for twice as many"
                 raise self._make_error(path, why)
-        return pytree.tree_unflatten(leaves, once.structure)
+        return pytree.tree_unflatten(leaves, structure)
 
     def _find_shape(self, path: str, once: Tensor, twice: Tensor) -> list[Any]:
         """Return the shape of an output for the rows that the model is exported with.
@@ -185,7 +175,7 @@ class WholeModules:
             if a == b:
                 shape.append(a)
             elif b == 2 * a and a % self._example_rows == 0:
-                shape.append(a // self._example_rows * self._rows)
+                shape.append(a // self._example_rows * self.rows)
             else:
                 raise self._make_error(
                     path,
@@ -241,19 +231,19 @@ def _find_foreign(value: Any) -> Any:
 
 def _record_results(
     here: Runnable, modules: Mapping[str, nn.Module], tensors: Sequence[Tensor]
-) -> dict[str, list[_Result]]:
+) -> dict[str, list[Result]]:
     """Return what each call of the submodules returns while the model runs on `tensors`."""
-    found: dict[str, list[_Result]] = {path: [] for path in modules}
+    found: dict[str, list[Result]] = {path: [] for path in modules}
 
-    # A hook and not a replaced forward(): the call's own result is what later hooks may have made of it.
-    def record(path: str) -> Callable[..., None]:
-        return lambda module, args, result: found[path].append(_Result.of(result))
+    def record(path: str, module: nn.Module, args: Any, result: Any) -> None:
+        register_dataclasses(result)
+        # On the meta device: shapes and strides are asked for, and no values.
+        shapes = pytree.tree_map_only(Tensor, lambda t: t.to("meta"), result)
+        found[path].append(pytree.tree_flatten_with_path(shapes))
 
-    handles = [module.register_forward_hook(record(path)) for path, module in modules.items()]
-    try:
-        with torch.no_grad(), preserve(here.model):
-            here.run_model(*tensors)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as stack, torch.no_grad(), preserve(here.model):
+        # A hook and not a replaced forward(): the call's own result is what later hooks may have made of it.
+        for path, module in modules.items():
+            stack.enter_context(module.register_forward_hook(partial(record, path)))
+        here.run_model(*tensors)
     return found
