@@ -1,0 +1,94 @@
+"""Forwards of a job: what they keep, and draws that belong to the microbatch and not to the order of running."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxsplit
+from fxsplit.ir.facts.call import Call
+from fxsplit.runtime.forwards import Forwards
+from fxsplit.runtime.program import Program
+from fxsplit.runtime.stage.recompute import ForwardRecord
+from fxsplit.runtime.stage.run import Packet, Saved
+from fxsplit.schedule.action import FORWARD, Action
+from fxsplit.torch_internals.thread_modes import ThreadModes
+from tests.models import FAST
+
+N_MICROBATCHES = 2
+X = torch.arange(1.0, 17.0).view(2, 8)
+
+
+def compiled(recompute: str) -> Iterator[Program]:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
+    options = {"example_inputs": X.repeat(2, 1), "n_microbatches": N_MICROBATCHES, "passes": FAST}
+    with fxsplit.compile(model, 2, recompute=recompute, **options) as pipe:  # type: ignore[arg-type]
+        yield pipe.compiler.program("train", Call((X.repeat(2, 1),), {}))
+
+
+@pytest.fixture
+def program() -> Iterator[Program]:
+    yield from compiled("never")
+
+
+@pytest.fixture
+def recomputed() -> Iterator[Program]:
+    yield from compiled("always")
+
+
+def run_stages(program: Program, seed: int, microbatches: list[int]) -> dict[int, Tensor]:
+    """Run both stages on the same rows for each microbatch, in the order given."""
+    torch.manual_seed(seed)
+    forwards = Forwards(program, ThreadModes.read(), N_MICROBATCHES)
+    found: dict[int, Tensor] = {}
+    for m in microbatches:
+        packet = Packet((X,), (False,))
+        for stage, (replica,) in enumerate(program.replicas):
+            _, outputs = forwards.run(replica, Action(stage, FORWARD, m), packet)
+            packet = Packet.of(outputs)
+        (found[m],) = packet.values
+    return found
+
+
+def test_draws_depend_on_seed_and_microbatch_alone(program: Program) -> None:
+    first, other_order = run_stages(program, 0, [0, 1]), run_stages(program, 0, [1, 0])
+    assert all(torch.equal(first[m], other_order[m]) for m in (0, 1))
+    assert not torch.equal(first[0], first[1]), "each microbatch has a mask of its own"
+    assert not torch.equal(first[0], run_stages(program, 1, [0, 1])[0])
+
+
+def test_a_forward_keeps_its_graph_or_what_runs_it_again(program: Program, recomputed: Program) -> None:
+    kept = []
+    for one in (program, recomputed):
+        forwards = Forwards(one, ThreadModes.read(), N_MICROBATCHES)
+        ((replica,), *_) = one.replicas
+        started, outputs = forwards.run(replica, Action(0, FORWARD, 0), Packet((X,), (False,)))
+        kept.append(started)
+        assert outputs[0].requires_grad, "the stage behind is told that a gradient is expected"
+    saved, record = kept
+    assert isinstance(saved, Saved) and saved.outputs[0].grad_fn is not None
+    assert isinstance(record, ForwardRecord) and record.recompute(one.stages[0], False).outputs[0].grad_fn is not None
+
+
+def test_nothing_is_kept_to_run_again_where_no_backward_comes(recomputed: Program) -> None:
+    with torch.no_grad():
+        forwards = Forwards(recomputed, ThreadModes.read(), N_MICROBATCHES)
+        ((replica,), *_) = recomputed.replicas
+        started, outputs = forwards.run(replica, Action(0, FORWARD, 0), Packet((X,), (False,)))
+    assert isinstance(started, Saved) and not outputs[0].requires_grad
+
+
+def test_a_loss_that_draws_has_a_state_of_its_own(program: Program) -> None:
+    def finish(m: int, outputs: tuple[Tensor, ...]) -> Tensor:
+        return nn.functional.dropout(outputs[0], 0.5).sum()
+
+    losses = []
+    for order in ([0, 1], [1, 0]):
+        torch.manual_seed(0)
+        forwards = Forwards(program, ThreadModes.read(), N_MICROBATCHES)
+        by_microbatch = {m: forwards.compute_loss(finish, m, (X,)).item() for m in order}
+        losses.append([by_microbatch[m] for m in (0, 1)])
+    assert losses[0] == losses[1] and losses[0][0] != losses[0][1]
