@@ -5,6 +5,7 @@ verify() proves a pipeline with these functions, and so do the tests and the ben
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -136,10 +137,8 @@ def list_differences(found: Outcome, expected: Outcome) -> list[Difference]:
 
 def compare(found: Outcome, expected: Outcome) -> Differences:
     """Return the largest relative differences between two steps."""
-    worst: dict[str, Difference] = {}
-    for difference in list_differences(found, expected):
-        if difference.kind not in worst or difference.value > worst[difference.kind].value:
-            worst[difference.kind] = difference
+    by_kind = itertools.groupby(list_differences(found, expected), lambda difference: difference.kind)
+    worst = {kind: max(differences, key=lambda difference: difference.value) for kind, differences in by_kind}
     largest = {kind: worst[kind].value if kind in worst else 0.0 for kind in ("output", "gradient", "buffer")}
     return Differences(**largest, worst={kind: d.name for kind, d in worst.items()})
 

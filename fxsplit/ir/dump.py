@@ -68,16 +68,19 @@ class PrintAfter:
             print(f"# after {name}\n{render(ir)}", file=self.file or sys.stdout)
 
 
-def make_observers(dump: str | os.PathLike[str] | None, passes: Sequence[str]) -> list[DumpTo | PrintAfter]:
+def make_observers(
+    dump: str | os.PathLike[str] | None, passes: Sequence[str], inside: str = ""
+) -> list[DumpTo | PrintAfter]:
     """Return the observers asked for by `dump=` and by FXSPLIT_DUMP and FXSPLIT_PRINT_AFTER in the environment.
 
-    Raises ChainError when a name in FXSPLIT_PRINT_AFTER is none of `passes`.
+    `inside` is a folder to dump into, within the one that is asked for. Raises ChainError when a name in
+    FXSPLIT_PRINT_AFTER is none of `passes`.
     """
     observers: list[DumpTo | PrintAfter] = []
     # What the program asks for goes before what its environment asks for.
     folder = dump or os.environ.get("FXSPLIT_DUMP")
     if folder:
-        observers.append(DumpTo(Path(folder)))
+        observers.append(DumpTo(Path(folder) / inside))
     names = tuple(filter(None, (n.strip() for n in os.environ.get("FXSPLIT_PRINT_AFTER", "").split(","))))
     for name in names:
         # A misspelt name would print nothing, and leave its user to wonder.

@@ -193,8 +193,11 @@ class Job:
             else:
                 # The weight gradient needs the activations of a recomputed forward too.
                 self._weight_backwards[key], self.work.tape[key] = later, saved
-        # Handed back before the sums are added: the stage before waits for it.
-        self._hand_back(action, of_inputs, stream)
+        # Handed to the stage before, or to the caller, before the sums are added: the stage before waits for it.
+        if action.stage > 0:
+            self._send(Action(action.stage - 1, BACKWARD, action.microbatch), of_inputs, stream)
+        else:
+            self.returned[action.microbatch] = of_inputs
         sums.add(shares)
 
     def _run_weight_gradient(self, action: Action, device: int, stream: Stream) -> None:
@@ -258,13 +261,6 @@ class Job:
             assert self.work.seeds is not None, "a schedule with backwards needs seeds"
             needed = self.work.seeds(action.microbatch)
         return stream.fetch(needed)
-
-    def _hand_back(self, action: Action, of_inputs: list[Tensor | None], stream: Stream) -> None:
-        """Hand the gradients of a stage's inputs to the stage before, or to the caller."""
-        if action.stage > 0:
-            self._send(Action(action.stage - 1, BACKWARD, action.microbatch), of_inputs, stream)
-        else:
-            self.returned[action.microbatch] = of_inputs
 
     def _send(self, to: Action, values: Any, stream: Stream) -> None:
         """Send values to the device that does action `to`, which is named without its replica."""

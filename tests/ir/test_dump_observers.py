@@ -62,6 +62,7 @@ def test_what_the_program_asks_for_goes_before_the_environment(monkeypatch: pyte
     monkeypatch.delenv("FXSPLIT_PRINT_AFTER", raising=False)
     monkeypatch.setenv("FXSPLIT_DUMP", "there")
     assert make_observers("here", []) == [DumpTo(Path("here"))] and make_observers(None, []) == [DumpTo(Path("there"))]
+    assert make_observers(None, [], "eval") == [DumpTo(Path("there", "eval"))]
     monkeypatch.setenv("FXSPLIT_DUMP", "")
     monkeypatch.setenv("FXSPLIT_PRINT_AFTER", " fold, all ,")
     assert make_observers(None, ["fold"]) == [PrintAfter(("fold", "all"))]
