@@ -16,14 +16,14 @@ from torch import Tensor
 from fxsplit.errors import BrokenFact, InputError
 from fxsplit.ir.facts.chunks import UNJOINED
 from fxsplit.ir.facts.example import Example
-from fxsplit.ir.graph import IR, GivenFact
+from fxsplit.ir.graph import IR, Fact, GivenFact
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.dependences import find_inseparable, find_ordered_pairs
 from fxsplit.torch_internals.observe import Observation, Visit, observe
 
 
 @dataclass(frozen=True, eq=False)
-class Effects:
+class Effects(Fact):
     """What each node writes, shares memory with, and draws; and what follows from that for order and cuts.
 
     nodes: what each node did when the graph was observed, by its name.
@@ -36,7 +36,6 @@ class Effects:
     ordered: tuple[tuple[str, str], ...]
 
     made_by: ClassVar[str] = "profile"
-    given: ClassVar[bool] = False
 
     @cached_property
     def drawing(self) -> frozenset[str]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxsplit.errors import BrokenFact
-from fxsplit.ir.graph import IR
+from fxsplit.ir.graph import IR, Fact
 from fxsplit.torch_internals.containers import rebuild
 
 
@@ -56,7 +56,7 @@ class Ref:
 
 
 @dataclass(frozen=True, eq=False)
-class Stages:
+class Stages(Fact):
     """All stages in pipeline order; `result` is the model's output with a Ref in place of each tensor.
 
     For a model that returns `{"loss": tensor, "kind": "mean"}` the result is `{"loss": Ref(0), "kind": "mean"}`.
@@ -66,7 +66,6 @@ class Stages:
     result: Any
 
     made_by: ClassVar[str] = "emit"
-    given: ClassVar[bool] = False
 
     def __len__(self) -> int:
         return len(self.stages)
