@@ -214,6 +214,15 @@ def chimera(n_devices: int, n_microbatches: int, stages_per_device: int = 1) -> 
     return Schedule("Chimera", n_microbatches, homes, _append_sums(rows, homes))
 
 
+def check_takes_replicas(name: str) -> None:
+    """Raise ScheduleError for a schedule that runs no stages with several devices."""
+    if name not in REPLICABLE:
+        raise ScheduleError(
+            f"{name}: the plan gives a stage several devices, which run under {', '.join(REPLICABLE)}: choose one of "
+            "these, or plan with partition{model=forwarded}"
+        )
+
+
 def schedule_replicas(name: str, homes: Homes, n_microbatches: int, most: Sequence[int]) -> Schedule:
     """Return GPipe, 1F1B or ZB-H1 over stages of which some have several devices, called their replicas.
 
@@ -221,11 +230,7 @@ def schedule_replicas(name: str, homes: Homes, n_microbatches: int, most: Sequen
     of stage s may hold at once; `count_in_flight(homes)` keeps every device busy under 1F1B. GPipe holds all of them.
     Raises ScheduleError for another name.
     """
-    if name not in REPLICABLE:
-        raise ScheduleError(
-            f"{name}: the plan gives a stage several devices, which run under {', '.join(REPLICABLE)}: choose one of "
-            "these, or plan with partition{model=forwarded}"
-        )
+    check_takes_replicas(name)
     # A plan gives each device one stage, so a device's limit is that of its stage.
     stage_on = {device: stage for stage, home in enumerate(homes) for device in home}
     if name == "GPipe":

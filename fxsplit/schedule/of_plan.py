@@ -8,7 +8,7 @@ from math import inf
 from fxsplit.errors import ScheduleError
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.schedule.catalogue import Scheduler
-from fxsplit.schedule.generate import count_in_flight, schedule_replicas
+from fxsplit.schedule.generate import check_takes_replicas, count_in_flight, schedule_replicas
 from fxsplit.schedule.memory import Footprint
 from fxsplit.schedule.schedule import Homes, Schedule
 from fxsplit.schedule.simulate import Times
@@ -31,6 +31,8 @@ def build_schedule(
     homes = find_replicas(plan)
     if homes is None:
         return scheduler.schedule(n_microbatches, len(plan.stages))
+    # First of all: under a schedule with several stages a device, the plan's devices are not those of `memory_bytes`.
+    check_takes_replicas(scheduler.name)
     if scheduler.stages_per_device not in (None, 1):
         raise ScheduleError(f"{scheduler.name}: a plan with replicated stages has one stage a device")
     most = count_in_flight(homes)

@@ -105,3 +105,11 @@ def test_footprints() -> None:
     assert found.recompute
     (found,) = read_footprints(plan(both, model="direct"))
     assert found.boundary_bytes == 0
+
+
+@pytest.mark.parametrize("name", ["LoopedBFS", "Interleaved1F1B", "ZBVZeroBubble", "Chimera", "PipeDream"])
+def test_a_schedule_without_replicas_says_so(name: str) -> None:
+    """With several stages a device the memory of devices that do not exist was asked for: an IndexError."""
+    wide = plan(stage(0), stage(1, 2, 3))
+    with pytest.raises(ScheduleError, match=f"{name}: the plan gives a stage several devices"):
+        build_schedule(wide, Scheduler(name, 2), 4, [1e9, 1e9])
