@@ -90,32 +90,31 @@ def verify(pipe: Pipeline, inputs: Any, more: Mapping[str, Any] | None = None) -
     """
     if lacks_values(pipe.model):
         raise InputError(f"{type(pipe.model).__name__} has no values yet, it is on the meta device: load its weights")
-    args, kwargs = parse_example_inputs(inputs)
-    kwargs |= more or {}
+    call = parse_example_inputs(inputs)
+    call.kwargs.update(more or {})
     # float64 keeps rounding some eight digits below any gradient that is lost; some models know float32 alone.
     with disable_dropout(), torch.random.fork_rng():
         try:
-            return _train_copies(pipe, *_convert(torch.float64, pipe.model, args, kwargs), torch.float64)
+            return _train_copies(pipe, *_convert(torch.float64, pipe.model, call), torch.float64)
         except _Refused:
-            return _train_copies(pipe, *_convert(torch.float32, pipe.model, args, kwargs), torch.float32)
+            return _train_copies(pipe, *_convert(torch.float32, pipe.model, call), torch.float32)
 
 
 class _Refused(Exception):
     """The model does not run in float64."""
 
 
-def _train_copies(pipe: Pipeline, model: nn.Module, call: Any, dtype: torch.dtype) -> Verification:
+def _train_copies(pipe: Pipeline, model: nn.Module, call: Call, dtype: torch.dtype) -> Verification:
     """Train copies of `model` side by side, and return how they differ; model and call are in `dtype`.
 
     Raises InputError for a model without a float output, or one that draws random numbers besides dropout.
     """
-    args, kwargs = call
     # `model` itself becomes the pipeline's. The others run unsplit: on the pipeline's microbatches; on the whole batch,
     # to tell what differs by the model's nature; and with weights off by rounding, to tell what rounding makes.
     unsplit, whole, shaken = (copy.deepcopy(model) for _ in range(3))
     _shake_weights(shaken)
-    first = _run_without_trace(unsplit, args, kwargs, dtype)
-    if not all(_are_equal(first, _run_without_trace(unsplit, args, kwargs, dtype)) for _ in range(RUNS)):
+    first = _run_without_trace(unsplit, call, dtype)
+    if not all(_are_equal(first, _run_without_trace(unsplit, call, dtype)) for _ in range(RUNS)):
         raise InputError(
             f"{type(model).__name__} draws random numbers besides dropout, so no two runs of it are equal: verify it "
             "with such rates at 0, or in evaluation, pipe.eval()"
@@ -127,20 +126,19 @@ def _train_copies(pipe: Pipeline, model: nn.Module, call: Any, dtype: torch.dtyp
     found: dict[tuple[str, str], float] = {}
     rounding: dict[tuple[str, str], float] = {}
     with recompile_like(pipe, model, loss_fn) as split:
-        split.compile_for(*args, **kwargs)
-        batch = split.compiler.prepare(get_mode(model), Call(args, kwargs))
+        batch = split.compiler.prepare(get_mode(model), call)
         how, rows = batch.program.inputs, batch.rows
         joined = split.traced[CallEffects].output_dims
         target = () if loss_fn else None
 
         def step(trained: nn.Module, pieces: Sequence[int]) -> Outcome:
-            own, named = _clone_call((args, kwargs))
+            own, named = _clone_call(call)
             return run_unsplit_step(trained, own, target, loss_fn or take_model_loss, pieces, named, how, joined)
 
         # Copies are compared after each step, and then all take the step.
         for _ in range(STEPS):
             expected = step(unsplit, rows)
-            own, named = _clone_call((args, kwargs))
+            own, named = _clone_call(call)
             _keep_largest(found, list_differences(run_pipeline_step(split, own, target, named), expected))
             _keep_largest(rounding, list_differences(step(shaken, rows), expected))
             others = list_differences(step(whole, [sum(rows)]), expected)
@@ -174,7 +172,7 @@ def _shake_weights(model: nn.Module) -> None:
                 weight.mul_(1.0 + torch.where(up, 1.0, -1.0).to(weight.dtype) * torch.finfo(weight.dtype).eps)
 
 
-def _convert(dtype: torch.dtype, model: nn.Module, args: Sequence[Any], kwargs: Any) -> tuple[nn.Module, Any]:
+def _convert(dtype: torch.dtype, model: nn.Module, call: Call) -> tuple[nn.Module, Call]:
     """Return a copy of the model, and the call, in a dtype."""
 
     def convert(tensor: Tensor) -> Tensor:
@@ -193,16 +191,16 @@ def _convert(dtype: torch.dtype, model: nn.Module, args: Sequence[Any], kwargs: 
         if frozen and parameter.is_floating_point():
             parameter.requires_grad_()
 
-    return copied, pytree.tree_map_only(Tensor, lambda t: convert(t.detach()), (tuple(args), dict(kwargs)))
+    return copied, pytree.tree_map_only(Tensor, lambda t: convert(t.detach()), call)
 
 
-def _run_without_trace(model: nn.Module, args: Any, kwargs: Any, dtype: torch.dtype) -> Any:
+def _run_without_trace(model: nn.Module, call: Call, dtype: torch.dtype) -> Any:
     """Return what the model returns, without a trace on it; raises _Refused where it does not run in a dtype."""
     try:
         with torch.no_grad(), preserve(model):
             # A new seed each time, or a model that draws would draw the same. preserve() restores the generator.
             torch.manual_seed(torch.seed())
-            own, named = _clone_call((args, kwargs))
+            own, named = _clone_call(call)
             outputs = model(*own, **named)
     except RuntimeError as error:
         if dtype is torch.float64:
@@ -215,9 +213,10 @@ def _run_without_trace(model: nn.Module, args: Any, kwargs: Any, dtype: torch.dt
     return outputs
 
 
-def _clone_call(call: Any) -> Any:
+def _clone_call(call: Call) -> Call:
     """Return a call with copies of its tensors, which a model may write to."""
-    return pytree.tree_map_only(Tensor, torch.clone, call)
+    cloned: Call = pytree.tree_map_only(Tensor, torch.clone, call)
+    return cloned
 
 
 def _are_equal(a: Any, b: Any) -> bool:

@@ -82,13 +82,12 @@ def make_stream(device: torch.device) -> Stream:
     return CudaStream(device) if device.type == "cuda" else Stream()
 
 
-def mark_caller(devices: Sequence[torch.device]) -> dict[torch.device, Any]:
+def mark_caller(devices: Sequence[torch.device]) -> list[Any]:
     """Return, for each GPU among `devices`, a token for what the calling thread has queued there.
 
     The workers wait for it, since the caller may still be computing the batch.
     """
-    gpus = {d for d in devices if d.type == "cuda"}
-    return {d: torch.cuda.current_stream(d).record_event() for d in gpus}
+    return [torch.cuda.current_stream(d).record_event() for d in set(devices) if d.type == "cuda"]
 
 
 def make_caller_wait(marks: Sequence[tuple[torch.device, Any]]) -> None:

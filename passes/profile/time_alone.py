@@ -18,7 +18,6 @@ from fxsplit.passes.profile.time_in_step import (
     HALVED,
     WARM_UP,
     Clock,
-    Halves,
     NodeTimes,
     Times,
     check_stop,
@@ -76,9 +75,7 @@ def _time(call: Call, device: torch.device, repeats: int) -> Times:
     if isinstance(target, nn.Module):
         leaves += [p for p in target.parameters() if p.requires_grad]
     clock = Clock(device)
-    forward: list[float] = []
-    backward: list[float] = []
-    halves: list[Halves] = []
+    forward, backward, halves = [], [], []
     for turn in range(WARM_UP + repeats + HALVED):
         check_stop()
         # Each turn gets lists of its own, and copies of what it writes to: autograd refuses to write to a leaf.

@@ -52,6 +52,6 @@ def test_values_are_copied_only_from_another_kind_of_device() -> None:
 
 def test_a_caller_without_gpus_has_nothing_to_mark_nor_to_wait_for() -> None:
     cpu = torch.device("cpu")
-    assert mark_caller([cpu, cpu]) == {}
+    assert mark_caller([cpu, cpu]) == []
     make_caller_wait([(cpu, None)])
     hand_over([torch.ones(1), "text", None])

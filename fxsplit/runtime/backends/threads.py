@@ -65,7 +65,7 @@ class Workers:
         Raises ClosedError after close(), and in a process that was forked from the one with the threads.
         """
         finished: SimpleQueue[None] = SimpleQueue()
-        ready = list(mark_caller(self._devices).values())
+        ready = mark_caller(self._devices)
         left = 0
         try:
             if self._process != os.getpid():
