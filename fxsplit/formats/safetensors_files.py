@@ -73,15 +73,14 @@ class WeightFiles:
         stored = {key: next(n for n in known if n in self._file_of) for key, known in names.items()}
         # Each weight once, in the order of the stages, so that devices fill up one after another.
         where = {id(weight): device for weight, device in places}
-        order = [w for w, _ in places if id(w) in stored]
-        rest = [w for w in {id(w): w for w in state.values()}.values() if id(w) not in where]
+        weights = {id(w): w for w in (*(w for w, _ in places if id(w) in stored), *state.values())}.values()
         with self._opened() as handles, torch.no_grad():
             # All checks come before the first weight changes: a model is loaded whole or not at all.
-            for weight in (*order, *rest):
+            for weight in weights:
                 self._check_kind(handles, stored[id(weight)], weight)
                 self._check_tied(handles, [name for name in names[id(weight)] if name in self._file_of])
                 _check_free(stored[id(weight)], weight)
-            for weight in (*order, *rest):
+            for weight in weights:
                 device = where.get(id(weight), torch.device("cpu") if weight.is_meta else weight.device)
                 value = handles(self._file_of[stored[id(weight)]]).get_tensor(stored[id(weight)])
                 # Always a copy: what is read is the memory of the mapped file, and would change with the file.

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from fxsplit.errors import NotExportable, ScheduleError
 from fxsplit.schedule.action import COMPUTES, REDUCE, STEP, TRANSFERS, Action
+from fxsplit.schedule.flow import with_transfers, without_transfers
 from fxsplit.schedule.schedule import Schedule
-from fxsplit.schedule.transfers import with_transfers, without_transfers
 from fxsplit.schedule.verify import verify
 
 _SHARDING = re.compile(r"\d+(UNSHARD|RESHARD)\d*")

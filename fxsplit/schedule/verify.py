@@ -20,9 +20,8 @@ from fxsplit.schedule.action import (
     WEIGHT_GRADIENT,
     Action,
 )
-from fxsplit.schedule.flow import drop_version, find_needs
+from fxsplit.schedule.flow import drop_version, find_needs, with_transfers
 from fxsplit.schedule.schedule import Schedule
-from fxsplit.schedule.transfers import with_transfers
 
 
 def verify(schedule: Schedule) -> None:

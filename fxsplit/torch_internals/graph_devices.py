@@ -53,15 +53,12 @@ def _rewrite(node: fx.Node, change: Callable[[str, Any], Any]) -> None:
 def _replace_device(captured_on: torch.device, here: torch.device, converts: bool, key: str, value: Any) -> Any:
     """Return `here` for a value that names the device of the capture, and every other value as it is."""
     # A text such as "cpu" names a device only in x.to("cpu") and in device="cpu"; elsewhere it may be a mode or a key.
-    named = isinstance(value, torch.device) or (isinstance(value, str) and (converts or key == "device"))
-    return here if named and _names_device(value, captured_on) else value
-
-
-def _names_device(value: torch.device | str, device: torch.device) -> bool:
-    """Return whether a value names a device. A name without a number, as "cuda", is the current device of its kind."""
+    if not (isinstance(value, torch.device) or (isinstance(value, str) and (converts or key == "device"))):
+        return value
     try:
         named = torch.device(value)
     except RuntimeError:
         # x.to("float32") gives a dtype as a text.
-        return False
-    return named.type == device.type and named.index in (None, device.index)
+        return value
+    # A name without a number, as "cuda", is the current device of its kind.
+    return here if named.type == captured_on.type and named.index in (None, captured_on.index) else value

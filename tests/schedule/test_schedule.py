@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from fxsplit.errors import ScheduleError
 from fxsplit.schedule import SCHEDULES, Action, Schedule, Times, find_schedule, generate, simulate, verify
 from fxsplit.schedule.catalogue import COUNTED
+from fxsplit.schedule.flow import with_transfers, without_transfers
 from fxsplit.schedule.generate import run_forwards_first
 from fxsplit.schedule.greedy import list_schedule
 from fxsplit.schedule.homes import group_in_blocks, line
-from fxsplit.schedule.transfers import with_transfers, without_transfers
 
 PICTURES = {
     ("GPipe", 2, 3): """

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from fxsplit.schedule import Action, Schedule, generate
-from fxsplit.schedule.flow import drop_version, find_needs
+from fxsplit.schedule.flow import drop_version, find_needs, with_transfers
 from fxsplit.schedule.homes import line
-from fxsplit.schedule.transfers import with_transfers
 
 
 def parse(name: str, homes: tuple[tuple[int, ...], ...], *rows: str, n_microbatches: int = 2) -> Schedule:

@@ -8,8 +8,8 @@ import pytest
 
 from fxsplit.errors import ScheduleError
 from fxsplit.schedule import Action, Schedule, Times, generate, simulate
+from fxsplit.schedule.flow import with_transfers
 from fxsplit.schedule.homes import line
-from fxsplit.schedule.transfers import with_transfers
 
 
 def parse_rows(*rows: str) -> tuple[tuple[Action, ...], ...]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from fxsplit.schedule import Action, Times, generate, simulate
+from fxsplit.schedule.flow import with_transfers
 from fxsplit.schedule.timeline import Span, Timeline
-from fxsplit.schedule.transfers import with_transfers
 
 
 def test_what_takes_no_time_is_left_out_unless_it_computes() -> None:

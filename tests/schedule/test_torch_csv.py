@@ -10,8 +10,8 @@ from torch.distributed.pipelining import schedules as theirs
 
 from fxsplit.errors import NotExportable, ScheduleError
 from fxsplit.schedule import SCHEDULES, generate
+from fxsplit.schedule.flow import with_transfers
 from fxsplit.schedule.torch_csv import read_csv, write_csv
-from fxsplit.schedule.transfers import with_transfers
 
 TORCHS = ["GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "ZB-H1", "ZBVZeroBubble"]
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -122,13 +123,10 @@ def _find_own(model: nn.Module, held: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read_bounds(program: torch.export.ExportedProgram) -> tuple[int, int | None]:
     """Return the fewest and the most rows that the program is right for; forward() takes another branch beyond."""
-    least, most = LEAST_ROWS, None
-    for found in program.range_constraints.values():
-        # torch writes "no limit" as a number near 2**63.
-        low, high = int(found.lower), None if found.upper > 2**31 else int(found.upper)
-        least = max(least, low)
-        most = high if high is not None and (most is None or high < most) else most
-    return least, most
+    ranges = program.range_constraints.values()
+    # torch writes "no limit" as a number near 2**63.
+    limits = (int(found.upper) for found in ranges if not found.upper > 2**31)
+    return max([LEAST_ROWS, *(int(found.lower) for found in ranges)]), min(limits, default=None)
 
 
 @contextmanager
@@ -226,14 +224,12 @@ def _explain(model: nn.Module, error: Exception) -> TraceError:
     frames = []
     submodule = None
     paths = {id(m): path for path, m in model.named_modules()}
-    traceback = error.__traceback__
     # The innermost frame whose `self` is a submodule is the forward() in which exporting stopped.
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
-        submodule = paths.get(id(traceback.tb_frame.f_locals.get("self")), submodule)
-        if not code.co_filename.startswith((*LIBRARIES, "<")) and "site-packages/torch" not in code.co_filename:
-            frames.append(f"{code.co_filename}:{traceback.tb_lineno}")
-        traceback = traceback.tb_next
+    for frame, line in walk_tb(error.__traceback__):
+        submodule = paths.get(id(frame.f_locals.get("self")), submodule)
+        file = frame.f_code.co_filename
+        if not file.startswith((*LIBRARIES, "<")) and "site-packages/torch" not in file:
+            frames.append(f"{file}:{line}")
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     place = f" at {frames[-1]}" if frames else ""
     reason = (lines or ["no reason given"])[0]

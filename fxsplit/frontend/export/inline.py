@@ -93,11 +93,10 @@ class GraphWriter:
             return written[value] if value in written else self._fetch(body, value)
 
         for node in body.graph.nodes:
-            if node.op == "output":
-                return [use(v) if isinstance(v, fx.Node) else v for v in node.args[0]]
-            if node.op not in ("placeholder", "get_attr") and node.target not in ASSERTS and node.name != "_guards_fn":
+            if node.op.startswith("call") and node.target not in ASSERTS and node.name != "_guards_fn":
                 written[node] = self._write_node(body, node, use)
-        raise AssertionError("a body without an output")
+        returned: Any = body.graph.output_node().args[0]
+        return [use(v) if isinstance(v, fx.Node) else v for v in returned]
 
     def _fetch(self, body: fx.GraphModule, value: fx.Node) -> fx.Node:
         """Return a new node that fetches what `value` fetches."""

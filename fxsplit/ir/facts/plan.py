@@ -86,9 +86,8 @@ class Plan(Fact):
         # Price again from the graph: what the search has summed over its lattice is not trusted.
         machine = ir[Machine]
         split = [(s.nodes, s.devices, s.recompute) for s in self.stages]
-        for number, (mine, other) in enumerate(
-            zip(self.stages, price_split(costs, machine, ir[Workload], split, self.model), strict=True)
-        ):
+        priced = price_split(costs, machine, ir[Workload], split, self.model)
+        for number, (mine, other) in enumerate(zip(self.stages, priced, strict=True)):
             for figure in FIGURES:
                 said, true = getattr(mine, figure), getattr(other, figure)
                 if not isclose(said, true, rel_tol=1e-9, abs_tol=1e-12):

@@ -5,7 +5,7 @@ Everything that the search sums over its lattice is computed here again, directl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fxsplit.ir.facts.costs import Costs
@@ -99,8 +99,8 @@ def price_split(
     - Memory = parameters x (WEIGHT_COPIES + optimizer_factor + further versions) + buffers + microbatches in flight x
       (kept activations + boundary values, unless direct). A stage that recomputes keeps activations once.
     """
-    stages = [names for names, *_ in split]
-    edges = _price_boundaries(costs, stages) if model.forwards else _price_shared(costs, stages)
+    stage_of = {name: i for i, (names, *_) in enumerate(split) for name in names}
+    edges = (_price_boundaries if model.forwards else _price_shared)(costs, stage_of, len(split))
     in_flight, versions = workload.in_flight[len(split)], workload.versions_of(len(split))
     return tuple(
         _price_stage(costs, machine, model, split, i, edges[i], (in_flight[i], versions[i])) for i in range(len(split))
@@ -175,17 +175,14 @@ def _price_transfers(machine: Machine, model: CostModel, split: Split, i: int, e
     return receive, send
 
 
-def _price_boundaries(costs: Costs, stages: Sequence[Sequence[str]]) -> list[Edges]:
-    """Return the bytes that cross the two boundaries of each stage, where stages hand values on."""
-    stage_of = {name: i for i, names in enumerate(stages) for name in names}
-    last = len(stages) - 1
+def _price_boundaries(costs: Costs, stage_of: Mapping[str, int], count: int) -> list[Edges]:
+    """Return the bytes that cross the two boundaries of each of `count` stages, where stages hand values on."""
     # Boundary b lies before stage b. A value crosses those between where it is made and where it is last read.
-    crossing = [0.0] * (len(stages) + 1)
-    returning = [0.0] * (len(stages) + 1)
+    crossing, returning = [0.0] * (count + 1), [0.0] * (count + 1)
     for name, output_bytes, gradient_bytes, readers, is_output in costs.values:
         # What no stage makes is there before the first; what is returned lives past the last.
         born = stage_of.get(name, -1)
-        dies = max([stage_of[r] for r in readers] + ([last + 1] if is_output else []), default=born)
+        dies = max([stage_of[r] for r in readers] + ([count] if is_output else []), default=born)
         for boundary in range(born + 1, dies + 1):
             crossing[boundary] += output_bytes
             returning[boundary] += gradient_bytes
@@ -194,16 +191,15 @@ def _price_boundaries(costs: Costs, stages: Sequence[Sequence[str]]) -> list[Edg
         met = [stage_of[name] for name in exchange.nodes]
         for boundary in range(min(met) + 1, max(met) + 1):
             returning[boundary] += exchange.output_bytes
-    return [Edges(crossing[i], crossing[i + 1], returning[i], returning[i + 1]) for i in range(len(stages))]
+    return [Edges(crossing[i], crossing[i + 1], returning[i], returning[i + 1]) for i in range(count)]
 
 
-def _price_shared(costs: Costs, stages: Sequence[Sequence[str]]) -> list[Edges]:
-    """Return the bytes of the tensors that each stage shares with others, each once, where stages send directly.
+def _price_shared(costs: Costs, stage_of: Mapping[str, int], count: int) -> list[Edges]:
+    """Return the bytes of the tensors that each of `count` stages shares, each once, where stages send directly.
 
     What the caller gives or gets is free.
     """
-    stage_of = {name: i for i, names in enumerate(stages) for name in names}
-    given, taken = [0.0] * len(stages), [0.0] * len(stages)
+    given, taken = [0.0] * count, [0.0] * count
     for bytes_, (maker, *readers) in costs.tensors:
         home = stage_of[maker]
         # The maker sends to each other stage that reads, and a stage takes a tensor once for all its nodes.
