@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import fxsplit
 from bench import networks as zoo
-from fxsplit.frontend import capture
+from fxsplit.frontend.capture import capture
 from fxsplit.ir.facts.antichains import Antichains
 from fxsplit.ir.facts.workload import Workload
 from fxsplit.ir.graph import IR

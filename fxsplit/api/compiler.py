@@ -22,7 +22,7 @@ from fxsplit.api.options import Candidate, Options
 from fxsplit.api.validity import Validity
 from fxsplit.errors import InputError, PlanError
 from fxsplit.formats.safetensors_files import WeightFiles
-from fxsplit.frontend import same_graph
+from fxsplit.frontend.graph import same_graph
 from fxsplit.ir.dump import make_observers, show_progress
 from fxsplit.ir.facts.call import Call, Inputs
 from fxsplit.ir.facts.costs import Costs

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from fxsplit import passes as standard
 from fxsplit.api.options import Candidate, Options
 from fxsplit.errors import TraceError
-from fxsplit.frontend import capture
+from fxsplit.frontend.capture import capture
 from fxsplit.ir.facts.call import Call
 from fxsplit.ir.facts.costs import Costs, KnownCosts
 from fxsplit.ir.facts.effects import CallEffects

@@ -9,7 +9,7 @@ from torch import nn
 
 from fxsplit.api.microbatch_count import check_microbatch_count, choose_microbatch_count
 from fxsplit.errors import InputError
-from fxsplit.frontend import capture
+from fxsplit.frontend.capture import capture
 from fxsplit.ir.dump import show_progress
 from fxsplit.ir.facts.call import Inputs, parse_example_inputs
 from fxsplit.ir.facts.costs import Costs

@@ -1,11 +1,16 @@
-"""What a front end is, and what it gives: the graph of a model, not yet compared with the model."""
+"""What a front end is, and what it gives: the graph of a model, not yet compared with the model.
+
+Also what is read off such a graph: where a node comes from, what is fetched, and whether two graphs are the same.
+"""
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from fxsplit.frontend.subject import Subject
 from fxsplit.ir.facts.scope import Scope
@@ -38,3 +43,31 @@ def find_submodule(node: fx.Node) -> str | None:
     # fx and torch.export both note the stack of modules here, outermost first; the model's own path is empty.
     paths = [str(path) for path, *_ in (node.meta.get("nn_module_stack") or {}).values()]
     return next((path for path in reversed(paths) if path), None)
+
+
+def list_fetched(gm: fx.GraphModule) -> dict[str, Any]:
+    """Return what the graph fetches, by its path: parameters, buffers, and constants that tracing made."""
+    paths = [str(n.target) for n in gm.graph.nodes if n.op == "get_attr"]
+    return {path: operator.attrgetter(path)(gm) for path in paths}
+
+
+def same_graph(a: fx.GraphModule, b: fx.GraphModule) -> bool:
+    """Return whether two captures of one model are the same operations on the same modules and constants.
+
+    Weights must be the same objects. A constant may be another tensor of the same values: each capture makes its own.
+    """
+    return _list_nodes(a) == _list_nodes(b) and all(
+        one is other or (isinstance(one, Tensor) and isinstance(other, Tensor) and _has_equal_values(one, other))
+        for one, other in zip(list_fetched(a).values(), list_fetched(b).values(), strict=True)
+    )
+
+
+def _has_equal_values(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors are the same, except for where in memory they are."""
+    # torch.equal raises for tensors on two devices, and compares dtypes loosely.
+    return a.dtype == b.dtype and a.shape == b.shape and a.device == b.device and bool(torch.equal(a, b))
+
+
+def _list_nodes(gm: fx.GraphModule) -> list[tuple[Any, ...]]:
+    """Return all that a graph says of each node, without the nodes themselves: those are of one graph alone."""
+    return [(n.op, n.name, n.target, repr(n.args), repr(n.kwargs)) for n in gm.graph.nodes]

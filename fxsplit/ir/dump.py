@@ -109,9 +109,8 @@ def show_progress() -> Iterator[None]:
     def listener(what: str, done: int, total: int) -> None:
         if time.monotonic() - begin < PATIENCE_S:
             return
-        if not tasks:
-            bar.start()
         if what not in tasks:
+            bar.start()  # does nothing for a bar that is shown already
             tasks[what] = bar.add_task(what, total=total)
         bar.update(tasks[what], completed=done)
 

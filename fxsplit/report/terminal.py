@@ -38,7 +38,8 @@ def draw(timeline: Timeline, width: int = 100) -> Text:
             begin, end = round(begin_ms * scale), round(end_ms * scale)
             text.append("." * (begin - at), style="dim")
             if end > max(begin, at):
-                text.append(_fill_block(action, end - max(begin, at)), style=_choose_style(action, first))
+                style = COLOURS.get(action.op, OTHER) + (" dim" if action.stage > first else "")
+                text.append(_fill_block(action, end - max(begin, at)), style=style)
             at = max(at, begin, end)
         text.append("." * (columns - at) + "\n", style="dim")
     return text
@@ -49,8 +50,3 @@ def _fill_block(action: Action, width: int) -> str:
     # A sum over replicas has no microbatch.
     number = str(action.microbatch) if action.microbatch >= 0 else action.op
     return f"{number:^{width}}" if len(number) <= width else "-" * width
-
-
-def _choose_style(action: Action, first: int) -> str:
-    """Return the colours of an action; `first` is the first stage of its device."""
-    return COLOURS.get(action.op, OTHER) + (" dim" if action.stage > first else "")

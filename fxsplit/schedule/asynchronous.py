@@ -7,8 +7,8 @@ price is that a microbatch's backward must use the weights of its forward, and s
 from __future__ import annotations
 
 from fxsplit.errors import ScheduleError
-from fxsplit.schedule.action import BACKWARD, FORWARD, STEP, Action
-from fxsplit.schedule.generate import alternate
+from fxsplit.schedule.action import BACKWARD, STEP, Action
+from fxsplit.schedule.generate import alternate_on
 from fxsplit.schedule.homes import line
 from fxsplit.schedule.schedule import Schedule
 
@@ -61,10 +61,8 @@ def _stream_with_steps(stage: int, versions: list[int], ahead: int, every: int) 
 
     `versions[m]` is the weight version that microbatch m uses.
     """
-    forwards = [Action(stage, FORWARD, m, version=v) for m, v in enumerate(versions)]
-    backwards = [Action(stage, BACKWARD, m, version=v) for m, v in enumerate(versions)]
     row: list[Action] = []
-    for action in alternate(forwards, backwards, ahead - 1):
+    for action in alternate_on(stage, BACKWARD, versions, ahead - 1):
         row.append(action)
         if action.op == BACKWARD and (action.microbatch + 1) % every == 0:
             row.append(Action(stage, STEP, action.microbatch, version=(action.microbatch + 1) // every))

@@ -71,13 +71,19 @@ def one_f_one_b(n_devices: int, n_microbatches: int, stages_per_device: int = 1)
     It idles as much as GPipe, and stage s holds the activations of n_devices - s microbatches at most.
     """
     _check_stages_per_device("1F1B", stages_per_device, 1)
-    rows = []
-    for stage in range(n_devices):
-        forwards = [Action(stage, FORWARD, m) for m in range(n_microbatches)]
-        backwards = [Action(stage, BACKWARD, m) for m in range(n_microbatches)]
-        # Until the first gradient is back there is time for a forward for each stage behind this one.
-        rows.append(alternate(forwards, backwards, n_devices - stage - 1))
+    # Until the first gradient is back there is time for a forward for each stage behind this one.
+    rows = [alternate_on(s, BACKWARD, [0] * n_microbatches, n_devices - s - 1) for s in range(n_devices)]
     return Schedule("1F1B", n_microbatches, line(n_devices), tuple(rows))
+
+
+def alternate_on(stage: int, backward: str, versions: Sequence[int], warm_up: int) -> tuple[Action, ...]:
+    """Return one stage's forwards and backwards in turn; `versions[m]` is the weight version of microbatch m.
+
+    `backward` is what a backward does, B or I.
+    """
+    forwards = [Action(stage, FORWARD, m, version=v) for m, v in enumerate(versions)]
+    backwards = [Action(stage, backward, m, version=v) for m, v in enumerate(versions)]
+    return alternate(forwards, backwards, warm_up)
 
 
 def alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> tuple[Action, ...]:
@@ -145,11 +151,9 @@ def zb_h1(n_devices: int, n_microbatches: int, stages_per_device: int = 1) -> Sc
     _check_stages_per_device("ZB-H1", stages_per_device, 1)
     rows = []
     for stage in range(n_devices):
-        forwards = [Action(stage, FORWARD, m) for m in range(n_microbatches)]
-        inputs = [Action(stage, INPUT_GRADIENT, m) for m in range(n_microbatches)]
         # Without the weight gradients the order is that of 1F1B.
         row: list[Action] = []
-        for action in alternate(forwards, inputs, n_devices - stage - 1):
+        for action in alternate_on(stage, INPUT_GRADIENT, [0] * n_microbatches, n_devices - stage - 1):
             row.append(action)
             if action.op == INPUT_GRADIENT and action.microbatch >= stage:
                 row.append(Action(stage, WEIGHT_GRADIENT, action.microbatch - stage))

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import fxsplit
-from fxsplit import frontend
 from fxsplit.api import lowering
 from fxsplit.api.compiler import get_mode
 from fxsplit.api.lowering import (
@@ -23,6 +22,7 @@ from fxsplit.api.lowering import (
 )
 from fxsplit.api.options import Candidate, Options
 from fxsplit.errors import TraceError
+from fxsplit.frontend.capture import capture
 from fxsplit.ir.chain import parse_chain
 from fxsplit.ir.facts.call import Call
 from fxsplit.ir.facts.costs import KnownCosts
@@ -92,7 +92,6 @@ def test_weights_are_pinned_to_the_stage_that_alone_has_them() -> None:
 
 def test_shapes_alone_are_tried_first_and_values_where_they_do_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[bool] = []
-    capture = frontend.capture
 
     def noting(*args: Any, from_shapes: bool = False) -> Any:
         tried.append(from_shapes)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.api.compare import compare, run_pipeline_step, run_unsplit_step
-from fxsplit.frontend import capture
+from fxsplit.frontend.capture import capture
 from fxsplit.passes import Profile
 from fxsplit.torch_internals.fake_weights import make_runnable
 from tests.models import FAST

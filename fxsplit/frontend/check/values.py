@@ -6,7 +6,6 @@ buffers and arguments, and have the same gradients. Neither run leaves a trace o
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,6 +17,7 @@ from fxsplit.errors import FxsplitError, TraceError
 from fxsplit.frontend.check.gradients import TOLERANCE, check_gradients
 from fxsplit.frontend.check.outputs import find_output_dims, unpack_output
 from fxsplit.frontend.check.run import Runner, describe, summarize
+from fxsplit.frontend.graph import list_fetched
 from fxsplit.frontend.no_trace_left import refuse_assignments
 from fxsplit.frontend.subject import Runnable, Subject
 from fxsplit.ir.facts.effects import CallEffects
@@ -201,9 +201,3 @@ def _is_close(a: Tensor, b: Tensor) -> bool:
     # Relative to the largest value: a small one may be a difference of large ones.
     size = float(torch.nan_to_num(a, posinf=0.0, neginf=0.0).abs().max())
     return bool(torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE * size, equal_nan=True))
-
-
-def list_fetched(gm: fx.GraphModule) -> dict[str, Any]:
-    """Return what the graph fetches, by its path: parameters, buffers, and constants that tracing made."""
-    paths = [str(n.target) for n in gm.graph.nodes if n.op == "get_attr"]
-    return {path: operator.attrgetter(path)(gm) for path in paths}

@@ -222,10 +222,9 @@ def _find_foreign(value: Any) -> Any:
     """Return what in a call's arguments a graph cannot hold; None if there is nothing such."""
     if isinstance(value, (Tensor, *CONSTANTS)):
         return None
-    if type(value) in (tuple, list) or (isinstance(value, tuple) and hasattr(value, "_fields")):
-        return next((found for v in value if (found := _find_foreign(v)) is not None), None)
-    if type(value) is dict:
-        return next((found for v in value.values() if (found := _find_foreign(v)) is not None), None)
+    if type(value) in (tuple, list, dict) or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        parts = value.values() if isinstance(value, dict) else value
+        return next((found for v in parts if (found := _find_foreign(v)) is not None), None)
     return value
 
 

@@ -43,11 +43,11 @@ def find_batch_dims(tensors: Mapping[str, Tensor], roots: Mapping[str, str], chu
     # Stated dimensions first: the caller knows where the rows are, and the first tensor may be something else.
     known = [(n, d) for n, d in stated.items() if isinstance(d, int)]
     known += [(n, 0) for n, t in tensors.items() if stated[n] is None and t.ndim]
+    found: dict[str, int | None] = dict.fromkeys(tensors)
     if not known:
-        return dict.fromkeys(tensors)
+        return found
     first, dim = known[0]
     rows = tensors[first].shape[dim]
-    found: dict[str, int | None] = {}
     for name, tensor in tensors.items():
         rule = stated[name]
         if rule is not None:
@@ -62,8 +62,6 @@ def find_batch_dims(tensors: Mapping[str, Tensor], roots: Mapping[str, str], chu
                 f"batch is in dimension {place}, chunks={{{name!r}: {place}}}, or shared by all, "
                 f"chunks={{{name!r}: fxsplit.Replicate}}"
             )
-        else:
-            found[name] = None
     return found
 
 

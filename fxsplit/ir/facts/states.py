@@ -10,14 +10,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fxsplit.errors import BrokenFact
-from fxsplit.ir.facts.antichains import SHOWN, Antichains
+from fxsplit.ir.facts.antichains import SHOWN, Antichains, Floats
 from fxsplit.ir.facts.blocks import Ints
 from fxsplit.ir.graph import IR, Fact
-
-Floats = NDArray[np.float64]
 
 FEATURES = (
     "forward_ms",

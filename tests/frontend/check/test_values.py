@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxsplit.errors import TraceError
-from fxsplit.frontend.check.values import check_graph, list_fetched
+from fxsplit.frontend.check.values import check_graph
+from fxsplit.frontend.graph import list_fetched
 from tests.frontend.subjects import Scale, make_subject, trace
 
 

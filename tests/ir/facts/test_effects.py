@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 import fxsplit
 from fxsplit import IR
 from fxsplit.errors import BrokenFact, InputError, MissingFact
-from fxsplit.frontend import capture
+from fxsplit.frontend.capture import capture
 from fxsplit.ir.facts.chunks import UNJOINED
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.effects import CallEffects, Effects, find_effects, observe_effects

@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from fxsplit.frontend.same_graph import same_graph
+from fxsplit.frontend.graph import same_graph
 from tests.frontend.subjects import Scale, trace
 
 
