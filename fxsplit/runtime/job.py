@@ -93,9 +93,8 @@ class Job:
         self._weight_backwards: dict[tuple[int, int], list[WeightBackward]] = {}
         self._hooked = program.find_hooked_stages() if schedule.splits else []
         self._failing = threading.Lock()
-        self._forwards: Forwards | None = None
+        self._forwards = Forwards(program, self._context, n) if work.packets else None
         if work.packets:
-            self._forwards = Forwards(program, self._context, n)
             for replica in (r for replicas in self._replicas for r in replicas):
                 replica.refresh()
 

@@ -49,23 +49,20 @@ class Scope(GivenFact):
                 f"a microbatch has {odd} rows, and forward() takes another branch there than in the graph, which is "
                 f"for {least} to {'any number of' if most is None else most} rows: choose n_microbatches accordingly"
             )
+        if self.guard is None:
+            return
         # The guard runs the exporter's conditions, which takes milliseconds: each number of rows is asked about once.
-        for count in set(rows) - self._passed if self.guard is not None else ():
-            self._check_guard(count)
+        for count in set(rows) - self._passed:
+            # It looks at shapes alone, so tensors on the meta device will do and cost nothing.
+            specs = [(s, [count if d == s.batch_dim else n for d, n in enumerate(s.shape)]) for s in self.inputs.specs]
+            try:
+                self.guard(*(torch.empty(shape, dtype=s.dtype, device="meta") for s, shape in specs))
+            except AssertionError as error:
+                raise InputError(
+                    f"a microbatch has {count} rows, and forward() takes another branch there than in the graph "
+                    f"({error}): choose n_microbatches so that all are like the example's"
+                ) from error
             self._passed.add(count)
-
-    def _check_guard(self, rows: int) -> None:
-        """Raise InputError if forward() takes another branch than the graph for microbatches of so many rows."""
-        # The guard looks at shapes alone, so tensors on the meta device will do and cost nothing.
-        specs = [(s, [rows if d == s.batch_dim else n for d, n in enumerate(s.shape)]) for s in self.inputs.specs]
-        try:
-            assert self.guard is not None
-            self.guard(*(torch.empty(shape, dtype=s.dtype, device="meta") for s, shape in specs))
-        except AssertionError as error:
-            raise InputError(
-                f"a microbatch has {rows} rows, and forward() takes another branch there than in the graph ({error}): "
-                "choose n_microbatches so that all are like the example's"
-            ) from error
 
     def __str__(self) -> str:
         """One line: the front end, and the limits if there are any."""
