@@ -31,8 +31,8 @@ class ChainError(FxsplitError, ValueError):
     """A chain of passes is malformed: an unknown pass, option or text."""
 
 
-class MissingFact(FxsplitError, KeyError):
-    """A pass needs a fact that no earlier pass has learnt: some pass is missing from the chain, or comes too late."""
+class MissingFact(ChainError, KeyError):
+    """A fact is needed that the chain has not learnt, or that it has forgotten: a pass is missing, or at a wrong place."""
 
     def __str__(self) -> str:
         # KeyError would print the message as a quoted string.

@@ -62,13 +62,19 @@ class IR:
     steps: tuple[Step, ...] = ()
 
     def __getitem__(self, kind: type[F]) -> F:
-        """Return the fact of type `kind`; raises MissingFact, naming the pass to run, when nothing has learnt it."""
+        """Return the fact of type `kind`; raises MissingFact, with the next step, where it is not known."""
         fact = self.get(kind)
-        # The chain is at fault, and the message says which pass it lacks.
-        if fact is None:
-            known = ", ".join(k.__name__ for k in self.facts) or "nothing"
-            raise MissingFact(f"no {kind.__name__} yet (known: {known}): run {kind.made_by!r} earlier in the chain")
-        return fact
+        if fact is not None:
+            return fact
+        known = ", ".join(k.__name__ for k in self.facts) or "nothing"
+        # The chain is at fault: it lacks a pass, or has it and rewrites the graph behind it.
+        if any(step.text.partition("{")[0] == kind.made_by for step in self.steps):
+            raise MissingFact(
+                f"no {kind.__name__} any more (known: {known}): what {kind.made_by!r} learnt was forgotten when a "
+                f"later pass rewrote the graph: rewrite it before {kind.made_by!r}, keep what still holds "
+                f"(ir.rewrite(gm, {kind.__name__})), or read it earlier"
+            )
+        raise MissingFact(f"no {kind.__name__} yet (known: {known}): run {kind.made_by!r} earlier in the chain")
 
     def get(self, kind: type[F]) -> F | None:
         """Return the fact of type `kind`, or None."""

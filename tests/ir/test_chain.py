@@ -14,6 +14,7 @@ import fxsplit
 from fxsplit import DEFAULT, IR, Pins
 from fxsplit.errors import ChainError, MissingFact
 from fxsplit.ir import chain as spec
+from fxsplit.passes import Profile
 from tests.models import FAST, Residual
 
 
@@ -102,3 +103,15 @@ def test_bad_chains() -> None:
         fxsplit.compile(Residual(), 2, example_inputs=x(), passes="profile{repeats=1},augment,order,partition")
     with pytest.raises(MissingFact, match=r"no States yet.*run 'order' earlier in the chain"):
         fxsplit.compile(Residual(), 2, example_inputs=x(), passes="profile{repeats=1},augment,partition,emit")
+
+
+def test_a_fact_that_a_rewrite_forgot_is_not_said_to_be_unlearnt() -> None:
+    # The message said "run 'partition' earlier in the chain", where it had run, and was no ChainError any more.
+    def copy(ir: IR) -> IR:
+        return ir.rewrite(fx.GraphModule(ir.gm, ir.gm.graph))
+
+    chain = DEFAULT.replace("profile", Profile(repeats=1))
+    with pytest.raises(ChainError, match=r"no Plan any more .*'partition' learnt was forgotten.*rewrite\(gm, Plan\)"):
+        fxsplit.compile(Residual(), 2, example_inputs=x(), passes=chain.after("emit", copy))
+    with pytest.raises(ChainError, match=r"no Costs any more .*rewrite it before 'profile'"):
+        fxsplit.compile(Residual(), 2, example_inputs=x(), passes=chain.after("profile", copy))
