@@ -32,7 +32,7 @@ class ChainError(FxsplitError, ValueError):
 
 
 class MissingFact(ChainError, KeyError):
-    """A fact is needed that the chain has not learnt, or that it has forgotten: a pass is missing, or at a wrong place."""
+    """A fact is needed that the chain has not learnt, or has forgotten: a pass is missing, or at a wrong place."""
 
     def __str__(self) -> str:
         # KeyError would print the message as a quoted string.
