@@ -23,7 +23,7 @@ from fxsplit.ir.facts.machine import Device, DeviceLike, Machine
 from fxsplit.ir.graph import Pass
 from fxsplit.runtime.loss import LossFn
 from fxsplit.schedule.catalogue import ASYNCHRONOUS
-from fxsplit.torch_internals.containers import warn_user
+from fxsplit.torch_internals.user_lines import warn_user
 
 DEFAULT = Chain(standard.DEFAULT)
 """The chain that compile() runs: profile, augment, order, partition, emit, batch-norm."""

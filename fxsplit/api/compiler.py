@@ -32,8 +32,8 @@ from fxsplit.ir.facts.scope import Scope
 from fxsplit.ir.graph import IR, name_pass
 from fxsplit.runtime.microbatches import divide_rows
 from fxsplit.runtime.program import Batch, Program
-from fxsplit.torch_internals.containers import warn_user
 from fxsplit.torch_internals.rng import Draw
+from fxsplit.torch_internals.user_lines import warn_user
 
 Mode = Literal["train", "eval"]
 """A model's mode. Training and evaluation may be different graphs, as batch norm and dropout make them."""

@@ -16,7 +16,7 @@ from fxsplit.frontend.graph_module import GivenGraph
 from fxsplit.frontend.subject import Subject
 from fxsplit.frontend.symbolic import SymbolicTrace
 from fxsplit.ir.facts.effects import CallEffects
-from fxsplit.torch_internals.containers import warn_user
+from fxsplit.torch_internals.user_lines import warn_user
 
 MOST_LEAVES = 16
 """After so many submodules that have to stay whole there is little left to split."""

@@ -27,10 +27,11 @@ from fxsplit.frontend.no_trace_left import refuse_assignments, refuse_draws, res
 from fxsplit.frontend.subject import Subject
 from fxsplit.ir.facts.call import Inputs
 from fxsplit.ir.facts.scope import Scope
-from fxsplit.torch_internals.containers import LIBRARIES, to_plain_containers
+from fxsplit.torch_internals.containers import to_plain_containers
 from fxsplit.torch_internals.graph_devices import fix_constant_devices
 from fxsplit.torch_internals.patch import patch_method
 from fxsplit.torch_internals.rng import read_generators, read_python_generators
+from fxsplit.torch_internals.user_lines import FXSPLIT, TORCH, is_users
 
 
 @dataclass(frozen=True)
@@ -178,9 +179,9 @@ def _explain(model: nn.Module, tracer: Tracer, error: Exception) -> TraceError:
     """Return a TraceError that points at the user's line in which tracing stopped."""
     frames = traceback.extract_tb(error.__traceback__)
     # The last frame of the user's own code is the place to change.
-    fx_itself = (LIBRARIES[0] + "/fx", LIBRARIES[1], "<")
-    own = [f for f in frames if not f.filename.startswith((*LIBRARIES, "<"))]
-    own = own or [f for f in frames if not f.filename.startswith(fx_itself)]  # torch's own modules, then
+    own = [f for f in frames if is_users(f.filename)]
+    # Else the place is in one of torch's own modules, but not in the tracer.
+    own = own or [f for f in frames if not f.filename.startswith((f"{TORCH}fx", FXSPLIT, "<"))]
     place = f"{own[-1].filename}:{own[-1].lineno}, {(own[-1].line or '').strip()!r}" if own else "an unknown line"
     module = f"submodule {tracer.failed_in!r}" if tracer.failed_in else "its own forward()"
     what = f"symbolic tracing cannot follow {type(model).__name__} in {module} at {place}: {error}"

@@ -1,32 +1,16 @@
-"""Rebuild what models return out of plain containers, and name what torch keeps in modules and tracebacks."""
+"""Rebuild what models return out of plain containers, and name where modules keep their hooks."""
 
 from __future__ import annotations
 
-import os
-import sys
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-"""The folders of torch and fxsplit: a traceback's frames in other files are the user's."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """The attributes in which a module keeps its hooks."""
-
-
-def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the user's own line: that of the innermost frame outside of torch and fxsplit."""
-    # Python 3.12 can skip folders by itself (skip_file_prefixes), 3.11 only a number of frames.
-    folders = tuple(folder + os.sep for folder in LIBRARIES)
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(folders):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, category, stacklevel=level)
 
 
 def rebuild(value: Any, leaf: Callable[[Any], Any]) -> Any:

@@ -6,7 +6,6 @@ from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx.immutable_collections import immutable_dict, immutable_list
@@ -14,13 +13,11 @@ from torch.fx.immutable_collections import immutable_dict, immutable_list
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.containers import (
     HOOKS,
-    LIBRARIES,
     drop_foreign_fields,
     rebuild,
     register_dataclasses,
     to_plain_containers,
     to_plain_outputs,
-    warn_user,
 )
 
 Pair = namedtuple("Pair", "first second")
@@ -102,7 +99,7 @@ def test_what_has_nothing_to_drop_is_returned_itself() -> None:
         assert kept is value and dropped == []
 
 
-def test_names_of_torch_and_of_the_project() -> None:
+def test_where_a_module_keeps_its_hooks() -> None:
     layer = nn.Linear(1, 1)
     assert all(isinstance(layer.__dict__[name], dict) for name in HOOKS)
     registered = (
@@ -112,20 +109,3 @@ def test_names_of_torch_and_of_the_project() -> None:
         layer.register_full_backward_pre_hook(lambda *_: None),
     )
     assert [len(layer.__dict__[name]) for name in HOOKS] == [1] * len(registered)
-    import fxsplit
-
-    assert [any(str(file).startswith(folder) for folder in LIBRARIES) for file in (Tensor.__module__, __file__)] == [
-        False,
-        False,
-    ]
-    assert torch.__file__.startswith(LIBRARIES[0]) and str(fxsplit.__file__).startswith(LIBRARIES[1])
-
-
-def test_a_warning_points_at_the_users_line() -> None:
-    """Frames of torch and of fxsplit are passed over, however many there are."""
-    with pytest.warns(UserWarning, match="through torch") as said:
-        pytree.tree_map(warn_user, ["through torch"])
-    assert said[0].filename == __file__
-    with pytest.warns(DeprecationWarning, match="by itself") as said:
-        warn_user("by itself", DeprecationWarning)
-    assert said[0].filename == __file__

@@ -23,9 +23,10 @@ from fxsplit.frontend.subject import Runnable, Subject
 from fxsplit.ir.facts.effects import CallEffects
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.batch_norm import is_batch_norm
-from fxsplit.torch_internals.containers import drop_foreign_fields, rebuild, to_plain_outputs, warn_user
+from fxsplit.torch_internals.containers import drop_foreign_fields, rebuild, to_plain_outputs
 from fxsplit.torch_internals.fake_weights import Snapshot, has_values
 from fxsplit.torch_internals.interpret import get_storage_id, preserve
+from fxsplit.torch_internals.user_lines import warn_user
 
 
 def check_graph(subject: Subject, gm: fx.GraphModule, rows: int) -> CallEffects:

@@ -32,12 +32,13 @@ from fxsplit.frontend.graph import Graph
 from fxsplit.frontend.no_trace_left import refuse_assignments, refuse_draws, restore_model
 from fxsplit.frontend.subject import Runnable, Subject
 from fxsplit.ir.facts.scope import Scope
-from fxsplit.torch_internals.containers import LIBRARIES, to_plain_outputs, warn_user
+from fxsplit.torch_internals.containers import to_plain_outputs
 from fxsplit.torch_internals.fake_weights import is_fake
 from fxsplit.torch_internals.grad_leaves import watch_hooks
 from fxsplit.torch_internals.graph_devices import move_constants
 from fxsplit.torch_internals.patch import Method, patch_method
 from fxsplit.torch_internals.rng import read_python_generators
+from fxsplit.torch_internals.user_lines import is_users, warn_user
 
 LEAST_ROWS = 2
 """torch.export takes one row for a constant, so it gets two; the check tells whether the graph is right for one."""
@@ -228,7 +229,7 @@ def _explain(model: nn.Module, error: Exception) -> TraceError:
     for frame, line in walk_tb(error.__traceback__):
         submodule = paths.get(id(frame.f_locals.get("self")), submodule)
         file = frame.f_code.co_filename
-        if not file.startswith((*LIBRARIES, "<")) and "site-packages/torch" not in file:
+        if is_users(file) and "site-packages/torch" not in file:
             frames.append(f"{file}:{line}")
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     place = f" at {frames[-1]}" if frames else ""

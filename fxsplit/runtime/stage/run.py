@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from fxsplit.ir.facts.stages import Stage
-from fxsplit.torch_internals.containers import LIBRARIES
 from fxsplit.torch_internals.grad_leaves import mute
 from fxsplit.torch_internals.grad_split import BranchNodes, WeightBackward, collect_weight_backwards, find_branch_nodes
 from fxsplit.torch_internals.grad_sums import Share, Sums, differentiate, find_unshared, make_shares
 from fxsplit.torch_internals.thread_modes import NO_CONTEXT
+from fxsplit.torch_internals.user_lines import is_users
 
 
 class Packet(NamedTuple):
@@ -132,6 +132,6 @@ def _describe_origin(meta: dict[str, Any]) -> str:
     """Return the user's file and line that a node was traced from, or nothing where they are not known."""
     rows = (row.strip() for row in str(meta.get("stack_trace") or "").splitlines())
     places = [row.split(", in ")[0] for row in rows if row.startswith("File")]
-    own = [place for place in places if not any(folder in place for folder in LIBRARIES)]
+    own = [place for place in places if is_users(place.split('"')[1])]
     # The innermost frame of the user's comes last.
     return f" from {own[-1]}" if own else ""

@@ -1,0 +1,28 @@
+"""User lines: tell the user's own lines from those of torch and of fxsplit, in tracebacks and for warnings."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+TORCH = str(Path(torch.__file__).parent) + os.sep
+FXSPLIT = str(Path(__file__).parents[1]) + os.sep
+"""The folders of the two; the separator keeps torchvision's files from being taken for torch's."""
+
+
+def is_users(file: str) -> bool:
+    """Return whether a file is neither torch's nor fxsplit's, nor code without a file, as `<string>`."""
+    return not file.startswith((TORCH, FXSPLIT, "<"))
+
+
+def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the user's own line: that of the innermost frame outside of torch and fxsplit."""
+    # Python 3.12 can skip folders by itself (skip_file_prefixes), 3.11 only a number of frames.
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and not is_users(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)

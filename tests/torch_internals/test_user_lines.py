@@ -1,0 +1,28 @@
+"""The user's lines: where warnings point, and what counts as somebody else's file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+import fxsplit
+from fxsplit.torch_internals.user_lines import is_users, warn_user
+
+
+def test_files_of_torch_and_of_fxsplit_are_not_the_users() -> None:
+    """torchvision's path begins as torch's does, and its lines were taken for torch's."""
+    assert not is_users(str(torch.__file__)) and not is_users(str(fxsplit.__file__)) and not is_users("<string>")
+    assert is_users(__file__) and is_users(str(Path(torch.__file__).parent) + "vision/ops.py")
+
+
+def test_a_warning_points_at_the_users_line() -> None:
+    """Frames of torch and of fxsplit are passed over, however many there are."""
+    with pytest.warns(UserWarning, match="through torch") as said:
+        pytree.tree_map(warn_user, ["through torch"])
+    assert said[0].filename == __file__
+    with pytest.warns(DeprecationWarning, match="by itself") as said:
+        warn_user("by itself", DeprecationWarning)
+    assert said[0].filename == __file__
