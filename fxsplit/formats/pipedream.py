@@ -27,11 +27,10 @@ def parse(text: str, name: str) -> Profile:
     As in PipeDream, nodes described as Input are what the model is given: they cost nothing and lie in the first stage.
     """
     nodes, edges = _lines(text, name)
-    readers: dict[str, list[str]] = {n: [] for n in nodes}
     makers: dict[str, list[str]] = {n: [] for n in nodes}
     for a, b in edges:
-        readers[a].append(b)
         makers[b].append(a)
+    read = {a for a, _ in edges}
     order = sort_topologically(makers, name)
     given = [n for n in order if not makers[n] and nodes[n].op.startswith("Input")]
     own = [n for n in order if n not in set(given)]
@@ -39,8 +38,8 @@ def parse(text: str, name: str) -> Profile:
         raise ProfileError(f"{name!r} has no nodes: a PipeDream profile has lines like 'node1 -- ReLU -- ...'")
     # A result that nobody reads and that costs nothing, such as a tuple's unused item, stays with the node that makes
     # it: by itself it would be free to move, and double the states to search for nothing.
-    free = {n for n in own if not (nodes[n].forward_ms or nodes[n].backward_ms or nodes[n].parameter_bytes)}
-    idle = [n for n in own if n in free and not readers[n] and len(makers[n]) == 1]
+    free = {n for n in own if not (nodes[n].forward_ms or nodes[n].backward_ms or nodes[n].parameter_bytes)} - read
+    idle = [n for n in own if n in free and len(makers[n]) == 1]
     costs = Costs(
         nodes=tuple(replace(nodes[n], inputs=tuple(makers[n])) for n in own),
         inputs=tuple(InputCost(n, nodes[n].output_bytes, 0) for n in given),

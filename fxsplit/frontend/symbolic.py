@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.dropout import _DropoutNd
 
 from fxsplit.errors import TraceError
 from fxsplit.frontend.autograd_functions import one_trace, record_functions
@@ -30,7 +29,7 @@ from fxsplit.ir.facts.scope import Scope
 from fxsplit.torch_internals.containers import to_plain_containers
 from fxsplit.torch_internals.graph_devices import fix_constant_devices
 from fxsplit.torch_internals.patch import patch_method
-from fxsplit.torch_internals.rng import read_generators, read_python_generators
+from fxsplit.torch_internals.rng import is_dropout, read_generators, read_python_generators
 from fxsplit.torch_internals.user_lines import FXSPLIT, TORCH, is_users
 
 
@@ -98,8 +97,8 @@ class Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Return whether a module stays one call: torch's own, those with a training mode of their own, those asked."""
-        asked = module_qualified_name in self._whole
-        return asked or isinstance(m, (_NormBase, _DropoutNd)) or super().is_leaf_module(m, module_qualified_name)
+        whole = module_qualified_name in self._whole or isinstance(m, _NormBase) or is_dropout(m)
+        return whole or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -7,6 +7,7 @@ second those of 1.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
@@ -153,10 +154,8 @@ class Scheduler:
         """Return the largest number up to `n_microbatches` that the schedule is made for, or else the next."""
         # Fewer than asked for come first: a batch may not have rows for more.
         for count in range(n_microbatches, 0, -1):
-            try:
+            with suppress(ScheduleError):
                 self.schedule(count)
-            except ScheduleError:
-                continue
-            return count
+                return count
         self.schedule(n_microbatches + 1)
         return n_microbatches + 1

@@ -2,7 +2,7 @@
 
 No other room but `frontend/` names a private part of torch. Those in use here, each with the files that use it:
 
-- torch.utils._pytree: pytree, containers, rng
+- torch.utils._pytree: __init__, containers, rng
 - torch._subclasses.fake_tensor: fake_weights, rng
 - torch._ops.OpOverload and its _schema: fake_weights
 - torch.Tensor._make_subclass: fake_weights
@@ -23,4 +23,11 @@ No other room but `frontend/` names a private part of torch. Those in use here, 
 - torch.nn.Module: the dictionaries _parameters, _buffers, _modules and those of hooks (`containers.HOOKS`), everywhere
 - `Tensor._version` is read in other rooms too: torch's notes on autograd tell users of it
 - autograd nodes (public, but bare of types): next_functions, variable and name() in grad_leaves and grad_split
+
+Rooms take `pytree` from here: a nested container as a flat list of leaves and a spec that rebuilds it. For example,
+`pytree.tree_flatten({"a": 1, "b": [2, 3]})` gives the leaves [1, 2, 3] and the spec of a dict with a list in it.
 """
+
+from torch.utils import _pytree as pytree
+
+__all__ = ["pytree"]

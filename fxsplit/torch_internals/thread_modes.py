@@ -59,10 +59,7 @@ class ThreadModes:
         """Set this thread's modes for the block, all but the context variables: those need `Context.run`."""
         with ExitStack() as stack:
             # Inference mode turns gradients off itself.
-            if self.inference:
-                stack.enter_context(torch.inference_mode())
-            else:
-                stack.enter_context(torch.set_grad_enabled(self.grad))
+            stack.enter_context(torch.inference_mode() if self.inference else torch.set_grad_enabled(self.grad))
             for device, dtype in self.autocast:
                 stack.enter_context(torch.autocast(device, dtype, cache_enabled=self.autocast_cache))
             # A default device slows down every call of torch in Python, so it is set only where it differs.

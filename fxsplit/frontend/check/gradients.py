@@ -52,8 +52,7 @@ def check_gradients(here: Runnable) -> bool:
                 continue
             # The graph's hooks, not the model's: those that run in stages count.
             with watch_hooks(hooked.append):
-                run = Runner(here.graph).run
-                found = _compute_gradients(run, here, parameters, of_inputs=thawed, or_none=thawed)
+                found = _compute_gradients(Runner(here.graph).run, here, parameters, of_inputs=thawed, or_none=thawed)
         if found is None:  # a gradient that nobody wants now, and the graph cannot give, is no reason to refuse it
             continue
         _compare_gradients(here, [*trained, *(f"argument {s.name}" for s in here.inputs.specs)], wanted, found)

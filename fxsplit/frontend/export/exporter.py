@@ -8,12 +8,11 @@ other sizes, its dtypes and its mode are the example's. It fetches the model's o
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import io
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import partial
 from traceback import walk_tb
@@ -214,7 +213,7 @@ def _skip_idle_conversions() -> Iterator[None]:
 def _be_quiet() -> Iterator[None]:
     """Hide what torch.export prints and warns of inside the block."""
     # TraceError repeats the first line of a failure, with the user's file and line.
-    with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings(action="ignore"):
+    with redirect_stderr(io.StringIO()), warnings.catch_warnings(action="ignore"):
         yield
 
 
