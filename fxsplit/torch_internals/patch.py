@@ -26,7 +26,7 @@ def patch_method(owner: type, name: str, around: Callable[[Method], Method]) -> 
             _patches[key] = owner.__dict__[name], {}
             setattr(owner, name, _make_dispatcher(*_patches[key]))
         own, instead = _patches[key]
-        mine = instead.setdefault(thread, [_unwrap(own)])
+        mine = instead.setdefault(thread, [getattr(own, "__func__", own)])
         mine.append(around(mine[-1]))
     try:
         yield
@@ -43,16 +43,10 @@ def patch_method(owner: type, name: str, around: Callable[[Method], Method]) -> 
 
 def _make_dispatcher(own: Any, instead: dict[int, list[Method]]) -> Any:
     """Return a method, or a classmethod, that calls the innermost patch of the calling thread."""
-    plain = [_unwrap(own)]
+    plain = [getattr(own, "__func__", own)]  # a classmethod keeps its function there
 
     # No lock here: each thread changes only its own entry, and a read of a dictionary is whole.
     def call(*args: Any, **kwargs: Any) -> Any:
         return instead.get(threading.get_ident(), plain)[-1](*args, **kwargs)
 
     return classmethod(call) if isinstance(own, classmethod) else call
-
-
-def _unwrap(own: Any) -> Method:
-    """Return the function of a method or a classmethod."""
-    function: Method = own.__func__ if isinstance(own, classmethod) else own
-    return function

@@ -212,8 +212,8 @@ def _price_shared(costs: Costs, stage_of: Mapping[str, int], count: int) -> list
 
 def format_bytes(count: float) -> str:
     """Return a number of bytes for people, in powers of 1024."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024 or unit == "GiB":
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
-    raise AssertionError("unreachable")
+    return f"{count:.1f} GiB"
