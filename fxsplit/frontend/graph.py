@@ -5,7 +5,6 @@ Also what is read off such a graph: where a node comes from, what is fetched, an
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,6 +13,7 @@ from torch import Tensor, fx
 
 from fxsplit.frontend.subject import Subject
 from fxsplit.ir.facts.scope import Scope
+from fxsplit.torch_internals.interpret import find_target
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,7 @@ def find_submodule(node: fx.Node) -> str | None:
 
 def list_fetched(gm: fx.GraphModule) -> dict[str, Any]:
     """Return what the graph fetches, by its path: parameters, buffers, and constants that tracing made."""
-    paths = [str(n.target) for n in gm.graph.nodes if n.op == "get_attr"]
-    return {path: operator.attrgetter(path)(gm) for path in paths}
+    return {str(n.target): find_target(gm, n) for n in gm.graph.find_nodes(op="get_attr")}
 
 
 def same_graph(a: fx.GraphModule, b: fx.GraphModule) -> bool:

@@ -8,7 +8,7 @@ what an observation says of each node.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from torch import Tensor, fx, nn
 
@@ -50,7 +50,7 @@ def find_inseparable(
     for owner in sorted(written - nodes.keys()):
         classes.append([name for name in nodes if owner in seen[name].mutates or owner in seen[name].owners])
     # A batch norm writes its buffers without showing it to an observer of arguments.
-    written |= find_fetched_module_buffers(gm, nodes.values(), seen)
+    written |= find_fetched_module_buffers(gm, seen)
     for owner in sorted(written & {n.name for n in nodes.values() if n.op == "get_attr"}):
         readers = [n.name for n in nodes.values() if any(owner in seen[i.name].owners for i in n.all_input_nodes)]
         classes.append([owner, *readers])
@@ -59,17 +59,13 @@ def find_inseparable(
     return sorted({c for c in unique if len(c) > 1}, key=lambda c: [position[n] for n in c])
 
 
-def find_fetched_module_buffers(
-    gm: fx.GraphModule, nodes: Iterable[fx.Node], seen: Mapping[str, Observation]
-) -> set[str]:
+def find_fetched_module_buffers(gm: fx.GraphModule, seen: Mapping[str, Observation]) -> set[str]:
     """Return the get_attr nodes of buffers that a called module also holds, and may write to as batch norm does."""
-    nodes = list(nodes)
-    modules = [gm.get_submodule(str(n.target)) for n in nodes if n.op == "call_module"]
+    modules = [gm.get_submodule(str(n.target)) for n in gm.graph.find_nodes(op="call_module")]
     held = {get_storage_id(buffer) for module in modules for buffer in module.buffers()}
-    fetched = [n for n in nodes if n.op == "get_attr"]
     return {
         owner
-        for n in fetched
+        for n in gm.graph.find_nodes(op="get_attr")
         if any(get_storage_id(w) in held for w in list_node_weights(gm, n))
         for owner in seen[n.name].owners
     }

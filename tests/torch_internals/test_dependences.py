@@ -165,7 +165,7 @@ def test_readers_of_a_buffer_that_a_module_writes_stay_with_it() -> None:
     model = Model()
     gm = fx.GraphModule(model, tracer.trace(model))
     seen = observe(gm, [vectors()])
-    assert find_fetched_module_buffers(gm, gm.graph.nodes, seen) == {"norm_running_mean"}
+    assert find_fetched_module_buffers(gm, seen) == {"norm_running_mean"}
     assert find_inseparable(gm, seen) == [("norm", "norm_running_mean"), ("norm_running_mean", "add")]
 
 

@@ -7,6 +7,7 @@ planner/__init__.py for an example. The pass `augment` makes this fact.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -122,10 +123,17 @@ class Antichains(Fact):
         lines = [f"{len(self)} states of {len(self.blocks)} blocks: {kind}"]
         lines += [f"{len(self.joined)} nodes are joined to neighbours"] if self.joined else []
         lines += [f"light nodes joined, at {self.slack_ms:.6g} ms at most"] if self.slack_ms else []
-        for i in range(len(self)):
-            if i == SHOWN and len(self) > 2 * SHOWN:
-                lines.append(f"... {len(self) - 2 * SHOWN} more")
-            if i < SHOWN or i >= len(self) - SHOWN:
-                names = " ".join(self.blocks.members[b][-1] for b in self.antichain(i))
-                lines.append(f"{i:>6} live {self.live_bytes[i]:>12.0f} B  {{{names}}}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *list_ends(len(self), self._describe)])
+
+    def _describe(self, number: int) -> str:
+        """Return one line on an ideal: its live bytes, and a node of each block of its antichain."""
+        names = " ".join(self.blocks.members[b][-1] for b in self.antichain(number))
+        return f"{number:>6} live {self.live_bytes[number]:>12.0f} B  {{{names}}}"
+
+
+def list_ends(count: int, describe: Callable[[int], str]) -> list[str]:
+    """Return the lines of the first and last of `count` items, SHOWN from each end, and how many lie between."""
+    if count <= 2 * SHOWN:
+        return [describe(i) for i in range(count)]
+    first, last = map(describe, range(SHOWN)), map(describe, range(count - SHOWN, count))
+    return [*first, f"... {count - 2 * SHOWN} more", *last]

@@ -12,7 +12,7 @@ from typing import ClassVar
 import numpy as np
 
 from fxsplit.errors import BrokenFact
-from fxsplit.ir.facts.antichains import SHOWN, Antichains, Floats
+from fxsplit.ir.facts.antichains import Antichains, Floats, list_ends
 from fxsplit.ir.facts.blocks import Ints
 from fxsplit.ir.graph import IR, Fact
 
@@ -66,10 +66,6 @@ class States(Fact):
 
     def __str__(self) -> str:
         """One row a state: summed times and bytes, and the bytes cut there."""
-        lines = ["state" + "".join(f"{f:>20}" for f in FEATURES)]
-        for i in range(len(self)):
-            if i == SHOWN and len(self) > 2 * SHOWN:
-                lines.append(f"... {len(self) - 2 * SHOWN} more")
-            if i < SHOWN or i >= len(self) - SHOWN:
-                lines.append(f"{i:>5}" + "".join(f"{v:>20.3f}" for v in self.features[i]))
-        return "\n".join(lines)
+        head = "state" + "".join(f"{f:>20}" for f in FEATURES)
+        rows = list_ends(len(self), lambda i: f"{i:>5}" + "".join(f"{v:>20.3f}" for v in self.features[i]))
+        return "\n".join([head, *rows])
