@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from fxsplit.errors import BrokenFact, ChainError
+from fxsplit.errors import BrokenFact, ChainError, FxsplitError
 from fxsplit.ir.chain import pass_text
 from fxsplit.ir.graph import IR, Pass, Step, name_pass
 
@@ -50,10 +50,18 @@ def run_chain(ir: IR, chain: Iterable[Pass], observers: Sequence[Observer] = ())
 
 def _verify(ir: IR, name: str) -> None:
     """Raise BrokenFact unless the graph is sound and every fact holds, also those that earlier passes learnt."""
+    what = "the graph"
     try:
         ir.gm.graph.lint()
         # All facts, and not only new ones: a pass may have changed the graph that an older fact is about.
-        for fact in ir.facts.values():
+        for kind, fact in ir.facts.items():
+            what = kind.__name__
             fact.verify(ir)
     except BrokenFact as error:
         raise BrokenFact(f"after pass {name!r}: {error}") from error
+    except FxsplitError:
+        # Not a broken fact, but a wrong word of the user, such as a pin of a submodule that is not there.
+        raise
+    except Exception as error:
+        # A fact that is wrong enough, such as a plan for device 9 of 2, raises in the middle of its own check.
+        raise BrokenFact(f"after pass {name!r}: {what} does not hold ({type(error).__name__}: {error})") from error

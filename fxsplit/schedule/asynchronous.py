@@ -44,7 +44,8 @@ def pipedream_2bw(n_devices: int, n_microbatches: int, stages_per_device: int = 
     The microbatches of batch k use weight version k - 1, and their gradients make version k + 1 from version k: every
     stage's gradients are one version behind. Raises ScheduleError unless n_devices divides the microbatches.
     """
-    if n_microbatches % n_devices:
+    # With several stages a device no number of microbatches would do, and the error below says so.
+    if stages_per_device == 1 and n_microbatches % n_devices:
         near = n_microbatches - n_microbatches % n_devices
         raise ScheduleError(
             f"PipeDream-2BW: {n_microbatches} microbatches do not divide into batches of {n_devices}, one for each "

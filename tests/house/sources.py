@@ -36,18 +36,37 @@ def room(name: str) -> str:
     return name.split(".")[0]
 
 
+def imported(name: str) -> Iterator[tuple[str, str]]:
+    """Yield what a module imports, as (the name that it has there, the full name); a relative import made absolute."""
+    for node in ast.walk(tree(name)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield (alias.asname, alias.name) if alias.asname else (alias.name.split(".")[0],) * 2
+                yield alias.name, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            package = [*_package(name)[: 1 - node.level or None], *filter(None, [node.module])] if node.level else []
+            base = ".".join(package) or str(node.module)
+            for alias in node.names:
+                yield alias.asname or alias.name, f"{base}.{alias.name}"
+        # importlib.import_module("fxsplit.api") is an import too.
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            yield from (("", arg.value) for arg in node.args if isinstance(arg, ast.Constant))
+
+
+def _package(name: str) -> list[str]:
+    """Return the package that a module lies in, as the parts of its name: a package lies in itself."""
+    parts = ["fxsplit", *filter(None, name.split("."))]
+    return parts if modules()[name].name == "__init__.py" else parts[:-1]
+
+
 @cache
 def imports(name: str) -> frozenset[str]:
     """Return the modules of fxsplit that a module imports, at its top or inside its functions."""
     found = set()
-    for node in ast.walk(tree(name)):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "fxsplit":
-            base = (node.module or "").removeprefix("fxsplit").removeprefix(".")
-            inner = {alias.name: f"{base}.{alias.name}".removeprefix(".") for alias in node.names}
-            found |= {full if full in modules() else base for full in inner.values()}
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names if alias.name.split(".")[0] == "fxsplit"]
-            found |= {full.removeprefix("fxsplit").removeprefix(".") for full in names}
+    for _, full in imported(name):
+        package, _, below = full.partition(".")
+        # The last part may be a name in the module; what is imported from the package itself is the package's.
+        found |= {below if below in modules() else below.rpartition(".")[0]} if package == "fxsplit" else set()
     return frozenset(found)
 
 

@@ -9,7 +9,7 @@ import sys
 import networkx as nx
 import pytest
 
-from tests.house.sources import ROOT, imports, modules, room
+from tests.house.sources import ROOT, imported, imports, modules, room
 
 # Rooms by row, lowest first. No room imports another one of its own row.
 ROWS: list[set[str]] = [
@@ -57,6 +57,14 @@ def test_no_pass_imports_a_pass(name: str) -> None:
     own = name.split(".")[1]
     others = {other for other in imports(name) if room(other) == "passes"}
     assert all(other.split(".")[1:2] == [own] for other in others), f"{name} imports {others}"
+
+
+def test_nothing_imports_what_is_beside_the_package() -> None:
+    """The wheel has no tests, no bench, and no package called passes."""
+    beside = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"fxsplit"}
+    assert {"bench", "passes", "tests"} <= beside
+    found = [(name, full) for name in modules() for _, full in imported(name) if full.split(".")[0] in beside]
+    assert found == []
 
 
 def test_no_import_cycle() -> None:

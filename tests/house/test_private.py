@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 
-from tests.house.sources import is_private, modules, room, tree
+from tests.house.sources import imported, is_private, modules, room, tree
 
 KNOW_TORCH = {"torch_internals", "frontend"}
 
 
 def dotted(node: ast.expr) -> list[str]:
-    """Return the names of `a.b.c`, or none where the expression is something else."""
+    """Return the names of `a.b.c`, or of `getattr(a.b, "c")`; none where the expression is something else."""
     if isinstance(node, ast.Name):
         return [node.id]
+    if isinstance(node, ast.Call) and dotted(node.func) == ["getattr"] and isinstance(node.args[1], ast.Constant):
+        return [*dotted(node.args[0]), str(node.args[1].value)]
     if isinstance(node, ast.Attribute) and (base := dotted(node.value)):
         return [*base, node.attr]
     return []
-
-
-def imported(name: str) -> Iterator[tuple[str, str]]:
-    """Yield what a module imports, as (the name that it has there, the full name)."""
-    for node in ast.walk(tree(name)):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield (alias.asname, alias.name) if alias.asname else (alias.name.split(".")[0],) * 2
-                yield alias.name, alias.name
-        elif isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                yield alias.asname or alias.name, f"{node.module}.{alias.name}"
 
 
 def uses(name: str, package: str) -> set[str]:
@@ -36,7 +25,7 @@ def uses(name: str, package: str) -> set[str]:
     known = {own: full for own, full in imported(name) if full.split(".")[0] == package}
     used = set(known.values())
     for node in ast.walk(tree(name)):
-        if isinstance(node, ast.Attribute) and (parts := dotted(node)) and parts[0] in known:
+        if isinstance(node, (ast.Attribute, ast.Call)) and (parts := dotted(node)) and parts[0] in known:
             used.add(".".join([known[parts[0]], *parts[1:]]))
     return used
 

@@ -8,6 +8,7 @@ from fxsplit.errors import ScheduleError
 from fxsplit.schedule import verify
 from fxsplit.schedule.action import BACKWARD, FORWARD, STEP
 from fxsplit.schedule.asynchronous import pipedream, pipedream_2bw
+from fxsplit.schedule.catalogue import Scheduler
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4])
@@ -32,6 +33,12 @@ def test_batches_of_pipedream_2bw_use_the_version_of_the_batch_before(devices: i
             assert action.version == (batch + 1 if action.op == STEP else max(0, batch - 1)), action
     assert schedule.steps == tuple(range(devices - 1, 4 * devices, devices))
     assert {a.op for row in schedule.actions for a in row} == {FORWARD, BACKWARD, STEP}
+
+
+def test_stages_a_device_are_refused_before_microbatches_are() -> None:
+    """The error named 3 microbatches, which fxsplit had tried by itself, where the 2 stages a device were wrong."""
+    with pytest.raises(ScheduleError, match="2 stages a device; it is made for 1"):
+        Scheduler("PipeDream-2BW", 2, 2).homes()
 
 
 def test_numbers_they_are_not_made_for() -> None:

@@ -61,7 +61,8 @@ class States(Fact):
             raise BrokenFact("a state comes before a subset of it")
         # A sum that shrinks would give a stage negative time. Only the summed figures grow; live bytes go up and down.
         grown = self.features[end, : len(SUMMED)] - self.features[self.in_from, : len(SUMMED)]
-        if grown.size and grown.min() < -1e-9 * max(1.0, float(self.features.max())):
+        # Turned round, so that a sum that is not a number is refused too.
+        if grown.size and not grown.min() >= -1e-9 * max(1.0, float(self.features.max())):
             raise BrokenFact("a state sums to less than a subset of it")
 
     def __str__(self) -> str:

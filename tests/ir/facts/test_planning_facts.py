@@ -58,6 +58,8 @@ def test_a_broken_lattice(ir: IR, wrong: Callable[[Antichains], Antichains], mes
     ("wrong", "message"),
     [
         (lambda s: replace(s, features=s.features[:-1]), "5 states for 6 antichains"),
+        # A sum that is no number passed, and the search then blamed pins that nobody had set.
+        (lambda s: replace(s, features=change(s.features, (2, 0), np.nan)), "sums to less"),
         (lambda s: replace(s, in_from=change(s.in_from, 0, 3)), "before a subset"),
         (lambda s: replace(s, features=change(s.features, (3, 0), 0.5)), "sums to less"),
     ],
