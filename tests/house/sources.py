@@ -50,7 +50,7 @@ def imported(name: str) -> Iterator[tuple[str, str]]:
                 yield alias.asname or alias.name, f"{base}.{alias.name}"
         # importlib.import_module("fxsplit.api") is an import too.
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
-            yield from (("", arg.value) for arg in node.args if isinstance(arg, ast.Constant))
+            yield from (("", str(arg.value)) for arg in node.args if isinstance(arg, ast.Constant))
 
 
 def _package(name: str) -> list[str]:
