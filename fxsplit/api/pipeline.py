@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fxsplit.api.compiler import Compiled, Compiler, get_mode
+from fxsplit.api.compiled import Compiled, get_mode
+from fxsplit.api.compiler import Compiler
 from fxsplit.errors import ClosedError, FxsplitError, InputError
 from fxsplit.formats.safetensors_files import WeightFiles
 from fxsplit.ir.facts.call import Call

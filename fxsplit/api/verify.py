@@ -20,7 +20,7 @@ from torch.nn.modules.rnn import RNNBase
 
 from fxsplit.api.compare import Difference, Outcome, list_differences, run_pipeline_step, run_unsplit_step, widen_dtype
 from fxsplit.api.compile import recompile_like
-from fxsplit.api.compiler import get_mode
+from fxsplit.api.compiled import get_mode
 from fxsplit.api.pipeline import Pipeline
 from fxsplit.errors import InputError
 from fxsplit.ir.facts.call import Call, parse_example_inputs

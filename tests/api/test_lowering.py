@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fxsplit
 from fxsplit.api import lowering
-from fxsplit.api.compiler import get_mode
+from fxsplit.api.compiled import get_mode
 from fxsplit.api.lowering import (
     build_program,
     capture_model,

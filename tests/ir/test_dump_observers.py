@@ -10,10 +10,11 @@ import pytest
 from torch import fx
 
 from fxsplit.errors import ChainError, InputError
-from fxsplit.ir.dump import DumpTo, PrintAfter, make_observers, render, show_progress
+from fxsplit.ir.dump import DumpTo, PrintAfter, make_observers, show_progress
 from fxsplit.ir.graph import IR
 from fxsplit.ir.manager import run_chain
 from fxsplit.ir.progress import track
+from fxsplit.ir.text import render
 
 
 def small_ir() -> IR:

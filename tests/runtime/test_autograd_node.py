@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fxsplit
-from fxsplit.runtime.engine import PipelineFunction
+from fxsplit.runtime.autograd_node import PipelineFunction
 from tests.models import FAST, Mlp
 
 

@@ -1,0 +1,85 @@
+"""Compiled: the compiler's record of one mode of a model, for one shape of its inputs: what was captured, what runs.
+
+Training and evaluation share one program where their graphs allow it. Otherwise the mode compiled second pins every
+weight to the stage that it has in the first one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from torch import nn
+
+from fxsplit.api.options import Candidate, Options
+from fxsplit.api.validity import Validity
+from fxsplit.frontend.graph import same_graph
+from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.facts.effects import CallEffects, find_effects
+from fxsplit.ir.graph import IR
+from fxsplit.runtime.program import Program
+from fxsplit.torch_internals.rng import Draw
+
+Mode = Literal["train", "eval"]
+"""A model's mode. Training and evaluation may be different graphs, as batch norm and dropout make them."""
+OTHER_MODE: dict[Mode, Mode] = {"train": "eval", "eval": "train"}
+
+
+def get_mode(model: nn.Module) -> Mode:
+    """Return the mode that a model is in."""
+    return "train" if model.training else "eval"
+
+
+@dataclass(frozen=True, eq=False)
+class Compiled:
+    """What runs for one mode and shape, and what it was made from.
+
+    `captured` is the graph, `final` the IR after the last pass, and `costs` what the rewriting into stages forgets.
+    `found_count` is the number of microbatches that a search has chosen, if there was one. `moves_weights` says that a
+    weight lies on another device than the other mode's program has it, so that mode must be compiled again.
+    """
+
+    captured: IR
+    final: IR
+    costs: Costs | None
+    program: Program
+    validity: Validity
+    found_count: int | None = None
+    moves_weights: bool = False
+
+    def adapt_candidate(self, options: Options, rows: int) -> Candidate:
+        """Return this record's schedule, with the number of microbatches for a batch of `rows`."""
+        scheduler = self.program.scheduler
+        return Candidate(scheduler, options.count_microbatches(scheduler, rows, self.found_count))
+
+    def serves(self, captured: IR) -> bool:
+        """Return whether these stages are right in the other mode too, whose graph is `captured`.
+
+        The graph may be the same and memory not: what dropout returns is its input in evaluation, and a copy in
+        training.
+        """
+        # Stages that copy no inputs, or keep no copies of buffers, would be wrong for a mode that writes to those.
+        here, there = captured[CallEffects], self.captured[CallEffects]
+        if here.writes_inputs > there.writes_inputs or not set(here.saved_buffers) <= set(there.saved_buffers):
+            return False
+        if not same_graph(captured.gm, self.captured.gm):
+            return False
+        # The same nodes may share memory in that mode only, or draw in it only: the cuts must suit that as well.
+        effects = find_effects(captured)
+        # Nodes that must stay together in that mode, and lie in two stages; or that would run in another order.
+        stage_of = self.program.plan.stage_of()
+        parted = [c for c in effects.together if len({stage_of.get(name) for name in c}) > 1]
+        crossed = [(a, b) for a, b in effects.ordered if stage_of.get(a, 0) > stage_of.get(b, 0)]
+        # A node that draws in that mode must have been wrapped to draw from a state of its own.
+        seeded = {m.key for s in self.program.stages.stages for m in s.module.children() if isinstance(m, Draw)}
+        return not parted and not crossed and effects.drawing <= seeded
+
+    def share(self, model: nn.Module) -> Compiled:
+        """Return this record for the model's other mode too; its attributes are as they are now."""
+        # Both modes then have the same program, with the same workers' copies of weights and the same schedules.
+        return replace(self, validity=Validity(model, self.captured, self.program.stages), moves_weights=False)
+
+    def place(self) -> None:
+        """Move the model's weights, as they are now, to the devices of their stages."""
+        self.validity.relink()
+        self.program.place_weights()

@@ -1,0 +1,63 @@
+"""The IR as text, for dumps: the steps taken, the graph, and a section for each fact in the order learnt.
+
+# fxsplit ir: GraphModule
+# 1: profile
+
+[graph]
+%x = input x()
+%layer = module layer(%x) : float32[4, 8]
+return %layer
+
+[Costs]
+...
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from fxsplit.ir.graph import IR
+
+
+def render(ir: IR) -> str:
+    """Return the text of an IR. Equal IRs give equal texts; only measured figures differ from run to run."""
+    sections = [f"# fxsplit ir: {type(ir.gm).__name__}"]
+    sections += [f"# {i}: {step.text}" for i, step in enumerate(ir.steps, 1)]
+    sections.append("\n[graph]\n" + "\n".join(_render_node(node) for node in ir.gm.graph.nodes))
+    # dict keeps the order in which facts were learnt.
+    sections += [f"\n[{kind.__name__}]\n{fact}" for kind, fact in ir.facts.items()]
+    return "\n".join(sections) + "\n"
+
+
+def _render_node(node: fx.Node) -> str:
+    """Return the line of one node: `%name = kind target(arguments) : shape`, without a shape where none is known."""
+    arguments = [_render_value(a) for a in node.args] + [f"{k}={_render_value(v)}" for k, v in node.kwargs.items()]
+    # fx's output node has a name of its own that nothing refers to.
+    if node.op == "output":
+        return f"return {', '.join(arguments)}"
+    target = node.target if isinstance(node.target, str) else _name_function(node.target)
+    shape = node.meta.get("fxsplit_shape")
+    # Words that say what a node is to a reader who does not know torch.fx.
+    kind = {"placeholder": "input", "get_attr": "attribute"}.get(node.op, node.op.removeprefix("call_"))
+    return f"%{node.name} = {kind} {target}({', '.join(arguments)})" + (f" : {shape}" if shape else "")
+
+
+def _name_function(target: object) -> str:
+    """Return a function's qualified name; for an object without one, that of its type."""
+    # The functions of `operator` say that they are of `_operator`, where nobody would look for them.
+    module = getattr(target, "__module__", None) or ""
+    return f"{module.removeprefix('_')}.{getattr(target, '__qualname__', type(target).__name__)}"
+
+
+def _render_value(value: object) -> str:
+    """Return the text of an argument, in which nodes are %name also inside tuples, lists, dicts and slices."""
+    if isinstance(value, fx.Node):
+        return f"%{value.name}"
+    if isinstance(value, (tuple, list)):
+        inner = ", ".join(_render_value(v) for v in value)
+        return f"[{inner}]" if isinstance(value, list) else f"({inner})"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k!r}: {_render_value(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, slice):
+        return f"slice({_render_value(value.start)}, {_render_value(value.stop)}, {_render_value(value.step)})"
+    return repr(value)
