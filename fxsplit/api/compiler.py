@@ -178,7 +178,7 @@ class Compiler:
                     raise
                 # Memory is shared otherwise in this mode, and the weights' places do not suit it: plan anew.
                 moves_weights = True
-                final, costs = lower(self.options, captured, candidate, self.options.costs, observers=observers)
+                final, costs = lower(self.options, captured, candidate, known, observers=observers)
         program = build_program(self.model, self.options, candidate, captured, final)
         return Compiled(
             captured=captured,

@@ -61,6 +61,29 @@ def test_modes_with_one_graph_share_a_program_and_others_do_not() -> None:
         assert compiled is not None and not compiled.moves_weights
 
 
+class Reverses(nn.Module):
+    """Calls its layers the other way round in evaluation, so that no cut of one mode suits the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.b(torch.tanh(self.a(x))) if self.training else self.a(torch.sigmoid(self.b(x)))
+        return result
+
+
+def test_a_mode_that_is_planned_anew_measures_what_the_saved_costs_lack() -> None:
+    # The second plan took the costs of training for complete: "the saved profile is of another model, mode ...".
+    model, x = Reverses(), torch.randn(8, 8)
+    costs = fxsplit.compile(model, ["cpu"] * 2, example_inputs=x, passes=FAST).costs
+    with fxsplit.compile(model, ["cpu"] * 2, example_inputs=x, passes=FAST, costs=costs) as pipe:
+        pipe(x)
+        torch.testing.assert_close(pipe.eval()(x), model(x))
+        compiled = pipe.compiler.get_compiled("eval")
+        assert compiled is not None and compiled.moves_weights
+
+
 class ByLength(nn.Module):
     """Decides by the length of its sequences, which only torch.export follows, for each length anew."""
 
