@@ -38,7 +38,7 @@ class Emit:
     def __call__(self, ir: IR) -> IR:
         """Rewrite the graph into calls of its stages; keep Plan and learn Stages.
 
-        Raises PlanError for a plan that takes the devices out of order.
+        Raises PlanError for a plan that takes the devices out of order, or that lacks a node of the graph.
         """
         plan, machine = ir[Plan], ir[Machine]
         taken = [d for stage in plan.stages for d in stage.devices]
@@ -46,6 +46,13 @@ class Emit:
             raise PlanError(
                 f"this plan takes devices {taken}, out of order, which can be planned and not run yet: use "
                 "partition{free=false}"
+            )
+        # A pass behind `partition` may change what nodes call. Nodes that it adds are in no stage.
+        planned = {*plan.stage_of(), *(n.name for n in ir.gm.graph.nodes if n.op in ("placeholder", "output"))}
+        added = next((n.name for n in ir.gm.graph.nodes if n.name not in planned), None)
+        if added is not None:
+            raise PlanError(
+                f"node {added!r} is in no stage of the plan: add nodes before 'profile', which plans for them"
             )
         places = machine.torch_devices()
         # Constants of the graph, such as torch.zeros(device=...), name the device that the model was captured on.

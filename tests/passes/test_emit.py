@@ -6,12 +6,13 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxsplit
 from fxsplit import IR, Plan
 from fxsplit.api.compare import compare, run_pipeline_step
+from fxsplit.errors import PlanError
 from fxsplit.ir.chain import to_chain
 from fxsplit.ir.facts.effects import Effects
 from fxsplit.passes import PASSES
@@ -145,3 +146,18 @@ def test_a_pass_that_rewrites_the_graph_keeps_the_draws(where: str) -> None:
             assert torch.equal(pipe(x), found[-1])
     assert torch.equal(found[0], found[1])
     torch.testing.assert_close(found[1], found[2], rtol=1e-6, atol=1e-6)
+
+
+def test_a_node_that_a_pass_adds_behind_partition_is_named() -> None:
+    """The user got a bare KeyError: a node that no stage has was looked up in the plan."""
+
+    def scale(ir: IR) -> IR:
+        graph = fx.Graph()
+        value = graph.graph_copy(ir.gm.graph, {})
+        graph.output(graph.call_function(torch.mul, (value, 2.0)))
+        return ir.rewrite(fx.GraphModule(ir.gm, graph), Plan)
+
+    with pytest.raises(PlanError, match="node 'mul' is in no stage of the plan: add nodes before 'profile'"):
+        fxsplit.compile(
+            Drops(), 2, example_inputs=torch.randn(8, 8), passes=to_chain(FAST, PASSES).after("partition", scale)
+        )
