@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from fxsplit.errors import TraceError
+from fxsplit.frontend.layer_drop import NeverDropped
 from fxsplit.ir.facts.call import Inputs
 from fxsplit.torch_internals.fake_weights import make_runnable
 
@@ -111,5 +112,6 @@ class Runnable:
     def run_model(self, *tensors: Tensor) -> Any:
         """Return what the model's forward() returns for tensors in the places of the call's tensors."""
         call = self.inputs.make_call(tensors)
-        # Not model(...): the model's own hooks run around the whole pipeline, and no graph holds them.
-        return self.model.forward(*call.args, **call.kwargs)
+        with NeverDropped() if self.model.training else nullcontext():
+            # Not model(...): the model's own hooks run around the whole pipeline, and no graph holds them.
+            return self.model.forward(*call.args, **call.kwargs)

@@ -119,6 +119,20 @@ def read_generators() -> list[bytes]:
         return [state.numpy().tobytes() for state in (torch.get_rng_state(), *map(torch.cuda.get_rng_state, gpus))]
 
 
+def read_cpu_generator() -> Tensor:
+    """Return the state of torch's default generator on the CPU, among fake tensors too."""
+    with unset_fake_temporarily():
+        return torch.default_generator.get_state()
+
+
+def take_back_draw(before: Tensor, after: Tensor) -> None:
+    """Set torch's default generator on the CPU to the state `before`, if it still is in the state `after`."""
+    with unset_fake_temporarily():
+        # Whatever was drawn since stays drawn.
+        if torch.equal(torch.default_generator.get_state(), after):
+            torch.default_generator.set_state(before)
+
+
 def read_python_generators() -> tuple[Any, ...]:
     """Return the states of Python's and numpy's generators, whose draws are in no graph."""
     # Arrays compare element by element, so numpy's is turned into bytes.

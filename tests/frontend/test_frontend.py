@@ -290,6 +290,25 @@ def test_layer_drop_of_rate_zero_never_drops() -> None:
         fxsplit.compile(Drops(0.5), 2, example_inputs=torch.randn(6, 8), passes=FAST)
 
 
+class DropsTwice(Drops):
+    """Draws whether to skip a layer, and drops values behind that."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(x), 0.5, self.training)
+
+
+def test_a_dropout_behind_layer_drop_of_rate_zero_draws_as_in_the_model() -> None:
+    # OPT, Bart and their kin were refused unless every dropout was off: the graph lacked the draws of layer drop.
+    x = torch.randn(6, 8)
+    with fxsplit.compile(DropsTwice(0.0), 2, example_inputs=x, passes=FAST) as pipe:
+        assert pipe.front_end == "export"
+        torch.manual_seed(0)
+        kept = pipe(x) != 0
+        assert kept.any() and not kept.all()
+    with pytest.raises(TraceError, match=r"nor does torch\.export help"):
+        fxsplit.compile(DropsTwice(0.5), 2, example_inputs=x, passes=FAST)
+
+
 class Cache:
     """Nothing that torch's pytrees know."""
 

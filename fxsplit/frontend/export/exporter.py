@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import io
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import partial
@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
 
 from fxsplit.errors import TraceError
 from fxsplit.frontend.autograd_functions import mark_functions, one_trace
 from fxsplit.frontend.export.inline import GraphWriter
 from fxsplit.frontend.export.whole_modules import WholeModules, replace_forward
 from fxsplit.frontend.graph import Graph
+from fxsplit.frontend.layer_drop import NeverDropped
 from fxsplit.frontend.no_trace_left import refuse_assignments, refuse_draws, restore_model
 from fxsplit.frontend.subject import Runnable, Subject
 from fxsplit.ir.facts.scope import Scope
@@ -72,7 +72,7 @@ def _export(subject: Subject, front_end: str) -> Graph:
         shapes = tuple({s.batch_dim: torch.export.Dim.DYNAMIC} if s.batch_dim is not None else None for s in specs)
         try:
             wholes = WholeModules(here, subject.whole)
-            with one_trace, _take_tensors(here, wholes), _NeverDropped(), _be_quiet():
+            with one_trace, _take_tensors(here, wholes), NeverDropped(), _be_quiet():
                 with (
                     mark_functions() as functions,
                     _notice_checkpoints() as checkpoints,
@@ -149,29 +149,6 @@ def _take_tensors(here: Runnable, wholes: WholeModules) -> Iterator[None]:
     forward.__signature__ = inspect.Signature(names)  # type: ignore[attr-defined]
     with replace_forward(here.model, forward):
         yield
-
-
-class _NeverDropped(TorchFunctionMode):
-    """Answers False to `torch.rand([]) < 0.0`, by which layer drop of rate 0 decides whether to skip a layer.
-
-    A draw is never below 0, so nothing is decided by its value, which torch.export does not know.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._draws: list[Tensor] = []
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        # Only draws of forward() itself are compared, and only with a number that is at most 0.
-        below = getattr(func, "__name__", "") in ("lt", "__lt__") and len(args) == 2
-        if below and isinstance(args[1], (int, float)) and args[1] <= 0 and any(args[0] is d for d in self._draws):
-            return False
-        made = func(*args, **(kwargs or {}))
-        if func is torch.rand:
-            self._draws.append(made)
-        return made
 
 
 @contextmanager

@@ -1,0 +1,42 @@
+"""Layer drop of rate 0: a model that draws whether to skip a layer, and never skips one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from fxsplit.torch_internals.rng import read_cpu_generator, take_back_draw
+
+
+class NeverDropped(TorchFunctionMode):
+    """Answers False to `torch.rand([]) < 0.0`, by which layer drop of rate 0 decides whether to skip a layer.
+
+    A draw is never below 0, so nothing is decided by its value, which torch.export does not know. The draw is taken
+    back: the graph does not hold it, and a dropout behind it has to draw the same mask in the model and in the graph.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._draws: list[tuple[Tensor, Tensor, Tensor]] = []  # what was drawn; the generator before and after
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Return what `func` returns, or False for a comparison that a draw cannot pass."""
+        # Only draws of forward() itself are compared, and only with a number that is at most 0.
+        below = getattr(func, "__name__", "") in ("lt", "__lt__") and len(args) == 2
+        if below and isinstance(args[1], (int, float)) and args[1] <= 0:
+            found = next((draw for draw in self._draws if draw[0] is args[0]), None)
+            if found is not None:
+                take_back_draw(*found[1:])
+                return False
+        if func is not torch.rand:
+            return func(*args, **(kwargs or {}))
+        before = read_cpu_generator()
+        made = func(*args, **(kwargs or {}))
+        self._draws.append((made, before, read_cpu_generator()))
+        return made
