@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 
-from tests.house.sources import imported, is_private, modules, room, tree
+from torch import nn
+
+from tests.house.sources import imported, imports, is_private, modules, room, tree
 
 KNOW_TORCH = {"torch_internals", "frontend"}
 
@@ -45,11 +47,40 @@ def test_private_names_stay_in_their_file() -> None:
     assert {name: used for name, used in found.items() if used} == {}
 
 
+def private_names(name: str) -> set[str]:
+    """Return the private functions, methods and attributes that a module defines."""
+    found = set()
+    for node in ast.walk(tree(name)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, (ast.Attribute, ast.Name)) and isinstance(node.ctx, ast.Store):
+            found.add(node.attr if isinstance(node, ast.Attribute) else node.id)
+    return {one for one in found if is_private(one)}
+
+
+def test_private_attributes_of_objects_stay_in_their_file() -> None:
+    """As `job._sums`, where `job` comes from elsewhere: the name of no module tells."""
+    # torch.nn.Module's own, such as `module._buffers`, has the name of some attributes of ours.
+    defined = {name: private_names(name) - {*vars(nn.Module())} for name in modules()}
+    found = []
+    for name in modules():
+        others = set().union(*(names for other, names in defined.items() if other != name)) - defined[name]
+        read = [n for n in ast.walk(tree(name)) if isinstance(n, ast.Attribute) and n.attr in others]
+        found += [(name, ast.unparse(node)) for node in read]
+    assert found == []
+
+
 def test_the_runtime_knows_no_ir() -> None:
-    """Stages, a schedule and places are all that another process would need."""
-    ir = ["fxsplit.IR", "fxsplit.ir.IR", "fxsplit.ir.graph"]
-    found = [(name, full) for name in modules() if room(name) == "runtime" for full in uses(name, "fxsplit")]
-    assert [(name, full) for name, full in found if f"{full}.".startswith(tuple(f"{one}." for one in ir))] == []
+    """Stages, a schedule and places are all that another process would need: of the IR's room, facts alone."""
+    found = [(name, other) for name in modules() if room(name) == "runtime" for other in imports(name)]
+    assert [each for each in found if room(each[1]) == "ir" and not each[1].startswith("ir.facts.")] == []
+    assert [name for name in modules() if room(name) == "runtime" and "fxsplit.IR" in uses(name, "fxsplit")] == []
+
+
+def test_the_planner_and_schedules_never_name_torch() -> None:
+    """Not in a function either: planning from a profile works where torch is not installed."""
+    found = [(name, full) for name in modules() for _, full in imported(name) if full.split(".")[0] == "torch"]
+    assert found and [each for each in found if room(each[0]) in ("errors", "planner", "schedule")] == []
 
 
 def test_only_kernels_import_numba() -> None:
