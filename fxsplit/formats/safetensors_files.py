@@ -34,6 +34,8 @@ class WeightFiles:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        if not isinstance(path, (str, os.PathLike)):
+            raise InputError(f"weights={path!r}: give the path of a checkpoint; a state_dict is loaded by the model")
         self.path = _find_file(Path(path))
         if self.path.name.endswith(INDEX):
             self._file_of = _read_index(self.path)

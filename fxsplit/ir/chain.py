@@ -98,6 +98,10 @@ def to_chain(passes: str | Chain | Iterable[Pass], known: Mapping[str, Callable[
     """Return `passes` as a Chain, from a text, a Chain or several passes; raises ChainError for what is no pass."""
     if isinstance(passes, str):
         return parse_chain(passes, known)
+    if not isinstance(passes, Iterable):
+        raise ChainError(
+            f"passes={passes!r}: give a Chain, a list of passes, or text such as 'profile,augment,order,partition,emit'"
+        )
     chain = passes if isinstance(passes, Chain) else Chain(tuple(passes))
     for step in chain:
         # A class is callable, but calling it makes a pass and does not run one.

@@ -232,6 +232,8 @@ def _check_size(task: Task, chains: Antichains) -> None:
     blocks, options = len(chains.blocks), task.options
     if len(task.machine) <= blocks or task.workload.may_idle or not options.use_all or options.model == "replicated":
         return
+    if not chains.blocks.members:
+        raise PlanError("the graph has no nodes, so there is nothing to plan: does the model compute its outputs?")
     largest = max(chains.blocks.members, key=len)
     raise NoFit(
         f"{len(task.machine)} devices, and the graph has only {blocks} nodes that can be parted "

@@ -94,3 +94,20 @@ def test_more_bad_input(make: Any, message: str) -> None:
 def test_a_lazy_module_is_refused() -> None:
     with pytest.raises(InputError, match=r"'0.weight' has no shape yet: call Sequential once"):
         fxsplit.compile(nn.Sequential(nn.LazyLinear(8), nn.Tanh()), 2, example_inputs=vectors())
+
+
+class Constant(nn.Module):
+    """Computes nothing from its input."""
+
+    def forward(self, x: Tensor) -> int:
+        return 3
+
+
+def test_what_is_no_chain_no_path_and_no_model_is_refused_as_such() -> None:
+    # These were a TypeError, a TypeError and a ValueError of Python's own, from deep inside.
+    with pytest.raises(FxsplitError, match=r"passes=3: give a Chain, a list of passes, or text"):
+        untyped_compile(Mlp(), 2, passes=3)
+    with pytest.raises(FxsplitError, match=r"weights=\{\}: give the path of a checkpoint"):
+        untyped_compile(Mlp(), 2, weights={})
+    with pytest.raises(FxsplitError, match=r"the graph has no nodes, so there is nothing to plan"):
+        fxsplit.compile(Constant(), 2, example_inputs=vectors())
