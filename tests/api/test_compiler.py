@@ -50,6 +50,16 @@ def test_a_mode_is_compiled_once_for_every_batch(monkeypatch: pytest.MonkeyPatch
     assert compiler.program("train", call(torch.randn(5, 8))) is program and captured == [3]
 
 
+def test_a_second_mode_leaves_the_first_ones_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured, model, x = count_captures(monkeypatch), ModeDependent(), call(torch.randn(8, 8))
+    compiler = make(model, n_microbatches=2)
+    trained = compiler.program("train", x)
+    model.eval()
+    compiler.program("eval", x)
+    model.train()
+    assert compiler.program("train", x) is trained and captured == [4, 4]
+
+
 def test_modes_with_one_graph_share_a_program_and_others_do_not() -> None:
     for model, shared in ((Mlp(), True), (ModeDependent(), False)):
         x = call(torch.randn(8, 8))

@@ -97,3 +97,30 @@ def test_the_proof_has_no_false_alarms() -> None:
         pytest.raises(InputError, match="PipeDream trains another way than the model by itself"),
     ):
         fxsplit.verify(pipe, rows())
+
+
+class Scaled(nn.Module):
+    """Takes a keyword argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, *, scale: Tensor) -> Tensor:
+        out: Tensor = self.b(torch.tanh(self.a(x))) * scale
+        return out
+
+
+def test_keyword_arguments_besides_are_given_to_the_model() -> None:
+    with fxsplit.compile(Scaled(), 2, **OPTIONS) as pipe:
+        assert fxsplit.verify(pipe, rows(), {"scale": torch.rand(8, 1)}).equal
+        with pytest.raises(TypeError, match="scale"):
+            fxsplit.verify(pipe, rows())
+
+
+def test_what_rounding_makes_is_measured() -> None:
+    """Weights off by rounding show how far rounding alone moves each gradient, which no difference may exceed much."""
+    with fxsplit.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), 2, **OPTIONS) as pipe:
+        found = fxsplit.verify(pipe, rows())
+    gradients = [d for d in found.differences if d.kind == "gradient"]
+    assert len(gradients) == 4 and all(0.0 < d.rounding < 1e-12 for d in gradients)
