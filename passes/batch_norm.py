@@ -24,7 +24,7 @@ from fxsplit.torch_internals.interpret import find_target
 
 @dataclass(frozen=True)
 class BatchNorm:
-    """Put a Noted in place of batch norms: of all if `deferred`, otherwise of those in stages with several devices.
+    """Let batch norms note their running statistics: all if `deferred`, otherwise those in stages with several devices.
 
     Where neither asks for it, the IR stays as it is.
     """

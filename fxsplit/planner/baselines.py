@@ -108,14 +108,4 @@ def plan_baseline(
     stages = [[n.name for n in costs.nodes if n.name in b - a] for a, b in itertools.pairwise(sets)]
     # One device a stage, in the machine's order.
     priced = price_split(costs, machine, workload, [(names, (i,), False) for i, names in enumerate(stages)], model)
-    return Plan(
-        stages=priced,
-        device_names=tuple(d.name for d in machine.devices),
-        lower_bound_ms=0.0,
-        single_ms=costs.total_ms,
-        schedule=workload.schedule,
-        n_microbatches=workload.n_microbatches,
-        rows=costs.rows,
-        n_states=len(line),
-        model=model,
-    )
+    return Plan.of(priced, costs, machine, workload, model, lower_bound_ms=0.0, n_states=len(line))

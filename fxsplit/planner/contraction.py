@@ -76,7 +76,7 @@ def contract_light_nodes(costs: Costs, blocks: Blocks, apart: Collection[str], l
     tail = [0.0] * len(blocks)
     head = list(range(len(blocks)))
     for b in range(len(blocks)):
-        follows = graph.only_before(b)
+        follows = graph.find_link(b)
         if follows is None or not (free[b] and free[follows]) or tail[follows] + weight[b] > light_ms:
             continue
         graph.join(b, follows)
@@ -87,7 +87,7 @@ def contract_light_nodes(costs: Costs, blocks: Blocks, apart: Collection[str], l
     end_of: dict[int, int] = {}  # the last group of each path -> the path
     for b in range(len(blocks)):
         if head[b] == b:
-            path = next((end_of.pop(a) for a in sorted(graph.before(b)) if a in end_of), b)
+            path = next((end_of.pop(a) for a in sorted(graph.before[b]) if a in end_of), b)
             end_of[b] = path
             paths[path] = max(paths.get(path, 0.0), tail[b])
     return blocks.joined(graph.groups(), costs), sum(paths.values())
@@ -107,7 +107,8 @@ class _Graph:
     """The blocks while they are joined: who is next to whom, and which tensors are where."""
 
     def __init__(self, costs: Costs, blocks: Blocks) -> None:
-        self._before = [set(b) for b in blocks.before]
+        # By block: the groups just before it, and those just behind.
+        self.before = [set(b) for b in blocks.before]
         self._after = [set(a) for a in blocks.after]
         self._group = [[b] for b in range(len(blocks))]
         # Bit masks of all blocks before each one. They stay right: joining costless blocks adds no path between others.
@@ -138,7 +139,7 @@ class _Graph:
 
     def target(self, b: int) -> int | None:
         """Return the neighbour that a costless block may join, or None."""
-        before, after = self._before[b], self._after[b]
+        before, after = self.before[b], self._after[b]
         # A block that nothing is joined to may go anywhere.
         if not before and not after and not self._at[b]:
             return next((c for c, group in enumerate(self._group) if c != b and group), None)
@@ -152,24 +153,19 @@ class _Graph:
             if all(self._ancestors[a] >> earliest & 1 for a in after) and self._at[b] <= self._at[earliest]:
                 return earliest
         # An only neighbour whose only neighbour is b: a link of a chain.
-        for neighbours, back in ((before, self._after), (after, self._before)):
-            if len(neighbours) == 1:
-                (only,) = neighbours
-                if back[only] == {b} and self._own(b, only) <= self._between(b, only):
-                    return only
-        return None
+        link = self.find_link(b)
+        return self.find_link(b, ahead=True) if link is None else link
 
-    def before(self, b: int) -> set[int]:
-        """Return the groups just before one."""
-        return self._before[b]
+    def find_link(self, b: int, *, ahead: bool = False) -> int | None:
+        """Return the only group before `b`, or `ahead` of `b`, if `b` is its only neighbour on that side.
 
-    def only_before(self, b: int) -> int | None:
-        """Return the only group before `b`, if `b` is its only successor and sends on no more than it gets from it."""
-        if len(self._before[b]) != 1:
+        `b` must not send on more than it gets from that group, or get more than it sends to it.
+        """
+        near, back = (self._after, self.before) if ahead else (self.before, self._after)
+        if len(near[b]) != 1:
             return None
-        (only,) = self._before[b]
-        fits = self._after[only] == {b} and self._own(b, only) <= self._between(b, only)
-        return only if fits else None
+        (only,) = near[b]
+        return only if back[only] == {b} and self._own(b, only) <= self._between(b, only) else None
 
     def _own(self, b: int, other: int) -> float:
         """Return the bytes of tensors at `b` that are not at `other`."""
@@ -183,15 +179,15 @@ class _Graph:
         """Make `b` a part of `target`."""
         self._group[target] += self._group[b]
         self._group[b] = []
-        for a in self._before[b]:
+        for a in self.before[b]:
             self._after[a].discard(b)
         for a in self._after[b]:
-            self._before[a].discard(b)
-        for a in self._before[b] - {target}:
+            self.before[a].discard(b)
+        for a in self.before[b] - {target}:
             self._after[a].add(target)
-            self._before[target].add(a)
+            self.before[target].add(a)
         for a in self._after[b] - {target}:
-            self._before[a].add(target)
+            self.before[a].add(target)
             self._after[target].add(a)
         # The tensors at b are at the target now.
         for t in self._at.pop(b, set()):

@@ -35,8 +35,7 @@ def antichains(costs: Costs, max_states: int, blocks: Blocks | None = None) -> A
     parent, last, complete = kernels.enumerate_ideals(indegree, *build_csr(blocks.after), max_states)
     # The blocks are numbered in a topological order, and the prefixes of that order are ideals too.
     if not complete:
-        parent = np.arange(-1, len(blocks), dtype=np.int32)
-        last = np.arange(-1, len(blocks), dtype=np.int32)
+        parent = last = np.arange(-1, len(blocks), dtype=np.int32)
     pointer, node, child = kernels.fit(kernel.lattice_edges, parent.size)(parent, last)
     live = _live(costs, blocks, parent, last)
     return Antichains(blocks, parent, last, pointer, node, child, live[:, 0], live[:, 1], complete)

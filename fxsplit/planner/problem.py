@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -174,8 +175,7 @@ class Problem:
         return replace(self, tables=tables)
 
 
-@dataclass(frozen=True)
-class Kind:
+class Kind(NamedTuple):
     """What tells one kind of move from another: what it makes of times (speed, ms per byte) and of bytes.
 
     `in_flight` is how many microbatches the stage holds, `versions` how many versions of its weights. Both are known
@@ -239,8 +239,9 @@ def pose_problem(
     done, left = powers(machine, moves, host_speed)
     # Who ends with everything is the last stage, or might be, and sends nothing on.
     ends_early = not workload.may_idle or (len(moves.final) > 1 and not moves.n_stages)
-    start, end, start_floor, end_floor = _price_times(states, kinds, model, ends_early)
-    space_start, space_end, space_low = _price_space(states, kinds, model)
+    figures = dict(zip(Kind._fields, np.array(kinds, np.float64).T[:, :, None], strict=True))
+    start, end, start_floor, end_floor = _price_times(states, figures, model, ends_early)
+    space_start, space_end, space_low = _price_space(states, figures, model)
     tables = Tables(
         in_ptr=states.in_pointer,
         in_from=states.in_from,
@@ -252,7 +253,7 @@ def pose_problem(
         space_start=space_start,
         space_end=space_end,
         space_low=space_low,
-        capacity=np.array([k.capacity for k in kinds], np.float64),
+        capacity=np.ascontiguousarray(figures["capacity"][:, 0]),
         allowed=_list_allowed(chains, pinned, moves, machine, several=model.name == "replicated"),
         moves=np.array([(m.source, m.target, k) for m, k in zip(moves.moves, kind, strict=True)], np.int32),
         done=np.array(done, np.float64),
@@ -264,41 +265,39 @@ def pose_problem(
 
 
 def _price_times(
-    states: States, kinds: Sequence[Kind], model: CostModel, ends_early: bool
+    states: States, kinds: Mapping[str, Floats], model: CostModel, ends_early: bool
 ) -> tuple[Floats, Floats, Floats, Floats]:
-    """Return start, end, start_floor and end_floor of every kind and state (see Tables), in ms."""
+    """Return start, end, start_floor and end_floor of every kind and state (see Tables), in ms.
+
+    `kinds` has each figure of every Kind by its name, as a column: float64 [kinds, 1].
+    """
     column = states.column
-    own, live = column("forward_ms") + column("backward_ms"), column("live_bytes") + column("live_gradient_bytes")
+    forward = column("forward_ms")
+    live = column("live_bytes") + column("live_gradient_bytes")
     # The last stage returns its values to the caller, who is free.
     leaving = live.copy()
     if ends_early:
         leaving[-1] = 0.0
-    start, end = np.zeros((len(kinds), len(states))), np.zeros((len(kinds), len(states)))
-    start_floor, end_floor = np.full_like(start, -inf), np.full_like(end, -inf)
-    for i, k in enumerate(kinds):
-        computing = column("host_ms") if k.host else own + k.recompute * column("forward_ms")
-        busy = computing / k.speed + column("parameter_bytes") * k.reduce
-        start[i], end[i] = busy, busy
-        # Overlapped, the slowest of computing, receiving and sending counts; else their sum does.
-        if model.name == "overlapped":
-            start_floor[i], end_floor[i] = live * k.receive, leaving * k.send
-        elif model.forwards:
-            start[i], end[i] = busy - live * k.receive, busy + leaving * k.send
-    return start, end, start_floor, end_floor
+    own = forward + column("backward_ms") + kinds["recompute"] * forward
+    computing = np.where(kinds["host"] > 0, column("host_ms"), own)
+    busy = computing / kinds["speed"] + column("parameter_bytes") * kinds["reduce"]
+    received, sent = live * kinds["receive"], leaving * kinds["send"]
+    # Overlapped, the slowest of computing, receiving and sending counts; else their sum does.
+    if model.name == "overlapped":
+        return busy, busy, received, sent
+    floor = np.full_like(busy, -inf)
+    return (busy - received, busy + sent, floor, floor) if model.forwards else (busy, busy, floor, floor)
 
 
-def _price_space(states: States, kinds: Sequence[Kind], model: CostModel) -> tuple[Floats, Floats, Floats]:
+def _price_space(states: States, kinds: Mapping[str, Floats], model: CostModel) -> tuple[Floats, Floats, Floats]:
     """Return space_start, space_end and space_low of every kind and state (see Tables), in bytes."""
-    column = states.column
-    space_start, space_end, space_low = (np.zeros((len(kinds), len(states))) for _ in range(3))
-    for i, k in enumerate(kinds):
-        weights = column("parameter_bytes") * (WEIGHT_COPIES + model.optimizer_factor + k.versions - 1.0)
-        # A stage that recomputes keeps the activations of the microbatch in hand alone.
-        kept = (min(k.in_flight, 1) if k.recompute else k.in_flight) * column("kept_bytes")
-        space_low[i] = weights + column("buffer_bytes") + kept
-        boundary = k.in_flight * column("live_bytes") if model.forwards else 0.0
-        space_start[i], space_end[i] = space_low[i] - boundary, space_low[i] + boundary
-    return space_start, space_end, space_low
+    in_flight, recompute = kinds["in_flight"], kinds["recompute"] > 0
+    copies = WEIGHT_COPIES + model.optimizer_factor + kinds["versions"] - 1.0
+    # A stage that recomputes keeps the activations of the microbatch in hand alone.
+    kept = np.where(recompute, np.minimum(in_flight, 1.0), in_flight) * states.column("kept_bytes")
+    space_low = states.column("parameter_bytes") * copies + states.column("buffer_bytes") + kept
+    boundary = in_flight * states.column("live_bytes") * model.forwards
+    return space_low - boundary, space_low + boundary, space_low
 
 
 def _measure_work_with_hosts(states: States, chains: Antichains) -> tuple[Floats, float]:

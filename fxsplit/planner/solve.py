@@ -133,17 +133,8 @@ def partition(task: Task, chains: Antichains, states: States, clock: Clock | Non
         slack = chains.slack_ms / min(d.speed for d in machine.devices)
         lower = max(min([lower, *bounds]) - slack, min(p.lower_bound(joined=True) for p in idle))
     proven = chains.complete and best.load - lower <= 1e-9 * reached
-    return Plan(
-        stages=priced,
-        device_names=tuple(d.name for d in machine.devices),
-        lower_bound_ms=reached if proven else min(lower, reached),
-        single_ms=costs.total_ms,
-        schedule=task.workload.schedule,
-        n_microbatches=task.workload.n_microbatches,
-        rows=costs.rows,
-        n_states=len(chains),
-        model=options.costs,
-    )
+    bound_ms = reached if proven else min(lower, reached)
+    return Plan.of(priced, costs, machine, task.workload, options.costs, lower_bound_ms=bound_ms, n_states=len(chains))
 
 
 def bound_by_work(costs: Costs, machine: Machine) -> float:
@@ -216,14 +207,13 @@ def _stage_counts(costs: Costs, machine: Machine, options: Options) -> list[int 
 def _number(chains: Antichains, names: frozenset[str]) -> list[int]:
     """Return the number of the ideal with exactly these nodes, in a list, or an empty list where there is none."""
     # Walk up from the empty ideal, one block at a time: ascending, every prefix of an ideal is an ideal.
-    inside = sorted({chains.blocks.home[name] for name in names})
     at = 0
-    for block in inside:
+    for block in sorted({chains.blocks.home[name] for name in names}):
         edges = slice(int(chains.pointer[at]), int(chains.pointer[at + 1]))
-        found = [int(c) for v, c in zip(chains.node[edges], chains.child[edges], strict=True) if v == block]
-        if not found:
+        found = chains.child[edges][chains.node[edges] == block]
+        if not found.size:
             return []
-        at = found[0]
+        at = int(found[0])
     return [at]
 
 

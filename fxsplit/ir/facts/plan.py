@@ -42,6 +42,23 @@ class Plan(Fact):
 
     made_by: ClassVar[str] = "partition"
 
+    @classmethod
+    def of(
+        cls,
+        stages: tuple[StagePlan, ...],
+        costs: Costs,
+        machine: Machine,
+        workload: Workload,
+        model: CostModel,
+        *,
+        lower_bound_ms: float,
+        n_states: int,
+    ) -> Plan:
+        """Return the plan of priced stages."""
+        names, single_ms = tuple(d.name for d in machine.devices), costs.total_ms
+        schedule, count = workload.schedule, workload.n_microbatches
+        return cls(stages, names, lower_bound_ms, single_ms, schedule, count, costs.rows, n_states, model)
+
     @property
     def bottleneck_ms(self) -> float:
         """The load of the slowest stage: in steady state the pipeline takes this long for each microbatch."""
