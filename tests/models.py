@@ -172,3 +172,43 @@ def explode(x: Tensor) -> Tensor:
 
 
 torch.fx.wrap("explode")
+
+
+class Two(nn.Module):
+    """Two layers; `narrow` sends a model to torch.export, since it decides by a shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def narrow(self, x: Tensor) -> None:
+        if x.shape[-1] != 4:
+            raise ValueError("four features")
+
+
+class FrozenNorm(nn.Module):
+    """Keeps batch norm in evaluation whatever mode is set, and uses a parameter directly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def train(self, mode: bool = True) -> FrozenNorm:
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.b(self.norm(self.a(x)) * self.scale)
+        return result
+
+
+class Reverse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return -gradient

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import fxsplit
 from fxsplit.errors import FxsplitError, InputError
 from tests.models import FAST, Mlp
+from tests.refusals import refused
 
 
 def x(rows: int = 8) -> Tensor:
@@ -20,12 +21,6 @@ def x(rows: int = 8) -> Tensor:
 
 def compiled(**options: Any) -> fxsplit.Pipeline:
     return fxsplit.compile(Mlp(), 2, **{"example_inputs": x(), "passes": FAST, **options})
-
-
-def refused(error: type[Exception], message: str) -> Any:
-    """Expect `error`, a FxsplitError of one paragraph."""
-    assert issubclass(error, FxsplitError)
-    return pytest.raises(error, match=message)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.api import compiler
-from fxsplit.errors import FxsplitError, InputError
-from tests.models import FAST, Mlp
+from fxsplit.errors import InputError
+from tests.models import FAST, FrozenNorm, Mlp
+from tests.refusals import refused
 
 mse = F.mse_loss
 
@@ -48,24 +49,6 @@ def test_first_calls_from_many_threads() -> None:
     assert len(results) == 4
     for result in results:
         torch.testing.assert_close(result, model(x))
-
-
-class FrozenNorm(nn.Module):
-    """Keeps batch norm in evaluation whatever mode is set, and uses a parameter directly."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.norm, self.b = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
-        self.scale = nn.Parameter(torch.ones(8))
-
-    def train(self, mode: bool = True) -> FrozenNorm:
-        super().train(mode)
-        self.norm.eval()
-        return self
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.b(self.norm(self.a(x)) * self.scale)
-        return result
 
 
 def test_train_is_the_models_own() -> None:
@@ -172,12 +155,6 @@ def x(rows: int = 8) -> Tensor:
 
 def compiled(**options: Any) -> fxsplit.Pipeline:
     return fxsplit.compile(Mlp(), 2, **{"example_inputs": x(), "passes": FAST, **options})
-
-
-def refused(error: type[Exception], message: str) -> Any:
-    """Expect `error`, a FxsplitError of one paragraph."""
-    assert issubclass(error, FxsplitError)
-    return pytest.raises(error, match=message)
 
 
 def test_later_batches() -> None:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.errors import InputError
-from tests.models import FAST
+from tests.models import FAST, FrozenNorm, Two
 
 mse = F.mse_loss
 
@@ -114,24 +114,6 @@ def test_hooks_that_would_not_run_are_refused() -> None:
         pipe(vectors())
 
 
-class FrozenNorm(nn.Module):
-    """Keeps batch norm in evaluation whatever mode is set, and uses a parameter directly."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.norm, self.b = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
-        self.scale = nn.Parameter(torch.ones(8))
-
-    def train(self, mode: bool = True) -> FrozenNorm:
-        super().train(mode)
-        self.norm.eval()
-        return self
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.b(self.norm(self.a(x)) * self.scale)
-        return result
-
-
 def test_a_replaced_parameter_is_used() -> None:
     """It would be wrong if the graph kept the parameter that it was captured with."""
     model = FrozenNorm().train()
@@ -146,18 +128,6 @@ OPTIONS: Any = {"passes": FAST, "n_microbatches": 2}
 
 def rows(count: int = 8) -> Tensor:
     return torch.randn(count, 4)
-
-
-class Two(nn.Module):
-    """Two layers; `narrow` sends a model to torch.export, since it decides by a shape."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def narrow(self, x: Tensor) -> None:
-        if x.shape[-1] != 4:
-            raise ValueError("four features")
 
 
 class Tied(nn.Module):

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fxsplit
-from fxsplit import FxsplitError
 from fxsplit.errors import InputError, TraceError
+from tests.refusals import refused
 
 
 def x(rows: int = 8) -> Tensor:
     return torch.randn(rows, 8)
-
-
-def refused(error: type[Exception], message: str) -> Any:
-    """Expect `error`, a FxsplitError of one paragraph."""
-    assert issubclass(error, FxsplitError)
-    return pytest.raises(error, match=message)
 
 
 class Random(nn.Module):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fxsplit
 from fxsplit.errors import InputError, TraceError
 from fxsplit.frontend.no_trace_left import refuse_assignments, refuse_draws, restore_model
-from tests.models import FAST
+from tests.models import FAST, Two
 
 
 def vectors(rows: int = 8) -> Tensor:
@@ -96,18 +96,6 @@ OPTIONS: Any = {"passes": FAST, "n_microbatches": 2}
 
 def rows(count: int = 8) -> Tensor:
     return torch.randn(count, 4)
-
-
-class Two(nn.Module):
-    """Two layers; `narrow` sends a model to torch.export, since it decides by a shape."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def narrow(self, x: Tensor) -> None:
-        if x.shape[-1] != 4:
-            raise ValueError("four features")
 
 
 def test_compiling_leaves_no_trace_on_nested_collections() -> None:

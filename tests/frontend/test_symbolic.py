@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fxsplit
-from tests.models import FAST
+from tests.models import FAST, Two
 
 
 def vectors(rows: int = 8) -> Tensor:
@@ -50,18 +50,6 @@ OPTIONS: Any = {"passes": FAST, "n_microbatches": 2}
 
 def rows(count: int = 8) -> Tensor:
     return torch.randn(count, 4)
-
-
-class Two(nn.Module):
-    """Two layers; `narrow` sends a model to torch.export, since it decides by a shape."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def narrow(self, x: Tensor) -> None:
-        if x.shape[-1] != 4:
-            raise ValueError("four features")
 
 
 class Unautocast(Two):

@@ -2,60 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import pytest
 import torch
-from torch import fx, nn
-from torch.nn.utils.fusion import fuse_conv_bn_eval
+from torch import fx
 
 import fxsplit
-from fxsplit import DEFAULT, IR, Pins
+from fxsplit import DEFAULT, IR
 from fxsplit.errors import ChainError, MissingFact
 from fxsplit.ir import chain as spec
 from fxsplit.passes import Profile
 from tests.models import FAST, Residual
-
-
-def copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """A copy of a graph, which a pass may edit, and the copy of each node."""
-    copy = fx.Graph()
-    made: dict[fx.Node, fx.Node] = {}
-    copy.output(copy.graph_copy(graph, made))
-    return copy, made
-
-
-@dataclass(frozen=True)
-class Keep:
-    """Keep a submodule on one device."""
-
-    module: str = ""
-    device: int = 0
-
-    name: ClassVar[str] = "keep"
-
-    def __call__(self, ir: IR) -> IR:
-        return Pins.add(ir, {self.module: self.device})
-
-
-def fold_conv_bn(ir: IR) -> IR:
-    """Fold each batch norm into the convolution before it; right in eval mode only."""
-    graph, made = copied(ir.gm.graph)
-    gm = fx.GraphModule(ir.gm, graph)
-    for old in ir.gm.graph.nodes:
-        source = old.args[0] if old.args else None
-        if not (old.op == "call_module" and isinstance(source, fx.Node) and source.op == "call_module"):
-            continue
-        conv, bn = ir.gm.get_submodule(str(source.target)), ir.gm.get_submodule(str(old.target))
-        if isinstance(conv, nn.Conv2d) and isinstance(bn, nn.BatchNorm2d) and len(source.users) == 1:
-            name = f"folded_{source.name}"
-            gm.add_module(name, fuse_conv_bn_eval(conv, bn))
-            made[source].target = name
-            made[old].replace_all_uses_with(made[source])
-            graph.erase_node(made[old])
-    gm.recompile()
-    return ir.rewrite(gm)
+from tests.own_passes import Keep, fold_conv_bn
 
 
 def x() -> torch.Tensor:

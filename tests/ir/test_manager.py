@@ -12,14 +12,7 @@ import fxsplit
 from fxsplit import DEFAULT, IR, Plan
 from fxsplit.errors import BrokenFact
 from tests.models import Residual
-
-
-def copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """A copy of a graph, which a pass may edit, and the copy of each node."""
-    copy = fx.Graph()
-    made: dict[fx.Node, fx.Node] = {}
-    copy.output(copy.graph_copy(graph, made))
-    return copy, made
+from tests.own_passes import copied
 
 
 def x() -> torch.Tensor:

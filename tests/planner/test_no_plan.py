@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 import fxsplit
-from fxsplit import FxsplitError
 from fxsplit.errors import PlanError
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.machine import Machine
@@ -17,16 +14,11 @@ from fxsplit.planner import Options, search
 from fxsplit.planner.planner import Planner
 from tests.graphs import node, workload
 from tests.models import FAST, Mlp
+from tests.refusals import refused
 
 
 def x(rows: int = 8) -> Tensor:
     return torch.randn(rows, 8)
-
-
-def refused(error: type[Exception], message: str) -> Any:
-    """Expect `error`, a FxsplitError of one paragraph."""
-    assert issubclass(error, FxsplitError)
-    return pytest.raises(error, match=message)
 
 
 def test_more_devices_than_nodes() -> None:

@@ -12,35 +12,13 @@ import fxsplit
 from fxsplit.errors import TraceError
 from fxsplit.frontend.check.gradients import check_gradients
 from tests.frontend.subjects import Scale, make_subject, trace
-from tests.models import FAST
+from tests.models import FAST, Reverse, Two
 
 OPTIONS: Any = {"passes": FAST, "n_microbatches": 2}
 
 
 def rows(count: int = 8) -> Tensor:
     return torch.randn(count, 4)
-
-
-class Two(nn.Module):
-    """Two layers; `narrow` sends a model to torch.export, since it decides by a shape."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def narrow(self, x: Tensor) -> None:
-        if x.shape[-1] != 4:
-            raise ValueError("four features")
-
-
-class Reverse(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return -gradient
 
 
 class LostForInputs(Two):

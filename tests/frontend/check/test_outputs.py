@@ -16,7 +16,7 @@ from fxsplit.errors import InputError, TraceError
 from fxsplit.frontend.check.outputs import find_output_dims, unpack_output
 from fxsplit.ir.facts.chunks import UNJOINED
 from tests.frontend.subjects import make_subject
-from tests.models import FAST, Mlp
+from tests.models import FAST, Mlp, Two
 
 mse = F.mse_loss
 
@@ -134,18 +134,6 @@ OPTIONS: Any = {"passes": FAST, "n_microbatches": 2}
 
 def rows(count: int = 8) -> Tensor:
     return torch.randn(count, 4)
-
-
-class Two(nn.Module):
-    """Two layers; `narrow` sends a model to torch.export, since it decides by a shape."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def narrow(self, x: Tensor) -> None:
-        if x.shape[-1] != 4:
-            raise ValueError("four features")
 
 
 def test_an_output_as_long_as_a_microbatch_is_no_batch() -> None:

@@ -17,25 +17,13 @@ from fxsplit.errors import InputError, TraceError
 from fxsplit.frontend.export.exporter import TorchExport
 from tests.frontend.subjects import make_subject
 from tests.frontend.test_frontend import Branches
-from tests.models import FAST
+from tests.models import FAST, Two
 
 OPTIONS: Any = {"passes": FAST, "n_microbatches": 2}
 
 
 def rows(count: int = 8) -> Tensor:
     return torch.randn(count, 4)
-
-
-class Two(nn.Module):
-    """Two layers; `narrow` sends a model to torch.export, since it decides by a shape."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def narrow(self, x: Tensor) -> None:
-        if x.shape[-1] != 4:
-            raise ValueError("four features")
 
 
 class Parity(Two):

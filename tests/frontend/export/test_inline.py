@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, fx, nn
@@ -11,16 +9,7 @@ from torch import Tensor, fx, nn
 from fxsplit.errors import TraceError
 from fxsplit.frontend.autograd_functions import mark_functions
 from fxsplit.frontend.export.inline import GraphWriter
-
-
-class Reverse(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return -gradient
+from tests.models import Reverse
 
 
 def write(model: nn.Module, x: Tensor) -> fx.GraphModule:

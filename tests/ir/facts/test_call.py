@@ -11,25 +11,13 @@ from torch import Tensor, nn
 import fxsplit
 from fxsplit.errors import InputError
 from fxsplit.ir.facts.call import Inputs, parse_example_inputs
-from tests.models import FAST
+from tests.models import FAST, Two
 
 OPTIONS: Any = {"passes": FAST, "n_microbatches": 2}
 
 
 def rows(count: int = 8) -> Tensor:
     return torch.randn(count, 4)
-
-
-class Two(nn.Module):
-    """Two layers; `narrow` sends a model to torch.export, since it decides by a shape."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def narrow(self, x: Tensor) -> None:
-        if x.shape[-1] != 4:
-            raise ValueError("four features")
 
 
 def test_names_of_arguments_that_begin_alike() -> None:

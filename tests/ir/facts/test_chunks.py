@@ -9,19 +9,13 @@ import torch
 from torch import Tensor, nn
 
 import fxsplit
-from fxsplit import FxsplitError
 from fxsplit.errors import InputError
 from fxsplit.ir.facts.chunks import Replicate, find_batch_dims
+from tests.refusals import refused
 
 
 def x(rows: int = 8) -> Tensor:
     return torch.randn(rows, 8)
-
-
-def refused(error: type[Exception], message: str) -> Any:
-    """Expect `error`, a FxsplitError of one paragraph."""
-    assert issubclass(error, FxsplitError)
-    return pytest.raises(error, match=message)
 
 
 def test_inputs_without_a_common_batch() -> None:

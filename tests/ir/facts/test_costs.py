@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 import fxsplit
-from fxsplit import Costs, FxsplitError
+from fxsplit import Costs
 from fxsplit.errors import ProfileError
 from tests.models import FAST, Mlp, Residual
+from tests.refusals import refused
 
 
 def x(rows: int = 8) -> Tensor:
@@ -23,12 +24,6 @@ def x(rows: int = 8) -> Tensor:
 
 def compiled(**options: Any) -> fxsplit.Pipeline:
     return fxsplit.compile(Mlp(), 2, **{"example_inputs": x(), "passes": FAST, **options})
-
-
-def refused(error: type[Exception], message: str) -> Any:
-    """Expect `error`, a FxsplitError of one paragraph."""
-    assert issubclass(error, FxsplitError)
-    return pytest.raises(error, match=message)
 
 
 def test_a_profile_of_another_model(tmp_path: Path) -> None:

@@ -9,15 +9,10 @@ import pytest
 import torch
 
 import fxsplit
-from fxsplit import Device, FxsplitError, Machine
+from fxsplit import Device, Machine
 from fxsplit.errors import InputError
 from tests.models import Mlp
-
-
-def refused(error: type[Exception], message: str) -> Any:
-    """Expect `error`, a FxsplitError of one paragraph."""
-    assert issubclass(error, FxsplitError)
-    return pytest.raises(error, match=message)
+from tests.refusals import refused
 
 
 @pytest.mark.parametrize(

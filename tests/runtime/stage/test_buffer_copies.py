@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import fxsplit
-from fxsplit.api.compare import compare, run_pipeline_step, run_unsplit_step
 from fxsplit.runtime.stage.buffer_copies import clone_outputs, save_buffer_copies
 from fxsplit.torch_internals.interpret import get_storage_id
 from tests.models import FAST
-
-Loss = Callable[[nn.Module], Callable[[Any, Any], Tensor]]
-
-
-def mean_square(model: nn.Module) -> Callable[[Any, Any], Tensor]:
-    return F.mse_loss
-
-
-def largest_difference(
-    model: nn.Module, schedule: str, recompute: str = "never", loss: Loss = mean_square, **options: Any
-) -> float:
-    torch.manual_seed(1)
-    x = torch.randn(8, 8, dtype=torch.float64)
-    ours, theirs = copy.deepcopy(model).double(), copy.deepcopy(model).double()
-    given: dict[str, Any] = {"passes": FAST, "n_microbatches": 4, "recompute": recompute, **options}
-    with fxsplit.compile(ours, ["cpu"] * 2, loss_fn=loss(ours), schedule=schedule, **given) as pipe:
-        return compare(run_pipeline_step(pipe, [x], x), run_unsplit_step(theirs, [x], x, loss(theirs), 4)).largest
+from tests.runtime.stage.beside_unsplit import largest_difference
 
 
 class Counting(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxsplit
-from fxsplit.api.compare import compare, run_pipeline_step, run_unsplit_step
 from fxsplit.runtime.stage.run import Packet, Saved, backward, compute_weight_gradients
 from fxsplit.torch_internals.grad_sums import Sums
 from tests.models import FAST, Mlp
+from tests.runtime.stage.beside_unsplit import largest_difference
 
 
 def deep() -> nn.Module:
@@ -125,23 +124,6 @@ def test_a_failing_half_names_its_place() -> None:
 
 
 HALVED = ["ZB-H1", "ZBVZeroBubble"]
-
-Loss = Callable[[nn.Module], Callable[[Any, Any], Tensor]]
-
-
-def take_mean_square(model: nn.Module) -> Callable[[Any, Any], Tensor]:
-    return F.mse_loss
-
-
-def largest_difference(
-    model: nn.Module, schedule: str, recompute: str = "never", loss: Loss = take_mean_square, **options: Any
-) -> float:
-    torch.manual_seed(1)
-    x = torch.randn(8, 8, dtype=torch.float64)
-    ours, theirs = copy.deepcopy(model).double(), copy.deepcopy(model).double()
-    given: dict[str, Any] = {"passes": FAST, "n_microbatches": 4, "recompute": recompute, **options}
-    with fxsplit.compile(ours, ["cpu"] * 2, loss_fn=loss(ours), schedule=schedule, **given) as pipe:
-        return compare(run_pipeline_step(pipe, [x], x), run_unsplit_step(theirs, [x], x, loss(theirs), 4)).largest
 
 
 class Ends(nn.Module):
