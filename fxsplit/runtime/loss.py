@@ -76,7 +76,9 @@ def weigh_rows(loss_fn: LossFn, rows: Sequence[int]) -> list[float]:
 
     A mean over rows has the microbatch's share of the rows, a sum 1.
     """
-    return [1.0] * len(rows) if find_reduction(loss_fn) == "sum" else [count / sum(rows) for count in rows]
+    # Added up once: this runs at the start of every step.
+    total = sum(rows)
+    return [1.0] * len(rows) if find_reduction(loss_fn) == "sum" else [count / total for count in rows]
 
 
 class BatchLoss:
