@@ -77,7 +77,7 @@ def _find_arrival(schedule: Schedule, made: Action, stage: int, op: str) -> Need
     if schedule.transfers:
         return Action(stage, op, m, schedule.replica_of.get((stage, m), 0)), None
     # A boundary has the number of the stage behind it.
-    return made, stage if made.stage < stage else made.stage
+    return made, max(stage, made.stage)
 
 
 def with_transfers(schedule: Schedule) -> Schedule:
