@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # each is imported when it is first used: planning from a pro
     from fxsplit.api.profile import profile as profile
     from fxsplit.api.verify import verify as verify
     from fxsplit.errors import FxsplitError as FxsplitError
+    from fxsplit.errors import FxsplitWarning as FxsplitWarning
     from fxsplit.ir.chain import Chain as Chain
     from fxsplit.ir.facts.chunks import Replicate as Replicate
     from fxsplit.ir.facts.costs import Costs as Costs
@@ -52,6 +53,7 @@ _HOME = {
     "Plan": "ir.facts.plan",
     "Stages": "ir.facts.stages",
     "FxsplitError": "errors",
+    "FxsplitWarning": "errors",
 }
 """The public names, and the room that each lives in."""
 

@@ -1,4 +1,4 @@
-"""The errors that fxsplit raises: each names the value that is wrong, and what to do next.
+"""The errors that fxsplit raises, and its warnings: each names the value that is wrong, and what to do next.
 
 Errors of one kind have one class, which is also a built-in error where programs expect that (ValueError, KeyError).
 """
@@ -12,6 +12,17 @@ from types import GetSetDescriptorType, MemberDescriptorType
 
 class FxsplitError(Exception):
     """Base of every error that fxsplit raises on purpose."""
+
+
+class FxsplitWarning(UserWarning):
+    """Base of every warning that fxsplit gives: one filter silences all of them, or turns all of them into errors.
+
+    Each names the value that it is about, and says what the pipeline does with that value.
+    """
+
+
+class FxsplitDeprecationWarning(FxsplitWarning, DeprecationWarning):
+    """An option has another name now; the warning gives that name."""
 
 
 class InputError(FxsplitError, ValueError):

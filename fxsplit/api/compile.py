@@ -13,7 +13,7 @@ from fxsplit import passes as standard
 from fxsplit.api.compiler import Compiler
 from fxsplit.api.options import Options, load_costs
 from fxsplit.api.pipeline import Pipeline
-from fxsplit.errors import InputError
+from fxsplit.errors import FxsplitDeprecationWarning, InputError
 from fxsplit.formats.safetensors_files import WeightFiles
 from fxsplit.ir.chain import Chain, to_chain
 from fxsplit.ir.facts.call import parse_example_inputs
@@ -112,7 +112,8 @@ def choose_recompute(recompute: str | None, checkpoint: str | None) -> str:
             f"recompute={recompute!r} and checkpoint={checkpoint!r} name one option: give recompute= alone"
         )
     warn_user(
-        f"compile(checkpoint={checkpoint!r}) is deprecated: write compile(recompute={checkpoint!r})", DeprecationWarning
+        f"compile(checkpoint={checkpoint!r}) is deprecated: write compile(recompute={checkpoint!r})",
+        FxsplitDeprecationWarning,
     )
     return checkpoint
 

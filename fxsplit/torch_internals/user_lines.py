@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from fxsplit.errors import FxsplitWarning
+
 TORCH = str(Path(torch.__file__).parent) + os.sep
 FXSPLIT = str(Path(__file__).parents[1]) + os.sep
 """The folders of the two; the separator keeps torchvision's files from being taken for torch's."""
@@ -19,7 +21,7 @@ def is_users(file: str) -> bool:
     return not file.startswith((TORCH, FXSPLIT, "<"))
 
 
-def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
+def warn_user(message: str, category: type[FxsplitWarning] = FxsplitWarning) -> None:
     """Warn at the user's own line: that of the innermost frame outside of torch and fxsplit."""
     # Python 3.12 can skip folders by itself (skip_file_prefixes), 3.11 only a number of frames.
     frame, level = sys._getframe(1), 2

@@ -9,6 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import fxsplit
+from fxsplit.errors import FxsplitDeprecationWarning
 from fxsplit.torch_internals.user_lines import is_users, warn_user
 
 
@@ -20,9 +21,12 @@ def test_files_of_torch_and_of_fxsplit_are_not_the_users() -> None:
 
 def test_a_warning_points_at_the_users_line() -> None:
     """Frames of torch and of fxsplit are passed over, however many there are."""
-    with pytest.warns(UserWarning, match="through torch") as said:
+    with pytest.warns(fxsplit.FxsplitWarning, match="through torch") as said:
         pytree.tree_map(warn_user, ["through torch"])
     assert said[0].filename == __file__
     with pytest.warns(DeprecationWarning, match="by itself") as said:
-        warn_user("by itself", DeprecationWarning)
+        warn_user("by itself", FxsplitDeprecationWarning)
     assert said[0].filename == __file__
+    assert issubclass(FxsplitDeprecationWarning, fxsplit.FxsplitWarning) and issubclass(
+        fxsplit.FxsplitWarning, UserWarning
+    )
