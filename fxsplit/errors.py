@@ -54,6 +54,10 @@ class BrokenFact(FxsplitError):
     """A fact disagrees with the graph it describes: the pass that made it is wrong."""
 
 
+class FileError(FxsplitError, OSError):
+    """A file or a folder cannot be written; what was there before is unchanged."""
+
+
 class ProfileError(FxsplitError, ValueError):
     """A saved profile is unreadable or belongs to another model."""
 

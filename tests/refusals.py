@@ -1,7 +1,11 @@
-"""Expect a refusal: an error of fxsplit's own, with the words that it must say."""
+"""Expect a refusal, an error of fxsplit's own with the words that it must say; and a disk that is full."""
 
 from __future__ import annotations
 
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,3 +17,16 @@ def refused(error: type[Exception], message: str) -> Any:
     """Expect `error`, which must be a FxsplitError, with a text that matches `message`."""
     assert issubclass(error, FxsplitError)
     return pytest.raises(error, match=message)
+
+
+@contextmanager
+def full_disk(room: int = 1000) -> Iterator[None]:
+    """Let no file grow beyond `room` bytes, as on a disk that is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, old)

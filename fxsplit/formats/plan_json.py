@@ -16,6 +16,7 @@ from typing import Any
 from fxsplit.errors import PlanError
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.price import COST_MODELS, CostModel, StagePlan
+from fxsplit.ir.files import write_whole
 
 # All numbers of a stage: a figure that StagePlan gains is written and read without a change here.
 _FIGURES = [f.name for f in fields(StagePlan) if f.name.endswith(("_ms", "_bytes"))]
@@ -55,8 +56,8 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
 
 
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write a plan as JSON."""
-    Path(path).write_text(json.dumps(plan_to_dict(plan), indent=1) + "\n", encoding="utf-8")
+    """Write a plan as JSON; raises FileError, and then changes no file."""
+    write_whole(path, json.dumps(plan_to_dict(plan), indent=1) + "\n")
 
 
 def read_plan(path: str | os.PathLike[str]) -> Plan:

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from fxsplit.errors import ChainError, InputError
+from fxsplit.errors import ChainError, FileError
+from fxsplit.ir.files import make_folder, write_whole
 from fxsplit.ir.graph import IR
 from fxsplit.ir.progress import listen
 from fxsplit.ir.text import render
@@ -31,20 +32,26 @@ class DumpTo:
     _count: int = field(default=0, init=False)
 
     def start(self, ir: IR) -> None:
-        """Write the IR as it was traced; raises InputError where the folder cannot be made."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(
-                f"cannot dump into {str(self.folder)!r}: {error}; give a folder that can be made"
-            ) from error
+        """Write the IR as it was traced; raises FileError where the folder or the file cannot be made."""
+        make_folder(self.folder)
         # Each chain that runs numbers its files from 0, also where one observer watches several.
         self._count = 0
         self.after("trace", ir)
 
     def after(self, name: str, ir: IR) -> None:
-        """Write the IR after a pass, to the file of the next number."""
-        (self.folder / f"{self._count:02d}-{name}.txt").write_text(render(ir), encoding="utf-8")
+        """Write the IR after a pass, to the file of the next number.
+
+        Only the first file that cannot be written is an error. Of later ones a warning tells: an error would throw away
+        what has been measured by then.
+        """
+        try:
+            write_whole(self.folder / f"{self._count:02d}-{name}.txt", render(ir))
+        except FileError as error:
+            if self._count == 0:
+                raise
+            from fxsplit.torch_internals.user_lines import warn_user  # loads torch, which planning has no use for
+
+            warn_user(f"the dump lacks the IR after pass {name!r}: {error}. The pipeline is compiled all the same")
         self._count += 1
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from fxsplit.ir.files import write_whole
 from fxsplit.schedule.action import NAMES
 from fxsplit.schedule.timeline import Timeline
 
@@ -51,5 +51,5 @@ def trace_events(timelines: Sequence[Timeline]) -> dict[str, Any]:
 
 
 def save_trace(timelines: Sequence[Timeline], path: str | os.PathLike[str]) -> None:
-    """Write timelines as a file of trace events."""
-    Path(path).write_text(json.dumps(trace_events(timelines)), encoding="utf-8")
+    """Write timelines as a file of trace events; raises FileError, and then changes no file."""
+    write_whole(path, json.dumps(trace_events(timelines)))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from fxsplit.errors import InputError
+from fxsplit.ir.files import write_whole
 from fxsplit.schedule.action import NAMES
 from fxsplit.schedule.timeline import Timeline
 
@@ -21,9 +23,11 @@ FAINTER = 0.25
 def save_picture(timelines: Sequence[Timeline], path: str | os.PathLike[str]) -> None:
     """Draw timelines with matplotlib: a row for each device, a block for each action with its microbatch in it.
 
-    Raises InputError for a path that ends in anything but .svg, .png or .pdf, and where matplotlib is missing.
+    Raises InputError for a path that ends in anything but .svg, .png or .pdf, and where matplotlib is missing, and
+    FileError where the file cannot be written.
     """
-    if Path(path).suffix not in KINDS:
+    kind = Path(path).suffix
+    if kind not in KINDS:
         raise InputError(f"cannot draw {os.fspath(path)!r}: end its name in {', '.join(KINDS)}")
     try:
         from matplotlib.figure import Figure  # a second to load, and only for pictures
@@ -57,4 +61,7 @@ def save_picture(timelines: Sequence[Timeline], path: str | os.PathLike[str]) ->
     axes[-1].set_xlabel("ms", fontsize=8)
     handles = [Patch(color=colour, label=name) for name, colour in seen.items()]
     figure.legend(handles=handles, ncols=len(handles), fontsize=7, loc="outside lower right", frameon=False)
-    figure.savefig(path, dpi=150)
+    # matplotlib would leave half a picture where the disk is full.
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=150, format=kind[1:])
+    write_whole(path, picture.getvalue())

@@ -13,11 +13,13 @@ and to drop weights; they are left out.
 from __future__ import annotations
 
 import csv
+import io
 import os
 import re
 from pathlib import Path
 
 from fxsplit.errors import NotExportable, ScheduleError
+from fxsplit.ir.files import write_whole
 from fxsplit.schedule.action import COMPUTES, REDUCE, STEP, TRANSFERS, Action
 from fxsplit.schedule.flow import with_transfers, without_transfers
 from fxsplit.schedule.schedule import Schedule
@@ -73,8 +75,8 @@ def read_csv(path: str | os.PathLike[str]) -> Schedule:
 def write_csv(schedule: Schedule, path: str | os.PathLike[str], transfers: bool = False) -> None:
     """Write a schedule as torch reads it: what devices compute, or with `transfers` also what they send and receive.
 
-    Raises NotExportable for what torch has no word for: replicas of a stage, and steps or versions of weights. No file
-    is written then.
+    Raises NotExportable for what torch has no word for: replicas of a stage, and steps or versions of weights. Raises
+    FileError where the file cannot be written. A file that is there does not change then.
     """
     for device, row in enumerate(schedule.actions):
         for action in row:
@@ -84,8 +86,9 @@ def write_csv(schedule: Schedule, path: str | os.PathLike[str], transfers: bool 
     rows = (with_transfers if transfers else without_transfers)(schedule).actions
     # torch's word for a sum of gradients; all other words are the same.
     words = [[f"{a.stage}REDUCE_GRAD" if a.op == REDUCE else str(a) for a in row] for row in rows]
-    with Path(path).open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows(words)
+    text = io.StringIO()
+    csv.writer(text).writerows(words)
+    write_whole(path, text.getvalue())
 
 
 def _parse_cell(cell: str) -> list[Action]:

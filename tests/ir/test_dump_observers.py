@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch import fx
 
-from fxsplit.errors import ChainError, InputError
+from fxsplit.errors import ChainError, FileError, FxsplitWarning
 from fxsplit.ir.dump import DumpTo, PrintAfter, make_observers, show_progress
 from fxsplit.ir.graph import IR
 from fxsplit.ir.manager import run_chain
@@ -41,8 +41,19 @@ def test_files_are_numbered_from_zero_in_each_chain(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="give a folder that can be made"):
+    with pytest.raises(FileError, match="a file has that name; give another path"):
         DumpTo(tmp_path / "file").start(small_ir())
+
+
+def test_a_dump_that_fails_throws_away_no_measurement(tmp_path: Path) -> None:
+    """A file that could not be written behind the first one was a bare OSError, and ended the compile."""
+    (tmp_path / "01-rename-graph.txt").mkdir()
+    with pytest.warns(FxsplitWarning, match="dump lacks the IR after pass 'rename-graph'"):
+        ir = run_chain(small_ir(), [rename_graph, rename_graph], [DumpTo(tmp_path)])
+    assert len(ir.steps) == 2 and (tmp_path / "02-rename-graph.txt").is_file()
+    (tmp_path / "blocked" / "00-trace.txt").mkdir(parents=True)
+    with pytest.raises(FileError, match=r"00-trace\.txt"):
+        DumpTo(tmp_path / "blocked").start(small_ir())
 
 
 @pytest.mark.parametrize(

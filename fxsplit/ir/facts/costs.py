@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from fxsplit.errors import BrokenFact, ProfileError
+from fxsplit.ir.files import write_whole
 from fxsplit.ir.graph import IR, Fact, GivenFact
 
 FORMAT = "fxsplit-profile"
@@ -176,7 +177,7 @@ class Costs(Fact):
             raise BrokenFact(str(error)) from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the profile as JSON, one node a line."""
+        """Write the profile as JSON, one node a line; raises FileError, and then changes no file."""
         head = {"format": FORMAT, "version": VERSION, "rows": self.rows, "device_kind": self.device_kind}
         head |= {"environment": self.environment, "outputs": self.outputs}
         head |= {"together": self.together, "ordered": self.ordered}
@@ -186,7 +187,7 @@ class Costs(Fact):
         lines = [f" {json.dumps(k)}: {json.dumps(v)}" for k, v in head.items()]
         for key, rows in lists.items():
             lines.append(f" {json.dumps(key)}: [\n" + ",\n".join(f"  {json.dumps(r)}" for r in rows) + "\n ]")
-        Path(path).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+        write_whole(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Costs:
