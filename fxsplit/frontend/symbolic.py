@@ -12,9 +12,11 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial, partialmethod
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -49,9 +51,10 @@ class SymbolicTrace:
             try:
                 with one_trace, _refuse_modes(), record_functions(partial(tracer.create_proxy, "call_function")):
                     graph = tracer.trace(model)
+                # Inside, since an argument may print as something that is no Python.
+                gm = fx.GraphModule(model, graph, class_name=subject.name)
             except Exception as error:
                 raise _explain(model, tracer, error) from error
-            gm = fx.GraphModule(model, graph, class_name=subject.name)
         return Graph(fix_constant_devices(gm, subject.tensors[0].device), Scope(subject.inputs, self.name))
 
 
@@ -94,6 +97,16 @@ class Tracer(fx.Tracer):
         if _read_modes() != self._modes:
             raise TraceError(MODES)
         return super().create_node(*args, **kwargs)
+
+    def create_arg(self, a: Any) -> Any:
+        """Return an argument of a node, with Python's own numbers in place of numbers of other types.
+
+        Code is generated from what an argument prints, and numpy's print as `np.float64(2.0)`, which no code knows.
+        """
+        value = a.item() if isinstance(a, np.generic) else a
+        kind = next((kind for kind in (int, float, complex) if isinstance(value, kind)), None)
+        derived = kind is not None and type(value) is not kind and not isinstance(value, (bool, Enum))
+        return super().create_arg(kind(value) if kind is not None and derived else value)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Return whether a module stays one call: torch's own, those with a training mode of their own, those asked."""

@@ -6,6 +6,7 @@ import copy
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -78,3 +79,45 @@ def test_a_block_without_autocast_stays_one(exported: bool) -> None:
         assert pipe.front_end == "export"
         found, expected = pipe(x), torch.cat([model(piece) for piece in x.split(4)])
         assert found.dtype == expected.dtype and torch.equal(found, expected)
+
+
+class Meters(float):
+    """A number that does not print as one."""
+
+    def __repr__(self) -> str:
+        return f"{float(self)} m"
+
+
+class Numbers(nn.Module):
+    """Computes with a number of another type than Python's."""
+
+    def __init__(self, use: Any) -> None:
+        super().__init__()
+        self.a, self.b, self.use = nn.Linear(4, 4), nn.Linear(4, 4), use
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.b(self.use(self.a(x)))
+        return result
+
+
+@pytest.mark.parametrize(
+    ("use", "front_end"),
+    [
+        (lambda x: x / np.sqrt(8), "symbolic_trace"),
+        (lambda x: x * np.float32(0.1), "symbolic_trace"),
+        (lambda x: x.view(np.int64(-1), *np.array([4])), "symbolic_trace"),
+        (lambda x: x.clamp(min=np.float64(-0.5), max=Meters(3)), "symbolic_trace"),
+        (lambda x: (x * np.complex128(1j)).imag, "symbolic_trace"),
+        (lambda x: x.permute([*np.argsort([0, 1])])[:, : np.int64(4)], "symbolic_trace"),
+        (lambda x: x.clone().mul_(np.float64(0.5)), "symbolic_trace"),
+        (lambda x: x * torch.from_numpy(np.ones(4)) * np.pi, "symbolic_trace"),
+        (lambda x: np.float64(2) * x, "export"),
+        (lambda x: x[:, np.array([1, 0, 3, 2])], "export"),
+    ],
+)
+def test_numbers_of_other_types_become_pythons_own(use: Any, front_end: str) -> None:
+    """Generated code held `np.float64(2.0)`: the model compiled, and each of its batches failed."""
+    model, x = Numbers(use).double(), rows().double()
+    with fxsplit.compile(model, 2, example_inputs=x, **OPTIONS) as pipe:
+        assert pipe.front_end == front_end
+        torch.testing.assert_close(pipe(x), model(x), rtol=0, atol=1e-12)

@@ -77,6 +77,7 @@ def _compare(here: Runnable, gm: fx.GraphModule, is_cut: bool) -> CallEffects:
     wanted = _compare_outputs(here, expected, got)
     for spec, a, b in zip(here.inputs.specs, given, copies, strict=True):
         _compare_values(here, f"argument {spec.name!r}, which it writes to,", a, b)
+    _run_code(here)
     sets_hooks = check_gradients(here)
     output_dims = find_output_dims(here, wanted, is_cut)
     unpack_output(gm, got)
@@ -96,6 +97,22 @@ def _compare(here: Runnable, gm: fx.GraphModule, is_cut: bool) -> CallEffects:
         containers=containers,
         output_dims=output_dims,
     )
+
+
+def _run_code(here: Runnable) -> None:
+    """Raise TraceError unless the code of the graph runs as well, since stages run code and no interpreter.
+
+    Code holds what each argument prints, which need not be Python.
+    """
+    with torch.no_grad(), preserve(here.modules):
+        try:
+            here.graph(*here.clone_tensors())
+        except Exception as error:
+            raise TraceError(
+                f"the code of the graph of {here.name} does not run, although its nodes do ({summarize(error)}): an "
+                "argument of a call in forward() prints as something that is no Python; pass plain numbers, texts and "
+                "tensors, or wrap the function that is called with torch.fx.wrap"
+            ) from error
 
 
 def _run_model(here: Runnable, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:

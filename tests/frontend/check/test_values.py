@@ -48,6 +48,19 @@ def test_what_differs_is_named(write: Any, message: str) -> None:
         check_graph(make_subject(model), graph_of(model, write), rows=6)
 
 
+def test_the_code_of_a_graph_must_run_as_well() -> None:
+    """An interpreter takes any object, and stages run code, which holds what the object prints."""
+
+    class Odd(float):
+        def __repr__(self) -> str:
+            return "odd(2.0)"
+
+    model = Scale()
+    gm = graph_of(model, lambda g, x: g.call_function(torch.mul, (x, Odd(2.0))))
+    with pytest.raises(TraceError, match=r"code of the graph of Scale does not run, .*name 'odd' is not defined"):
+        check_graph(make_subject(model), gm, rows=6)
+
+
 class Counts(nn.Module):
     """Writes a buffer, a batch norm's statistics and, if asked, its input."""
 
