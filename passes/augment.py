@@ -30,6 +30,7 @@ class Augment:
     free: bool = False
 
     name: ClassVar[str] = "augment"
+    ignores_mode: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.max_states < 1:

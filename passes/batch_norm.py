@@ -32,6 +32,7 @@ class BatchNorm:
     deferred: bool = False
 
     name: ClassVar[str] = "batch-norm"
+    ignores_mode: ClassVar[bool] = True
 
     def __call__(self, ir: IR) -> IR:
         """Learn Stages anew; raises PlanError for a replicated stage that writes a buffer of another kind."""

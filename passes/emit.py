@@ -34,6 +34,7 @@ class Emit:
     """
 
     name: ClassVar[str] = "emit"
+    ignores_mode: ClassVar[bool] = True
 
     def __call__(self, ir: IR) -> IR:
         """Rewrite the graph into calls of its stages; keep Plan and learn Stages.

@@ -24,6 +24,7 @@ class Leaf:
     path: str = ""
 
     name: ClassVar[str] = "leaf"
+    ignores_mode: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.path, str) or not self.path:

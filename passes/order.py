@@ -19,6 +19,7 @@ class Order:
     """Sum every measured figure over each state and list the states just below it."""
 
     name: ClassVar[str] = "order"
+    ignores_mode: ClassVar[bool] = True
 
     def __call__(self, ir: IR) -> IR:
         """Learn States from Costs and Antichains."""

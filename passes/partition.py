@@ -27,6 +27,7 @@ class Partition(Options):
     """Minimise the largest stage load by dynamic programming over the states, under every device's memory."""
 
     name: ClassVar[str] = "partition"
+    ignores_mode: ClassVar[bool] = True
 
     def __call__(self, ir: IR) -> IR:
         """Learn Plan from States; raises PlanError when none fits, saying by how much and where."""

@@ -7,7 +7,6 @@ weight to the stage that it has in the first one.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from torch import nn
 
@@ -16,12 +15,10 @@ from fxsplit.api.validity import Validity
 from fxsplit.frontend.graph import same_graph
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.effects import CallEffects, find_effects
-from fxsplit.ir.graph import IR
+from fxsplit.ir.graph import IR, Mode
 from fxsplit.runtime.program import Program
 from fxsplit.torch_internals.rng import Draw
 
-Mode = Literal["train", "eval"]
-"""A model's mode. Training and evaluation may be different graphs, as batch norm and dropout make them."""
 OTHER_MODE: dict[Mode, Mode] = {"train": "eval", "eval": "train"}
 
 
@@ -77,7 +74,13 @@ class Compiled:
     def share(self, model: nn.Module) -> Compiled:
         """Return this record for the model's other mode too; its attributes are as they are now."""
         # Both modes then have the same program, with the same workers' copies of weights and the same schedules.
-        return replace(self, validity=Validity(model, self.captured, self.program.stages), moves_weights=False)
+        return replace(
+            self,
+            captured=replace(self.captured, mode=get_mode(model)),
+            final=replace(self.final, mode=get_mode(model)),
+            validity=Validity(model, self.captured, self.program.stages),
+            moves_weights=False,
+        )
 
     def place(self) -> None:
         """Move the model's weights, as they are now, to the devices of their stages."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fxsplit.api.auto import choose_candidate
-from fxsplit.api.compiled import OTHER_MODE, Compiled, Mode, get_mode
+from fxsplit.api.compiled import OTHER_MODE, Compiled, get_mode
 from fxsplit.api.lowering import build_program, capture_model, lower
 from fxsplit.api.microbatch_count import AUTO
 from fxsplit.api.options import Options
@@ -25,7 +25,7 @@ from fxsplit.ir.facts.call import Call, Inputs
 from fxsplit.ir.facts.effects import CallEffects
 from fxsplit.ir.facts.example import Example
 from fxsplit.ir.facts.scope import Scope
-from fxsplit.ir.graph import name_pass
+from fxsplit.ir.graph import Mode, name_pass
 from fxsplit.runtime.microbatches import divide_rows
 from fxsplit.runtime.program import Batch, Program
 from fxsplit.torch_internals.user_lines import warn_user
@@ -166,8 +166,9 @@ class Compiler:
             else:
                 candidate, known = like.adapt_candidate(self.options, rows), like.costs
             captured = capture_rows(divide_rows(rows, candidate.n_microbatches)[0])
-            # Most models have one graph for both modes: capturing it is all that the second mode costs then.
-            if like is not None and like.serves(captured):
+            # Most models have one graph for both modes: capturing it is all that the second mode costs then. A pass of
+            # the user's may do another thing to the same graph, since its mode or an attribute is another one now.
+            if like is not None and self.options.ignores_mode and like.serves(captured):
                 return like.share(self.model)
             moves_weights = False
             try:

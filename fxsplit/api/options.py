@@ -24,7 +24,7 @@ from fxsplit.ir.facts.chunks import Chunks
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.facts.plan import Plan
-from fxsplit.ir.graph import name_pass
+from fxsplit.ir.graph import ignores_mode, name_pass
 from fxsplit.passes import BatchNorm
 from fxsplit.runtime.loss import LossFn
 from fxsplit.runtime.stage.recompute import POLICIES
@@ -108,6 +108,11 @@ class Options:
         if BatchNorm.name not in [name_pass(step) for step in self.chain]:
             return Chain((*self.chain, BatchNorm(self.deferred_batch_norm)))
         return self.chain.replace(BatchNorm.name, BatchNorm(deferred=True)) if self.deferred_batch_norm else self.chain
+
+    @cached_property
+    def ignores_mode(self) -> bool:
+        """Whether every pass states that it makes the same of the same graph, whichever mode the model is in."""
+        return all(ignores_mode(step) for step in self.passes)
 
     @property
     def stated_count(self) -> int | None:

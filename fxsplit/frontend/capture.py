@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn.parameter import is_lazy
 
 from fxsplit.errors import InputError, TraceError
@@ -45,7 +45,19 @@ def capture(
     # Around all attempts: a check runs the model as well.
     with restore_model(model):
         graph, effects = choose_graph(subject)
-    return IR(graph.gm).learn(Example(inputs, sample, subject.from_shapes), graph.scope, effects)
+    _set_modes(graph.gm, model)
+    ir = IR(graph.gm, model=subject.name, mode="train" if model.training else "eval")
+    return ir.learn(Example(inputs, sample, subject.from_shapes), graph.scope, effects)
+
+
+def _set_modes(gm: fx.GraphModule, model: nn.Module) -> None:
+    """Give the containers that a graph has of its own the modes of the model's modules at their paths."""
+    # Exported graphs always say that they train. Modules that the graph calls are the model's own, and stay untouched.
+    own = dict(model.named_modules(remove_duplicate=False))
+    known = {id(module) for module in own.values()}
+    for path, module in gm.named_modules():
+        if id(module) not in known:
+            module.training = own.get(path, model).training
 
 
 def _refuse_unknown_weights(model: nn.Module) -> None:

@@ -9,12 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar, cast, runtime_checkable
 
 from fxsplit.errors import MissingFact
 
 if TYPE_CHECKING:  # torch takes a second to load, and planning from a profile needs none of it
     from torch import fx
+
+
+Mode = Literal["train", "eval"]
+"""A model's mode. Training and evaluation may be different graphs, as batch norm and dropout make them."""
 
 
 @runtime_checkable
@@ -54,12 +58,18 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class IR:
-    """A graph and what is known about it; passes return a new one and never edit `gm` in place."""
+    """A graph and what is known about it; passes return a new one and never edit `gm` in place.
+
+    `model` is the name of the class that the graph was captured from, and `mode` the mode that the model was in. A pass
+    that is right in one mode only asks `mode`: the flag `gm.training` is lost by some rewrites.
+    """
 
     gm: fx.GraphModule
     # A read-only view: passes that keep an earlier IR must find it as it was.
     facts: Mapping[type, Fact] = field(default_factory=lambda: MappingProxyType({}))
     steps: tuple[Step, ...] = ()
+    model: str = ""
+    mode: Mode = "train"
 
     def __getitem__(self, kind: type[F]) -> F:
         """Return the fact of type `kind`; raises MissingFact, with the next step, where it is not known."""
@@ -102,3 +112,11 @@ def name_pass(step: Any) -> str:
     """Return the name of a pass in chains, dumps and messages; a function `fold_bn` is called `fold-bn`."""
     name = getattr(step, "name", None) or getattr(step, "__name__", None) or type(step).__name__
     return str(name).replace("_", "-")
+
+
+def ignores_mode(step: Any) -> bool:
+    """Return whether a pass states that it does the same to the same graph in both modes: `ignores_mode = True`.
+
+    A class states it for itself, since a class derived from it may ask for the mode; a function has it as an attribute.
+    """
+    return any(bool(held.get("ignores_mode")) for held in (vars(type(step)), getattr(step, "__dict__", {})))

@@ -40,8 +40,9 @@ def run_chain(ir: IR, chain: Iterable[Pass], observers: Sequence[Observer] = ())
         if not isinstance(result, IR):
             what = f"returned {type(result).__name__}: a pass returns an IR (is 'return ir' missing?)"
             raise ChainError(f"pass {name_pass(step)!r} {what}")
-        # The steps of before the pass: a pass that makes a new IR would lose them.
-        ir = replace(result, steps=(*ir.steps, Step(pass_text(step), time.perf_counter() - begin)))
+        # What stays the same from pass to pass: a pass that makes a new IR would lose it.
+        steps = (*ir.steps, Step(pass_text(step), time.perf_counter() - begin))
+        ir = replace(result, steps=steps, model=ir.model, mode=ir.mode)
         _verify(ir, name_pass(step))
         for observer in observers:
             observer.after(name_pass(step), ir)

@@ -1,6 +1,6 @@
 """The IR as text, for dumps: the steps taken, the graph, and a section for each fact in the order learnt.
 
-# fxsplit ir: GraphModule
+# fxsplit ir: Net, train mode
 # 1: profile
 
 [graph]
@@ -21,7 +21,7 @@ from fxsplit.ir.graph import IR
 
 def render(ir: IR) -> str:
     """Return the text of an IR. Equal IRs give equal texts; only measured figures differ from run to run."""
-    sections = [f"# fxsplit ir: {type(ir.gm).__name__}"]
+    sections = [f"# fxsplit ir: {ir.model or type(ir.gm).__name__}, {ir.mode} mode"]
     sections += [f"# {i}: {step.text}" for i, step in enumerate(ir.steps, 1)]
     sections.append("\n[graph]\n" + "\n".join(_render_node(node) for node in ir.gm.graph.nodes))
     # dict keeps the order in which facts were learnt.

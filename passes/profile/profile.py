@@ -53,6 +53,7 @@ class Profile:
     tied: str = "replicated"
 
     name: ClassVar[str] = "profile"
+    ignores_mode: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.repeats < 1:

@@ -26,7 +26,7 @@ def test_each_kind_of_node() -> None:
     graph.output({"out": graph.call_method("sum", (cut, "all"))})
     text = render(IR(fx.GraphModule(root, graph), steps=(Step("profile", 0.5), Step("order", 0.5))))
     assert text.splitlines() == [
-        "# fxsplit ir: GraphModule",
+        "# fxsplit ir: GraphModule, train mode",
         "# 1: profile",
         "# 2: order",
         "",
