@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fxsplit.errors import InputError
+from fxsplit.ir.facts.figures import show
 
 if TYPE_CHECKING:
     from fxsplit.schedule.catalogue import Scheduler
@@ -19,6 +20,8 @@ PER_DEVICE = 2
 ROWS_EACH = 4
 """Rows that a microbatch has at least, as long as each device has one microbatch. Smaller microbatches waste work, and
 make the statistics of batch norm noisy."""
+MOST_MICROBATCHES = 1_000_000
+"""More are refused as a mistake: no schedule of so many could be listed."""
 MOST_PER_DEVICE = 8
 """Microbatches for each device at which a search ends: the share of idle time is small by then."""
 
@@ -65,4 +68,6 @@ def check_microbatch_count(count: Any, otherwise: str = "") -> None:
     """Raise InputError unless `count` is a whole number of at least 1; `otherwise` names what else may be given."""
     # A bool is an int in Python, and True is no number that a user means.
     if type(count) is not int or count < 1:
-        raise InputError(f"n_microbatches={count!r}: give a number of at least 1{otherwise}")
+        raise InputError(f"n_microbatches={show(count)}: give a number of at least 1{otherwise}")
+    if count > MOST_MICROBATCHES:
+        raise InputError(f"n_microbatches={show(count)}: give at most {MOST_MICROBATCHES}")

@@ -16,7 +16,7 @@ from fxsplit.api.microbatch_count import check_microbatch_count, choose_microbat
 from fxsplit.errors import InputError
 from fxsplit.formats import Profile, read
 from fxsplit.ir.facts.costs import Costs
-from fxsplit.ir.facts.machine import Device, Machine
+from fxsplit.ir.facts.machine import Device, Machine, check_device_count
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.workload import Workload
 from fxsplit.planner import Options
@@ -27,9 +27,6 @@ if TYPE_CHECKING:  # a model comes with torch; a profile does not need it
     from torch import nn
 
     from fxsplit.api.pipeline import Pipeline
-
-MAX_DEVICES = 512
-"""More devices are refused: the search keeps a table of states for each."""
 
 
 def plan(
@@ -88,8 +85,7 @@ def lay_out(machine: Machine, schedule: str = "1F1B", n_microbatches: int | None
 
     Raises ScheduleError for numbers that the schedule is not made for, InputError for too many devices.
     """
-    if len(machine) > MAX_DEVICES:
-        raise InputError(f"{len(machine)} devices: plan for at most {MAX_DEVICES}")
+    check_device_count(len(machine))
     if n_microbatches is not None:
         check_microbatch_count(n_microbatches)
     find_schedule(schedule)
@@ -103,6 +99,7 @@ def build_machine(profile: Profile, devices: int | None, bandwidth: float | None
     count = stated if devices is None else devices
     if count < 1 and not profile.hosts:
         raise InputError(f"devices={count}: give at least 1 device to plan for")
+    check_device_count(count + profile.hosts)
     bytes_per_s = bandwidth or profile.bytes_per_s
     # The devices of a file are alike, and are joined by their own links alone; hosts come last.
     made = [Device(f"device{i}", memory_bytes=profile.memory_bytes, bytes_per_s=bytes_per_s) for i in range(count)]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import replace
 from typing import Any
 
+from fxsplit.cli.output import print_json
 from fxsplit.cli.plan import Question
 from fxsplit.errors import PlanError
 from fxsplit.ir.facts.costs import Costs
@@ -25,7 +25,7 @@ def main(arguments: argparse.Namespace) -> int:
     stages = [_explain_stage(plan, n, question.profile.costs) for n in range(len(plan.stages))]
     cuts = [_explain_cut(question, count, plan, n) for n in range(1, len(plan.stages))]
     if arguments.json:
-        print(json.dumps(question.answer(plan) | {"explained": {"stages": stages, "cuts": cuts}}))
+        print_json(question.answer(plan) | {"explained": {"stages": stages, "cuts": cuts}})
         return 0
     print(plan)
     for n, stage in enumerate(stages):

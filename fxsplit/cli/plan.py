@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import time
 from dataclasses import replace
@@ -11,11 +10,13 @@ from math import inf, isfinite
 from typing import Any
 
 from fxsplit.api.plan import build_machine, lay_out
+from fxsplit.cli.output import print_json
 from fxsplit.errors import InputError, NoFit
 from fxsplit.formats import Profile, read
 from fxsplit.formats.machine_toml import read_machine
 from fxsplit.formats.plan_json import plan_to_dict
-from fxsplit.ir.facts.machine import LEAST_BYTES_PER_S, Machine
+from fxsplit.ir.facts.figures import SHOWN
+from fxsplit.ir.facts.machine import LEAST_BYTES_PER_S, Machine, check_device_count
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.price import COST_MODELS
 from fxsplit.ir.facts.workload import Workload
@@ -100,10 +101,11 @@ class Question:
         if self.arguments.machine:
             raise InputError("--devices and --machine both state the devices: give one of them")
         # One number, or a range from which the curve of speed-ups is printed.
-        found = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
+        found = re.fullmatch(r"(\d{1,18})(?:\.\.(\d{1,18}))?", text)
         first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
         if not 1 <= first <= last:
-            raise InputError(f"--devices {text}: give a number of at least 1, or a range such as 1..16")
+            raise InputError(f"--devices {text[:SHOWN]}: give a number of at least 1, or a range such as 1..16")
+        check_device_count(last)
         return list(range(first, last + 1))
 
     def machine(self, count: int | None) -> Machine:
@@ -146,7 +148,7 @@ def main(arguments: argparse.Namespace) -> int:
     plans = [(count, question.plan(count)) for count in counts]
     if arguments.json:
         answers = [question.answer(plan) | ({} if count is None else {"n_devices": count}) for count, plan in plans]
-        print(json.dumps(answers[0] if len(answers) == 1 else {"curve": answers}))
+        print_json(answers[0] if len(answers) == 1 else {"curve": answers})
         return 0
     if len(plans) > 1:
         print(f"{'devices':>8}{'bottleneck ms':>15}{'speed-up':>10}{'gap':>9}{'stages':>8}")
@@ -187,6 +189,6 @@ def _parse_pin(text: str) -> tuple[str, int]:
     """Return the name and the device of a pin, from `name=device`; raises InputError for any other text."""
     # From the right, since names of nodes may hold an equals sign.
     name, _, stage = text.rpartition("=")
-    if not name or not stage.isdecimal():
-        raise InputError(f"--pin {text}: give a submodule or node and the number of a device, such as layer1=0")
+    if not name or not stage.isdecimal() or len(stage) > SHOWN:
+        raise InputError(f"--pin {text[:SHOWN]}: give a submodule or node and the number of a device, such as layer1=0")
     return name, int(stage)

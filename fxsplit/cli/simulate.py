@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 from fxsplit.api.microbatch_count import choose_microbatch_count
 from fxsplit.api.plan import lay_out
+from fxsplit.cli.output import print_json
 from fxsplit.errors import InputError
 from fxsplit.formats import read
 from fxsplit.formats.plan_json import read_plan
@@ -71,7 +71,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.to_csv:
         write_csv(schedule, arguments.to_csv)
     if arguments.json:
-        print(json.dumps(_describe(simulation, courses, plan is None)))
+        print_json(_describe(simulation, courses, plan is None))
     else:
         _show(simulation, courses, timeline, plan is None)
     return 0
@@ -164,7 +164,7 @@ def _show(simulation: Simulation, courses: tuple[Course, ...], timeline: Timelin
         held = format_bytes(find_peak(courses[d])) if courses else "-"
         row = f"{name:<12}{','.join(map(str, own)):<14}{100 * simulation.bubbles[d]:>6.1f} %"
         row += f"{schedule.peak_activations()[d]:>13g}{held:>12}"
-        print(row + f"{max(versions[s] for s in own):>10}{max(lags[s] for s in own):>5}")
+        print(row + f"{max((versions[s] for s in own), default=0):>10}{max((lags[s] for s in own), default=0):>5}")
     time = f"{simulation.step_ms:g} forwards" if unit else f"{simulation.step_ms:.3f} ms"
     print(f"{schedule.name}, {schedule.n_microbatches} microbatches: {time}, bubble {100 * simulation.bubble:.1f} %\n")
     # Wider than this, a line is hard to follow from one end to the other.

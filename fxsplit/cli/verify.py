@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import sys
 import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from fxsplit.cli.output import print_json
 from fxsplit.errors import FxsplitError, InputError
+from fxsplit.ir.facts.machine import check_device_count
 from fxsplit.schedule import RUNNABLE
 
 if TYPE_CHECKING:  # torch takes a second to load, and --help needs none of it
@@ -42,6 +43,7 @@ def main(arguments: argparse.Namespace) -> int:
     from fxsplit.api.compile import compile
     from fxsplit.api.verify import verify
 
+    check_device_count(arguments.devices)
     model, args, kwargs = _call_factory(arguments.factory)
     # Warnings are told below, each once: compiling a model twice says most of them twice.
     with warnings.catch_warnings(record=True) as said:
@@ -64,7 +66,7 @@ def main(arguments: argparse.Namespace) -> int:
     for text in dict.fromkeys(str(w.message) for w in said if w.category is UserWarning):
         print(f"fxsplit verify: {text}", file=sys.stderr)
     if arguments.json:
-        print(json.dumps(describe(found)))
+        print_json(describe(found))
     else:
         _show(found)
     return 0 if found.equal else 1

@@ -16,8 +16,10 @@ from collections import defaultdict
 from typing import Any
 
 from fxsplit.errors import ProfileError
-from fxsplit.formats.foreign import TOO_LARGE, Profile, sort_topologically
+from fxsplit.formats.foreign import Profile, sort_topologically
 from fxsplit.ir.facts.costs import Costs, Exchange, NodeCost
+from fxsplit.ir.facts.figures import is_amount, show
+from fxsplit.ir.facts.machine import MAX_DEVICES
 
 BYTES_PER_MS = 2.0**31
 """Where edges state times, a millisecond is written as so many bytes, over a link that moves as many in that time."""
@@ -96,7 +98,7 @@ def _nodes(data: Any, name: str) -> dict[Any, dict[str, Any]]:
         if node["id"] in nodes:
             raise ProfileError(f"{where} has the id {node['id']!r} of an earlier one: ids must be unique")
         if not isinstance(node.get("colorClass"), (int, str, type(None))):
-            raise ProfileError(f"{where} has colorClass={node['colorClass']!r}: give a number")
+            raise ProfileError(f"{where} has colorClass={show(node['colorClass'])}: give a number")
         nodes[node["id"]] = {
             "name": str(node.get("name", node["id"])),
             "ms": _number(node, "fpgaLatency", where),
@@ -118,7 +120,7 @@ def _nodes(data: Any, name: str) -> dict[Any, dict[str, Any]]:
 def _edges(data: Any, nodes: dict[Any, Any], name: str) -> list[tuple[Any, Any, float, float]]:
     """Return the edges as (source id, target id, milliseconds, bytes); raises ProfileError for an edge to nowhere."""
     if not isinstance(data["edges"], list):
-        raise ProfileError(f"{name!r} has edges={data['edges']!r}: give a list")
+        raise ProfileError(f"{name!r} has edges={show(data['edges'])}: give a list")
     # An edge names its nodes by id; an id may be a number or a text, and any other value cannot be looked up.
     found = []
     for i, edge in enumerate(data["edges"]):
@@ -127,7 +129,7 @@ def _edges(data: Any, nodes: dict[Any, Any], name: str) -> list[tuple[Any, Any, 
             known = isinstance(edge, dict) and isinstance(edge.get(end), (int, str)) and edge[end] in nodes
             if not known:
                 missing = edge.get(end) if isinstance(edge, dict) else edge
-                raise ProfileError(f"{where}: {end} is {missing!r}, which is no node of the file")
+                raise ProfileError(f"{where}: {end} is {show(missing)}, which is no node of the file")
         ms, size = _number(edge, "cost", where), _number(edge, "size", where) if "size" in edge else 0.0
         found.append((edge["sourceId"], edge["destId"], ms, size))
     return found
@@ -219,14 +221,14 @@ def _exchanges(
 def _number(record: Any, key: str, where: str) -> float:
     """Return a finite number, zero or more; raises ProfileError for any other value."""
     value = record.get(key)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < TOO_LARGE:
-        raise ProfileError(f"{where} has {key}={str(value)[:40]}: give a finite number, zero or more")
+    if not is_amount(value):
+        raise ProfileError(f"{where} has {key}={show(value)}: give a finite number, zero or more")
     return float(value)
 
 
 def _count(data: Any, key: str, name: str) -> int:
-    """Return a whole number of devices, zero or more; raises ProfileError for any other value."""
+    """Return a whole number of devices, from zero to MAX_DEVICES; raises ProfileError for any other value."""
     value = data.get(key, 0)
-    if type(value) is not int or value < 0:
-        raise ProfileError(f"{name!r} has {key}={value!r}: give a whole number of devices")
+    if type(value) is not int or not 0 <= value <= MAX_DEVICES:
+        raise ProfileError(f"{name!r} has {key}={show(value)}: give a whole number of devices, at most {MAX_DEVICES}")
     return value

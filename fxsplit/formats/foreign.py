@@ -13,9 +13,6 @@ from math import inf
 from fxsplit.errors import ProfileError
 from fxsplit.ir.facts.costs import Costs
 
-TOO_LARGE = 1e60
-"""Times and sizes from here on are refused as mistakes. Sums and products of smaller ones do not overflow."""
-
 
 # Costs are large, and nobody compares two profiles: identity is enough.
 @dataclass(frozen=True, eq=False)

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from fxsplit.errors import InputError
-from fxsplit.ir.facts.machine import Device, Machine
+from fxsplit.ir.facts.figures import is_amount, show
+from fxsplit.ir.facts.machine import MAX_DEVICES, Device, Machine
 
 KEYS = {"name", "count", "memory_bytes", "speed", "link_bytes_per_s", "bytes_per_s", "host"}
 
@@ -37,7 +38,8 @@ def read_machine(path: str | os.PathLike[str]) -> Machine:
     name = str(path)
     try:
         data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    # ValueError is a file that is no TOML or no text, or a path that cannot be one.
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"cannot read a machine from {name!r}: {error}") from error
     entries = data.get("devices")
     # A key that is not known is refused: a misspelt one would be left out without a word.
@@ -55,8 +57,14 @@ def read_machine(path: str | os.PathLike[str]) -> Machine:
             raise InputError(f"{where} has {odd[0]!r}: known are {', '.join(sorted(KEYS))}")
         count = entry.get("count", 1)  # `type` below, since true would pass for the number 1
         if type(count) is not int or count < 1:
-            raise InputError(f"{where} has count={count!r}: give a whole number of devices, at least 1")
-        label = str(entry.get("name", f"device{i}"))
+            raise InputError(f"{where} has count={show(count)}: give a whole number of devices, at least 1")
+        if len(devices) + count > MAX_DEVICES:
+            raise InputError(f"{where} makes {show(len(devices) + count)} devices: give at most {MAX_DEVICES} in all")
+        label, host = entry.get("name", f"device{i}"), entry.get("host", False)
+        if not isinstance(label, str):
+            raise InputError(f"{where} has name={show(label)}: give a text")
+        if not isinstance(host, bool):
+            raise InputError(f"{where} has host={show(host)}: give true or false")
         for k in range(count):
             # A link joins a device with the one before it, in this entry or at the end of the last one.
             if devices:
@@ -67,7 +75,7 @@ def read_machine(path: str | os.PathLike[str]) -> Machine:
                     memory_bytes=_number(entry, "memory_bytes", inf, where),
                     speed=_number(entry, "speed", 1.0, where),
                     bytes_per_s=_number(entry, "bytes_per_s", inf, where),
-                    host=entry.get("host", False) is True,
+                    host=host,
                 )
             )
     return Machine(tuple(devices), tuple(links))
@@ -77,6 +85,6 @@ def _number(table: Any, key: str, default: float, where: str) -> float:
     """Return a positive number of a table, or the default where the table leaves it out."""
     value = table.get(key, default)
     # TOML has true, inf and nan. true is a number in Python; nan is not greater than 0.
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise InputError(f"{where} has {key}={value!r}: give a positive number")
+    if not (is_amount(value) or value == inf) or not value > 0:
+        raise InputError(f"{where} has {key}={show(value)}: give a positive number")
     return float(value)

@@ -13,8 +13,9 @@ import re
 from dataclasses import replace
 
 from fxsplit.errors import ProfileError
-from fxsplit.formats.foreign import TOO_LARGE, Profile, sort_topologically
+from fxsplit.formats.foreign import Profile, sort_topologically
 from fxsplit.ir.facts.costs import Costs, InputCost, NodeCost
+from fxsplit.ir.facts.figures import SHOWN, is_amount
 
 # The order of a node's figures, which `_read_node` relies on.
 FIGURES = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
@@ -101,9 +102,9 @@ def _read_node(name: str, description: str, text: str, where: str) -> NodeCost:
         try:
             value = sum(float(word) for word in words)
         except ValueError as error:
-            raise ProfileError(f"{where}: {figure}={found[figure]} is no number") from error
-        if not 0 <= value < TOO_LARGE:
-            raise ProfileError(f"{where}: {figure}={found[figure]}: give a finite number, zero or more")
+            raise ProfileError(f"{where}: {figure}={found[figure][:SHOWN]} is no number") from error
+        if not is_amount(value):
+            raise ProfileError(f"{where}: {figure}={found[figure][:SHOWN]}: give a finite number, zero or more")
         figures.append(value)
     # The file has one size: of the output, of its gradient, and of what backward needs of it.
     forward, backward, size, parameters = figures

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from dataclasses import asdict, fields
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from fxsplit.errors import PlanError
+from fxsplit.ir.facts.figures import as_list, is_amount, is_count, show
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.price import COST_MODELS, CostModel, StagePlan
 from fxsplit.ir.files import write_whole
@@ -71,12 +73,15 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
     if not isinstance(data, dict) or "stages" not in data or "objective" not in data:
         raise PlanError(f"{name!r} is no plan: write one with fxsplit plan PROFILE --json")
     try:
-        names = [str(d) for d in data["device_names"]]
-        stages = tuple(_read_stage(i, stage, names) for i, stage in enumerate(data["stages"]))
+        names = [str(d) for d in as_list(data["device_names"])]
+        stages = tuple(_read_stage(i, stage, names) for i, stage in enumerate(as_list(data["stages"])))
         if not stages:
             raise PlanError("it has no stages")
+        _refuse_twice("device", names)
+        _refuse_twice("device", [names[d] for stage in stages for d in stage.devices])
+        _refuse_twice("node", [node for stage in stages for node in stage.nodes])
         if data["cost_model"] not in COST_MODELS:
-            raise PlanError(f"cost_model is {data['cost_model']!r}, and not one of {', '.join(COST_MODELS)}")
+            raise PlanError(f"cost_model is {show(data['cost_model'])}, and not one of {', '.join(COST_MODELS)}")
         return Plan(
             stages=stages,
             device_names=tuple(names),
@@ -86,7 +91,9 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
             n_microbatches=_count(data["n_microbatches"], "n_microbatches"),
             rows=_count(data["rows"], "rows"),
             n_states=_count(data["ideals"], "ideals"),
-            model=CostModel(data["cost_model"], bool(data["traffic"]), _number(data["optimizer_factor"], "factor")),
+            model=CostModel(
+                data["cost_model"], _truth(data["traffic"], "traffic"), _number(data["optimizer_factor"], "factor")
+            ),
         )
     except (KeyError, TypeError, ValueError, AttributeError, PlanError) as error:
         what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
@@ -95,32 +102,47 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
 
 def _read_stage(index: int, data: dict[str, Any], names: list[str]) -> StagePlan:
     """Return one stage; raises PlanError for a device or number that cannot be."""
+    if not as_list(data["devices"]):
+        raise PlanError(f"stage {index} has no device")
     for device in data["devices"]:
         if device not in names:
-            raise PlanError(f"stage {index} is on {device!r}, which is none of its devices")
+            raise PlanError(f"stage {index} is on {show(device)}, which is none of its devices")
     backward = _number(data["backward_ms"], f"backward_ms of stage {index}")
     # Files of earlier versions do not say what of a backward is for weights: half of it, as simulations assume.
     data = {"weight_ms": backward / 2, **data}
     if _number(data["weight_ms"], f"weight_ms of stage {index}") > backward:
         raise PlanError(f"weight_ms of stage {index} is {data['weight_ms']}, and it is part of backward_ms={backward}")
     return StagePlan(
-        nodes=tuple(str(n) for n in data["nodes"]),
+        nodes=tuple(str(n) for n in as_list(data["nodes"])),
         devices=tuple(names.index(d) for d in data["devices"]),
-        recompute=bool(data["recompute"]),
+        recompute=_truth(data["recompute"], f"recompute of stage {index}"),
         **{figure: _number(data[figure], f"{figure} of stage {index}") for figure in _FIGURES},
     )
 
 
+def _refuse_twice(what: str, names: list[str]) -> None:
+    """Raise PlanError for a name that stands twice: a device has one stage, and a node is in one."""
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
+    if twice is not None:
+        raise PlanError(f"{what} {show(twice)} stands twice")
+
+
 def _count(value: Any, what: str) -> int:
     """Return a whole number that is zero or more; raises PlanError for any other value."""
-    # A float holds no larger number exactly.
-    if type(value) is not int or not 0 <= value < 2**53:
-        raise PlanError(f"{what} is {value!r}: it must be a whole number, zero or more")
+    if not is_count(value):
+        raise PlanError(f"{what} is {show(value)}: it must be a whole number, zero or more")
     return int(value)
 
 
 def _number(value: Any, what: str) -> float:
     """Return a finite number that is zero or more; raises PlanError for any other value."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (isfinite(value) and value >= 0):
-        raise PlanError(f"{what} is {value!r}: it must be a finite number, zero or more")
+    if not is_amount(value):
+        raise PlanError(f"{what} is {show(value)}: it must be a finite number, zero or more")
     return float(value)
+
+
+def _truth(value: Any, what: str) -> bool:
+    """Return true or false; raises PlanError for any other value."""
+    if not isinstance(value, bool):
+        raise PlanError(f"{what} is {show(value)}: it must be true or false")
+    return value

@@ -136,7 +136,7 @@ def _read_index(path: Path) -> dict[str, Path]:
     try:
         held = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         files = {str(name): str(file) for name, file in held.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{str(path)!r} is no index of safetensors files (no weight_map): {error}") from error
     # A name with a folder in it could lead anywhere, and an index comes from others.
     for file in sorted(set(files.values())):

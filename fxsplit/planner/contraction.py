@@ -16,7 +16,7 @@ from collections.abc import Collection
 from fxsplit.ir.facts.blocks import Blocks
 from fxsplit.ir.facts.costs import Costs, NodeCost
 
-MOST_COPIES, MOST_IN_FLIGHT = 32.0, 1e3
+MOST_COPIES, MOST_IN_FLIGHT = 2e6, 1e6
 """More copies of a parameter, and more microbatches, than any optimizer and schedule makes a device hold."""
 
 CALLER = -1

@@ -10,6 +10,7 @@ from math import inf, isfinite
 from fxsplit.errors import ChainError, NoFit, PlanError
 from fxsplit.ir.facts.antichains import Antichains
 from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.facts.figures import show
 from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.price import COST_MODELS, CostModel, Split, price_split
@@ -24,6 +25,8 @@ from fxsplit.planner.problem import Path, Problem, pose_problem
 from fxsplit.planner.search import Found, minimise
 
 RECOMPUTE = ("never", "always", "auto")
+MOST_FACTOR = 1e3
+"""More bytes of optimizer state per byte of parameters are refused as a mistake."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +53,11 @@ class Options:
     recompute: str = "never"
 
     def __post_init__(self) -> None:
-        if not 0 <= self.optimizer_factor < inf:
-            raise ChainError(f"partition{{optimizer_factor={self.optimizer_factor}}}: give a number, zero or more")
+        if not 0 <= self.optimizer_factor <= MOST_FACTOR:
+            raise ChainError(
+                f"partition{{optimizer_factor={show(self.optimizer_factor)}}}: give a number, zero or more"
+                f"{f' and at most {MOST_FACTOR:g}' if self.optimizer_factor > 0 else ''}"
+            )
         if self.model not in COST_MODELS:
             raise ChainError(f"partition{{model={self.model}}}: give one of {', '.join(COST_MODELS)}")
         if not self.time_limit > 0:

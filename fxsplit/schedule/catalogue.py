@@ -13,6 +13,7 @@ from difflib import get_close_matches
 from functools import lru_cache
 
 from fxsplit.errors import ScheduleError
+from fxsplit.ir.facts.figures import show
 from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.facts.workload import Workload
 from fxsplit.schedule.asynchronous import pipedream, pipedream_2bw
@@ -78,8 +79,8 @@ def generate(name: str, n_devices: int, n_microbatches: int, stages_per_device: 
     actions = 3 * n_devices * n_microbatches * (stages_per_device or 2)
     if actions > MOST_ACTIONS:
         raise ScheduleError(
-            f"{name}: {n_devices} devices and {n_microbatches} microbatches are up to {actions} actions, more than "
-            f"{MOST_ACTIONS}: give fewer microbatches"
+            f"{name}: {show(n_devices)} devices and {show(n_microbatches)} microbatches are up to {show(actions)} "
+            f"actions, more than {MOST_ACTIONS}: give fewer microbatches"
         )
     if stages_per_device is None:
         return generator(n_devices, n_microbatches)

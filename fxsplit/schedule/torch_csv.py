@@ -37,7 +37,7 @@ def read_csv(path: str | os.PathLike[str]) -> Schedule:
     try:
         with Path(path).open(newline="", encoding="utf-8") as file:
             lines = list(csv.reader(file, strict=True))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except (OSError, ValueError, csv.Error) as error:
         raise ScheduleError(f"cannot read the schedule {os.fspath(path)!r}: {error}") from error
     while lines and not any(cell.strip() for cell in lines[-1]):
         lines.pop()  # a blank line at the end is no rank

@@ -116,7 +116,12 @@ def test_baselines_and_explanation(capsys: pytest.CaptureFixture[str], profile: 
         (["--together", "n0,n7"], "'n7': no such submodule or node"),
         (["--machine", "nothing.toml"], "cannot read a machine from 'nothing.toml'"),
         (["--max-states", "0"], "--max-states 0"),
-        (["--devices", "100000"], "plan for at most 512"),
+        (["--devices", "1000000000"], "give at most 512"),
+        (["--devices", "1..999999999"], "999999999 devices: give at most 512"),
+        (["--devices", "9" * 5000], "--devices 999"),
+        (["--pin", "a=" + "9" * 5000], "--pin a=999"),
+        (["--microbatches", "9" * 400], "give at most 1000000"),
+        (["--optimizer-factor", "1e300"], "optimizer_factor=1e+300}: give a number, zero or more and at most 1000"),
         (["--bandwidth", "5e-324"], "--bandwidth 5e-324: give bytes per second"),
     ],
 )

@@ -75,6 +75,14 @@ def test_a_file_in_place_of_a_name(capsys: pytest.CaptureFixture[str], tmp_path:
     assert "zb: device 1, position 3, 1B1: done twice" in capsys.readouterr().err
 
 
+def test_a_rank_that_does_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """An empty line in the middle of a schedule was a ValueError in the table."""
+    path = tmp_path / "a.csv"
+    path.write_text("0F0,0B0\n\n1F0,1B0\n")
+    assert cli.main(["simulate", "--csv", str(path)]) == 0
+    assert "device 1" in capsys.readouterr().out
+
+
 def test_a_plan_is_simulated_as_it_is_priced(capsys: pytest.CaptureFixture[str], plan: str) -> None:
     """In steady state a microbatch takes the plan's bottleneck, and devices hold what the plan says that they do."""
     stated = read_plan(plan)
@@ -102,6 +110,8 @@ def test_a_profile_is_planned_for_the_schedules_stages(capsys: pytest.CaptureFix
         (["--schedule", "Chimera", "--devices", "3"], "3 devices do not divide into two directions"),
         (["--schedule", "GPipe", "--n-microbatches", "-1"], "-1 microbatches"),
         (["--schedule", "1F1B", "--stages-per-device", "2"], "made for 1"),
+        (["--devices", "1000000000"], "1000000000 devices and"),
+        (["--devices", "9" * 4000, "--n-microbatches", "9" * 4000], "digits actions, more than"),
         (["--plan", "nowhere.json"], "cannot read a plan from 'nowhere.json'"),
         (["--csv", "nowhere.csv"], "cannot read the schedule 'nowhere.csv'"),
         (["--bandwidth", "1e9"], "--bandwidth prices the transfers of a --profile"),

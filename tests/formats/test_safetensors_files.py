@@ -97,6 +97,8 @@ def test_files_that_are_no_checkpoint(tmp_path: Path) -> None:
     index = tmp_path / "x.safetensors.index.json"
     index.write_text("[]")
     refused(index, r"is no index of safetensors files")
+    index.write_text("[" * 100_000)
+    refused(index, r"is no index of safetensors files")
     for name in ("../bad.safetensors", "gone.safetensors"):
         index.write_text(json.dumps({"weight_map": {"a": name}}))
         refused(index, rf"names '{name}', which is no file in")

@@ -6,14 +6,15 @@ The pass `profile` measures them. They are saved as JSON, and are all that plann
 from __future__ import annotations
 
 import json
-import math
 import os
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
 from fxsplit.errors import BrokenFact, ProfileError
+from fxsplit.ir.facts.figures import as_list, check_record, is_count, show
 from fxsplit.ir.files import write_whole
 from fxsplit.ir.graph import IR, Fact, GivenFact
 
@@ -133,36 +134,29 @@ class Costs(Fact):
         return (*made, *((exchange.output_bytes, exchange.nodes) for exchange in self.exchanges))
 
     def check(self) -> None:
-        """Raise ProfileError, naming the node, unless names are unique, inputs come earlier and figures are sane."""
-        known = {i.name for i in self.inputs}
+        """Raise ProfileError, naming the place, unless names are unique, inputs come earlier and figures are sane."""
+        known: set[str] = set()
         # `known` grows node by node, so an input that is made later is found too: the order must be topological.
-        for node in self.nodes:
-            if node.name in known:
-                raise ProfileError(f"node {node.name!r} stands twice in the profile: names must be unique")
-            for name in node.inputs:
-                if name not in known:
-                    raise ProfileError(
-                        f"node {node.name!r} reads {name!r}, which no earlier node or input makes: "
-                        "the profile is incomplete or has a cycle; profile the model again"
-                    )
-            # Every figure by its unit's name, so that none is forgotten here.
-            for f in fields(node):
-                value = getattr(node, f.name)
-                # A profile from elsewhere may not say how a backward divides.
-                unknown = f.name == "weight_ms" and value is None
-                if f.name.endswith(("_ms", "_bytes")) and not (unknown or (math.isfinite(value) and value >= 0)):
-                    raise ProfileError(f"node {node.name!r} has {f.name}={value}: give a finite number, zero or more")
-            if node.late_ms > node.backward_ms:
-                raise ProfileError(
-                    f"node {node.name!r} has weight_ms={node.weight_ms}, which is part of backward_ms="
-                    f"{node.backward_ms}: give at most that"
-                )
-            known.add(node.name)
+        records: list[InputCost | NodeCost] = [*self.inputs, *self.nodes]
+        for record in records:
+            what = f"{'input' if isinstance(record, InputCost) else 'node'} {show(record.name)}"
+            check_record(what, record)
+            if record.name in known:
+                raise ProfileError(f"{what} stands twice in the profile: names must be unique")
+            if isinstance(record, NodeCost):
+                _check_node(record, known)
+            known.add(record.name)
+        for number, exchange in enumerate(self.exchanges):
+            check_record(f"exchange {number}", exchange)
+            if not exchange.nodes:
+                raise ProfileError(f"exchange {number} has no nodes: give those that make or read the tensor")
         # What constraints name must be there too, or a misspelt name would drop a constraint in silence.
-        constrained = {n for c in (*self.together, *self.ordered) for n in c}
-        constrained |= {n for e in self.exchanges for n in e.nodes}
-        for name in sorted({*self.outputs, *constrained} - known):
-            raise ProfileError(f"the profile refers to {name!r}, which is none of its nodes: profile the model again")
+        constraints = (self.outputs, *self.together, *self.ordered, *(e.nodes for e in self.exchanges))
+        for name in (n for names in constraints for n in names):
+            if not isinstance(name, str) or name not in known:
+                raise ProfileError(
+                    f"the profile refers to {show(name)}, which is none of its nodes: profile the model again"
+                )
 
     def verify(self, ir: IR) -> None:
         """Raise BrokenFact unless the costs describe exactly the graph of `ir`."""
@@ -177,7 +171,11 @@ class Costs(Fact):
             raise BrokenFact(str(error)) from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the profile as JSON, one node a line; raises FileError, and then changes no file."""
+        """Write the profile as JSON, one node a line.
+
+        Raises ProfileError for costs that `load` would refuse, and FileError; no file changes then.
+        """
+        self.check()
         head = {"format": FORMAT, "version": VERSION, "rows": self.rows, "device_kind": self.device_kind}
         head |= {"environment": self.environment, "outputs": self.outputs}
         head |= {"together": self.together, "ordered": self.ordered}
@@ -195,7 +193,7 @@ class Costs(Fact):
         try:
             # A file that is no JSON, or no text, is as wrong as one that is missing.
             data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ProfileError(f"cannot read a profile from {str(path)!r}: {error}") from error
         return cls.parse(data, str(path))
 
@@ -207,22 +205,23 @@ class Costs(Fact):
         if data.get("version") != VERSION:
             raise ProfileError(f"{name!r} has version {data.get('version')}, this fxsplit reads {VERSION}")
         try:
+            # A text is a sequence of names to Python, and of one letter each: `as_list` refuses it.
             costs = cls(
-                nodes=tuple(NodeCost(**{**n, "inputs": tuple(n["inputs"])}) for n in data["nodes"]),
+                nodes=tuple(NodeCost(**{**n, "inputs": as_list(n["inputs"])}) for n in data["nodes"]),
                 inputs=tuple(InputCost(**i) for i in data["inputs"]),
-                outputs=tuple(data["outputs"]),
-                together=tuple(tuple(c) for c in data["together"]),
-                ordered=tuple((a, b) for a, b in data["ordered"]),
-                rows=int(data["rows"]),
+                outputs=as_list(data["outputs"]),
+                together=tuple(as_list(c) for c in data["together"]),
+                ordered=tuple((a, b) for a, b in map(as_list, data["ordered"])),
+                rows=data["rows"],
                 device_kind=str(data["device_kind"]),
                 environment={str(k): str(v) for k, v in data["environment"].items()},
-                exchanges=tuple(Exchange(e["output_bytes"], tuple(e["nodes"])) for e in data.get("exchanges", ())),
+                exchanges=tuple(Exchange(e["output_bytes"], as_list(e["nodes"])) for e in data.get("exchanges", ())),
             )
+            if not is_count(costs.rows):
+                raise ProfileError(f"it has rows={show(costs.rows)}: give a whole number")
             costs.check()
         # Fields may be missing, of another type or too many: all mean a damaged file.
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            if isinstance(error, ProfileError):
-                raise
             raise ProfileError(f"{name!r} is a damaged profile: {error}") from error
         return costs
 
@@ -235,6 +234,21 @@ class Costs(Fact):
         rows += ["together: " + " ".join(names) for names in self.together]
         rows += [f"ordered: {a} before {b}" for a, b in self.ordered]
         return "\n".join(rows)
+
+
+def _check_node(node: NodeCost, known: Collection[str]) -> None:
+    """Raise ProfileError unless a node reads what is `known` before it, and its backward holds its part for weights."""
+    for name in node.inputs:
+        if name not in known:
+            raise ProfileError(
+                f"node {node.name!r} reads {name!r}, which no earlier node or input makes: "
+                "the profile is incomplete or has a cycle; profile the model again"
+            )
+    if node.late_ms > node.backward_ms:
+        raise ProfileError(
+            f"node {node.name!r} has weight_ms={node.weight_ms}, which is part of backward_ms={node.backward_ms}: "
+            "give at most that"
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,10 +10,11 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import inf, isfinite
+from math import inf
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from fxsplit.errors import InputError
+from fxsplit.ir.facts.figures import TOO_LARGE, show
 from fxsplit.ir.graph import GivenFact
 
 if TYPE_CHECKING:  # torch takes a second to load, and a planned machine has no torch devices
@@ -24,6 +25,10 @@ GPU_LINK_BYTES_PER_S = 16e9
 """Assumed between two GPUs where nothing else is stated: a 16-lane PCIe 3 link, the slowest in common use."""
 LEAST_BYTES_PER_S = 1e-3
 """A link slower than this is refused as a mistake: the times that it leads to would overflow."""
+LEAST_SPEED, MOST_SPEED = 1e-12, 1e12
+"""A device that is slower or faster than this, relative to the one profiled, is refused as a mistake."""
+MAX_DEVICES = 512
+"""More devices are refused: the search keeps a table of states for each."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +58,17 @@ class Device:
             raise InputError(f"device {self.name!r} has torch_device={self.torch_device!r}: give a torch.device")
         for value in (self.memory_bytes, self.speed, self.bytes_per_s):
             if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise InputError(f"device {self.name!r} has {value!r} for memory_bytes or speed: give a number")
+                raise InputError(f"device {self.name!r} has {show(value)} for memory_bytes or speed: give a number")
+            if TOO_LARGE <= value < inf:
+                raise InputError(f"device {self.name!r} has {show(value)}: give a number below {TOO_LARGE:g}, or inf")
         for what in ("memory_bytes", "bytes_per_s"):
             # Turned round, so that what is not a number is refused too.
             if not getattr(self, what) > 0 or (what == "bytes_per_s" and getattr(self, what) < LEAST_BYTES_PER_S):
                 raise InputError(f"device {self.name!r} has {what}={getattr(self, what)}: give a positive number")
-        if not (self.speed > 0 and isfinite(self.speed)):
-            raise InputError(f"device {self.name!r} has speed={self.speed}: give a positive number (1.0 = as profiled)")
+        if not LEAST_SPEED <= self.speed <= MOST_SPEED:
+            raise InputError(
+                f"device {self.name!r} has speed={show(self.speed)}: give a positive number (1.0 = as profiled)"
+            )
 
 
 @dataclass(frozen=True)
@@ -114,8 +123,9 @@ class Machine(GivenFact):
             return devices
         # True is a number in Python, and surely not meant as one device.
         if isinstance(devices, bool) or (isinstance(devices, int) and devices < 1):
-            raise InputError(f"devices={devices!r}: give at least 1 device, for example fxsplit.compile(model, 2)")
+            raise InputError(f"devices={show(devices)}: give at least 1 device, for example fxsplit.compile(model, 2)")
         if isinstance(devices, int):
+            check_device_count(devices)
             gpus = torch.cuda.device_count() >= devices
             devices = [f"cuda:{i}" for i in range(devices)] if gpus else ["cpu"] * devices
         elif isinstance(devices, (str, torch.device, Device)):
@@ -138,7 +148,8 @@ class Machine(GivenFact):
     def planned(cls, devices: int, bytes_per_s: float = inf, memory_bytes: float = inf) -> Machine:
         """Return a machine of equal devices and links to plan for, which need not exist here."""
         if type(devices) is not int or devices < 1:
-            raise InputError(f"devices={devices!r}: give at least 1 device to plan for")
+            raise InputError(f"devices={show(devices)}: give at least 1 device to plan for")
+        check_device_count(devices)
         return cls(
             tuple(Device(f"device{i}", memory_bytes=memory_bytes) for i in range(devices)),
             (bytes_per_s,) * (devices - 1),
@@ -227,6 +238,12 @@ class Machine(GivenFact):
             link = "" if i + 1 == len(self.devices) else f", link to next {self.links[i]:g} bytes/s"
             lines.append(f"{device.name}: {device.torch_device}, memory {memory}, speed {device.speed:g}{link}")
         return "\n".join(lines)
+
+
+def check_device_count(count: int) -> None:
+    """Raise InputError for more than MAX_DEVICES devices, before a list of them is made."""
+    if count > MAX_DEVICES:
+        raise InputError(f"{show(count)} devices: give at most {MAX_DEVICES}, as many as one search can plan for")
 
 
 def _find_device(name: DeviceLike) -> torch.device:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from math import nan
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from torch import Tensor
 import fxsplit
 from fxsplit import Costs
 from fxsplit.errors import ProfileError
+from fxsplit.ir.facts.costs import InputCost
+from tests.graphs import node
 from tests.models import FAST, Mlp, Residual
 from tests.refusals import refused
 
@@ -56,7 +58,31 @@ def edited(path: Path, change: Any) -> Path:
         (lambda d: d["nodes"][0].update(backward_ms=nan), "backward_ms=nan: give a finite number"),
         (lambda d: d["nodes"][0].update(weight_ms=-2), "weight_ms=-2: give a finite number"),
         (lambda d: d["nodes"][0].update(weight_ms=1e9), "weight_ms=1000000000.0, which is part of backward_ms"),
-        (lambda d: d["nodes"][0].update(forward_ms="1"), "is a damaged profile"),
+        (
+            lambda d: d["nodes"][0].update(forward_ms="1"),
+            "is a damaged profile: node .* has forward_ms='1'",
+        ),
+        (lambda d: d["nodes"][0].update(forward_ms=10**400), "forward_ms=1000.*: give a finite number"),
+        (lambda d: d["nodes"][0].update(forward_ms=1e61), "forward_ms=1e.61: give a finite number"),
+        (lambda d: d["nodes"][0].update(forward_ms=True), "forward_ms=True: give a finite number"),
+        (lambda d: d["nodes"][0].update(name=5), "node 5 has name=5: give a text"),
+        (lambda d: d["nodes"][0].update(name=[]), r"node \[\] has name=\[\]: give a text"),
+        (lambda d: d["nodes"][0].update(draws=1), "draws=1: give true or false"),
+        (lambda d: d["nodes"][0].update(inputs="x"), "'x' stands where a list belongs"),
+        (lambda d: d["nodes"][0].update(inputs=[[]]), "give a list of names"),
+        (lambda d: d["inputs"][0].update(output_bytes="5"), "input '.*' has output_bytes='5': give a finite number"),
+        (lambda d: d["inputs"][0].update(output_bytes=[]), r"output_bytes=\[\]: give a finite number"),
+        (lambda d: d["inputs"][0].update(output_bytes=-5e5), "output_bytes=-500000.0: give a finite number"),
+        (lambda d: d["inputs"][0].update(gradient_bytes=10**400), "gradient_bytes=1000.*: give a finite number"),
+        (lambda d: d["inputs"].append(d["inputs"][0]), "input '.*' stands twice"),
+        (lambda d: d["inputs"][0].update(name=d["nodes"][0]["name"]), "stands twice"),
+        (lambda d: d.update(exchanges=[{"output_bytes": 3.0, "nodes": []}]), "exchange 0 has no nodes"),
+        (lambda d: d.update(exchanges=[{"output_bytes": -3.0, "nodes": ["x"]}]), "exchange 0 has output_bytes=-3.0"),
+        (lambda d: d.update(exchanges=[{"output_bytes": 3.0, "nodes": "x"}]), "'x' stands where a list belongs"),
+        (lambda d: d.update(outputs="x"), "'x' stands where a list belongs"),
+        (lambda d: d.update(outputs=[[]]), r"refers to \[\]"),
+        (lambda d: d.update(rows=3.7), "rows=3.7: give a whole number"),
+        (lambda d: d.update(rows=-5), "rows=-5: give a whole number"),
         (lambda d: d["nodes"][0].update(inputs=["missing"]), "reads 'missing', which no earlier node or input makes"),
         (lambda d: d["nodes"].reverse(), "incomplete or has a cycle"),
         (lambda d: d["nodes"].append(d["nodes"][0]), "stands twice"),
@@ -82,6 +108,16 @@ def test_truncated_profile(tmp_path: Path) -> None:
     path.write_text("[]")
     with refused(ProfileError, "is not a profile"):
         Costs.load(path)
+    path.write_text('{"a":' + "[" * 100_000)
+    with refused(ProfileError, "cannot read a profile"):
+        Costs.load(path)
+
+
+def test_costs_that_cannot_be_read_again_are_not_saved(tmp_path: Path) -> None:
+    """A profile with an infinite time was written as what is no JSON."""
+    with refused(ProfileError, "node 'n' has forward_ms=inf"):
+        Costs((node("n", ["x"], inf),), (InputCost("x", 1.0, 1.0),), ("n",)).save(tmp_path / "costs.json")
+    assert list(tmp_path.iterdir()) == []
 
 
 def vectors(rows: int = 8) -> Tensor:

@@ -1,0 +1,63 @@
+"""Figures that a file or a user states: times and sizes that the planner can add up without overflow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from numbers import Real
+from typing import Any
+
+from fxsplit.errors import ProfileError
+
+TOO_LARGE = 1e60
+"""Times and sizes from here on are refused as mistakes. Sums and products of smaller ones do not overflow."""
+SHOWN = 60
+"""How many characters of a wrong value an error shows: a damaged file may hold a list of a million."""
+
+
+def is_amount(value: Any) -> bool:
+    """Return whether a value is a time or a size: a number, no bool, from zero up, and less than TOO_LARGE."""
+    number = isinstance(value, (int, float, Real))
+    return number and not isinstance(value, bool) and 0 <= value < TOO_LARGE
+
+
+def is_count(value: object, least: int = 0) -> bool:
+    """Return whether a value is a whole number, no bool, from `least` up, and not larger than a float holds exactly."""
+    return type(value) is int and least <= value < 2**53
+
+
+def as_list(value: object) -> tuple[Any, ...]:
+    """Return the items of a list that a file holds; raises TypeError for what is no list."""
+    if not isinstance(value, list):
+        raise TypeError(f"{show(value)} stands where a list belongs")
+    return tuple(value)
+
+
+def show(value: object) -> str:
+    """Return a wrong value for an error, cut where it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no whole number of more than 4,300 digits
+        return "a number of thousands of digits"
+    except RecursionError:
+        return "a deeply nested value"
+    return text if len(text) <= SHOWN else text[:SHOWN] + "..."
+
+
+KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "str": (lambda v: isinstance(v, str), "a text"),
+    "bool": (lambda v: isinstance(v, bool), "true or false"),
+    "float": (is_amount, "a finite number, zero or more"),
+    "float | None": (lambda v: v is None or is_amount(v), "a finite number, zero or more"),
+    "tuple[str, ...]": (lambda v: isinstance(v, tuple) and all(isinstance(n, str) for n in v), "a list of names"),
+}
+"""What the field of a record may hold, by the field's type, and the words for that."""
+
+
+def check_record(what: str, record: Any) -> None:
+    """Raise ProfileError, naming `what` and the field, unless every field of a dataclass is what its type says."""
+    for f in fields(record):
+        fits, words = KINDS[str(f.type)]
+        value = getattr(record, f.name)
+        if not fits(value):
+            raise ProfileError(f"{what} has {f.name}={show(value)}: give {words}")

@@ -1,0 +1,46 @@
+"""Machines in TOML: what is wrong is refused by its place, and counts before a list of devices is made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fxsplit.errors import InputError
+from fxsplit.formats.machine_toml import read_machine
+from tests.refusals import refused
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[[devices]]\ncount = 1000000000", "devices 0 makes 1000000000 devices: give at most 512 in all"),
+        ("[[devices]]\ncount = 500\n" * 2, "devices 1 makes 1000 devices: give at most 512 in all"),
+        ("[[devices]]\ncount = 9" + "9" * 4000, "devices 0 makes 999.*: give at most 512"),
+        ("[[devices]]\ncount = 9" + "9" * 5000, "cannot read a machine"),
+        ("[[devices]]\nspeed = 1" + "0" * 400, "has speed=1000.*: give a positive number"),
+        ("[[devices]]\nspeed = 1e-320", "speed=1e-320: give a positive number"),
+        ("[[devices]]\nmemory_bytes = 1e300", "memory_bytes=1e.300: give a positive number"),
+        ("[[devices]]\nhost = 'yes'", "host='yes': give true or false"),
+        ("[[devices]]\nname = [1]", r"name=\[1\]: give a text"),
+        ("a = " + "[" * 20_000, "cannot read a machine"),
+        ("devices = " + "[" * 20_000 + "]" * 20_000, "cannot read a machine"),
+    ],
+)
+def test_what_is_wrong_is_named(text: str, message: str, tmp_path: Path) -> None:
+    """A count of 10^9 filled the memory, a nested file was a RecursionError, a long number an OverflowError."""
+    path = tmp_path / "machine.toml"
+    path.write_text(text)
+    with refused(InputError, message):
+        read_machine(path)
+
+
+def test_a_path_that_cannot_be_one() -> None:
+    with refused(InputError, "cannot read a machine"):
+        read_machine("a\0b")
+
+
+def test_infinity_is_no_limit(tmp_path: Path) -> None:
+    path = tmp_path / "machine.toml"
+    path.write_text("bytes_per_s = inf\n[[devices]]\ncount = 2\nmemory_bytes = inf")
+    assert read_machine(path).links == (float("inf"),)
