@@ -54,7 +54,7 @@ class BrokenFact(FxsplitError):
     """A fact disagrees with the graph it describes: the pass that made it is wrong."""
 
 
-class FileError(FxsplitError, OSError):
+class FileError(InputError, OSError):
     """A file or a folder cannot be written; what was there before is unchanged."""
 
 

@@ -73,7 +73,7 @@ def vectors(rows: int = 8) -> Tensor:
         (lambda: untyped_compile(Mlp(), 2, n_microbatches="4"), "n_microbatches='4': give a number"),
         (lambda: untyped_compile(Mlp(), 2, costs=3), "costs=3: give a profile"),
         (lambda: untyped_compile(Mlp(), 2, dump=3), "dump=3: give the path of a folder"),
-        (lambda: fxsplit.compile(Mlp(), 2, dump=__file__, example_inputs=vectors()), "cannot dump into"),
+        (lambda: fxsplit.compile(Mlp(), 2, dump=__file__, example_inputs=vectors()), "cannot make the folder"),
         (lambda: untyped_compile(Mlp(), 2, loss_fn=nn.MSELoss), "is no function or module"),
         (lambda: fxsplit.compile(fxsplit.compile(Mlp(), 2), 2), "model is a pipeline already"),
         (lambda: fxsplit.compile(Mlp(), 2, example_inputs=[[1.0]]), "without any tensor.*torch.tensor make one"),
