@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from fxsplit.errors import TraceError
 from fxsplit.frontend.layer_drop import NeverDropped
-from fxsplit.ir.facts.call import Inputs
+from fxsplit.ir.facts.call import Call, Inputs
 from fxsplit.torch_internals.fake_weights import make_runnable
 
 
@@ -111,7 +111,10 @@ class Runnable:
 
     def run_model(self, *tensors: Tensor) -> Any:
         """Return what the model's forward() returns for tensors in the places of the call's tensors."""
-        call = self.inputs.make_call(tensors)
+        return self.run_call(self.inputs.make_call(tensors))
+
+    def run_call(self, call: Call) -> Any:
+        """Return what the model's forward() returns for a call."""
         with NeverDropped() if self.model.training else nullcontext():
             # Not model(...): the model's own hooks run around the whole pipeline, and no graph holds them.
             return self.model.forward(*call.args, **call.kwargs)

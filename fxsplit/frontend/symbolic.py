@@ -21,7 +21,7 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from fxsplit.errors import TraceError
+from fxsplit.errors import FxsplitError, TraceError
 from fxsplit.frontend.autograd_functions import one_trace, record_functions
 from fxsplit.frontend.graph import Graph
 from fxsplit.frontend.no_trace_left import refuse_assignments, refuse_draws, restore_model
@@ -198,7 +198,7 @@ def _explain(model: nn.Module, tracer: Tracer, error: Exception) -> TraceError:
     module = f"submodule {tracer.failed_in!r}" if tracer.failed_in else "its own forward()"
     what = f"symbolic tracing cannot follow {type(model).__name__} in {module} at {place}: {error}"
     # An error of fxsplit's own says already what to do.
-    if isinstance(error, TraceError):
+    if isinstance(error, FxsplitError):
         return TraceError(what, submodule=tracer.failed_in)
     advice = next((a for sign, a in ADVICE.items() if sign in str(error)), ADVICE[""])
     wrap = "or mark the function with torch.fx.wrap: it stays one node"

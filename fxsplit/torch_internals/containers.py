@@ -65,8 +65,8 @@ def register_dataclasses(value: Any) -> None:
     """Make the classes of all dataclasses in `value` known to torch's pytrees, which would take them for leaves."""
     children: Iterable[Any] = ()
     if is_dataclass(value) and not isinstance(value, type):
-        # A class that is registered twice is an error.
-        if type(value) not in pytree.SUPPORTED_NODES:
+        # A class that is registered twice is an error; so is one whose constructor does not take all fields.
+        if type(value) not in pytree.SUPPORTED_NODES and all(f.init for f in fields(value)):
             pytree.register_dataclass(type(value))
         children = (getattr(value, f.name) for f in fields(value))
     elif isinstance(value, (dict, list, tuple)):

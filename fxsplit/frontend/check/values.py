@@ -60,7 +60,7 @@ def _compare(here: Runnable, gm: fx.GraphModule, is_cut: bool) -> CallEffects:
     given, copies = here.clone_tensors(), here.clone_tensors()
     versions = [t._version for t in copies]
     with torch.no_grad():
-        expected, buffers = _run_model(here, given)
+        expected, buffers, rewritten = _run_model(here, given)
         # Both must start from the same buffers: _run_model has put them back.
         before = Snapshot(here.modules.buffers())
         with preserve(here.modules):
@@ -82,6 +82,11 @@ def _compare(here: Runnable, gm: fx.GraphModule, is_cut: bool) -> CallEffects:
     output_dims = find_output_dims(here, wanted, is_cut)
     unpack_output(gm, got)
     containers = _find_own_containers(here, expected, got)
+    if rewritten:
+        warn_user(
+            f"forward() of {here.name} changes its argument {rewritten[0]!r}, and the pipeline hands it a copy: the "
+            "caller's stays as it was; return what is new as an output"
+        )
     if dropped:
         warn_user(
             f"{here.name} returns {', '.join(dropped)}, which is nothing that a pipeline could hand on: it is left out "
@@ -115,16 +120,17 @@ def _run_code(here: Runnable) -> None:
             ) from error
 
 
-def _run_model(here: Runnable, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
-    """Return what the model returns for `tensors`, and what it has left in its buffers, which are as before again.
+def _run_model(here: Runnable, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor], list[str]]:
+    """Return what the model returns for `tensors`, what it has left in its buffers, and which arguments it has changed.
 
-    Raises TraceError, naming a parameter, if forward() has written to it.
+    The buffers are as before again. Raises TraceError, naming a parameter, if forward() has written to it.
     """
     # A snapshot, since preserve() restores buffers alone.
     weights = Snapshot(here.model.parameters())
     with preserve(here.modules):
         try:
-            returned = here.run_model(*tensors)
+            call = here.inputs.make_call(tensors)
+            returned = here.run_call(call)
         except Exception as error:
             error.add_note(f"fxsplit called the unsplit model with one microbatch of {here.rows} rows")
             raise
@@ -137,7 +143,7 @@ def _run_model(here: Runnable, tensors: Sequence[Tensor]) -> tuple[Any, list[Ten
             f"forward() of {here.name} writes to parameter {written[0]!r}, which a training step must not: write to it "
             "outside of forward(), for example after optimizer.step() (Embedding: leave max_norm= out)"
         )
-    return returned, buffers
+    return returned, buffers, here.inputs.find_rewritten(call, tensors)
 
 
 def _find_saved_buffers(here: Runnable, changed: set[int]) -> tuple[str, ...]:

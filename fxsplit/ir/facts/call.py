@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,10 @@ from fxsplit.errors import InputError
 from fxsplit.ir.facts.chunks import Chunks, find_batch_dims
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.containers import register_dataclasses
+from fxsplit.torch_internals.objects import Opaque, StandIn, same_constant, take_apart
+
+MOST_LISTED = 20
+"""So many arguments of a call are named in a message; a list of numbers may have any length."""
 
 FlatCall = tuple[list[str], list[Any], pytree.TreeSpec, list[str]]
 """Names, values and structure of a call, and for each value the argument of forward() that it is in."""
@@ -67,7 +71,10 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The structure of one call: `leaves` holds a TensorSpec for each tensor and the value itself for the rest."""
+    """The structure of one call: `leaves` holds a TensorSpec for each tensor, and for the rest the value itself.
+
+    An Opaque among the leaves is a value inside of an object, which forward() must not read.
+    """
 
     signature: inspect.Signature
     structure: pytree.TreeSpec
@@ -85,6 +92,7 @@ class Inputs:
         """
         signature = inspect.signature(model.forward)
         names, values, structure, roots = flatten_call(signature, args, kwargs)
+        refuse_opaque(values)
         # A tensor is cut or replicated; any other value becomes part of the graph.
         named = {n: v for n, v in zip(names, values, strict=True) if isinstance(v, Tensor)}
         dims = find_batch_dims(named, dict(zip(names, roots, strict=True)), chunks or {})
@@ -109,6 +117,7 @@ class Inputs:
         """
         given = iter(tensors)
         leaves = [next(given) if isinstance(leaf, TensorSpec) else leaf for leaf in self.leaves]
+        leaves = [StandIn(leaf) if type(leaf) is Opaque else leaf for leaf in leaves]
         values = pytree.tree_unflatten(leaves, self.structure)
         parameters = self.signature.parameters.values()
         # Values for *args can only follow arguments that are passed by position.
@@ -134,19 +143,19 @@ class Inputs:
         naming the argument, where the call has another structure, constant, dtype, device or number of dimensions.
         """
         names, values, structure, _ = flatten_call(self.signature, args, kwargs)
+        refuse_opaque(values)
         # The graph has a placeholder for each tensor of the example, and no other.
         if structure != self.structure:
             raise InputError(
                 f"this pipeline was compiled for arguments ({_list_leaves(self.leaves)}) and is called with others "
-                f"({', '.join(names)}): compile another pipeline for the other way of calling the model"
+                f"({_list_names(names)}): compile another pipeline for the other way of calling the model"
             )
         tensors: list[Tensor] = []
         for name, value, leaf in zip(names, values, self.leaves, strict=True):
             if isinstance(leaf, TensorSpec) and isinstance(value, Tensor):
                 leaf.check(value, dtype)
                 tensors.append(value)
-            # Types too: True equals 1, and the graph of the one may be wrong for the other.
-            elif isinstance(leaf, TensorSpec) or type(leaf) is not type(value) or leaf != value:
+            elif isinstance(leaf, TensorSpec) or not same_constant(leaf, value):
                 raise InputError(
                     f"argument {name!r} is {_describe_leaf(value)}, and the pipeline was compiled for "
                     f"{_describe_leaf(leaf)}, which became part of its graph: compile another pipeline for the other "
@@ -154,6 +163,21 @@ class Inputs:
                 )
         self.count_rows(tensors)
         return tensors
+
+    def find_rewritten(self, call: Call, tensors: Sequence[Tensor]) -> list[str]:
+        """Return the arguments of which forward() has changed an object, a list or a dict that it was given.
+
+        call: the arguments as forward() has left them. tensors: those that the call was made with.
+        """
+        made, left = (
+            # By identity: each leaf is the caller's own, as the call was made with it.
+            {
+                (name, None if type(v) is StandIn else id(v), root)
+                for name, v, root in zip(flat[0], flat[1], flat[3], strict=True)
+            }
+            for flat in (flatten_call(self.signature, *c) for c in (self.make_call(tensors), call))
+        )
+        return sorted({root for *_, root in made ^ left})
 
     def count_rows(self, tensors: Sequence[Tensor]) -> int:
         """Return the batch size, which all tensor arguments share that are cut into microbatches.
@@ -206,13 +230,13 @@ def flatten_call(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapp
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
         raise InputError(
-            f"the arguments do not fit forward{signature}: {error}; as example inputs, a tuple is positional arguments "
-            "and a dict keyword arguments"
+            f"the arguments do not fit forward{_shorten(str(signature), 400)}: {error}; as example inputs, a tuple is "
+            "positional arguments and a dict keyword arguments"
         ) from error
     bound.apply_defaults()
     # Tensors inside of a dataclass are found only if torch's pytrees know the class.
     register_dataclasses(dict(bound.arguments))
-    pairs, structure = pytree.tree_flatten_with_path(dict(bound.arguments))
+    pairs, structure = pytree.tree_flatten_with_path(pytree.tree_map(take_apart, dict(bound.arguments)))
     names: dict[str, None] = {}
     for path, _ in pairs:
         # Names become placeholders, so they must be Python names.
@@ -220,7 +244,15 @@ def flatten_call(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapp
         while name in names:  # an argument x_0 beside a list x
             name += "_"
         names[name] = None
-    return list(names), [value for _, value in pairs], structure, [_read_key(path[0]) for path, _ in pairs]
+    values = [replace(v, name=name) if type(v) is Opaque else v for name, (_, v) in zip(names, pairs, strict=True)]
+    return list(names), values, structure, [_read_key(path[0]) for path, _ in pairs]
+
+
+def refuse_opaque(values: Iterable[Any]) -> None:
+    """Raise InputError for an opaque value in a call; inside of objects there may be some, which nobody reads."""
+    found = next((value for value in values if type(value) is Opaque and not value.inside), None)
+    if found is not None:
+        raise InputError(found.explain())
 
 
 def _read_key(entry: Any) -> str:
@@ -230,12 +262,23 @@ def _read_key(entry: Any) -> str:
 
 def _describe_leaf(leaf: Any) -> str:
     """Return a leaf for a message: what a tensor is, and any other value itself."""
-    return f"a {leaf.dtype} tensor" if isinstance(leaf, (Tensor, TensorSpec)) else repr(leaf)
+    return f"a {leaf.dtype} tensor" if isinstance(leaf, (Tensor, TensorSpec)) else _shorten(repr(leaf))
 
 
 def _list_leaves(leaves: Sequence[Any]) -> str:
     """Return the leaves of a call for a message."""
-    return ", ".join(leaf.name if isinstance(leaf, TensorSpec) else repr(leaf) for leaf in leaves)
+    return _list_names([leaf.name if isinstance(leaf, TensorSpec) else repr(leaf) for leaf in leaves])
+
+
+def _list_names(names: Sequence[str]) -> str:
+    """Return names for a message, the first of them where they are many."""
+    more = [f"and {len(names) - MOST_LISTED} more"] if len(names) > MOST_LISTED else []
+    return ", ".join([*map(_shorten, names[:MOST_LISTED]), *more])
+
+
+def _shorten(text: str, most: int = 80) -> str:
+    """Return a text for a message, and only its two ends where it has more characters than `most`."""
+    return text if len(text) <= most else f"{text[: most - 20]} ... {text[-20:]}"
 
 
 def parse_example_inputs(example_inputs: Any) -> Call:
@@ -247,7 +290,7 @@ def parse_example_inputs(example_inputs: Any) -> Call:
         return Call((example_inputs,), {})
     if isinstance(example_inputs, (tuple, list)):
         return Call(tuple(example_inputs), {})
-    if isinstance(example_inputs, dict):
+    if isinstance(example_inputs, Mapping):
         return Call((), dict(example_inputs))
     raise InputError(
         f"example_inputs is a {type(example_inputs).__name__}: give a tensor, a tuple of arguments or a dict of "

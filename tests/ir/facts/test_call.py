@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fxsplit
-from fxsplit.errors import InputError
+from fxsplit.errors import FxsplitWarning, InputError, TraceError
 from fxsplit.ir.facts.call import Inputs, parse_example_inputs
 from tests.models import FAST, Two
 
@@ -136,3 +139,88 @@ def test_example_inputs() -> None:
     assert parse_example_inputs([X, 1]).args[1] == 1 and parse_example_inputs({"x": X}) == ((), {"x": X})
     with pytest.raises(InputError, match="example_inputs is a float"):
         parse_example_inputs(1.0)
+
+
+class Equal(SimpleNamespace):
+    """An object that says it is equal to any other."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+
+class Batched(Two):
+    """Reads a tensor and a number out of an object."""
+
+    def forward(self, x: Tensor, batch: Any) -> Tensor:
+        batch = batch if hasattr(batch, "bias") else SimpleNamespace(**batch)
+        result: Tensor = self.b(self.a(x) + batch.bias) * batch.scale
+        return result
+
+
+@pytest.mark.parametrize("kind", [SimpleNamespace, Equal, UserDict])
+def test_what_an_object_holds_is_no_constant(kind: Any) -> None:
+    """An object became part of the graph, tensors and all, and its == decided whether the graph was right."""
+    model, x = Batched().double(), rows().double()
+    with fxsplit.compile(model, 2, **OPTIONS) as pipe:
+        for _ in range(3):
+            batch = kind(bias=torch.randn(8, 4, dtype=torch.float64), scale=2.0)
+            torch.testing.assert_close(pipe(x, batch), model(x, batch), rtol=0, atol=1e-12)
+        with pytest.raises(
+            InputError, match=r"argument 'batch_\w*scale' is 3.0, and the pipeline was compiled for 2.0"
+        ):
+            pipe(x, kind(bias=x, scale=3.0))
+        with pytest.raises(InputError, match="compiled for arguments"):
+            pipe(x, kind(bias=x, scale=2.0, more=1))
+
+
+def test_a_value_that_nothing_can_be_said_of_is_refused_unless_nobody_reads_it() -> None:
+    model, x = Batched(), rows()
+    with fxsplit.compile(model, 2, **OPTIONS) as pipe:
+        with pytest.raises(InputError, match=r"'batch' is a ndarray, .*torch.from_numpy"):
+            pipe(x, np.ones(3))
+        with pytest.raises(TraceError, match=r"argument 'batch_bias' is a ndarray, .*torch.from_numpy"):
+            pipe(x, SimpleNamespace(bias=np.ones(4), scale=1.0))
+        batch = SimpleNamespace(bias=x, scale=1.0, path=np.ones(3))
+        torch.testing.assert_close(pipe(x, batch), model(x, batch))
+    with pytest.raises(InputError, match="'named_x_0' is a Generator, which a pipeline can neither cut"):
+        bind(several, X, X, x=[torch.Generator()])
+
+
+def test_a_changed_argument_is_warned_of() -> None:
+    """A model that keeps something in an object that it is given keeps it in a copy."""
+
+    class Keeps(Two):
+        def forward(self, x: Tensor, state: Any) -> Tensor:
+            x = self.a(x)
+            state.last = x
+            result: Tensor = self.b(x)
+            return result
+
+    class Pops(Two):
+        def forward(self, x: Tensor, state: Any) -> Tensor:
+            result: Tensor = self.b(self.a(x)) * state.pop("scale")
+            return result
+
+    for model, state in ((Keeps(), SimpleNamespace(n=1)), (Pops(), {"scale": 2.0})):
+        with (
+            fxsplit.compile(model, 2, **OPTIONS) as pipe,
+            pytest.warns(FxsplitWarning, match=f"{type(model).__name__} changes its argument 'state'"),
+        ):
+            pipe(rows(), state)
+
+
+def test_a_long_list_makes_a_short_message() -> None:
+    """A list of numbers of another length was listed in full, in a message of 889,026 characters."""
+    numbers = [0.1] * 5000
+    inputs, _ = bind(plain, X, extra=numbers)
+    with pytest.raises(InputError, match="and 4982 more") as caught:
+        inputs.bind((X,), {"extra": [*numbers, 0.1]}, None)
+    assert len(str(caught.value)) < 1000
+    with pytest.raises(InputError, match=r"is 'xxx.* \.\.\. x+'") as caught:
+        bind(plain, X, extra="y")[0].bind((X,), {"extra": "x" * 10_000}, None)
+    assert len(str(caught.value)) < 1000
+
+
+def test_any_mapping_is_an_example() -> None:
+    """`transformers.BatchEncoding` is a UserDict, and was refused."""
+    assert parse_example_inputs(UserDict(x=X)).kwargs["x"] is X
