@@ -16,7 +16,7 @@ from fxsplit.runtime.stage.replica import Replica
 from fxsplit.runtime.stage.run import Packet, Saved, forward
 from fxsplit.schedule.action import Action
 from fxsplit.torch_internals.rng import isolate_draws, new_seed, take_turn
-from fxsplit.torch_internals.thread_modes import NO_CONTEXT, ThreadModes
+from fxsplit.torch_internals.thread_modes import ThreadModes
 
 
 class Forwards:
@@ -29,6 +29,7 @@ class Forwards:
         self._draws = program.draws()
         # One number for each batch that draws, as the unsplit model would take some: torch.manual_seed rules both.
         self._seed = new_seed() if self._draws else 0
+        self._turns = program.turns.list_contexts()
         self._rewritten = program.find_rewritten_memory()
         self._loss_draws: bool | None = None  # not known before the first loss
 
@@ -36,14 +37,14 @@ class Forwards:
         """Run a stage forward on a microbatch's packet; return what its backward starts from, and the outputs."""
         program, stage, m = self._program, action.stage, action.microbatch
         if self._context.keeps_graph and program.recomputes(stage, m, self._n_microbatches):
-            around = partial(self._surround, m)
+            around = partial(self._surround, stage, m)
             known = program.written.get(stage)
             with replica.use_version(action.version):
                 outputs, record, program.written[stage] = forward_without_activations(
                     replica.stage, packet, program.writes_inputs, known, around, self._context
                 )
             return record, outputs
-        with self._surround(m), replica.use_version(action.version):
+        with self._surround(stage, m), replica.use_version(action.version):
             saved = forward(replica.stage, packet, program.writes_inputs)
         saved = saved._replace(outputs=clone_outputs(saved.outputs, self._rewritten))
         return saved, saved.outputs
@@ -58,16 +59,18 @@ class Forwards:
         self._loss_draws = drew()
         return loss
 
-    def _surround(self, m: int, more: frozenset[int] = frozenset()) -> AbstractContextManager[Any]:
-        """Return what a stage's forward needs around it: draws of its own, copies of the buffers that autograd saves.
+    def _surround(self, stage: int, m: int, more: frozenset[int] = frozenset()) -> AbstractContextManager[Any]:
+        """Return what a stage's forward needs around it.
 
+        That is draws of its own, copies of the buffers that autograd saves, and a turn with modules that it shares.
         `more` is memory that is written to besides that of the buffers known.
         """
         rewritten = self._rewritten | more
         # Most stages need nothing of it, and this runs for every action.
         if not self._draws and not rewritten and not self._program.noted:
-            return NO_CONTEXT
+            return self._turns[stage]
         stack = ExitStack()
         stack.enter_context(take_turn(self._seed, m))
         stack.enter_context(save_buffer_copies(rewritten, self._context.hooks))
+        stack.enter_context(self._turns[stage])
         return stack

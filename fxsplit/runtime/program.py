@@ -19,6 +19,7 @@ from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.stages import Stages, list_weights
 from fxsplit.runtime.stage.recompute import POLICIES
 from fxsplit.runtime.stage.replica import Replica
+from fxsplit.runtime.stage.shared_modules import Turns
 from fxsplit.schedule import Schedule, verify
 from fxsplit.schedule.catalogue import Scheduler
 from fxsplit.schedule.generate import run_forwards_first
@@ -139,6 +140,11 @@ class Program:
         """Return the memory, as it is now, of the buffers that each call writes and autograd may save for backward."""
         # Buffers may have moved, or been replaced by load_state_dict(assign=True), since the last batch.
         return frozenset(get_storage_id(self.stages[s].module.get_buffer(path)) for s, path in self.rewritten)
+
+    @cached_property
+    def turns(self) -> Turns:
+        """Where threads must take turns, as they run one module that sets attributes."""
+        return Turns([[replica.stage.module for replica in replicas] for replicas in self.replicas])
 
     @cached_property
     def noted(self) -> list[Noted]:
