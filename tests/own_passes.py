@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
+import fxsplit
 from fxsplit.ir.facts.pins import Pins
 from fxsplit.ir.graph import IR
 
@@ -55,3 +56,16 @@ def copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
 def fold_in_evaluation(ir: IR) -> IR:
     """Fold batch norms as fold_conv_bn does, and only in the mode in which that is right."""
     return fold_conv_bn(ir) if ir.mode == "eval" else ir
+
+
+def swap(wanted: Any, given: Any) -> fxsplit.Pass:
+    """A pass that lets nodes call `given` where they called the function `wanted`, and keeps all facts."""
+
+    def swap_function(ir: IR) -> IR:
+        graph, made = copied(ir.gm.graph)
+        for node in made.values():
+            if node.target is wanted:
+                node.target, node.kwargs = given, {}
+        return ir.rewrite(fx.GraphModule(ir.gm, graph), *ir.facts)
+
+    return swap_function

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from fxsplit.api.differences import Difference, measure_difference, widen
 from fxsplit.api.pipeline import Pipeline
 from fxsplit.ir.facts.call import Inputs
 from fxsplit.runtime.loss import weigh_rows
@@ -109,22 +108,12 @@ def _join_outputs(outputs: Sequence[Any], rows: Sequence[int], dims: Sequence[in
     )
 
 
-@dataclass(frozen=True)
-class Difference:
-    """The largest relative difference of one output, gradient or buffer, and what rounding alone would make of it."""
-
-    kind: str
-    name: str
-    value: float
-    rounding: float = 0.0
-
-
 def list_differences(found: Outcome, expected: Outcome) -> list[Difference]:
     """Return the difference of every output, gradient and buffer between two steps."""
     made = []
     for kind in ("outputs", "gradients", "buffers"):
         a, b = getattr(found, kind), getattr(expected, kind)
-        sizes = [float(_widen(t).abs().nan_to_num(posinf=0.0).max()) for t in b.values() if t is not None and t.numel()]
+        sizes = [float(widen(t).abs().nan_to_num(posinf=0.0).max()) for t in b.values() if t is not None and t.numel()]
         # A tensor of zeros but for rounding is compared on the scale of the largest tensor of its kind.
         scale = ROUNDING * max(sizes, default=0.0)
         for name in {**a, **b}:
@@ -141,34 +130,6 @@ def compare(found: Outcome, expected: Outcome) -> Differences:
     worst = {kind: max(differences, key=lambda difference: difference.value) for kind, differences in by_kind}
     largest = {kind: worst[kind].value if kind in worst else 0.0 for kind in ("output", "gradient", "buffer")}
     return Differences(**largest, worst={kind: d.name for kind, d in worst.items()})
-
-
-def measure_difference(a: Tensor | None, b: Tensor | None, scale: float = 0.0) -> float:
-    """Return max |a - b| / max(max |b|, scale); infinite where only one exists, or shapes or types differ."""
-    if a is None and b is None:
-        return 0.0
-    if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
-        return math.inf
-    # torch.equal takes no sparse tensors, and most pairs are equal: nothing is copied for them.
-    if a.numel() == 0 or (not a.is_sparse and torch.equal(a, b)):
-        return 0.0
-    a, b = _widen(a), _widen(b)
-    # Infinite less infinite is not a number, so where both are the same the difference is zero by definition.
-    alike = (a == b) | (a.isnan() & b.isnan())
-    difference = float(torch.where(alike, 0.0, (a - b).abs()).max())
-    size = max(float(b.abs().nan_to_num(posinf=0.0).max()), scale, sys.float_info.min)
-    return difference / size if math.isfinite(difference) else math.inf
-
-
-def _widen(tensor: Tensor) -> Tensor:
-    """Return a tensor's values in host memory, dense and in double precision."""
-    tensor = tensor.detach().cpu()
-    return (tensor.to_dense() if tensor.is_sparse else tensor).to(widen_dtype(tensor, torch.float64))
-
-
-def widen_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Return a floating dtype, or the complex one of the same precision for a complex tensor."""
-    return dtype.to_complex() if tensor.is_complex() else dtype
 
 
 def _read_outcome(module: nn.Module, outputs: Any) -> Outcome:

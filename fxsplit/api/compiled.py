@@ -6,7 +6,8 @@ weight to the stage that it has in the first one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -27,13 +28,21 @@ def get_mode(model: nn.Module) -> Mode:
     return "train" if model.training else "eval"
 
 
+def read_versions(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return the identity of each weight and how often it has been written to, by path."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    # A tensor made in inference mode counts no writes.
+    return {path: (id(w), -1 if w.is_inference() else w._version) for path, w in named}
+
+
 @dataclass(frozen=True, eq=False)
 class Compiled:
     """What runs for one mode and shape, and what it was made from.
 
     `captured` is the graph, `final` the IR after the last pass, and `costs` what the rewriting into stages forgets.
     `found_count` is the number of microbatches that a search has chosen, if there was one. `moves_weights` says that a
-    weight lies on another device than the other mode's program has it, so that mode must be compiled again.
+    weight lies on another device than the other mode's program has it, so that mode must be compiled again. `versions`
+    are those of the model's weights, as `read_versions` returns them, where a pass has made weights of its own of them.
     """
 
     captured: IR
@@ -43,6 +52,7 @@ class Compiled:
     validity: Validity
     found_count: int | None = None
     moves_weights: bool = False
+    versions: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def adapt_candidate(self, options: Options, rows: int) -> Candidate:
         """Return this record's schedule, with the number of microbatches for a batch of `rows`."""
@@ -55,6 +65,9 @@ class Compiled:
         The graph may be the same and memory not: what dropout returns is its input in evaluation, and a copy in
         training.
         """
+        # Weights that a pass has made in one mode would train for nothing in the other.
+        if self.program.detached is not None:
+            return False
         # Stages that copy no inputs, or keep no copies of buffers, would be wrong for a mode that writes to those.
         here, there = captured[CallEffects], self.captured[CallEffects]
         if here.writes_inputs > there.writes_inputs or not set(here.saved_buffers) <= set(there.saved_buffers):
@@ -81,6 +94,12 @@ class Compiled:
             validity=Validity(model, self.captured, self.program.stages),
             moves_weights=False,
         )
+
+    def find_changed_weight(self, model: nn.Module) -> str | None:
+        """Return the path of a weight that has other values than when a pass made its own of it, or None."""
+        # Nearly all programs hold the model's own weights, and there is nothing to ask.
+        now = read_versions(model) if self.versions else {}
+        return next((path for path, version in self.versions.items() if now.get(path) != version), None)
 
     def place(self) -> None:
         """Move the model's weights, as they are now, to the devices of their stages."""

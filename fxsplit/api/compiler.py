@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fxsplit.api.auto import choose_candidate
-from fxsplit.api.compiled import OTHER_MODE, Compiled, get_mode
+from fxsplit.api.compiled import OTHER_MODE, Compiled, get_mode, read_versions
 from fxsplit.api.lowering import build_program, capture_model, lower
 from fxsplit.api.microbatch_count import AUTO
 from fxsplit.api.options import Options
@@ -172,8 +172,8 @@ class Compiler:
                 return like.share(self.model)
             moves_weights = False
             try:
-                stages = like.program.stages if like is not None else None
-                final, costs = lower(self.options, captured, candidate, known, stages, observers)
+                other = None if like is None else like.program
+                final, costs = lower(self.options, captured, candidate, known, other, observers)
             except PlanError:
                 if like is None:
                     raise
@@ -189,6 +189,7 @@ class Compiler:
             validity=Validity(self.model, captured, program.stages),
             found_count=candidate.n_microbatches if self.options.n_microbatches == AUTO else None,
             moves_weights=moves_weights,
+            versions={} if program.detached is None else read_versions(self.model),
         )
 
     def _forget_replaced_modules(self) -> None:
@@ -200,7 +201,17 @@ class Compiler:
             self._modules = modules
 
     def _is_outdated(self, compiled: Compiled) -> bool:
-        """Return whether an attribute that tracing may have made a constant of has another value now; warn of it."""
+        """Return whether an attribute that tracing may have made a constant of has another value now; warn of it.
+
+        The same goes for weights that a pass has made others from.
+        """
+        weight = compiled.find_changed_weight(self.model)
+        if weight is not None:
+            warn_user(
+                f"compiling again, because weight {weight!r} of the model has changed, and the pipeline is "
+                f"{compiled.program.detached}: leave the pass out while weights change"
+            )
+            return True
         changes = compiled.validity.find_changes()
         # A submodule's mode is changed on purpose. A number may be a counter, which would cost a compile every call.
         name = next((name for name in changes if not name.endswith("training")), None)

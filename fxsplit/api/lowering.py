@@ -7,19 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from fxsplit import passes as standard
 from fxsplit.api.options import Candidate, Options
+from fxsplit.api.rewrites import Rewrites
 from fxsplit.errors import TraceError
 from fxsplit.frontend.capture import capture
 from fxsplit.ir.facts.call import Call
 from fxsplit.ir.facts.costs import Costs, KnownCosts
+from fxsplit.ir.facts.detached import Detached
 from fxsplit.ir.facts.effects import CallEffects
 from fxsplit.ir.facts.example import Example
 from fxsplit.ir.facts.pins import Pins
 from fxsplit.ir.facts.plan import Plan
-from fxsplit.ir.facts.stages import Stages, list_weights
+from fxsplit.ir.facts.stages import Ref, Stages, list_weights
 from fxsplit.ir.graph import IR, Fact
 from fxsplit.ir.manager import Observer, run_chain
 from fxsplit.runtime.program import Program
@@ -52,33 +54,34 @@ def lower(
     captured: IR,
     candidate: Candidate,
     known: Costs | None,
-    stages: Stages | None = None,
+    other: Program | None = None,
     observers: Sequence[Observer] = (),
 ) -> tuple[IR, Costs | None]:
     """Return the stages that the chain of passes makes of a captured graph, and the costs, which emitting forgets.
 
-    candidate: the schedule to plan for. known: costs measured before. stages: those of the model's other mode; every
-        weight stays on the stage that it has there.
+    candidate: the schedule to plan for. known: costs measured before. other: the program of the model's other mode;
+        every weight stays on the stage that it has there.
 
     Raises PlanError where no plan fits, MissingFact for a chain that learns no Plan.
     """
     keep = KeepCosts()
     # `facts` describe the run, and outlive every rewrite of the graph.
-    facts = list_facts(options, captured, candidate, known, stages)
-    return run_chain(captured.learn(*facts), options.passes, [keep, *observers]), keep.found
+    facts = list_facts(options, captured, candidate, known, other)
+    check = Rewrites(captured).check
+    return run_chain(captured.learn(*facts), options.passes, [keep, *observers], check), keep.found
 
 
 def list_facts(
-    options: Options, captured: IR, candidate: Candidate, known: Costs | None, stages: Stages | None
+    options: Options, captured: IR, candidate: Candidate, known: Costs | None, other: Program | None
 ) -> list[Fact]:
     """Return what the chain starts from, besides the graph and its example."""
     # What `fxsplit.plan` plans for, too: so both come to the same plan.
     machine, workload = candidate.scheduler.lay_out(
-        options.machine, candidate.n_microbatches, may_idle=stages is not None
+        options.machine, candidate.n_microbatches, may_idle=other is not None
     )
     facts: list[Fact] = [machine, workload]
-    if stages is not None:
-        facts.append(pin_weights(captured, stages))
+    if other is not None:
+        facts.append(pin_weights(captured, other))
     if known is not None:
         # The user's own profile must cover the model. One that a search has just measured, or that of the other mode,
         # serves where an operator is the same, and the rest is measured.
@@ -86,16 +89,17 @@ def list_facts(
     return facts
 
 
-def pin_weights(captured: IR, stages: Stages) -> Pins:
-    """Return pins that keep every parameter and buffer of a graph on the stage it has among `stages`.
+def pin_weights(captured: IR, other: Program) -> Pins:
+    """Return pins that keep every parameter and buffer of a graph on the stage it has in another program.
 
     A weight that several stages share may be anywhere.
     """
     # By memory, not by identity: one mode may call a module, and the other fetch its weight by itself.
     homes: dict[int, set[int]] = {}
-    for stage in stages.stages:
+    for stage, planned in zip(other.stages.stages, other.plan.stages, strict=True):
         for weight in list_weights(stage.module):
-            homes.setdefault(get_storage_id(weight), set()).add(stage.index)
+            # Pins name devices, which are numbered as stages are unless a stage has several.
+            homes.setdefault(get_storage_id(weight), set()).add(planned.devices[0])
     only_home = {storage: next(iter(indices)) for storage, indices in homes.items() if len(indices) == 1}
     pinned = {
         node.name: only_home.get(get_storage_id(weight))
@@ -107,13 +111,10 @@ def pin_weights(captured: IR, stages: Stages) -> Pins:
     return Pins(found, optional=frozenset(found))
 
 
-class KeepCosts:
+class KeepCosts(Observer):
     """Keeps the costs that a chain learns: the rewriting into stages forgets them, as they are of another graph."""
 
     found: Costs | None = None
-
-    def start(self, ir: IR) -> None:
-        """Know nothing yet."""
 
     def after(self, name: str, ir: IR) -> None:
         """Keep the latest costs."""
@@ -126,7 +127,7 @@ def build_program(model: nn.Module, options: Options, candidate: Candidate, capt
     Raises MissingFact for a chain that emits no stages, ScheduleError for a plan that the schedule cannot run.
     """
     example, effects = captured[Example], captured[CallEffects]
-    stages = final[Stages]
+    stages, detached = final[Stages], final.get(Detached)
     program = Program(
         stages=stages,
         plan=final[Plan],
@@ -140,6 +141,7 @@ def build_program(model: nn.Module, options: Options, candidate: Candidate, capt
         puts_hooks=effects.sets_hooks,
         recompute=options.recompute,
         stage_backend=options.stage_backend,
+        detached=None if detached is None else str(detached),
     )
     # Made now, so that a plan that no schedule can run is refused by compile(), and not by the first step.
     program.schedule(candidate.n_microbatches)
@@ -148,11 +150,11 @@ def build_program(model: nn.Module, options: Options, candidate: Candidate, capt
 
 def list_joined_dims(captured: IR, stages: Stages) -> tuple[int | None, ...]:
     """Return, for each output of the last stage, the dimension that its microbatches are joined on."""
-    leaves = pytree.tree_leaves(captured.gm.graph.output_node().args[0])
-    # The graph may return one value twice, and constants besides; the last stage gives each value once.
-    names = [leaf.name for leaf in leaves if isinstance(leaf, fx.Node)]
-    dims = dict(zip(names, captured[CallEffects].output_dims, strict=True))
-    return tuple(dims.get(name, 0) for name in stages[-1].outputs)
+    # The graph may return one value twice, and constants besides; the last stage gives each value once. Places and not
+    # names tell which is which, since a pass may have named a node anew.
+    places = [leaf.position for leaf in pytree.tree_leaves(stages.result) if isinstance(leaf, Ref)]
+    dims = dict(zip(places, captured[CallEffects].output_dims, strict=True))
+    return tuple(dims.get(position, 0) for position in range(len(stages[-1].outputs)))
 
 
 def find_rewritten(model: nn.Module, stages: Stages, paths: Sequence[str]) -> tuple[tuple[int, str], ...]:

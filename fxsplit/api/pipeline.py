@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -36,6 +37,7 @@ from fxsplit.schedule.memory import trace_memory
 from fxsplit.schedule.of_plan import read_footprints, read_times
 from fxsplit.schedule.timeline import Timeline
 from fxsplit.torch_internals.containers import HOOKS
+from fxsplit.torch_internals.user_lines import warn_user
 
 
 class Pipeline(nn.Module):
@@ -177,7 +179,9 @@ class Pipeline(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model returns, computed microbatch by microbatch; differentiable."""
         batch = self._prepare(args, kwargs)
-        return batch.program.build_result(self._start_engine(batch.program).forward(batch))
+        program = batch.program
+        with nullcontext() if program.detached is None else self._give_no_gradients(program.detached):
+            return program.build_result(self._start_engine(program).forward(batch))
 
     def step(
         self,
@@ -243,6 +247,11 @@ class Pipeline(nn.Module):
         if any(self.__dict__[kind] for kind in HOOKS):
             raise InputError("the model itself has hooks, which step() would not run: remove them, or call pipe(x)")
         batch = self._prepare(args, kwargs)
+        if batch.program.detached is not None:
+            raise InputError(
+                f"step() cannot train this pipeline, which is {batch.program.detached}: compile for training without "
+                "that pass, or call pipe.train() if the pass leaves training alone"
+            )
         if any(t.requires_grad for t in batch.tensors):
             raise InputError(
                 "an input of step() wants a gradient, which step() does not return: call pipe(x) and backward()"
@@ -252,6 +261,16 @@ class Pipeline(nn.Module):
         stepper = make_stepper(schedule, optimizer)
         targets = None if loss_fn is None else split_target(target, batch.rows, batch.program.inputs)
         return batch, BatchLoss(loss_fn or take_model_loss, targets, batch.rows, schedule.steps), stepper
+
+    @contextmanager
+    def _give_no_gradients(self, reason: str) -> Iterator[None]:
+        """Switch gradients off in the block, with a warning where the caller may count on them."""
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
+            warn_user(
+                f"the outputs of this pipeline carry no gradients, as it is {reason}: call it under torch.no_grad()"
+            )
+        with torch.no_grad():
+            yield
 
     def close(self) -> None:
         """End the worker threads; the pipeline cannot run afterwards. Also done with the last reference to it."""

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.rnn import RNNBase
 
-from fxsplit.api.compare import Difference, Outcome, list_differences, run_pipeline_step, run_unsplit_step, widen_dtype
+from fxsplit.api.compare import Outcome, list_differences, run_pipeline_step, run_unsplit_step
 from fxsplit.api.compile import recompile_like
 from fxsplit.api.compiled import get_mode
+from fxsplit.api.differences import Difference, widen_dtype
 from fxsplit.api.pipeline import Pipeline
 from fxsplit.errors import InputError
 from fxsplit.ir.facts.call import Call, parse_example_inputs

@@ -6,6 +6,7 @@ They watch what `manager.run_chain` does, and never change it.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from typing import TextIO
 from fxsplit.errors import ChainError, FileError
 from fxsplit.ir.files import make_folder, write_whole
 from fxsplit.ir.graph import IR
+from fxsplit.ir.manager import Observer
 from fxsplit.ir.progress import listen
 from fxsplit.ir.text import render
 
@@ -25,8 +27,11 @@ PATIENCE_S = 1.0
 
 
 @dataclass
-class DumpTo:
-    """Writes `00-trace.txt` before the first pass, and `01-profile.txt` and so on after each pass."""
+class DumpTo(Observer):
+    """Writes `00-trace.txt` before the first pass, and `01-profile.txt` and so on after each pass.
+
+    An IR in which something does not hold after a pass is written as `04-partition.failed.txt`, below the error.
+    """
 
     folder: Path
     _count: int = field(default=0, init=False)
@@ -45,7 +50,7 @@ class DumpTo:
         what has been measured by then.
         """
         try:
-            write_whole(self.folder / f"{self._count:02d}-{name}.txt", render(ir))
+            self._write(name, render(ir))
         except FileError as error:
             if self._count == 0:
                 raise
@@ -54,9 +59,20 @@ class DumpTo:
             warn_user(f"the dump lacks the IR after pass {name!r}: {error}. The pipeline is compiled all the same")
         self._count += 1
 
+    def failed(self, name: str, ir: IR, error: Exception) -> None:
+        """Write an IR that does not hold, below the error that says why."""
+        lines = "".join(f"# {line}\n" for line in f"{type(error).__name__}: {error}".splitlines())
+        self._write(f"{name}.failed", lines + render(ir))
+
+    def _write(self, name: str, text: str) -> None:
+        """Write the file of the next number."""
+        # A pass may be called by any name, and a slash in it would be a folder.
+        name = re.sub(r"[^\w.<>-]", "_", name)
+        write_whole(self.folder / f"{self._count:02d}-{name}.txt", text)
+
 
 @dataclass(frozen=True)
-class PrintAfter:
+class PrintAfter(Observer):
     """Prints the IR after each pass in `names`, or after every pass where `names` has "all"; "trace" is the IR before.
 
     `file` is where it prints (default: standard output at that time).
@@ -73,6 +89,11 @@ class PrintAfter:
         """Print the IR if its pass is asked for."""
         if name in self.names or "all" in self.names:
             print(f"# after {name}\n{render(ir)}", file=self.file or sys.stdout)
+
+    def failed(self, name: str, ir: IR, error: Exception) -> None:
+        """Print an IR that does not hold, if its pass is asked for."""
+        if name in self.names or "all" in self.names:
+            print(f"# failed after {name}: {error}\n{render(ir)}", file=self.file or sys.stdout)
 
 
 def make_observers(

@@ -114,6 +114,11 @@ def name_pass(step: Any) -> str:
     return str(name).replace("_", "-")
 
 
+def is_own(step: Any) -> bool:
+    """Return whether a pass comes with fxsplit, which tests it; a class derived from such a pass does not."""
+    return type(step).__module__.startswith("fxsplit.passes.")
+
+
 def ignores_mode(step: Any) -> bool:
     """Return whether a pass states that it does the same to the same graph in both modes: `ignores_mode = True`.
 

@@ -6,17 +6,20 @@ This is where every compile passes: a pass that breaks a fact is named here, and
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from fxsplit.errors import BrokenFact, ChainError, FxsplitError
 from fxsplit.ir.chain import pass_text
-from fxsplit.ir.graph import IR, Pass, Step, name_pass
+from fxsplit.ir.fingerprint import find_edit, take_fingerprint
+from fxsplit.ir.graph import IR, Pass, Step, is_own, name_pass
+
+Check = Callable[[Pass, IR, IR], IR]
+"""Looks at a pass with the IR before and after it, and returns the IR to go on with; raises BrokenFact."""
 
 
-class Observer(Protocol):
-    """Something that watches a chain run, such as `dump.DumpTo`."""
+class Observer:
+    """Something that watches a chain run, such as `dump.DumpTo`; by itself it does nothing."""
 
     def start(self, ir: IR) -> None:
         """See the IR before the first pass."""
@@ -24,32 +27,76 @@ class Observer(Protocol):
     def after(self, name: str, ir: IR) -> None:
         """See the IR after the pass called `name`."""
 
+    def failed(self, name: str, ir: IR, error: Exception) -> None:
+        """See the IR in which something does not hold after the pass called `name`."""
 
-def run_chain(ir: IR, chain: Iterable[Pass], observers: Sequence[Observer] = ()) -> IR:
+
+def run_chain(
+    ir: IR, chain: Iterable[Pass], observers: Sequence[Observer] = (), check: Check = lambda step, before, after: after
+) -> IR:
     """Return the IR after all passes of `chain`.
 
     Raises what a pass raises, ChainError for a pass that returns no IR, and BrokenFact, naming the pass, where a fact
-    does not hold after it.
+    does not hold after it, where it edits the graph or its modules in place, or where `check` finds something. A note
+    on every error says which pass it comes from.
     """
     for observer in observers:
         observer.start(ir)
-    for step in chain:
-        # The time of the pass itself; verifying comes after.
-        begin = time.perf_counter()
-        result: object = step(ir)
-        if not isinstance(result, IR):
-            what = f"returned {type(result).__name__}: a pass returns an IR (is 'return ir' missing?)"
-            raise ChainError(f"pass {name_pass(step)!r} {what}")
-        # What stays the same from pass to pass: a pass that makes a new IR would lose it.
-        steps = (*ir.steps, Step(pass_text(step), time.perf_counter() - begin))
-        ir = replace(result, steps=steps, model=ir.model, mode=ir.mode)
-        _verify(ir, name_pass(step))
-        for observer in observers:
-            observer.after(name_pass(step), ir)
+    first, steps = ir, list(chain)
+    for number, step in enumerate(steps, 1):
+        try:
+            result = _run_pass(step, ir, first)
+            try:
+                _verify(result)
+                ir = check(step, ir, result)
+            except Exception as error:
+                _tell_of_failure(observers, step, result, error)
+                raise
+            for observer in observers:
+                observer.after(name_pass(step), ir)
+        except Exception as error:
+            error.add_note(f"in pass {pass_text(step)!r} ({number} of {len(steps)}) on {ir.model} in {ir.mode} mode")
+            # An error of a fact or of the graph says by itself which pass is at fault, also where notes are not shown.
+            if isinstance(error, BrokenFact):
+                error.args = (f"after pass {name_pass(step)!r}: {error}",)
+            raise
     return ir
 
 
-def _verify(ir: IR, name: str) -> None:
+def _run_pass(step: Pass, ir: IR, first: IR) -> IR:
+    """Return what a pass makes of `ir`; raises BrokenFact where it edits that or the `first` IR in place."""
+    # Passes that come with fxsplit are known to edit nothing.
+    watched = {} if is_own(step) else {id(gm): (gm, take_fingerprint(gm)) for gm in (first.gm, ir.gm)}
+    # The time of the pass itself; verifying comes after.
+    begin = time.perf_counter()
+    result: object = step(ir)
+    seconds = time.perf_counter() - begin
+    if not isinstance(result, IR):
+        what = f"returned {type(result).__name__}: a pass returns an IR (is 'return ir' missing?)"
+        raise ChainError(f"pass {name_pass(step)!r} {what}")
+    for gm, before in watched.values():
+        edit = find_edit(before, take_fingerprint(gm))
+        if edit is not None:
+            raise BrokenFact(
+                f"{edit} of {ir.model} is another one now, as the pass has edited the graph or its modules in place: "
+                "copy the graph, edit the copy, and return ir.rewrite(fx.GraphModule(ir.gm, copy)). Modules and "
+                "weights are the model's own: build the model anew where one of those has changed"
+            )
+    # What stays the same from pass to pass: a pass that makes a new IR would lose it.
+    steps = (*ir.steps, Step(pass_text(step), seconds))
+    return replace(result, steps=steps, model=ir.model, mode=ir.mode)
+
+
+def _tell_of_failure(observers: Sequence[Observer], step: Pass, ir: IR, error: Exception) -> None:
+    """Show the observers an IR that does not hold; what they raise becomes a note, as `error` says more."""
+    for observer in observers:
+        try:
+            observer.failed(name_pass(step), ir, error)
+        except Exception as other:
+            error.add_note(f"{type(observer).__name__} could not show the IR ({type(other).__name__}: {other})")
+
+
+def _verify(ir: IR) -> None:
     """Raise BrokenFact unless the graph is sound and every fact holds, also those that earlier passes learnt."""
     what = "the graph"
     try:
@@ -58,11 +105,9 @@ def _verify(ir: IR, name: str) -> None:
         for kind, fact in ir.facts.items():
             what = kind.__name__
             fact.verify(ir)
-    except BrokenFact as error:
-        raise BrokenFact(f"after pass {name!r}: {error}") from error
     except FxsplitError:
-        # Not a broken fact, but a wrong word of the user, such as a pin of a submodule that is not there.
+        # A broken fact, or a wrong word of the user, such as a pin of a submodule that is not there.
         raise
     except Exception as error:
         # A fact that is wrong enough, such as a plan for device 9 of 2, raises in the middle of its own check.
-        raise BrokenFact(f"after pass {name!r}: {what} does not hold ({type(error).__name__}: {error})") from error
+        raise BrokenFact(f"{what} does not hold ({type(error).__name__}: {error})") from error

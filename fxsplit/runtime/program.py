@@ -45,6 +45,7 @@ class Program:
     puts_hooks: whether modules put hooks on activations as they run.
     recompute: when a stage keeps no activations, a key of `POLICIES`.
     stage_backend: what torch.compile compiles each stage with (None: stages run as they are).
+    detached: why no gradient of the stages reaches the model (None: every gradient does).
     """
 
     stages: Stages
@@ -59,6 +60,7 @@ class Program:
     puts_hooks: bool
     recompute: str = "plan"
     stage_backend: str | None = None
+    detached: str | None = None
     # Learnt as batches run. Buffers that a recomputing stage writes are told apart by its first run.
     written: dict[int, set[str]] = field(default_factory=dict, init=False)
     _schedules: dict[int, Schedule] = field(default_factory=dict, init=False)

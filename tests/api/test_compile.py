@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxsplit
-from fxsplit.api.compare import compare, measure_difference, run_pipeline_step, run_unsplit_step
+from fxsplit.api.compare import compare, run_pipeline_step, run_unsplit_step
+from fxsplit.api.differences import measure_difference
 from tests.models import FAST, Buffers, Chunked, LateReader, ManyInputs, Mlp, ModeDependent, Residual, Tied
 
 TIGHT = 1e-10

@@ -83,8 +83,8 @@ def test_weights_are_pinned_to_the_stage_that_alone_has_them() -> None:
     captured = capture_model(model, options, X, 2, from_shapes=False)
     candidate = Candidate(Scheduler("1F1B", 2), 4)
     final, _ = lower(options, captured, candidate, None)
-    stages = build_program(model, options, candidate, captured, final).stages
-    pins = pin_weights(captured, stages)
+    program = build_program(model, options, candidate, captured, final)
+    pins, stages = pin_weights(captured, program), program.stages
     owner = {str(n.target): s.index for s in stages.stages for n in s.module.graph.nodes if n.op == "call_module"}
     named = {n.name: str(n.target) for n in captured.gm.graph.nodes if n.op == "call_module"}
     assert {named[name]: stage for name, stage in pins.stages.items()} == owner and pins.optional == set(pins.stages)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fxsplit.api.compare import measure_difference
+from fxsplit.api.differences import measure_difference
 
 
 def test_differences_of_complex_sparse_and_missing_numbers() -> None:

@@ -1,0 +1,79 @@
+"""Fingerprint: what a graph and its modules are now, to tell whether a pass has edited them in place.
+
+An IR never changes: earlier ones are kept, other passes and the other mode start from them, and the modules are the
+user's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxsplit.torch_internals.fake_weights import has_values
+
+MOST_READ = 100_000
+"""Of a weight with more elements than this, so many are read, evenly spread."""
+
+_PLAIN = (bool, int, float, str, type(None), tuple)
+
+
+def take_fingerprint(gm: fx.GraphModule) -> dict[str, Any]:
+    """Return what can be seen of a graph, its modules and its weights: a name for messages -> a value to compare."""
+    found: dict[str, Any] = {}
+    weights: dict[int, tuple[str, Tensor]] = {}
+    for path, module in gm.named_modules():
+        if isinstance(module, fx.GraphModule):
+            found |= _list_nodes(module)
+        found |= {f"module {path!r}" if path else "the graph's modules": tuple(_list_held(module))}
+        found |= {f"attribute {f'{path}.{k}'.removeprefix('.')!r}": v for k, v in _list_attributes(module)}
+        for name, weight in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            weights.setdefault(id(weight), (f"{path}.{name}".removeprefix("."), weight))
+    return found | {f"the values of {path!r}": _read_values(weight) for path, weight in weights.values()}
+
+
+def find_edit(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
+    """Return the name of the first thing that differs between two fingerprints; None if nothing does."""
+    return next((name for name in {**before, **after} if before.get(name) != after.get(name)), None)
+
+
+def _list_nodes(gm: fx.GraphModule) -> dict[str, Any]:
+    """Return all that a graph says of each of its nodes, in order."""
+    found = {}
+    for position, node in enumerate(gm.graph.nodes):
+        # Pins and messages are found by the stack of modules, and dumps show the shape.
+        notes = (node.meta.get("fxsplit_shape"), repr(node.meta.get("nn_module_stack")))
+        target = node.target if isinstance(node.target, str) else id(node.target)
+        found[f"node {node.name!r}"] = (position, node.op, target, repr(node.args), repr(node.kwargs), notes)
+    return found
+
+
+def _list_held(module: nn.Module) -> Iterator[tuple[str, int]]:
+    """Yield, by name, the identity of each submodule, parameter and buffer that a module holds itself."""
+    for held in (module._modules, module._parameters, module._buffers):
+        yield from ((name, id(value)) for name, value in held.items())
+
+
+def _list_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield a module's mode, and of torch's own modules the attributes that say how they compute."""
+    yield "training", module.training
+    # A module of the user's may count its calls, which a pass that runs the graph does not do on purpose.
+    if type(module).__module__.startswith("torch.nn."):
+        yield from ((k, repr(v)) for k, v in vars(module).items() if k[0] != "_" and isinstance(v, _PLAIN))
+
+
+def _read_values(weight: Tensor) -> tuple[Any, ...]:
+    """Return what differs after a write to a weight: its count of writes, and a hash and a sum of values in it."""
+    # A tensor made in inference mode counts no writes.
+    version = None if weight.is_inference() else weight._version
+    if not has_values(weight) or weight.layout is not torch.strided or weight.is_complex() or not weight.numel():
+        return version, weight.requires_grad
+    values = weight.detach()
+    # A slice of contiguous memory is a view. A copy of all of another layout would cost more than it finds.
+    if values.numel() > MOST_READ:
+        values = values.view(-1)[:: values.numel() // MOST_READ] if values.is_contiguous() else values[:1]
+    # The hash does not see that all of an even number of equal elements change. The sum is a text, as NaN is not NaN.
+    hashed, total = torch.hash_tensor(values).view(torch.int64).item(), repr(values.double().sum().item())
+    return version, weight.requires_grad, hashed, total
