@@ -73,8 +73,9 @@ class Validity:
             if not all(_is_from_library(hook, self._model) for hook in hooks):
                 kept_whole = next((path for path, _ in self._whole), "a layer")
                 raise InputError(
-                    f"submodule {path!r} has hooks, and its inside is cut into stages, so they would never run: put "
-                    f"them on modules that stay whole, such as {kept_whole!r}, or remove them"
+                    f"submodule {path!r} has hooks, and its inside is cut into stages, so they would never run: keep "
+                    f"it whole, fxsplit.leaf({path!r}) in passes=, put them on modules that stay whole, such as "
+                    f"{kept_whole!r}, or remove them"
                 )
 
     def check_weights(self) -> None:

@@ -109,14 +109,20 @@ class Snapshot:
         with torch.no_grad():
             for tensor, version, value in self._kept:
                 # A write counts as a new version even where it changes nothing, and autograd may have saved the tensor.
-                if value is not None and _differs(tensor, version, value):
-                    tensor.copy_(value)
+                if value is None or not _differs(tensor, version, value):
+                    continue
+                # A tensor that was resized may have lost the memory of its values.
+                if tensor.shape != value.shape:
+                    tensor.data = value.clone()
+                tensor.copy_(value)
 
 
 def _differs(tensor: Tensor, version: int, value: Tensor | None) -> bool:
     """Return whether a tensor has been written to since it had this version and this value (None for a fake one)."""
     if value is None:
         return tensor._version != version
+    if tensor.shape != value.shape:
+        return True
     # Values are compared and not versions, since some kernels (batch norm's) write and count no version. The second
     # comparison takes NaN for equal to NaN.
     return not torch.equal(tensor, value) and not bool(((tensor == value) | (tensor.isnan() & value.isnan())).all())

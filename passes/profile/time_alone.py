@@ -21,6 +21,7 @@ from fxsplit.passes.profile.time_in_step import (
     NodeTimes,
     Times,
     check_stop,
+    ignore_missing_backward,
     take_medians,
     time_halves,
 )
@@ -85,13 +86,14 @@ def _time(call: Call, device: torch.device, repeats: int) -> Times:
         middle = clock.now()
         outputs = [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor) and t.requires_grad]
         seeds = [torch.ones_like(t) for t in outputs]
-        if turn >= WARM_UP + repeats and outputs and leaves:
-            halves.append(time_halves(outputs, leaves, seeds, None, clock))
+        if turn >= WARM_UP + repeats:
+            with ignore_missing_backward():
+                halves += [time_halves(outputs, leaves, seeds, None, clock)] if outputs and leaves else []
             continue
         # The clock starts anew: making the seeds is no part of a backward.
         start = clock.now()
-        if outputs and leaves:
-            torch.autograd.grad(outputs, leaves, seeds, allow_unused=True)
+        with ignore_missing_backward():
+            _ = torch.autograd.grad(outputs, leaves, seeds, allow_unused=True) if outputs and leaves else ()
         forward.append(middle - begin)
         backward.append(clock.now() - start)
     return take_medians(forward, backward, halves, repeats)

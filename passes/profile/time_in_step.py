@@ -9,8 +9,9 @@ import copy
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import replace
 from statistics import median
 from typing import Any, TypeVar
@@ -72,14 +73,19 @@ class Sweep(Interpreter):
         self.run(*(t.detach().clone().to(self._device).requires_grad_(t.requires_grad) for t in inputs))
         while self._pending:
             name, leaves, outputs = self._pending.pop()
-            seeds = [torch.ones_like(t) for t in outputs]
-            if halved:
-                self.halves_ms[name].append(time_halves(outputs, leaves, seeds, self._totals, self._clock))
-                continue
-            # autograd.grad and not backward(): gradients must not reach the `.grad` of the user's parameters.
-            begin = self._clock.now()
-            _accumulate(self._totals, leaves, torch.autograd.grad(outputs, leaves, seeds, allow_unused=True))
-            self.backward_ms[name].append(self._clock.now() - begin)
+            with ignore_missing_backward():
+                self._run_backward(name, leaves, outputs, halved)
+
+    def _run_backward(self, name: str, leaves: list[Tensor], outputs: list[Tensor], halved: bool) -> None:
+        """Run the backward of one node, and note its time."""
+        seeds = [torch.ones_like(t) for t in outputs]
+        if halved:
+            self.halves_ms[name].append(time_halves(outputs, leaves, seeds, self._totals, self._clock))
+            return
+        # autograd.grad and not backward(): gradients must not reach the `.grad` of the user's parameters.
+        begin = self._clock.now()
+        _accumulate(self._totals, leaves, torch.autograd.grad(outputs, leaves, seeds, allow_unused=True))
+        self.backward_ms[name].append(self._clock.now() - begin)
 
     def run_node(self, n: fx.Node) -> Any:
         """Run one node; if it is to be timed, time its forward and keep what its backward needs."""
@@ -89,13 +95,10 @@ class Sweep(Interpreter):
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         if n.name not in self._timed:
-            with torch.no_grad():
-                value = getattr(self, n.op)(n.target, args, kwargs)
-            # The value requires a gradient if the observed one did.
-            wanted = self._seen[n.name].gradient_bytes > 0
-            return pytree.tree_map_only(
-                Tensor, lambda t: t.detach().requires_grad_() if wanted and t.is_floating_point() else t, value
-            )
+            return self._run_untimed(n, args, kwargs)
+        # A view of memory that is written to must go on sharing it, and be no part of a graph then: one of several
+        # parts of a tensor, as chunk() makes them, has no backward any more once the tensor is written to.
+        shared = self._run_untimed(n, args, kwargs) if self._is_view_of_written(n) else None
         leaves: list[Tensor] = []
         given = pytree.tree_leaves((args, kwargs))
         args, kwargs = pytree.tree_map_only(Tensor, self._cut(leaves, self._needs_copies(n)), (args, kwargs))
@@ -113,15 +116,33 @@ class Sweep(Interpreter):
         if outputs and leaves:
             self._pending.append((n.name, leaves, outputs))
         # This node's backward runs after the nodes that write to its memory: they get a copy.
+        if shared is not None:
+            return shared
         if n.name in self._written:
             value = pytree.tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), value)
         return value
 
+    def _run_untimed(self, n: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the value of a node that is not timed; it requires a gradient if the observed one did."""
+        with torch.no_grad():
+            value = getattr(self, n.op)(n.target, args, kwargs)
+        wanted = self._seen[n.name].gradient_bytes > 0
+        return pytree.tree_map_only(
+            Tensor, lambda t: t.detach().requires_grad_() if wanted and t.is_floating_point() else t, value
+        )
+
+    def _list_written(self, n: fx.Node) -> set[str]:
+        """Return the owners of the memory that a node reads and that some node writes to."""
+        return {owner for i in n.all_input_nodes for owner in self._seen[i.name].owners} & self._written
+
     def _needs_copies(self, n: fx.Node) -> bool:
-        """Return whether a node gets copies of its arguments: it writes to them, or saves what is written to later."""
-        # A view of written memory saves nothing for backward, and must go on sharing the memory.
-        owners = {owner for i in n.all_input_nodes for owner in self._seen[i.name].owners}
-        return bool(self._seen[n.name].mutates) or bool(owners & self._written - set(self._seen[n.name].owners))
+        """Return whether a node gets copies of its arguments: it writes to them, or may save what is written to."""
+        return bool(self._seen[n.name].mutates) or bool(self._list_written(n))
+
+    def _is_view_of_written(self, n: fx.Node) -> bool:
+        """Return whether a node makes a view of memory that some other node writes to."""
+        seen = self._seen[n.name]
+        return not seen.mutates and bool(self._list_written(n) & set(seen.owners))
 
     def _cut(self, leaves: list[Tensor], copies: bool) -> Callable[[Tensor], Tensor]:
         """Return a function that makes a leaf of an argument, notes it in `leaves`, and copies it if `copies`."""
@@ -148,6 +169,21 @@ class Clock:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter() * 1000.0
+
+
+@contextmanager
+def ignore_missing_backward() -> Iterator[None]:
+    """Take no time for a backward that torch refuses to run by itself.
+
+    The gradients of the whole graph are the model's, which was checked, so nothing waits for such a backward. For
+    example, `x.bernoulli().detach()` has an operator without a derivative, and none is asked for.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        return
 
 
 def time_halves(outputs: Tensors, leaves: Tensors, seeds: Tensors, totals: Sums | None, clock: Clock) -> Halves:

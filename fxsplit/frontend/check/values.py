@@ -6,14 +6,14 @@ buffers and arguments, and have the same gradients. Neither run leaves a trace o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from fxsplit.errors import FxsplitError, TraceError
+from fxsplit.errors import FxsplitError, InputError, TraceError
 from fxsplit.frontend.check.gradients import TOLERANCE, check_gradients
 from fxsplit.frontend.check.outputs import find_output_dims, unpack_output
 from fxsplit.frontend.check.run import Runner, describe, summarize
@@ -123,8 +123,10 @@ def _run_code(here: Runnable) -> None:
 def _run_model(here: Runnable, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor], list[str]]:
     """Return what the model returns for `tensors`, what it has left in its buffers, and which arguments it has changed.
 
-    The buffers are as before again. Raises TraceError, naming a parameter, if forward() has written to it.
+    The buffers are as before again. Raises TraceError, naming a parameter, if forward() has written to it, and
+    InputError for a buffer that it has resized.
     """
+    shapes = {path: tuple(b.shape) for path, b in here.model.named_buffers()}
     # A snapshot, since preserve() restores buffers alone.
     weights = Snapshot(here.model.parameters())
     with preserve(here.modules):
@@ -135,6 +137,7 @@ def _run_model(here: Runnable, tensors: Sequence[Tensor]) -> tuple[Any, list[Ten
             error.add_note(f"fxsplit called the unsplit model with one microbatch of {here.rows} rows")
             raise
         buffers = [b.clone() for b in here.model.buffers()]
+        _refuse_resized(here, shapes)
     changed = {id(p) for p in weights.changed()}
     written = [path for path, p in here.model.named_parameters() if id(p) in changed]
     weights.restore()
@@ -144,6 +147,17 @@ def _run_model(here: Runnable, tensors: Sequence[Tensor]) -> tuple[Any, list[Ten
             "outside of forward(), for example after optimizer.step() (Embedding: leave max_norm= out)"
         )
     return returned, buffers, here.inputs.find_rewritten(call, tensors)
+
+
+def _refuse_resized(here: Runnable, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise InputError for a buffer that has another shape than in `shapes`: a graph is for buffers of one shape."""
+    now = {path: tuple(b.shape) for path, b in here.model.named_buffers()}
+    path = next((path for path, shape in now.items() if shapes.get(path) != shape), None)
+    if path is not None:
+        raise InputError(
+            f"forward() of {here.name} resizes buffer {path!r} from {shapes.get(path)} to {now[path]}, as observers of "
+            f"torch.ao.quantization do in their first call: call {here.name} once, then compile it"
+        )
 
 
 def _find_saved_buffers(here: Runnable, changed: set[int]) -> tuple[str, ...]:

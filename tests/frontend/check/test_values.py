@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from fxsplit.errors import TraceError
+import fxsplit
+from fxsplit.errors import InputError, TraceError
 from fxsplit.frontend.check.values import check_graph
 from fxsplit.frontend.graph import list_fetched
 from tests.frontend.subjects import Scale, make_subject, trace
@@ -169,3 +170,33 @@ def test_nan_and_infinity_are_equal_to_themselves() -> None:
 def test_what_a_graph_fetches() -> None:
     model = Scale()
     assert list_fetched(trace(model)) == {"scale": model.scale}
+
+
+class Resizes(nn.Module):
+    """Gives a buffer its size in the first call, as observers of torch.ao.quantization do."""
+
+    least: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("least", torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        if self.least.numel() == 0:
+            self.least.resize_(4)
+            self.least.copy_(x.detach().amin(0))
+        result: Tensor = self.b(x - self.least)
+        return result
+
+
+def test_a_buffer_without_its_size_is_refused_and_as_it_was() -> None:
+    """torch's error named two sizes that nobody had given, and the model was left changed."""
+    model, x = Resizes(), torch.randn(6, 4)
+    with pytest.raises(InputError, match=r"resizes buffer 'least' from \(0,\) to \(4,\), .*call Resizes once, then"):
+        fxsplit.compile(model, 2, example_inputs=x)
+    assert model.least.shape == (0,)
+    model(x)
+    with fxsplit.compile(model, 2, example_inputs=x) as pipe:
+        torch.testing.assert_close(pipe(x), model(x))

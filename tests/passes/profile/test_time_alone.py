@@ -78,3 +78,12 @@ def test_the_models_own_weights_stay_on_the_meta_device() -> None:
         layer = nn.BatchNorm1d(4)
     time_alone({"a": Call(layer, (torch.empty(3, 4, device="meta"),), {})}, CPU, 1, lambda: None)
     assert all(w.is_meta for w in (*layer.parameters(), *layer.buffers()))
+
+
+def test_an_operator_without_a_derivative_is_timed_forward() -> None:
+    """torch's error ended the profile, though no backward of a detached value ever runs."""
+    x = torch.empty(2, 4, device="meta", requires_grad=True)
+    forward_ms, backward_ms, _ = time_alone(
+        {"a": Call("bernoulli", (x,), {"p": 0.5}), "b": Call(torch.floor_divide, (x, 2), {})}, CPU, 1, lambda: None
+    )["b"]
+    assert forward_ms > 0 and backward_ms >= 0

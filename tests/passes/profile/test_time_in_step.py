@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from fxsplit.passes.profile.time_in_step import (
     time_halves,
 )
 from fxsplit.torch_internals.observe import observe
+from tests.runtime.stage.beside_unsplit import largest_difference
 
 
 class Net(nn.Module):
@@ -49,6 +51,43 @@ def test_a_timed_run_computes_what_the_graph_computes(timed: set[str]) -> None:
     torch.testing.assert_close(outputs[0], model(x))
     assert {"a", "b"} & timed <= set(sweep.backward_ms)
     assert all(p.grad is None for p in model.parameters())
+
+
+def _write_after_chunk(h: Tensor) -> Tensor:
+    p, q = h.chunk(2, 1)
+    y = torch.cat([q, torch.tanh(p)], 1)
+    return y + h.mul_(0.9)
+
+
+def _clear_behind_split(h: Tensor) -> Tensor:
+    p, q = h.split(4, 1)
+    p, q = p * 2, q.clone()
+    h[:, 4:].zero_()
+    return torch.cat([p, q], 1) + h
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        _write_after_chunk,
+        _clear_behind_split,
+        lambda h: h + (h // 0.5).detach(),
+        lambda h: h + torch.special.zeta(h.abs() + 2, h.abs() + 1).detach(),
+    ],
+)
+def test_a_backward_that_cannot_run_by_itself_takes_no_time(use: Callable[[Tensor], Tensor]) -> None:
+    """Measuring asked for gradients that no training asks for, and compile() failed with torch's own error."""
+
+    class Uses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.b(use(self.a(x)))
+            return result
+
+    assert largest_difference(Uses(), "1F1B") < 1e-12
 
 
 def test_the_gradients_of_weights_are_the_second_half() -> None:
