@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fxsplit.errors import FxsplitError
 from fxsplit.ir.facts.stages import Stage
-from fxsplit.runtime.stage.run import Packet, Saved, forward
+from fxsplit.runtime.stage.run import KEPT, Packet, Saved, forward
 from fxsplit.torch_internals.batch_norm import note_nothing
 from fxsplit.torch_internals.interpret import get_storage_id
 from fxsplit.torch_internals.thread_modes import ThreadModes
@@ -119,8 +119,8 @@ def _drop(tensor: Tensor) -> None:
 
 
 def _refuse(nothing: None) -> Tensor:
-    """Raise AssertionError: a saved tensor is asked for only by a backward."""
-    raise AssertionError("a stage's first run is never run backward")
+    """Raise FxsplitError: a stage's first run is never run backward, but for tensors of it that somebody has kept."""
+    raise FxsplitError(f"{KEPT}; this stage recomputes, so its first run has kept nothing to go backward with")
 
 
 def list_loss_leaves(outputs: tuple[Any, ...], found: list[Tensor]) -> tuple[Tensor, ...]:

@@ -10,18 +10,27 @@ from __future__ import annotations
 
 import linecache
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fxsplit.errors import FxsplitError
 from fxsplit.ir.facts.stages import Stage
 from fxsplit.torch_internals.grad_leaves import mute
 from fxsplit.torch_internals.grad_split import BranchNodes, WeightBackward, collect_weight_backwards, find_branch_nodes
 from fxsplit.torch_internals.grad_sums import Share, Sums, differentiate, find_unshared, make_shares
 from fxsplit.torch_internals.thread_modes import NO_CONTEXT
 from fxsplit.torch_internals.user_lines import is_users
+
+KEPT = (
+    "a backward of your own runs through a tensor that a hook (or an attribute of a module) has kept of a pipeline's "
+    "forward, and such a tensor has gradients within its stage alone: parameters of earlier stages would get none; "
+    "return the tensor as an output of the model and compute the loss from that, or call pipe.model for it"
+)
+"""What is said of features that somebody keeps and runs backward from."""
 
 
 class Packet(NamedTuple):
@@ -57,10 +66,25 @@ def forward(stage: Stage, packet: Packet, writes: bool = False) -> Saved:
         return Saved(packet.values, stage(*packet.values))
     pairs = zip(packet.values, packet.wanted, strict=True)
     # Detached again, since one value may go to several stages, and each needs a leaf of its own.
-    inputs = tuple([v.detach().requires_grad_() if wanted else v for v, wanted in pairs])
+    inputs = tuple([_make_boundary(v) if wanted else v for v, wanted in pairs])
     if not writes:
         return Saved(inputs, stage(*inputs))
     return Saved(inputs, stage(*(v.clone() if isinstance(v, Tensor) and v.requires_grad else v for v in inputs)))
+
+
+def _make_boundary(value: Tensor) -> Tensor:
+    """Return a value as a leaf at which the graph of a stage ends, and which no backward but the pipeline's may reach.
+
+    The pipeline's own asks for the leaf's gradient and accumulates none, so it runs no hook.
+    """
+    leaf = value.detach().requires_grad_()
+    leaf.register_post_accumulate_grad_hook(_refuse_foreign_backward)
+    return leaf
+
+
+def _refuse_foreign_backward(leaf: Tensor) -> None:
+    """Raise FxsplitError for a backward of the user's own that has come to the start of a stage."""
+    raise FxsplitError(KEPT)
 
 
 def backward(
@@ -87,7 +111,7 @@ def backward(
     if not roots or not (leaves or edges):
         return of_inputs, [], []
     # The stage's own leaves are muted for the whole job; which leaves a loss has is known only now.
-    with mute(saved.extra) if saved.extra else NO_CONTEXT:
+    with mute(saved.extra) if saved.extra else NO_CONTEXT, _explain_second_backward():
         found = differentiate(roots, arrived, [*leaves, *edges], retain_graph=bool(edges))
     unshared = find_unshared(found) if first else [False] * len(found)
     for i, gradient in zip(wanted, found, strict=False):
@@ -95,6 +119,17 @@ def backward(
     at, end = len(wanted), len(leaves)
     shares = make_shares(leaves[at:], found[at:end], unshared[at:end])
     return of_inputs, shares, collect_weight_backwards(nodes, found[end:])
+
+
+@contextmanager
+def _explain_second_backward() -> Iterator[None]:
+    """Let torch's error for a graph that a backward has freed already say who else may have run one."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "a second time" not in str(error):
+            raise
+        raise FxsplitError(KEPT) from error
 
 
 def compute_weight_gradients(left: list[WeightBackward], sums: Sums) -> None:

@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fxsplit
+from fxsplit.errors import FxsplitError
 from fxsplit.runtime.stage.run import Packet, Saved, backward, find_failing_node, forward, list_roots
+from tests.models import FAST
 from tests.runtime.stage.one_stage import trace_stage, whole_stage
 
 
@@ -116,3 +119,26 @@ def test_a_failure_is_found_at_its_node() -> None:
             node.meta["stack_trace"] = trace if node.name == "inner" else 'File "other.py", line 1, in forward'
         assert find_failing_node(caught.value, stage) == f", node 'inner'{origin}"
     assert find_failing_node(ValueError("elsewhere"), stage) == ""
+
+
+@pytest.mark.parametrize(("layer", "recompute"), [(5, "never"), (5, "always"), (1, "always")])
+def test_features_that_a_hook_keeps_do_not_lose_gradients_silently(layer: int, recompute: str) -> None:
+    """A loss on what a forward hook had kept trained the layers of its own stage alone, and nothing was said."""
+    model, kept = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))), list[Tensor]()
+    model[layer].register_forward_hook(lambda module, args, output: kept.append(output))
+    x = torch.randn(8, 8)
+    with fxsplit.compile(model, 2, example_inputs=x, n_microbatches=2, recompute=recompute, passes=FAST) as pipe:
+        kept.clear()
+        pipe(x)
+        assert len(kept) == 2, "hooks run once a microbatch"
+        with pytest.raises(FxsplitError, match=r"a hook .* has kept .* gradients within its stage alone.* pipe\.model"):
+            torch.cat(kept).square().mean().backward()
+
+
+def test_a_freed_graph_says_who_may_have_freed_it() -> None:
+    """A backward through what a hook had kept freed the graph of a stage, and the error of the next named nobody."""
+    x = torch.randn(2, 2, requires_grad=True)
+    y = (x * x).exp()
+    y.sum().backward()
+    with pytest.raises(FxsplitError, match=r"a hook .* has kept of a pipeline's forward"):
+        backward(Saved((x,), (y,)), [torch.ones(2, 2)], [])
