@@ -4,7 +4,6 @@ pipe = fxsplit.compile(model, 2)
 loss = criterion(pipe(x), y); loss.backward(); optimizer.step()
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # each is imported when it is first used: planning from a profile needs no torch
@@ -64,7 +63,11 @@ def __getattr__(name: str) -> object:
     """Import a public name from its room."""
     if name not in _HOME:
         raise AttributeError(f"fxsplit has no {name!r}: it has {', '.join(_HOME)}")
-    value = getattr(import_module(f"fxsplit.{_HOME[name]}"), name)
+    from fxsplit.ir.imports import import_whole
+
+    # torch takes seconds to load, and Ctrl-C would leave half of it.
+    (home,) = import_whole([f"fxsplit.{_HOME[name]}"])
+    value = getattr(home, name)
     globals()[name] = value
     return value
 

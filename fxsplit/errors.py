@@ -89,6 +89,14 @@ class ClosedError(FxsplitError, RuntimeError):
     """The pipeline has been closed, and its workers are gone."""
 
 
+class BusyError(FxsplitError, RuntimeError):
+    """A worker is still in an action of a call that was interrupted; the message says which."""
+
+
+class StepTimeout(FxsplitError, TimeoutError):
+    """A step took longer than it was allowed to; the message says what each worker does."""
+
+
 class StageError(FxsplitError):
     """A stage raised an error, which is the `__cause__`.
 

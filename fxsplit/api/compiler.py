@@ -6,7 +6,6 @@ program (lowering). Weights then move to the devices of their stages.
 
 from __future__ import annotations
 
-import threading
 from functools import partial
 
 import torch
@@ -28,6 +27,8 @@ from fxsplit.ir.facts.scope import Scope
 from fxsplit.ir.graph import Mode, name_pass
 from fxsplit.runtime.microbatches import divide_rows
 from fxsplit.runtime.program import Batch, Program
+from fxsplit.torch_internals.thread_modes import keep_modes
+from fxsplit.torch_internals.undo import Turn, leave_no_trace
 from fxsplit.torch_internals.user_lines import warn_user
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -55,12 +56,14 @@ class Compiler:
         self._from_shapes = from_shapes
         self._kept: dict[tuple[Mode, Shapes | None], Compiled] = {}
         self._modules: list[int] = []
-        self._lock = threading.RLock()  # the first calls of several threads must not compile twice
+        self._turn = Turn()  # the first calls of several threads must not compile twice
 
+    @leave_no_trace
     def program(self, mode: Mode, call: Call) -> Program:
         """Return the program that runs `call` in a mode, which the model must be in; compile it if there is none."""
         return self._find(mode, call).program
 
+    @leave_no_trace
     def prepare(self, mode: Mode, call: Call) -> Batch:
         """Return a call ready to run: its program, its tensors, and how many rows each microbatch has.
 
@@ -83,6 +86,7 @@ class Compiler:
         """Return what was compiled first in a mode, or in the other mode where only that is compiled."""
         return self._kept.get((mode, None)) or self._kept.get((OTHER_MODE[mode], None))
 
+    @leave_no_trace
     def place_all(self) -> None:
         """Move the weights, which may be others now than before, to the devices of their stages."""
         for compiled in self._kept.values():
@@ -95,7 +99,7 @@ class Compiler:
 
     def _find(self, mode: Mode, call: Call) -> Compiled:
         """Return what is compiled for a call, after compiling it if need be; raises InputError for unusable hooks."""
-        with self._lock:
+        with self._turn.take():
             self._forget_replaced_modules()
             first = self._kept.get((mode, None))
             if first is None or self._is_outdated(first):
@@ -110,7 +114,7 @@ class Compiler:
 
     def _find_for_shapes(self, mode: Mode, call: Call, shapes: Shapes, first: Compiled) -> Compiled:
         """Return what is compiled for other shapes than the example's: an exported graph is for its own alone."""
-        with self._lock:
+        with self._turn.take():
             if (mode, shapes) in self._kept:
                 return self._kept[mode, shapes]
             # Modes that share the first program share those for other shapes as well.
@@ -159,7 +163,7 @@ class Compiler:
         from_shapes = self._from_shapes or (like is not None and like.captured[Example].from_shapes)
         capture_rows = partial(capture_model, self.model, self.options, call, from_shapes=from_shapes)
         # The first call may come under no_grad or inference_mode; what is learnt then must hold for training too.
-        with torch.inference_mode(False), torch.enable_grad(), show_progress():
+        with keep_modes(), torch.inference_mode(False), torch.enable_grad(), show_progress():
             # The second mode keeps the first one's schedule, whose devices hold the weights already.
             if like is None:
                 candidate, known = choose_candidate(self.options, rows, capture_rows)

@@ -6,7 +6,6 @@ A call goes to the compiler, which gives the program that runs it, and then with
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -31,12 +30,15 @@ from fxsplit.runtime.loss import BatchLoss, take_model_loss
 from fxsplit.runtime.microbatches import split_target
 from fxsplit.runtime.program import Batch, Program
 from fxsplit.runtime.stage.weight_versions import Stepper, make_stepper
+from fxsplit.runtime.status import Status
 from fxsplit.runtime.stopwatch import Stopwatch
 from fxsplit.schedule import simulate
 from fxsplit.schedule.memory import trace_memory
 from fxsplit.schedule.of_plan import read_footprints, read_times
 from fxsplit.schedule.timeline import Timeline
 from fxsplit.torch_internals.containers import HOOKS
+from fxsplit.torch_internals.grad_sums import Receipt
+from fxsplit.torch_internals.undo import Turn, leave_no_trace
 from fxsplit.torch_internals.user_lines import warn_user
 
 
@@ -58,7 +60,7 @@ class Pipeline(nn.Module):
         for key in nn.Module().__dict__.keys() - {"training", "_is_full_backward_hook"}:
             self.__dict__[key] = compiler.model.__dict__[key]
         self._engine: Engine | None = None
-        self._starting = threading.Lock()  # the first batches of several threads share one engine
+        self._starting = Turn()  # the first batches of several threads share one engine
         self._closed = False
         self._process = os.getpid()
 
@@ -189,6 +191,7 @@ class Pipeline(nn.Module):
         target: Any = None,
         return_outputs: bool = False,
         optimizer: Optimizer | None = None,
+        timeout_s: float | None = None,
         **kwargs: Any,
     ) -> Any:
         """Run one training step in the pipeline's schedule; add gradients to `.grad`; return the loss, detached.
@@ -196,18 +199,27 @@ class Pipeline(nn.Module):
         `target` is a tensor, or tuple or dict of tensors, with one row for each row of the input. Without a loss_fn the
         loss is the one that the model itself returns, as Hugging Face's models do for `labels=`. The loss is that of
         the whole batch: microbatches are weighted by their rows, or summed where `loss_fn.reduction` is "sum". With
-        `return_outputs` the result is (loss, outputs), both detached. No `.grad` changes when a step fails. There is
-        one exception: if a gradient hook of yours raises, some of the step's gradients have been added already.
+        `return_outputs` the result is (loss, outputs), both detached. No `.grad` changes when a step fails, in a
+        gradient hook of yours too. Buffers, such as batch norm's statistics, may have changed. An interrupt that comes
+        when all gradients have been added says so in a note. Raises StepTimeout, which says what each worker does,
+        where forwards and backwards take longer than `timeout_s` seconds.
 
         Under PipeDream and PipeDream-2BW the batch is a stream, and `optimizer` steps as its microbatches come back:
         after each of them, or after each n_devices of them, whose mean loss is then what that step minimises. It
         starts by setting every `.grad` to None. One that fails has stepped as far as it came.
         """
+        if timeout_s is not None and not timeout_s > 0:
+            raise InputError(f"timeout_s={timeout_s!r} is no time: give seconds, such as 60.0, or None for no limit")
         batch, loss, stepper = self._prepare_step(args, kwargs, target, optimizer)
-        engine = self._start_engine(batch.program)
-        outputs = engine.step(batch, loss, keep_outputs=return_outputs, stepper=stepper)
-        total = loss.compute_total()
-        return (total, batch.program.build_result(outputs)) if return_outputs else total
+        engine, receipt = self._start_engine(batch.program), Receipt()
+        try:
+            return engine.step(
+                batch, loss, keep_outputs=return_outputs, stepper=stepper, receipt=receipt, timeout_s=timeout_s
+            )
+        except BaseException as error:
+            if receipt.added:
+                error.add_note("the step was over: its gradients have been added to .grad")
+            raise
 
     def trace(
         self, *args: Any, target: Any = None, optimizer: Optimizer | None = None, **kwargs: Any
@@ -272,6 +284,10 @@ class Pipeline(nn.Module):
         with torch.no_grad():
             yield
 
+    def status(self) -> Status:
+        """Return what each worker does now; call it from another thread, or after an interrupt."""
+        return Status() if self._engine is None else self._engine.get_status()
+
     def close(self) -> None:
         """End the worker threads; the pipeline cannot run afterwards. Also done with the last reference to it."""
         self._closed = True
@@ -297,13 +313,16 @@ class Pipeline(nn.Module):
         if self._process != os.getpid():
             raise ClosedError("the pipeline's threads stayed in the process that forked: compile again")
 
+    @leave_no_trace
     def _start_engine(self, program: Program) -> Engine:
         """Return the engine, started for the first batch; both modes run on the same machine."""
         # Threads are started as late as this: a pipeline that is only planned and looked at needs none.
-        with self._starting:
+        with self._starting.take():
             if self._engine is None:
                 machine = program.machine
-                self._engine = Engine(machine.torch_devices(), machine.intraop_threads())
+                self._engine = Engine(
+                    machine.torch_devices(), machine.intraop_threads(), [d.name for d in machine.devices]
+                )
             return self._engine
 
     def _present(self) -> Compiled:

@@ -17,8 +17,11 @@ from fxsplit.ir.facts.machine import DeviceLike, Machine
 from fxsplit.ir.manager import run_chain
 from fxsplit.passes import Profile
 from fxsplit.runtime.microbatches import divide_rows
+from fxsplit.torch_internals.thread_modes import keep_modes
+from fxsplit.torch_internals.undo import leave_no_trace
 
 
+@leave_no_trace
 def profile(
     model: nn.Module, example_inputs: Any, *, n_microbatches: int = 1, device: DeviceLike = "cpu", repeats: int = 5
 ) -> Costs:
@@ -39,6 +42,6 @@ def profile(
     batch = inputs.count_rows(tensors)
     rows = divide_rows(batch, choose_microbatch_count(1, rows=batch, stated=n_microbatches))[0]
     # The caller may have switched gradients off, and backwards are to be measured too.
-    with torch.inference_mode(False), torch.enable_grad(), show_progress():
+    with keep_modes(), torch.inference_mode(False), torch.enable_grad(), show_progress():
         traced = capture(model, args, kwargs, rows)
         return run_chain(traced.learn(Machine.of([device])), [Profile(repeats)])[Costs]

@@ -31,6 +31,7 @@ from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.containers import to_plain_outputs
 from fxsplit.torch_internals.fake_weights import lacks_values
 from fxsplit.torch_internals.interpret import preserve
+from fxsplit.torch_internals.undo import leave_no_trace, undo_after
 
 STEPS = 2
 """The second step starts from weights and buffers that the first one has changed."""
@@ -80,6 +81,7 @@ class Verification:
         return max((d.value for d in self.differences), default=0.0)
 
 
+@leave_no_trace
 def verify(pipe: Pipeline, inputs: Any, more: Mapping[str, Any] | None = None) -> Verification:
     """Train copies of a pipeline and of its model for two steps on one batch, and compare all they leave behind.
 
@@ -260,11 +262,12 @@ def disable_dropout() -> Iterator[None]:
         named |= dict(zip(("is_causal", "scale"), more, strict=False))
         return own["scaled_dot_product_attention"](query, key, value, **named)
 
-    for name in names:
-        setattr(F, name, drop_nothing(own[name]))
-    F.scaled_dot_product_attention = attend  # type: ignore[assignment]
-    try:
-        yield
-    finally:
+    def put_back() -> None:
         for name, function in own.items():
             setattr(F, name, function)
+
+    with undo_after(put_back):
+        for name in names:
+            setattr(F, name, drop_nothing(own[name]))
+        F.scaled_dot_product_attention = attend  # type: ignore[assignment]
+        yield

@@ -10,7 +10,6 @@ goes in and each that comes out, and the call is put back between the marks (`fx
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -23,6 +22,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from fxsplit.errors import TraceError
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.patch import Method, patch_method
+from fxsplit.torch_internals.undo import Turn
 
 TORCHS = ("torch._library.", "torch._functorch.")
 """Where torch defines autograd.Functions for operators that a graph does hold."""
@@ -31,7 +31,7 @@ Record = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Makes a node of a call."""
 Call = Callable[..., Any]
 
-one_trace = threading.RLock()
+one_trace = Turn()
 """Front ends patch torch for as long as they trace, so they take turns."""
 
 torch.library.define("fxsplit::enter", "(Tensor x, int call) -> Tensor")

@@ -17,7 +17,23 @@ from fxsplit.ir.facts.call import Inputs
 from fxsplit.ir.facts.chunks import Chunks
 from fxsplit.ir.facts.example import Example
 from fxsplit.ir.graph import IR
+from fxsplit.ir.imports import import_whole
 from fxsplit.torch_internals.fake_weights import lacks_values
+
+LATE = (
+    "torch._dynamo",
+    "torch.export._trace",
+    "torch._export.passes._node_metadata_hook",
+    "torch._export.passes.replace_autocast_with_hop_pass",
+    "torch._export.passes.replace_set_grad_with_hop_pass",
+    "torch._inductor.compiler_bisector",
+    "torch._inductor.fx_passes.dedupe_symint_uses",
+    "torch._subclasses.schema_check_mode",
+    "torch.fx.experimental.validator",
+    "sympy.assumptions.wrapper",
+    "sympy.tensor.tensor",
+)
+"""What torch itself imports while it traces or exports a model for the first time in a process."""
 
 
 def capture(
@@ -37,6 +53,7 @@ def capture(
     no front end can follow the model, or when a graph computes anything else than the model does; InputError when an
     output is no batch.
     """
+    import_whole(LATE, if_there=True)
     _refuse_unknown_weights(model)
     inputs, tensors = Inputs.of(model, args, kwargs, chunks)
     subject = Subject(model, inputs, tensors, rows, tuple(leaves), from_shapes or lacks_values(model))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fxsplit.errors import TraceError
 from fxsplit.torch_internals.rng import keep_generators
+from fxsplit.torch_internals.undo import undo_after
 
 
 @contextmanager
@@ -30,18 +31,21 @@ def restore_model(model: nn.Module) -> Iterator[None]:
     values = [v for _, held in before for name, v in held.items() if not name.startswith("_") or "_hooks" in name]
     contents = [(v, copy.copy(v)) for v in _list_collections(values)]
     tensors = [(v, v.detach().clone()) for v in values if isinstance(v, Tensor)]  # neither parameters nor buffers
-    try:
-        with keep_generators():
-            yield
-    finally:
+
+    def put_back() -> None:
         for module, attributes in before:
-            module.__dict__.clear()
+            # Never empty: an interrupt in between must leave a module that works.
             module.__dict__.update(attributes)
+            for name in module.__dict__.keys() - attributes.keys():
+                del module.__dict__[name]
         for tensor, value in tensors:
             tensor.detach().copy_(value)
         for collection, kept in contents:
             collection.clear()
             collection.extend(kept) if isinstance(collection, (list, deque)) else collection.update(kept)
+
+    with undo_after(put_back), keep_generators():
+        yield
 
 
 def _list_collections(values: Iterable[Any]) -> list[Any]:
@@ -81,17 +85,20 @@ def refuse_assignments(model: nn.Module) -> Iterator[None]:
     in the model.
     """
     before = [(path, held, dict(held)) for path, m in model.named_modules() for held in (m._parameters, m._buffers)]
-    assigned = []
-    try:
-        yield
-    finally:  # put back even when the block fails: another front end will run the model
+    assigned: dict[str, None] = {}
+
+    def put_back() -> None:
         for path, held, kept in before:
             names = [name for name in {**held, **kept} if held.get(name) is not kept.get(name)]
-            assigned += [f"{path}.{name}".removeprefix(".") for name in names]
+            assigned.update(dict.fromkeys(f"{path}.{name}".removeprefix(".") for name in names))
             held.clear()
             held.update(kept)
+
+    # Put back even when the block fails: another front end will run the model.
+    with undo_after(put_back):
+        yield
     if assigned:
         raise TraceError(
-            f"forward() of {type(model).__name__} assigns to {assigned[0]!r}, which a graph cannot hold: write it in "
-            "place, for example self.count.add_(1) for self.count += 1"
+            f"forward() of {type(model).__name__} assigns to {next(iter(assigned))!r}, which a graph cannot hold: "
+            "write it in place, for example self.count.add_(1) for self.count += 1"
         )

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx, nn
+from torch.fx import _symbolic_trace as symbolic
 from torch.nn.modules.batchnorm import _NormBase
 
 from fxsplit.errors import FxsplitError, TraceError
@@ -32,6 +33,7 @@ from fxsplit.torch_internals.containers import to_plain_containers
 from fxsplit.torch_internals.graph_devices import fix_constant_devices
 from fxsplit.torch_internals.patch import patch_method
 from fxsplit.torch_internals.rng import is_dropout, read_generators, read_python_generators
+from fxsplit.torch_internals.undo import undo_after
 from fxsplit.torch_internals.user_lines import FXSPLIT, TORCH, is_users
 
 
@@ -49,7 +51,12 @@ class SymbolicTrace:
         # A cache that forward() fills while it is traced would be left with proxies in it.
         with restore_model(model), refuse_assignments(model), draws:
             try:
-                with one_trace, _refuse_modes(), record_functions(partial(tracer.create_proxy, "call_function")):
+                with (
+                    one_trace.take(),
+                    _undo_fx(),
+                    _refuse_modes(),
+                    record_functions(partial(tracer.create_proxy, "call_function")),
+                ):
                     graph = tracer.trace(model)
                 # Inside, since an argument may print as something that is no Python.
                 gm = fx.GraphModule(model, graph, class_name=subject.name)
@@ -145,6 +152,22 @@ class Tracer(fx.Tracer):
         return lambda root: to_plain_containers(root_fn(root, *call.args, **call.kwargs)), [self.root]
 
 
+@contextmanager
+def _undo_fx() -> Iterator[None]:
+    """Leave nothing of what fx changes for as long as it traces, in nn.Module among others."""
+    before = symbolic.CURRENT_PATCHER
+
+    def put_back() -> None:
+        patcher = symbolic.CURRENT_PATCHER
+        if patcher is not None and patcher is not before:
+            patcher.revert_all_patches()
+            symbolic.CURRENT_PATCHER = before
+
+    flag = symbolic._is_fx_tracing_flag
+    with undo_after(partial(setattr, symbolic, "_is_fx_tracing_flag", flag)), undo_after(put_back):
+        yield
+
+
 MODES = (
     "forward() changes grad mode or autocast for a part of the model, or what it saves for backward (as checkpoint() "
     "does), which a graph cannot hold; in place of no_grad() use .detach() on the result, or requires_grad_(False) on "
@@ -186,10 +209,20 @@ ADVICE = {
 }
 """What to do about a failure, by what torch says of it; the first that fits."""
 
+LATE = ("torch._dynamo", "torch._inductor", "sympy", "mpmath", f"{TORCH}_dynamo", f"{TORCH}_inductor")
+"""What torch imports late, as errors about it and files of it are called."""
+
 
 def _explain(model: nn.Module, tracer: Tracer, error: Exception) -> TraceError:
     """Return a TraceError that points at the user's line in which tracing stopped."""
     frames = traceback.extract_tb(error.__traceback__)
+    # The model is not at fault where torch itself is broken, as after an import that was interrupted.
+    inner = frames[-1].filename if frames else ""
+    if isinstance(error, (AttributeError, ImportError)) and any(part in f"{error}{inner}" for part in LATE):
+        return TraceError(
+            f"torch cannot trace in this process, whatever the model ({type(error).__name__}: {error}): one of its "
+            "imports may have been interrupted, so restart Python"
+        )
     # The last frame of the user's own code is the place to change.
     own = [f for f in frames if is_users(f.filename)]
     # Else the place is in one of torch's own modules, but not in the tracer.

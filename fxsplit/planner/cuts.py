@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from fxsplit.ir.facts.antichains import Levels
 from fxsplit.ir.facts.blocks import Blocks
 from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.imports import import_whole
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
@@ -140,6 +141,7 @@ class _Network:
     def cut(self, inside: NDArray[np.bool_], outside: NDArray[np.bool_]) -> tuple[float, NDArray[np.int64]]:
         """Return the least bytes that a cut sends, and an ideal that does, with all `inside` and none `outside`."""
         # scipy takes a third of a second to load, and is seldom needed.
+        import_whole(["scipy.sparse.csgraph"])
         from scipy.sparse import csr_array
         from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 

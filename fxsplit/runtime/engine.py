@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -24,29 +23,34 @@ from fxsplit.runtime.stopwatch import Stopwatch
 from fxsplit.runtime.streams import hand_over
 from fxsplit.schedule.action import BACKWARD, FORWARD
 from fxsplit.torch_internals.batch_norm import count_as_one_batch
-from fxsplit.torch_internals.grad_leaves import mute
-from fxsplit.torch_internals.grad_sums import accumulate
+from fxsplit.torch_internals.grad_leaves import make_mutable
+from fxsplit.torch_internals.grad_sums import Receipt, accumulate
+from fxsplit.torch_internals.undo import Turn, leave_no_trace
 
 
 class Engine:
     """Workers for one list of devices; they end with `close()` or with the last reference to the engine."""
 
-    def __init__(self, devices: list[torch.device], intraop_threads: int) -> None:
-        self._workers = Workers(devices, intraop_threads)
-        self.close = weakref.finalize(self, self._workers.close)
-        self._one_job = threading.Lock()  # jobs of one pipeline share its workers and buffers, so callers take turns
+    def __init__(self, devices: list[torch.device], intraop_threads: int, names: Sequence[str] = ()) -> None:
+        self._workers = Workers(devices, intraop_threads, names)
+        self.close = self._workers.close
+        self.get_status = self._workers.get_status
+        self._turn = Turn()  # jobs of one pipeline share its workers and buffers, so callers take turns
 
-    @contextmanager
-    def _take_turn(self) -> Iterator[None]:
+    def _take_turn(self) -> AbstractContextManager[None]:
         """Let one caller at a time run a job; a worker that calls its own pipeline would wait for itself."""
         if self._workers.has(threading.current_thread()):
             raise FxsplitError(
                 "a stage of this pipeline calls the pipeline itself, as non-reentrant checkpointing around it does: "
                 "use torch.utils.checkpoint with use_reentrant=True"
             )
-        with self._one_job:
-            yield
+        if self._turn.mine:
+            raise FxsplitError(
+                "a gradient hook calls the pipeline whose step it belongs to: call the pipeline after step() instead"
+            )
+        return self._turn.take()
 
+    @leave_no_trace
     def forward(self, batch: Batch) -> list[Any]:
         """Return the outputs of a batch, joined over microbatches; part of the autograd graph where that is on."""
         program, tensors, rows = batch
@@ -64,6 +68,7 @@ class Engine:
         joined: tuple[Tensor, ...] = PipelineFunction.apply(backward, outputs, wanted, *inputs, *list_leaves(trained))  # type: ignore[no-untyped-call]
         return list(joined)
 
+    @leave_no_trace
     def step(
         self,
         batch: Batch,
@@ -72,11 +77,14 @@ class Engine:
         keep_outputs: bool,
         stepper: Stepper | None = None,
         watch: Stopwatch | None = None,
-    ) -> list[Any]:
+        receipt: Receipt | None = None,
+        timeout_s: float | None = None,
+    ) -> Any:
         """Run forward, loss and backward in the program's schedule, add to every `.grad`; let `watch` see it.
 
-        In an asynchronous schedule `stepper` has stepped with the gradients already. Returns the outputs if they are to
-        be kept.
+        In an asynchronous schedule `stepper` has stepped with the gradients already. Returns the batch's loss, and with
+        `keep_outputs` a tuple of it and the outputs. `receipt` says whether gradients were added, should this raise.
+        Raises StepTimeout where the workers take longer than `timeout_s`.
         """
         program = batch.program
 
@@ -88,21 +96,27 @@ class Engine:
         trained = program.list_trained()
         work = Work(packets, finish, keep_outputs, loss.make_output_gradients, trained)
         job = Job(program, program.schedule(len(batch.rows)), work, watch=watch, stepper=stepper)
-        muted = list_leaves(trained) if stepper is None else []  # versions of weights are leaves of their own
+        # Versions of weights are leaves of their own, without hooks.
+        for leaf in list_leaves(trained) if stepper is None else []:
+            make_mutable(leaf)
         with self._take_turn():
-            with mute(muted), count_as_one_batch(program.noted):
-                self._workers.run(job)
-            # Only now, so that a step that fails leaves every .grad as it was.
+            with count_as_one_batch(program.noted):
+                self._workers.run(job, timeout_s)
+            total = loss.compute_total()
+            outputs = join_outputs(job, batch.rows, program.joined)[0] if keep_outputs else []
+            result = (total, program.build_result(outputs)) if keep_outputs else total
             sums = job.total()
             hand_over(list(sums.totals.values()))
-            accumulate(sums)
-        return join_outputs(job, batch.rows, program.joined)[0] if keep_outputs else []
+            # Last, so that a step that fails leaves every .grad as it was.
+            accumulate(sums, receipt)
+        return result
 
     def _make_backward(self, batch: Batch, trained: Sequence[Sequence[Tensor]], tape: Tape) -> Backward:
         """Return the pipelined backward of a forward pass; it keeps the engine alive until autograd drops it."""
         program, tensors, rows = batch
         leaves = list_leaves(trained)
 
+        @leave_no_trace
         def backward(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
             if not tape:
                 raise RuntimeError(
@@ -117,7 +131,9 @@ class Engine:
             job = Job(program, program.passes(len(rows)).only(BACKWARD), work)
             try:
                 # Hooks of leaves run once, on the sums, as autograd accumulates those.
-                with self._take_turn(), mute(leaves):
+                for leaf in leaves:
+                    make_mutable(leaf)
+                with self._take_turn():
                     self._workers.run(job)
             finally:
                 tape.clear()

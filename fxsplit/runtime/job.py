@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import threading
+import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from types import FrameType
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -16,8 +18,9 @@ from fxsplit.runtime.loss import Finish
 from fxsplit.runtime.program import Program
 from fxsplit.runtime.stage.recompute import ForwardRecord, list_loss_leaves
 from fxsplit.runtime.stage.replica import Replica
-from fxsplit.runtime.stage.run import Packet, Saved, backward, compute_weight_gradients, find_failing_node
+from fxsplit.runtime.stage.run import Packet, Saved, backward, compute_weight_gradients, find_node, list_frames
 from fxsplit.runtime.stage.weight_versions import Stepper, VersionedReplica
+from fxsplit.runtime.status import WorkerStatus
 from fxsplit.runtime.stopwatch import Stopwatch
 from fxsplit.runtime.streams import Stream, hand_over
 from fxsplit.schedule.action import BACKWARD, FORWARD, INPUT_GRADIENT, NAMES, REDUCE, STEP, WEIGHT_GRADIENT, Action
@@ -26,6 +29,7 @@ from fxsplit.torch_internals.grad_leaves import find_leaves
 from fxsplit.torch_internals.grad_split import WeightBackward
 from fxsplit.torch_internals.grad_sums import Sums, merge_sums
 from fxsplit.torch_internals.thread_modes import ThreadModes
+from fxsplit.torch_internals.undo import leave_no_trace
 
 Tape = dict[tuple[int, int], Saved | ForwardRecord]
 """What the backwards of a forward pass start from, by stage and microbatch."""
@@ -77,7 +81,9 @@ class Job:
         channels: Channels | None = None,
     ) -> None:
         n = schedule.n_microbatches
-        self.error: BaseException | None = None
+        self._errors: list[BaseException] = []
+        # What each device does, and since when; nothing else is noted for `describe_work` while a job runs.
+        self._doing: list[tuple[Action, float] | None] = [None] * len(schedule.actions)
         self.outputs: list[Packet | None] = [None] * n
         self.returned: list[list[Tensor | None]] = [[] for _ in range(n)]
         self.marks: list[Any] = [None] * len(schedule.actions)
@@ -92,11 +98,15 @@ class Job:
         self._last = len(program.stages) - 1
         self._weight_backwards: dict[tuple[int, int], list[WeightBackward]] = {}
         self._hooked = program.find_hooked_stages() if schedule.splits else []
-        self._failing = threading.Lock()
         self._forwards = Forwards(program, self._context, n) if work.packets else None
         if work.packets:
             for replica in (r for replicas in self._replicas for r in replicas):
                 replica.refresh()
+
+    @property
+    def error(self) -> BaseException | None:
+        """The first error of any worker, or of the caller."""
+        return self._errors[0] if self._errors else None
 
     def total(self) -> Sums:
         """Return one sum of all stages' gradients, in their replicas' place; a loss may depend on any of them."""
@@ -105,6 +115,7 @@ class Job:
             [r.assign_to_owners(s) for replicas, sums in pairs for r, s in zip(replicas, sums, strict=True)]
         )
 
+    @leave_no_trace
     def run(self, device: int, stream: Stream, ready: Sequence[Any]) -> None:
         """Do a device's actions in order; `ready` are tokens of the caller's work. The first failure stops all."""
         # Two threads cannot enter one set of context variables at a time, so each worker has a copy.
@@ -112,11 +123,28 @@ class Job:
 
     def fail(self, error: BaseException) -> None:
         """Keep the first error and wake every worker that waits."""
-        # Later errors are mostly consequences of the first.
-        with self._failing:
-            if self.error is None:
-                self.error = error
+        # Later errors are mostly consequences of the first. No lock, which an interrupt could leave taken.
+        self._errors.append(error)
         self._channels.fail()
+
+    def describe_work(self, device: int, frame: FrameType | None) -> WorkerStatus | None:
+        """Return what a device's worker does now, or None before its first action; `frame` is its innermost frame."""
+        doing = self._doing[device]
+        if doing is None:
+            return None
+        action, since = doing
+        stack = list_frames(frame)
+        stage = self._replicas[action.stage][action.replica].stage
+        return WorkerStatus(
+            worker=device,
+            device=self._program.machine.devices[device].name,
+            operation=WORDS[action.op],
+            stage=action.stage,
+            microbatch=None if action.op == REDUCE else action.microbatch,
+            node=find_node(stack, stage),
+            waits=any(f.f_code is Inboxes.receive.__code__ for f, _ in stack),
+            seconds=time.monotonic() - since,
+        )
 
     def _run_actions(self, device: int, stream: Stream, ready: Sequence[Any]) -> None:
         """Do a device's actions, with the caller's context variables and modes."""
@@ -130,8 +158,9 @@ class Job:
                 if watch is not None:
                     watch.start(device, stream)
                 for action in self.schedule.actions[device]:
-                    if self.error is not None:
+                    if self._errors:
                         return
+                    self._doing[device] = action, time.monotonic()
                     if watch is not None:
                         watch.begin(device, stream)
                     self.HANDLERS[action.op](self, action, device, stream)
@@ -279,7 +308,9 @@ class Job:
         """Return stage, device, microbatch and node of a failure, for its message."""
         stage = self._replicas[action.stage][action.replica].stage
         nodes = self._program.plan.stages[stage.index].nodes
-        node = find_failing_node(error, stage) or (f", one of nodes {nodes[0]!r} .. {nodes[-1]!r}" if nodes else "")
+        node = find_node(list(traceback.walk_tb(error.__traceback__)), stage) or (
+            f", one of nodes {nodes[0]!r} .. {nodes[-1]!r}" if nodes else ""
+        )
         place = f"stage {stage.index} of {self._last + 1} on {stage.device_name}"
         microbatch = "" if action.op == REDUCE else f" of microbatch {action.microbatch}"
         return f"in {place}, {WORDS[action.op]}{microbatch}{node}"

@@ -10,7 +10,11 @@ No other room but `frontend/` names a private part of torch. Those in use here, 
 - torch.Tensor._version: fake_weights, observe
 - torch.Tensor._backward_hooks: grad_leaves
 - torch.Tensor._post_accumulate_grad_hooks: grad_leaves
+- torch._C._is_key_in_tls: grad_leaves
+- torch._C._stash_obj_in_tls: grad_leaves
+- torch._C._remove_obj_from_tls: grad_leaves
 - torch.autograd.graph._engine_run_backward: grad_sums
+- torch.autograd.Variable._execution_engine: grad_sums
 - torch._foreach_add_: grad_sums
 - torch._debug_has_internal_overlap: grad_sums
 - torch.Tensor._use_count: grad_sums
@@ -18,6 +22,11 @@ No other room but `frontend/` names a private part of torch. Those in use here, 
 - torch.Tensor._base: grad_sums
 - torch._C._storage_Use_Count: grad_sums
 - torch.UntypedStorage._cdata: grad_sums, interpret, observe
+- torch._C._len_torch_function_stack: thread_modes
+- torch._C._pop_torch_function_stack: thread_modes
+- torch._C._len_torch_dispatch_stack: thread_modes
+- torch._C._pop_torch_dispatch_stack: thread_modes
+- torch.utils._python_dispatch.TorchDispatchMode: thread_modes
 - torch._C._autograd._top_saved_tensors_default_hooks: thread_modes
 - torch.nn.modules.batchnorm._BatchNorm: batch_norm
 - torch.nn.modules.dropout._DropoutNd: rng

@@ -13,7 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeGuard, cast
 
 import torch
@@ -23,6 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fxsplit.errors import InputError
 from fxsplit.torch_internals.containers import HOOKS
 from fxsplit.torch_internals.rng import current_microbatch
+from fxsplit.torch_internals.undo import undo_after
 
 _thread = threading.local()
 
@@ -167,9 +168,6 @@ def count_as_one_batch(norms: Sequence[Noted]) -> Iterator[None]:
 @contextmanager
 def note_nothing() -> Iterator[None]:
     """Note no calls of this thread in the block: a stage that recomputes its forward has been noted already."""
-    before = getattr(_thread, "mute", False)
-    _thread.mute = True
-    try:
+    with undo_after(partial(setattr, _thread, "mute", getattr(_thread, "mute", False))):
+        _thread.mute = True
         yield
-    finally:
-        _thread.mute = before

@@ -20,6 +20,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fxsplit.torch_internals.patch import Method, patch_method
+from fxsplit.torch_internals.rng import keep_torch_generators
+from fxsplit.torch_internals.thread_modes import enter_dispatch_mode
+from fxsplit.torch_internals.undo import undo_after
 
 M = TypeVar("M", bound=nn.Module)
 P = TypeVar("P", bound=Tensor)
@@ -175,13 +178,15 @@ def _replace_by_fakes(module: nn.Module, device: torch.device) -> Iterator[Any]:
 
     registries: list[dict[str, Any]] = [d for part in module.modules() for d in (part._parameters, part._buffers)]
     before = [(held, dict(held)) for held in registries]
-    try:
-        # The registries are changed directly, since to set an attribute may run code of the module's own.
-        for held, own in before:
-            held |= {name: None if t is None else make_fake(t) for name, t in own.items()}
-        with torch.random.fork_rng(devices=[]), mode:
-            yield make_fake
-    finally:
+
+    def put_back() -> None:
         for held, own in before:
             held.clear()
             held.update(own)
+
+    with undo_after(put_back):
+        # The registries are changed directly, since to set an attribute may run code of the module's own.
+        for held, own in before:
+            held |= {name: None if t is None else make_fake(t) for name, t in own.items()}
+        with keep_torch_generators([]), enter_dispatch_mode(mode):
+            yield make_fake

@@ -6,14 +6,21 @@ parameters, and its inputs, which are detached from the stage before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial, update_wrapper
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import has_torch_function_unary
 
 from fxsplit.torch_internals.patch import Method, patch_method
+from fxsplit.torch_internals.undo import undo_after
+
+BEFORE, AFTER = "fxsplit mutes hooks before .grad", "fxsplit mutes hooks behind .grad"
+"""Names under which torch keeps, for a thread and for the backwards that it starts, which hooks are muted."""
+BOTH = BEFORE, AFTER
 
 
 def find_leaves(root: Tensor, below: Iterable[object] = ()) -> list[Tensor]:
@@ -39,21 +46,72 @@ def find_leaves(root: Tensor, below: Iterable[object] = ()) -> list[Tensor]:
     return found
 
 
-@contextmanager
-def mute(leaves: Iterable[Tensor]) -> Iterator[None]:
-    """Take the leaves' gradient hooks away for the block.
+class _MutableHook:
+    """A gradient hook of the user's that does nothing where hooks are muted. It is equal to the user's own function."""
 
-    Gradients inside the block are those of one microbatch, and a hook expects that of a whole batch.
+    def __init__(self, hook: Callable[[Tensor], Any], key: str) -> None:
+        update_wrapper(self, hook)
+        self._hook = hook
+        self._key = key
+
+    def __call__(self, gradient: Tensor) -> Any:
+        """Return the gradient that the hook makes of a gradient, or None where that stays as it is."""
+        return None if _is_muted(self._key) else self._hook(gradient)
+
+    def __eq__(self, other: object) -> bool:
+        return self._hook == (other._hook if isinstance(other, _MutableHook) else other)
+
+    def __hash__(self) -> int:
+        return hash(self._hook)
+
+
+@contextmanager
+def mute(leaves: Iterable[Tensor], kinds: Sequence[str] = BOTH) -> Iterator[None]:
+    """Let the leaves' gradient hooks do nothing in backwards that this thread starts inside the block.
+
+    Gradients inside the block are those of one microbatch, and a hook expects that of a whole batch. The hooks stay
+    where they are, so that no interrupt can lose them. `kinds` are BEFORE, for hooks that may change a gradient, and
+    AFTER, for those that are called when it has been added to `.grad`.
     """
-    hooks = [(h, dict(h)) for leaf in leaves for h in list_gradient_hooks(leaf)]
-    # Autograd reads the very dictionaries, so they are emptied and filled again, and never replaced.
-    for registered, _ in hooks:
-        registered.clear()
-    try:
+    for leaf in leaves:
+        make_mutable(leaf)
+    with undo_after(partial(_set_muted, [kind for kind in BOTH if _is_muted(kind)])):
+        _set_muted(kinds)
         yield
-    finally:
-        for registered, kept in hooks:
-            registered.update(kept)
+
+
+@contextmanager
+def unmute() -> Iterator[None]:
+    """Let hooks run inside the block, which is inside one of `mute`."""
+    with undo_after(partial(_set_muted, [kind for kind in BOTH if _is_muted(kind)])):
+        _set_muted(())
+        yield
+
+
+def make_mutable(leaf: Tensor) -> None:
+    """Let the hooks that a leaf has now ask whether they are muted."""
+    for kind, found in zip(BOTH, (leaf._backward_hooks, leaf._post_accumulate_grad_hooks), strict=True):
+        hooks: dict[int, Any] = found or {}
+        # Autograd reads this very dictionary; the handle of a hook knows the hook by its key.
+        for key, hook in list(hooks.items()):
+            if type(hook) is not _MutableHook:
+                hooks[key] = _MutableHook(hook, kind)
+
+
+def _is_muted(kind: str) -> bool:
+    """Return whether hooks of a kind are muted for this thread, or for the backward that it works for."""
+    # torch hands what it keeps here on to the threads that run a backward on a GPU.
+    return torch._C._is_key_in_tls(kind)
+
+
+def _set_muted(kinds: Sequence[str]) -> None:
+    """Mute hooks of these kinds and no others, for this thread and for the backwards that it starts."""
+    for kind in BOTH:
+        if kind in kinds:
+            torch._C._stash_obj_in_tls(kind, None)
+        # Removed and not set to something else: a thread that ends with an object in there waits for ever.
+        elif _is_muted(kind):
+            torch._C._remove_obj_from_tls(kind)
 
 
 def list_gradient_hooks(leaf: Tensor) -> list[dict[int, Any]]:

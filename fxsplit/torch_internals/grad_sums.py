@@ -7,15 +7,17 @@ the caller merges the sums of all stages and calls `accumulate`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
-from fxsplit.torch_internals.grad_leaves import list_gradient_hooks
+from fxsplit.torch_internals.grad_leaves import BEFORE, list_gradient_hooks, mute
+from fxsplit.torch_internals.undo import call_all, undo_after
 
 Share = tuple[Tensor, Tensor, bool]
 """A leaf, the gradient that one microbatch adds to it, and whether no other object refers to that gradient."""
@@ -124,18 +126,63 @@ def merge_sums(parts: Sequence[Sums]) -> Sums:
     return whole
 
 
-def accumulate(sums: Sums) -> None:
+@dataclass
+class Receipt:
+    """Says whether the sums of a step have been added to `.grad`: all of them have, or none."""
+
+    added: bool = False
+
+
+def accumulate(sums: Sums, receipt: Receipt | None = None) -> None:
     """Add the sums to `.grad` as autograd would: in place where there is a `.grad`, and with the leaves' hooks.
 
-    Where a hook raises, leaves that have neither hooks nor a `.grad` are left without one.
+    Where a hook raises, or an interrupt comes, every `.grad` is as it was, unless the receipt says that all was added.
     """
-    free = {
-        leaf: total for leaf, total in sums.totals.items() if leaf.grad is None and not any(list_gradient_hooks(leaf))
-    }
-    others = {leaf: total for leaf, total in sums.totals.items() if leaf not in free}
-    # Leaves with hooks come first, since a hook may raise.
-    if others:
-        torch.autograd.backward(list(others), list(others.values()))
-    # Assigned, because autograd would copy a sum, to which `sums` still refers.
-    for leaf, total in free.items():
-        leaf.grad = total
+    receipt = receipt or Receipt()
+    totals = _run_hooks(sums.totals)
+    watched = {leaf: total for leaf, total in totals.items() if any(list_gradient_hooks(leaf))}
+    others = {leaf: total for leaf, total in totals.items() if leaf not in watched}
+    # A new `.grad` is assigned, because autograd would copy a sum, to which `sums` still refers.
+    free = [leaf for leaf in others if leaf.grad is None]
+    held = [leaf for leaf in others if leaf.grad is not None]
+    before = [(leaf, g, None if g is None else g.clone()) for leaf in watched for g in (leaf.grad,)]
+    with undo_after(partial(_restore_unless_added, receipt, before, free)):
+        # Hooks behind `.grad` may raise, so their leaves come first. The hooks before it have run.
+        if watched:
+            with mute(watched, [BEFORE]):
+                _add(list(watched), list(watched.values()))()
+        # In C and without Python in between: an interrupt comes before all of it, or after.
+        work: list[Callable[[], object]] = [_add(held, [others[leaf] for leaf in held])] if held else []
+        work += [partial(setattr, leaf, "grad", others[leaf]) for leaf in free]
+        call_all([*work, partial(setattr, receipt, "added", True)])
+
+
+def _run_hooks(totals: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+    """Return the sums as the leaves' hooks make them, which run once, on the sums; nothing is added yet."""
+    hooked = [leaf for leaf in totals if leaf._backward_hooks]
+    if not hooked:
+        return totals
+    found = differentiate(hooked, [totals[leaf] for leaf in hooked], hooked)
+    return totals | {leaf: g for leaf, g in zip(hooked, found, strict=True) if g is not None}
+
+
+def _add(leaves: Sequence[Tensor], totals: Sequence[Tensor]) -> Callable[[], object]:
+    """Return a call of autograd, in C alone, that adds sums to the `.grad` of leaves."""
+    # What torch.autograd.backward calls: retain_graph=False, create_graph=False, to all leaves.
+    run = torch.autograd.Variable._execution_engine.run_backward
+    return partial(run, tuple(leaves), tuple(totals), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def _restore_unless_added(
+    receipt: Receipt, before: Sequence[tuple[Tensor, Tensor | None, Tensor | None]], free: Sequence[Tensor]
+) -> None:
+    """Give every leaf the `.grad` that it had, unless all sums have been added."""
+    if receipt.added:
+        return
+    for leaf, gradient, value in before:
+        if gradient is not None and value is not None:
+            with torch.no_grad():
+                gradient.copy_(value)
+        leaf.grad = gradient
+    for leaf in free:
+        leaf.grad = None

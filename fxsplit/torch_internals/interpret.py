@@ -10,12 +10,13 @@ from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from fxsplit.torch_internals.fake_weights import Snapshot, is_fake
 from fxsplit.torch_internals.grad_leaves import mute
+from fxsplit.torch_internals.rng import keep_torch_generators
+from fxsplit.torch_internals.undo import undo_after
 
 
 class Interpreter(fx.Interpreter):
@@ -38,11 +39,12 @@ def preserve(module: nn.Module) -> Iterator[None]:
     # Fake tensors come with a block that restores generators itself, and a generator's state cannot be read there.
     imagined = any(is_fake(w) for w in (*module.parameters(), *module.buffers()))
     # Hooks on parameters are the user's, and the gradients here are of no batch.
-    try:
-        with nullcontext() if imagined else torch.random.fork_rng(devices=gpus), mute(module.parameters()):
-            yield
-    finally:
-        buffers.restore()
+    with (
+        undo_after(buffers.restore),
+        nullcontext() if imagined else keep_torch_generators(gpus),
+        mute(module.parameters()),
+    ):
+        yield
 
 
 def find_target(gm: nn.Module, node: fx.Node) -> Any:

@@ -1,16 +1,31 @@
-"""Patch a method of torch's for as long as a block lasts, and for one thread only."""
+"""Patch a method of torch's for as long as a block lasts, and for one thread only.
+
+A method that was ever patched keeps a dispatcher, which asks the calling thread for its patches and calls the method
+itself where there are none. So nothing has to be put back into torch, and no interrupt can keep that from happening.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial, wraps
 from typing import Any
 
+from fxsplit.torch_internals.undo import undo_after
+
 Method = Callable[..., Any]
-# By class and name: the method as it was found, and by thread the functions that it calls instead, innermost last.
-_patches: dict[tuple[type, str], tuple[Any, dict[int, list[Method]]]] = {}
-_lock = threading.Lock()
+Key = tuple[type, str]
+
+
+class _Patches(threading.local):
+    """The functions that one thread calls in place of a method, the innermost last."""
+
+    def __init__(self) -> None:
+        self.instead: dict[Key, tuple[Method, ...]] = {}
+
+
+_patches = _Patches()
 
 
 @contextmanager
@@ -18,35 +33,35 @@ def patch_method(owner: type, name: str, around: Callable[[Method], Method]) -> 
     """Let this thread's calls of a method go to what `around` returns for it. Other threads' calls are unchanged.
 
     `owner` defines the method itself, as a function or a classmethod. Blocks nest, and blocks of several threads may
-    overlap in any way: the class has its own method again when the last block ends.
+    overlap in any way.
     """
-    key, thread = (owner, name), threading.get_ident()
-    with _lock:
-        if key not in _patches:
-            _patches[key] = owner.__dict__[name], {}
-            setattr(owner, name, _make_dispatcher(*_patches[key]))
-        own, instead = _patches[key]
-        mine = instead.setdefault(thread, [getattr(own, "__func__", own)])
-        mine.append(around(mine[-1]))
-    try:
+    key = owner, name
+    own = _install_dispatcher(owner, name)
+    outer = _patches.instead.get(key, ())
+    with undo_after(partial(_patches.instead.__setitem__, key, outer)):
+        _patches.instead[key] = (*outer, around(outer[-1] if outer else own))
         yield
-    finally:
-        with _lock:
-            mine.pop()
-            # What is left is the method itself, which the thread's first block put there.
-            if len(mine) == 1:
-                del instead[thread]
-            if not instead:
-                setattr(owner, name, own)
-                del _patches[key]
 
 
-def _make_dispatcher(own: Any, instead: dict[int, list[Method]]) -> Any:
-    """Return a method, or a classmethod, that calls the innermost patch of the calling thread."""
-    plain = [getattr(own, "__func__", own)]  # a classmethod keeps its function there
+def _install_dispatcher(owner: type, name: str) -> Method:
+    """Return the method itself, behind a dispatcher now if it was not yet."""
+    found = owner.__dict__[name]
+    function: Method = getattr(found, "__func__", found)  # a classmethod keeps its function there
+    own: Method | None = getattr(function, "fxsplit_own", None)
+    if own is None:
+        # Several threads may come here at once: the last one wins, and all dispatchers do the same.
+        dispatch = _make_dispatcher((owner, name), function)
+        setattr(owner, name, classmethod(dispatch) if isinstance(found, classmethod) else dispatch)
+    return own or function
 
-    # No lock here: each thread changes only its own entry, and a read of a dictionary is whole.
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return instead.get(threading.get_ident(), plain)[-1](*args, **kwargs)
 
-    return classmethod(call) if isinstance(own, classmethod) else call
+def _make_dispatcher(key: Key, own: Method) -> Method:
+    """Return a function that calls the innermost patch of the calling thread, or the method itself."""
+
+    @wraps(own)
+    def dispatch(*args: Any, **kwargs: Any) -> Any:
+        instead = _patches.instead.get(key)
+        return instead[-1](*args, **kwargs) if instead else own(*args, **kwargs)
+
+    dispatch.fxsplit_own = own  # type: ignore[attr-defined]
+    return dispatch

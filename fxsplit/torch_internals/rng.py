@@ -11,8 +11,9 @@ from __future__ import annotations
 import random
 import threading
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, TypeGuard
 
 import numpy
@@ -22,10 +23,12 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
+from fxsplit.torch_internals.undo import Turn, undo_after
+
 _MASK = 2**64 - 1
 _turn = threading.local()
 # A default generator has one state, which only one thread at a time may replace.
-_one_at_a_time = threading.Lock()
+_one_at_a_time = Turn()
 
 
 class Draw(nn.Module):
@@ -63,28 +66,25 @@ def isolate_draws(seed: int, microbatch: int, key: str, arguments: Any) -> Itera
     `arguments` is on; afterwards it is as before. Yields a function that says, after the block, whether the block drew.
     """
     generator = _find_generator(arguments)
-    with _one_at_a_time:
+    with _one_at_a_time.take():
         state = generator.get_state()
-        generator.manual_seed(_mix(seed, microbatch, zlib.crc32(key.encode())))
-        begin, end = generator.get_state(), state
-        # `end` is read when the block has ended: the function is called after that.
-        try:
-            yield lambda: not torch.equal(begin, end)
-        finally:
-            end = generator.get_state()
-            generator.set_state(state)
+        with undo_after(partial(generator.set_state, state)):
+            generator.manual_seed(_mix(seed, microbatch, zlib.crc32(key.encode())))
+            begin, end = generator.get_state(), state
+            # `end` is read when the block has ended: the function is called after that.
+            try:
+                yield lambda: not torch.equal(begin, end)
+            finally:
+                end = generator.get_state()
 
 
 @contextmanager
 def take_turn(seed: int, microbatch: int) -> Iterator[None]:
     """Let this thread draw in the block for one microbatch of the batch with `seed`; blocks may be nested."""
     # By thread: workers run different microbatches at the same time.
-    before = getattr(_turn, "now", None)
-    _turn.now = (seed, microbatch)
-    try:
+    with undo_after(partial(setattr, _turn, "now", getattr(_turn, "now", None))):
+        _turn.now = (seed, microbatch)
         yield
-    finally:
-        _turn.now = before
 
 
 def current_microbatch() -> int:
@@ -143,14 +143,23 @@ def read_python_generators() -> tuple[Any, ...]:
 @contextmanager
 def keep_generators() -> Iterator[None]:
     """Restore the generators of torch, Python and numpy after the block."""
-    python, of_numpy = random.getstate(), numpy.random.get_state()
     gpus = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    try:
-        with torch.random.fork_rng(devices=gpus):
-            yield
-    finally:
-        random.setstate(python)
-        numpy.random.set_state(of_numpy)
+    with (
+        undo_after(partial(random.setstate, random.getstate())),
+        undo_after(partial(numpy.random.set_state, numpy.random.get_state())),
+        keep_torch_generators(gpus),
+    ):
+        yield
+
+
+@contextmanager
+def keep_torch_generators(gpus: Sequence[int]) -> Iterator[None]:
+    """Restore torch's default generators, of the CPU and of some GPUs, after the block."""
+    states = [torch.cuda.get_rng_state(gpu) for gpu in gpus]
+    with undo_after(partial(torch.set_rng_state, torch.get_rng_state())), ExitStack() as stack:
+        for gpu, state in zip(gpus, states, strict=True):
+            stack.enter_context(undo_after(partial(torch.cuda.set_rng_state, state, gpu)))
+        yield
 
 
 def _find_generator(arguments: Any) -> Generator:

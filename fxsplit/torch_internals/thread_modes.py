@@ -10,13 +10,47 @@ import contextvars
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxsplit.torch_internals.undo import undo_after
 
 AUTOCAST_DEVICES = ("cpu", "cuda")
 NO_CONTEXT = nullcontext()
 """A context manager that does nothing. It has no state, so all threads may enter this one."""
+
+
+@contextmanager
+def keep_modes() -> Iterator[None]:
+    """Leave this thread in the modes that it is in, whatever an interrupt inside the block keeps from ending."""
+    function_modes, dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
+    functions, dispatches = function_modes(), dispatch_modes()
+
+    def put_back() -> None:
+        while function_modes() > functions:
+            torch._C._pop_torch_function_stack()
+        while dispatch_modes() > dispatches:
+            torch._C._pop_torch_dispatch_stack()
+
+    with undo_after(partial(torch.set_grad_enabled, torch.is_grad_enabled())), undo_after(put_back):
+        yield
+
+
+@contextmanager
+def enter_dispatch_mode(mode: TorchDispatchMode) -> Iterator[None]:
+    """Let operators of the block go to a mode, which is left once, also where an interrupt skips the block's end."""
+    before = torch._C._len_torch_dispatch_stack()
+
+    def leave() -> None:
+        if torch._C._len_torch_dispatch_stack() > before:
+            mode.__exit__(None, None, None)
+
+    with undo_after(leave):
+        mode.__enter__()
+        yield
 
 
 @dataclass(frozen=True)

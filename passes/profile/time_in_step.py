@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import Any, TypeVar
 
@@ -20,11 +21,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxsplit.torch_internals import pytree
+from fxsplit.torch_internals.grad_leaves import mute
 from fxsplit.torch_internals.grad_split import collect_weight_backwards, find_branch_nodes
 from fxsplit.torch_internals.grad_sums import Sums, make_shares
 from fxsplit.torch_internals.interpret import Interpreter, describe_tensor
 from fxsplit.torch_internals.observe import Observation
 from fxsplit.torch_internals.thread_modes import ThreadModes
+from fxsplit.torch_internals.undo import undo_after
 
 R = TypeVar("R")
 Tensors = Sequence[Tensor]
@@ -38,7 +41,16 @@ Halves = tuple[float, float]
 """Milliseconds of a backward's two halves: the gradients of inputs, and those of weights left for later."""
 NodeTimes = dict[str, Times]
 """The times of nodes, by name."""
-_stop = threading.Event()
+
+
+class _Measurement(threading.local):
+    """What the thread of a measurement knows: whether it has been told to stop."""
+
+    def __init__(self) -> None:
+        self.stop = threading.Event()
+
+
+_measurement = _Measurement()
 
 
 class Sweep(Interpreter):
@@ -220,7 +232,7 @@ def _accumulate(totals: Sums | None, leaves: Tensors, gradients: Sequence[Tensor
 
 def check_stop() -> None:
     """Raise InterruptedError once the thread that waits for the measurement has been interrupted."""
-    if _stop.is_set():
+    if _measurement.stop.is_set():
         raise InterruptedError("profiling was interrupted")
 
 
@@ -269,37 +281,36 @@ def run_in_worker_thread(run: Callable[[], R], intraop_threads: int) -> R:
     Operators then use as many threads, and memory comes from the same kind of pool, as when the pipeline runs. Raises
     what `run` raises; an interrupt ends the thread first.
     """
-    before = torch.get_num_threads()
     # A user's hooks on saved tensors are for the user's own graph, not for one that is measured.
     context = replace(ThreadModes.read(), hooks=None)
-
-    done: Future[R] = Future()
+    # Each measurement has a flag of its own: the next one must not revive a thread that was told to stop.
+    done, stop = Future[R](), threading.Event()
 
     def work() -> None:
+        _measurement.stop = stop
         try:
             # The interrupt may have come before this thread was known to run.
             check_stop()
             torch.get_num_threads()  # sets up torch in a new thread, without which the next line has no effect
             torch.set_num_threads(intraop_threads)
-            with context.enter():
+            # The gradients are of no batch.
+            with context.enter(), mute(()):
                 done.set_result(context.variables.run(run))
         except BaseException as error:
             done.set_exception(error)
 
     thread = threading.Thread(target=work, name="fxsplit-profile", daemon=True)
-    _stop.clear()
-    # The thread is waited for, never joined: where an interrupt ends a join, the next join returns at once.
-    try:
-        thread.start()
-        return done.result()
-    except BaseException:
-        # Ctrl-C: the callers restore buffers and hooks, and the thread must have ended before.
-        _stop.set()
+
+    def end() -> None:
+        # Ctrl-C: the callers restore buffers, and the thread must have ended before. It is waited for, never joined:
+        # where an interrupt ends a join, the next join returns at once.
+        stop.set()
         if thread.is_alive():
             wait([done])
-        raise
-    finally:
-        torch.set_num_threads(before)
+
+    with undo_after(partial(torch.set_num_threads, torch.get_num_threads())), undo_after(end):
+        thread.start()
+        return done.result()
 
 
 def describe_operator(call: Any, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Patches of torch's methods: of one thread alone, and gone when the last block ends, however blocks overlap."""
+"""Patches of torch's methods: of one thread alone, and without effect when the last block ends."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import fxsplit
 from fxsplit.torch_internals.patch import Method, patch_method
+from fxsplit.torch_internals.undo import leave_no_trace
 from tests.models import FAST, Mlp
 
 
@@ -33,17 +35,40 @@ def called(word: str) -> Callable[[Method], Method]:
 
 
 def test_blocks_nest_and_end() -> None:
-    own = Base.__dict__["named"]
     with patch_method(Base, "named", called("a")):
         with patch_method(Base, "named", called("b")), patch_method(Base, "made", called("c")):
             assert Base().named() == "b a own" and Derived.made() == "c Derived"
         assert Base().named() == "a own" and Derived.made() == "Derived"
-    assert Base.__dict__["named"] is own and Base().named() == "own"
+    assert Base().named() == "own" and Base.named.__name__ == "named"
+
+
+def test_an_interrupt_at_the_end_of_a_block_leaves_no_patch() -> None:
+    """The method itself was put back in a `finally`, which Ctrl-C may skip; torch.no_grad() then raised for ever."""
+
+    block = patch_method(Base, "named", called("a"))
+
+    @leave_no_trace
+    def patched() -> None:
+        block.__enter__()
+        assert Base().named() == "a own"
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        patched()
+    assert Base().named() == "own"
+
+
+def test_a_method_that_another_library_has_replaced_is_patched_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    with patch_method(Base, "named", called("a")):
+        assert Base().named() == "a own"
+    monkeypatch.setattr(Base, "named", lambda self: "theirs")
+    with patch_method(Base, "named", called("a")):
+        assert Base().named() == "a theirs"
+    assert Base().named() == "theirs"
 
 
 def test_blocks_of_two_threads_overlap() -> None:
     """The first to begin is the first to end: neither sees the other's, and nothing is left behind."""
-    own = Base.__dict__["named"]
     inside, over = threading.Event(), threading.Event()
     heard: list[str] = []
 
@@ -62,27 +87,22 @@ def test_blocks_of_two_threads_overlap() -> None:
     assert Base().named() == "own"
     over.set()
     thread.join()
-    assert heard == ["other own", "other own"] and Base.__dict__["named"] is own
+    assert heard == ["other own", "other own"] and Base().named() == "own"
 
 
 def test_models_compiled_at_once_leave_torch_as_it_was() -> None:
-    methods: list[tuple[type, str]] = [
-        (Tensor, "register_hook"),
-        (nn.Module, "register_parameter"),
-        (nn.Module, "to"),
-        (torch.autograd.Function, "apply"),
-        (torch.no_grad, "__enter__"),
-    ]
-    before = [owner.__dict__[name] for owner, name in methods]
-
     def compiled(_: Any) -> float:
         model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
         with fxsplit.compile(model, 2, example_inputs=torch.ones(4, 4), passes=FAST) as pipe:
             return float((pipe(torch.ones(4, 4)) - model(torch.ones(4, 4))).abs().max().detach())
 
+    own = nn.Module.__call__, nn.Module.__getattr__
     with ThreadPoolExecutor(4) as pool:
         assert max(pool.map(compiled, range(8))) < 1e-6
-    assert [owner.__dict__[name] for owner, name in methods] == before
+    assert (nn.Module.__call__, nn.Module.__getattr__) == own
+    # Whatever is patched for tracing raises in there.
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        nn.Linear(2, 2).to(torch.float64).weight.requires_grad_().register_hook(lambda gradient: None)
 
 
 def vectors(rows: int = 8) -> Tensor:

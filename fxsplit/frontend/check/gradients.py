@@ -20,6 +20,7 @@ from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.fake_weights import has_values
 from fxsplit.torch_internals.grad_leaves import watch_hooks
 from fxsplit.torch_internals.interpret import preserve
+from fxsplit.torch_internals.undo import undo_after
 
 TOLERANCE = 1e-5
 """The same operators in the same order give the same bits; only non-deterministic kernels need any tolerance."""
@@ -84,13 +85,15 @@ def _compare_gradients(here: Runnable, names: Sequence[str], wanted: Sequence[An
 def _require_gradients(parameters: Sequence[Tensor]) -> Iterator[None]:
     """Let parameters require gradients inside the block."""
     frozen = [p for p in parameters if not p.requires_grad]
-    for parameter in frozen:
-        parameter.requires_grad_()
-    try:
-        yield
-    finally:
+
+    def freeze() -> None:
         for parameter in frozen:
             parameter.requires_grad_(False)
+
+    with undo_after(freeze):
+        for parameter in frozen:
+            parameter.requires_grad_()
+        yield
 
 
 def _compute_gradients(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import io
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
@@ -37,6 +38,7 @@ from fxsplit.torch_internals.grad_leaves import watch_hooks
 from fxsplit.torch_internals.graph_devices import move_constants
 from fxsplit.torch_internals.patch import Method, patch_method
 from fxsplit.torch_internals.rng import read_python_generators
+from fxsplit.torch_internals.undo import undo_after
 from fxsplit.torch_internals.user_lines import is_users, warn_user
 
 LEAST_ROWS = 2
@@ -72,7 +74,7 @@ def _export(subject: Subject, front_end: str) -> Graph:
         shapes = tuple({s.batch_dim: torch.export.Dim.DYNAMIC} if s.batch_dim is not None else None for s in specs)
         try:
             wholes = WholeModules(here, subject.whole)
-            with one_trace, _take_tensors(here, wholes), NeverDropped(), _be_quiet():
+            with one_trace.take(), _take_tensors(here, wholes), NeverDropped(), _be_quiet():
                 with (
                     mark_functions() as functions,
                     _notice_checkpoints() as checkpoints,
@@ -189,8 +191,14 @@ def _skip_idle_conversions() -> Iterator[None]:
 @contextmanager
 def _be_quiet() -> Iterator[None]:
     """Hide what torch.export prints and warns of inside the block."""
+    own = partial(setattr, sys, "stderr", sys.stderr), partial(setattr, warnings, "filters", warnings.filters)
     # TraceError repeats the first line of a failure, with the user's file and line.
-    with redirect_stderr(io.StringIO()), warnings.catch_warnings(action="ignore"):
+    with (
+        undo_after(own[0]),
+        undo_after(own[1]),
+        redirect_stderr(io.StringIO()),
+        warnings.catch_warnings(action="ignore"),
+    ):
         yield
 
 

@@ -29,6 +29,7 @@ from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.containers import register_dataclasses
 from fxsplit.torch_internals.fake_weights import is_fake
 from fxsplit.torch_internals.interpret import preserve
+from fxsplit.torch_internals.undo import undo_after
 
 torch.library.define(
     "fxsplit::whole", "(Tensor[] given, SymInt[] shape, int[] order, ScalarType dtype, int call, int i) -> Tensor"
@@ -201,14 +202,17 @@ class WholeModules:
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Let calls of one module go to `forward` inside the block."""
     own = module.__dict__.get("forward")
-    module.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         # A forward that the caller has set on the instance stays there.
-        del module.__dict__["forward"]
         if own is not None:
             module.__dict__["forward"] = own
+        else:
+            module.__dict__.pop("forward", None)
+
+    with undo_after(put_back):
+        module.__dict__["forward"] = forward
+        yield
 
 
 def _find_memory_order(tensor: Tensor) -> list[int]:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.imports import import_whole
 
 Ints = NDArray[np.int32]
 
@@ -105,8 +106,7 @@ def _components(arrows: set[tuple[int, int]], together: list[list[int]], count: 
     if not together:
         return [[node] for node in range(count)]
     # networkx takes a fifth of a second to load, which a profile without constraints need not wait for.
-    import networkx as nx
-
+    (nx,) = import_whole(["networkx"])
     graph = nx.DiGraph()
     graph.add_nodes_from(range(count))
     graph.add_edges_from(arrows)

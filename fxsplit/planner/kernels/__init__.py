@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, ParamSpec, TypeVar, cast
 
+from fxsplit.ir.imports import import_whole
 from fxsplit.planner.kernels import lattice
 from fxsplit.planner.kernels.tables import Ints
 
@@ -38,9 +39,8 @@ def worth_compiling(ideals: int) -> bool:
 def compile_kernel(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Return the kernel compiled, from numba's cache where an earlier process has compiled it."""
     # numba takes about a second to load, so only who compiles loads it.
-    from numba import njit
-
-    machine_code: Callable[..., Any] = njit(cache=True)(kernel)
+    (numba,) = import_whole(["numba"])
+    machine_code: Callable[..., Any] = numba.njit(cache=True)(kernel)
     return machine_code
 
 

@@ -5,128 +5,231 @@ torch gives up Python's interpreter lock inside its operators, so the threads co
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 
 import torch
 
-from fxsplit.errors import ClosedError
+from fxsplit.errors import BusyError, ClosedError, StepTimeout
 from fxsplit.runtime.job import Job
+from fxsplit.runtime.status import Status, WorkerStatus
 from fxsplit.runtime.streams import Stream, make_caller_wait, make_stream, mark_caller
+from fxsplit.torch_internals.grad_leaves import mute
+from fxsplit.torch_internals.undo import call_all, leave_no_trace, undo_after
 
 GRACE_S = 1.5
 """How long an interrupted caller waits for workers to finish the action they are in."""
+EXIT_S = 10.0
+"""How long an interpreter that ends waits for workers: one that ran on while it is taken down would abort it."""
 
 Task = Callable[[Stream], None]
 """What one worker does for one job, on its stream."""
+Tasks = SimpleQueue[Task | None]
 
 
 class Workers:
     """One thread for each device. Holds no reference to a pipeline, so that a pipeline can end while they wait.
 
-    `intraop_threads` is how many threads an operator may use inside of each worker.
+    `intraop_threads` is how many threads an operator may use inside of each worker. `names` are those of the devices.
     """
 
-    def __init__(self, devices: list[torch.device], intraop_threads: int) -> None:
+    @leave_no_trace
+    def __init__(self, devices: list[torch.device], intraop_threads: int, names: Sequence[str] = ()) -> None:
+        if sys.is_finalizing():
+            raise ClosedError("Python is about to end, and no thread can be started any more")
         self._devices = devices
-        self._tasks: list[SimpleQueue[Task | None]] = [SimpleQueue() for _ in devices]
-        self._closed = False
+        self._names = names or [str(device) for device in devices]
+        self._tasks: list[Tasks] = [SimpleQueue() for _ in devices]
+        self._closed = self._started = False
         self._process = os.getpid()
-        # Reentrant, since close() may run in a garbage collection inside run().
-        self._open = threading.RLock()
-        before = torch.get_num_threads()
+        self._threads: list[threading.Thread] = []
+        # The job that was given to the workers last, which may be gone, and who is still at it.
+        self._last: tuple[weakref.ref[Job], _Course] | None = None
+        # Before any thread runs: those of workers that are dropped, or never got ready, end too.
+        weakref.finalize(self, _end, self._tasks)
+        _running.add(self)
         up: SimpleQueue[None] = SimpleQueue()
-        self._threads = [
-            threading.Thread(
-                target=_serve, args=(tasks, device, intraop_threads, up), name=f"fxsplit-worker-{i}", daemon=True
-            )
-            for i, (tasks, device) in enumerate(zip(self._tasks, devices, strict=True))
-        ]
-        for thread in self._threads:
-            thread.start()
-        # All workers have set their number of threads when this loop ends.
-        for _ in self._threads:
-            up.get()
         # What a worker sets for itself is also what threads that start later would get.
-        torch.set_num_threads(before)
+        with undo_after(partial(torch.set_num_threads, torch.get_num_threads())), undo_after(self._end_unless_started):
+            for i, (tasks, device) in enumerate(zip(self._tasks, devices, strict=True)):
+                name, arguments = f"fxsplit-worker-{i}", (tasks, device, intraop_threads, up)
+                self._threads.append(threading.Thread(target=_serve, args=arguments, name=name, daemon=True))
+                self._threads[-1].start()
+            # All workers have set their number of threads when this loop ends.
+            for _ in self._threads:
+                up.get()
+            self._started = True
 
     def has(self, thread: threading.Thread) -> bool:
         """Return whether `thread` is one of the workers."""
         return thread in self._threads
 
-    def run(self, job: Job) -> None:
+    def run(self, job: Job, timeout_s: float | None = None) -> None:
         """Run a job on all devices and return when it is done. Raises the first error of any worker.
 
         Interrupted (Ctrl-C), it stops the workers after the action they are in, and waits at most GRACE_S for that.
-        Raises ClosedError after close(), and in a process that was forked from the one with the threads.
+        Raises StepTimeout after `timeout_s`; BusyError where a worker is still in a job that was given up; ClosedError
+        after close(), and in a process that was forked from the one with the threads.
         """
-        finished: SimpleQueue[None] = SimpleQueue()
-        ready = mark_caller(self._devices)
-        left = 0
-        try:
-            if self._process != os.getpid():
-                raise ClosedError(
-                    "the pipeline's threads stayed in the process that forked: compile the model in this one"
-                )
-            # Otherwise close() could end a worker between two of the job's tasks.
-            with self._open:
-                if self._closed:
-                    raise ClosedError("the pipeline is closed: compile the model again")
-                for device, tasks in enumerate(self._tasks[: len(job.marks)]):
-                    tasks.put(partial(_run_task, job, device, ready, finished))
-                    left += 1
-            while left:
-                finished.get()
-                left -= 1
-        # Ctrl-C raises KeyboardInterrupt in the caller, which is no Exception.
-        except BaseException as interrupt:
-            job.fail(interrupt)
-            deadline = time.monotonic() + GRACE_S
-            while left and (rest := deadline - time.monotonic()) > 0:
-                try:
-                    finished.get(timeout=rest)
-                except Empty:
-                    break
-                left -= 1
-            raise
+        ready, course = mark_caller(self._devices), _Course(len(job.marks))
+        tasks = [partial(_run_task, job, device, ready, course) for device in range(len(job.marks))]
+        hand_out = [partial(queue.put, task) for queue, task in zip(self._tasks, tasks, strict=False)]
+        with undo_after(partial(_give_up, job, course)):
+            try:
+                self._check_free()
+                self._last = weakref.ref(job), course
+                # All workers get their task, or none does, whenever an interrupt comes.
+                call_all([partial(setattr, course, "begun", True), *hand_out])
+                # close() may have come in between, and then some worker never sees its task.
+                self._check_open()
+                if not course.over.wait(timeout_s):
+                    raise StepTimeout(
+                        f"the step takes longer than timeout_s={timeout_s:g}:\n{self.get_status()}\n"
+                        "No gradient has changed. The pipeline can be used again when these actions are over"
+                    )
+            # Ctrl-C raises KeyboardInterrupt in the caller, which is no Exception.
+            except BaseException as error:
+                job.fail(error)
+                raise
         if job.error is not None:
             raise job.error
         make_caller_wait(list(zip(self._devices, job.marks, strict=False)))
 
+    def get_status(self) -> Status:
+        """Return what each worker does now."""
+        frames = sys._current_frames()
+        last, course = self._last or (None, None)
+        job = None if last is None else last()
+        found = []
+        for i, (thread, name) in enumerate(zip(self._threads, self._names, strict=True)):
+            at_work = job is not None and course is not None and i in course.left and course.begun
+            frame = frames.get(thread.ident or 0)
+            doing = job.describe_work(i, frame) if at_work and job is not None else None
+            found.append(doing or WorkerStatus(i, name, operation="idle" if thread.is_alive() else "ended"))
+        return Status(tuple(found))
+
     def close(self) -> None:
         """End the threads; safe to call twice, and from a worker itself."""
-        with self._open:
-            if self._closed:
-                return
-            self._closed = True
-            for tasks in self._tasks:
-                tasks.put(None)
+        self._closed = True
+        _end(self._tasks)
         # A worker may drop the last reference to the pipeline, and a thread cannot wait for itself.
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(timeout=5.0)
 
+    def end_at_exit(self) -> None:
+        """End the threads for good: Python is about to end, and would be aborted by a thread that runs on."""
+        self._closed = True
+        _end(self._tasks)
+        job = self._last and self._last[0]()
+        if job is not None:
+            job.fail(ClosedError("Python ended"))
+        deadline = time.monotonic() + EXIT_S
+        for thread in self._threads:
+            thread.join(timeout=0.2)
+            # It is inside a node, and may be for long: what is left of it no longer matters to anybody.
+            while thread.is_alive() and time.monotonic() < deadline:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit)
+                )
+                thread.join(timeout=0.1)
 
-def _run_task(job: Job, device: int, ready: list[object], finished: SimpleQueue[None], stream: Stream) -> None:
-    """Do one worker's part of a job, then tell `finished`. `ready` are tokens of the caller's work."""
+    def _check_open(self) -> None:
+        """Raise ClosedError where the threads have been ended, or are those of another process."""
+        if self._process != os.getpid():
+            raise ClosedError("the pipeline's threads stayed in the process that forked: compile the model in this one")
+        if self._closed:
+            raise ClosedError("the pipeline is closed: compile the model again")
+
+    def _check_free(self) -> None:
+        """Raise BusyError where a worker is still in a job that was given up, after a moment; ClosedError if closed."""
+        self._check_open()
+        course = self._last and self._last[1]
+        if course and course.begun and not course.over.wait(GRACE_S):
+            raise BusyError(
+                f"a call that was interrupted is not over yet:\n{self.get_status()}\n"
+                "Call the pipeline again when that is done, or close it and compile the model again"
+            )
+
+    def _end_unless_started(self) -> None:
+        """End the threads where an interrupt came before all were ready."""
+        if not self._started:
+            self._closed = True
+            _end(self._tasks)
+
+
+class _Course:
+    """How far a job has come: whether it was begun, and who is still at it."""
+
+    def __init__(self, count: int) -> None:
+        self.begun = False
+        self.left = set(range(count))
+        self.over = threading.Event()
+
+    def end(self, device: int) -> None:
+        """Note that a device's worker has ended its part; to do so again changes nothing."""
+        self.left.discard(device)
+        if not self.left:
+            self.over.set()
+
+
+def _run_task(job: Job, device: int, ready: list[object], course: _Course, stream: Stream) -> None:
+    """Do one worker's part of a job, and say when it is over. `ready` are tokens of the caller's work."""
+    # Twice, as an exception may come in the middle of the first, and the caller would wait for ever.
     try:
-        job.run(device, stream, ready)
+        try:
+            job.run(device, stream, ready)
+        except BaseException as error:
+            job.fail(error)
+        finally:
+            course.end(device)
     finally:
-        finished.put(None)
+        course.end(device)
 
 
-def _serve(tasks: SimpleQueue[Task | None], device: torch.device, intraop_threads: int, up: SimpleQueue[None]) -> None:
+def _give_up(job: Job, course: _Course) -> None:
+    """Stop a job that was begun and is not over, and wait a moment for its workers."""
+    if course.begun and not course.over.is_set():
+        # An interrupt may have come before the caller could say so itself.
+        if job.error is None:
+            job.fail(ClosedError("the caller was interrupted"))
+        course.over.wait(GRACE_S)
+
+
+def _serve(tasks: Tasks, device: torch.device, intraop_threads: int, up: SimpleQueue[None]) -> None:
     """Do tasks until None comes. `up` is told when the worker is ready."""
     # torch sets up a thread's number in its first call, which would undo the second line.
     torch.get_num_threads()
     torch.set_num_threads(intraop_threads)
     stream = make_stream(device)
     up.put(None)
-    while (task := tasks.get()) is not None:
-        task(stream)
-        # Otherwise the last job's tensors would live until the next one.
-        del task
+    # All backwards of a worker are of microbatches, and gradient hooks expect the sum of a batch.
+    with mute(()):
+        while (task := tasks.get()) is not None:
+            task(stream)
+            # Otherwise the last job's tensors would live until the next one.
+            del task
+
+
+def _end(queues: Sequence[Tasks]) -> None:
+    """Tell the workers behind these queues to end."""
+    for tasks in queues:
+        tasks.put(None)
+
+
+_running: weakref.WeakSet[Workers] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """End all workers when Python ends."""
+    for workers in list(_running):
+        workers.end_at_exit()

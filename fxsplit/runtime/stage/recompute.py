@@ -22,6 +22,7 @@ from fxsplit.runtime.stage.run import KEPT, Packet, Saved, forward
 from fxsplit.torch_internals.batch_norm import note_nothing
 from fxsplit.torch_internals.interpret import get_storage_id
 from fxsplit.torch_internals.thread_modes import ThreadModes
+from fxsplit.torch_internals.undo import undo_after
 
 Surroundings = Callable[[frozenset[int]], AbstractContextManager[Any]]
 """Returns the context that a stage's forward on a microbatch runs in, from further memory that is written to."""
@@ -104,14 +105,16 @@ def _restore_buffers(stage: Stage, earlier: dict[str, Tensor]) -> Iterator[None]
     """Let the stage's buffers have earlier values, in other memory, inside the block."""
     now = {name: buffer for name, buffer in stage.module.named_buffers() if name in earlier}
     memory = {name: buffer.data for name, buffer in now.items()}
-    # `.data` is replaced and not written: autograd may have saved the buffer, and a write would count as a version.
-    for name, buffer in now.items():
-        buffer.data = earlier[name]
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         for name, buffer in now.items():
             buffer.data = memory[name]
+
+    # `.data` is replaced and not written: autograd may have saved the buffer, and a write would count as a version.
+    with undo_after(put_back):
+        for name, buffer in now.items():
+            buffer.data = earlier[name]
+        yield
 
 
 def _drop(tensor: Tensor) -> None:

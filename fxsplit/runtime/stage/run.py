@@ -12,6 +12,7 @@ import linecache
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -110,7 +111,7 @@ def backward(
     edges = [edge for edges, _ in nodes.values() for edge in edges]
     if not roots or not (leaves or edges):
         return of_inputs, [], []
-    # The stage's own leaves are muted for the whole job; which leaves a loss has is known only now.
+    # The stage's own leaves are muted in all workers; which leaves a loss has is known only now.
     with mute(saved.extra) if saved.extra else NO_CONTEXT, _explain_second_backward():
         found = differentiate(roots, arrived, [*leaves, *edges], retain_graph=bool(edges))
     unshared = find_unshared(found) if first else [False] * len(found)
@@ -148,13 +149,22 @@ def list_roots(saved: Saved, gradients: Sequence[Tensor | None]) -> tuple[list[T
     return [value for value, _ in found], [gradient for _, gradient in found]
 
 
-def find_failing_node(error: BaseException, stage: Stage) -> str:
-    """Return the node of a stage at which its code raised, with the user's line. Empty where no frame is the stage's.
+Frames = Sequence[tuple[FrameType, int]]
+"""Frames of one thread, the innermost last, each with the line that it is at."""
+
+
+def list_frames(innermost: FrameType | None) -> Frames:
+    """Return the frames of a thread that runs."""
+    return list(traceback.walk_stack(innermost))[::-1] if innermost else []
+
+
+def find_node(frames: Frames, stage: Stage) -> str:
+    """Return the node of a stage that its code is at, with the user's line. Empty where no frame is the stage's.
 
     For example: `, node 'relu' from File "model.py", line 12`.
     """
     code = type(stage.module).forward.__code__
-    for frame, line in traceback.walk_tb(error.__traceback__):
+    for frame, line in frames:
         if frame.f_code is code:
             # Each line of the generated code is `name = call(...)`, with the name of its node.
             name = linecache.getline(code.co_filename, line).strip().split(" = ")[0]

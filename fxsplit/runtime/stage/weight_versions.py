@@ -8,7 +8,6 @@ own memory. Where actions to come still read that memory, a step moves the model
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,8 +22,10 @@ from fxsplit.ir.facts.stages import Stage
 from fxsplit.runtime.stage.replica import Replica
 from fxsplit.schedule import Schedule
 from fxsplit.schedule.action import COMPUTES, Action
+from fxsplit.torch_internals.grad_leaves import unmute
 from fxsplit.torch_internals.grad_sums import Sums, accumulate
 from fxsplit.torch_internals.interpret import get_storage_id
+from fxsplit.torch_internals.undo import Turn, undo_after
 
 
 class Stepper:
@@ -35,17 +36,19 @@ class Stepper:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._one_at_a_time = threading.Lock()
+        self._one_at_a_time = Turn()
 
     def step(self, sums: Sums) -> None:
         """Step with these sums of gradients, and leave every `.grad` None."""
-        with self._one_at_a_time:
-            try:
-                accumulate(sums)
-                self._optimizer.step()
-            finally:
-                for weight in sums.totals:
-                    weight.grad = None
+
+        def forget() -> None:
+            for weight in sums.totals:
+                weight.grad = None
+
+        # Hooks are the user's and expect this sum; those of microbatches are muted in this thread.
+        with self._one_at_a_time.take(), undo_after(forget), unmute():
+            accumulate(sums)
+            self._optimizer.step()
 
 
 def make_stepper(schedule: Schedule, optimizer: Optimizer | None) -> Stepper | None:
@@ -92,14 +95,16 @@ class VersionedReplica(Replica):
     def use_version(self, version: int) -> Iterator[None]:
         """Let the stage's modules hold the leaves of a version for the block, which is one action."""
         leaves = self._leaves[version]
-        for held, name, weight in self._slots:
-            held[name] = leaves[weight]  # type: ignore[assignment]  # modules compute with any tensor
-        try:
-            yield
-        finally:
+
+        def put_back() -> None:
             for held, name, weight in self._slots:
                 held[name] = weight
-            self._left[version] -= 1
+
+        with undo_after(put_back):
+            for held, name, weight in self._slots:
+                held[name] = leaves[weight]  # type: ignore[assignment]  # modules compute with any tensor
+            yield
+        self._left[version] -= 1
 
     def list_leaves(self, trained: Sequence[Tensor], version: int) -> list[Tensor]:
         """Return the leaves of a version, and after them the weights themselves.

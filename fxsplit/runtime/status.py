@@ -1,0 +1,47 @@
+"""What the workers of a pipeline do at this moment, for whoever wonders why a step does not end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class WorkerStatus:
+    """What one worker does: its number, its device, and the action that it is in, with how long it has been in it.
+
+    stage, microbatch: None where it is idle, or where its action has no microbatch. operation: such as "forward", or
+    "idle" where it has nothing to do. node: that of the stage that runs, with the user's line; empty where none does.
+    waits: whether it waits for what another worker is to send. seconds: since the action began, its wait included.
+    """
+
+    worker: int
+    device: str
+    operation: str = "idle"
+    stage: int | None = None
+    microbatch: int | None = None
+    node: str = ""
+    waits: bool = False
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        name = f"worker {self.worker} on {self.device}"
+        if self.stage is None:
+            return f"{name}: {self.operation}"
+        microbatch = "" if self.microbatch is None else f" of microbatch {self.microbatch}"
+        waits = ", waiting for another worker" if self.waits else ""
+        return f"{name}: stage {self.stage}, {self.operation}{microbatch}{self.node}{waits}, for {self.seconds:.1f} s"
+
+
+@dataclass(frozen=True)
+class Status:
+    """What every worker of a pipeline does; print it. Empty before the first batch."""
+
+    workers: tuple[WorkerStatus, ...] = ()
+
+    @property
+    def idle(self) -> bool:
+        """Whether no worker has anything to do."""
+        return all(worker.stage is None for worker in self.workers)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.workers)) or "no workers yet: they start with the first batch"

@@ -1,0 +1,66 @@
+"""Raise KeyboardInterrupt at one exact line, as a signal may, of fxsplit and of the context managers that it uses."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import fxsplit
+
+ROOT = Path(fxsplit.__file__).resolve().parent.parent
+FILES = (f"{ROOT}/fxsplit/", f"{ROOT}/passes/", contextlib.__file__, f"{ROOT}/tests/torch_internals/test_undo.py")
+Line = tuple[str, int]
+"""File and number of a line."""
+
+
+@functools.cache
+def is_traced(file: str) -> bool:
+    """Return whether interrupts come in a file."""
+    return str(Path(file).resolve()).startswith(FILES) if file[:1] == "/" else False
+
+
+def trace(visit: Callable[[FrameType], None]) -> Any:
+    """Return a trace function that calls `visit` at every line, which may raise."""
+
+    def at_line(frame: FrameType, event: str, _: Any) -> Any:
+        if event == "line":
+            visit(frame)
+        return at_line
+
+    return lambda frame, event, _: at_line if is_traced(frame.f_code.co_filename) else None
+
+
+def list_lines(run: Callable[[], object]) -> list[Line]:
+    """Return the lines that a run executes in this thread, in order, each as often as it is executed."""
+    lines: list[Line] = []
+    sys.settrace(trace(lambda frame: lines.append((frame.f_code.co_filename, frame.f_lineno))))
+    try:
+        run()
+    finally:
+        sys.settrace(None)
+    return lines
+
+
+@contextlib.contextmanager
+def interrupt_at(number: int, kind: type[BaseException] = KeyboardInterrupt) -> Iterator[list[Line]]:
+    """Raise at a line of the block, by its number in what `list_lines` returns; yields where that was, once it was."""
+    left = [number]
+    where: list[Line] = []
+
+    def visit(frame: FrameType) -> None:
+        if left[0] == 0:
+            where.append((frame.f_code.co_filename, frame.f_lineno))
+        left[0] -= 1
+        if left[0] == -1:
+            raise kind
+
+    sys.settrace(trace(visit))
+    try:
+        yield where
+    finally:
+        sys.settrace(None)

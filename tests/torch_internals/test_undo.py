@@ -1,0 +1,96 @@
+"""What is changed for a while is changed back, whichever line an interrupt comes at."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+
+import pytest
+
+from fxsplit.torch_internals.undo import Turn, call_all, leave_no_trace, undo_after
+from tests.interrupts import interrupt_at, list_lines
+
+State = dict[str, int]
+
+
+@leave_no_trace
+def change(state: State, turn: Turn) -> None:
+    with turn.take(), undo_after(partial(state.__setitem__, "a", state["a"])):
+        state["a"] += 1
+        with undo_after(partial(state.update, dict(state))):
+            state["a"] += 1
+            state["b"] += 1
+        assert state == {"a": 2, "b": 1}, "the block inside is undone"
+
+
+def test_every_line_may_be_interrupted() -> None:
+    """A change before its `try`, or a `finally` that was cut off, stayed for ever; so did a lock."""
+    state, turn = {"a": 1, "b": 1}, Turn()
+    lines = list_lines(partial(change, state, turn))
+    assert len(lines) > 60, "lines of undo.py, of contextlib and of this file"
+    for number in range(len(lines)):
+        with pytest.raises(KeyboardInterrupt), interrupt_at(number):
+            change(state, turn)
+        assert state == {"a": 1, "b": 1} and not turn.mine
+        # A lock that is held by nobody can be taken by another thread.
+        other = threading.Thread(target=change, args=({"a": 1, "b": 1}, turn))
+        other.start()
+        other.join(5.0)
+        assert not other.is_alive()
+
+
+def test_what_is_undone_late_is_not_undone_again() -> None:
+    """The block of an interrupted generator ends when the garbage collector comes, which may be much later."""
+    state = {"a": 1}
+    block = undo_after(partial(state.__setitem__, "a", 1))
+
+    @leave_no_trace
+    def interrupted() -> None:
+        block.__enter__()
+        state["a"] = 2
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert state["a"] == 1
+    state["a"] = 3
+    block.__exit__(None, None, None)
+    assert state["a"] == 3
+
+
+def test_what_is_undone_inside_out() -> None:
+    undone: list[str] = []
+    inner = undo_after(partial(undone.append, "inner"))
+
+    @leave_no_trace
+    def work() -> None:
+        with undo_after(partial(undone.append, "outer")):
+            inner.__enter__()
+
+    work()
+    assert undone == ["inner", "outer"]
+
+
+def test_a_turn_is_taken_once_more_by_its_holder_alone() -> None:
+    turn = Turn()
+    taken = threading.Event()
+
+    def other() -> None:
+        with turn.take():
+            taken.set()
+
+    with turn.take():
+        with turn.take():
+            assert turn.mine
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert turn.mine and not taken.wait(0.05)
+    assert taken.wait(5.0)
+    thread.join()
+
+
+def test_calls_one_after_the_other() -> None:
+    done: list[int] = []
+    with pytest.raises(ZeroDivisionError):
+        call_all([partial(done.append, 1), partial(divmod, 1, 0), partial(done.append, 2)])
+    assert done == [1]
