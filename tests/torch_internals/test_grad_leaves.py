@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
 from torch import Tensor
 
-from fxsplit.torch_internals.grad_leaves import find_leaves, list_gradient_hooks, mute, watch_hooks
+from fxsplit.torch_internals.grad_leaves import find_leaves, list_gradient_hooks, mute, unmute, watch_hooks
 
 
 def leaf(*shape: int) -> Tensor:
     return torch.ones(*shape, requires_grad=True)
+
+
+def double(gradient: Tensor) -> Tensor:
+    return gradient * 2
 
 
 def test_leaves_of_a_result() -> None:
@@ -41,6 +46,29 @@ def test_muted_leaves_call_no_hooks_and_get_them_back() -> None:
         raise ValueError("stop")
     (weight * 1).sum().backward()
     assert calls == ["before", "after"]
+
+
+def test_muted_hooks_stay_where_they_are() -> None:
+    """They were taken away for as long as a step ran, and an interrupt at the wrong line lost them for ever."""
+    weight = leaf(2)
+    handle = weight.register_hook(double)
+    with mute([weight]):
+        assert weight._backward_hooks is not None and list(weight._backward_hooks.values()) == [double]
+        with unmute():
+            assert torch.autograd.grad((weight * 1).sum(), weight)[0].tolist() == [2, 2]
+        assert torch.autograd.grad((weight * 1).sum(), weight)[0].tolist() == [1, 1]
+    weight.sum().backward()
+    assert weight.grad is not None and weight.grad.tolist() == [2, 2]
+    handle.remove()
+    assert not weight._backward_hooks
+
+
+def test_hooks_are_muted_for_one_thread_alone() -> None:
+    weight = leaf(2)
+    weight.register_hook(double)
+    with mute([weight]), ThreadPoolExecutor(1) as pool:
+        (found,) = pool.submit(torch.autograd.grad, (weight * 1).sum(), weight).result()
+    assert found.tolist() == [2, 2]
 
 
 def test_dictionaries_of_hooks_are_those_that_autograd_reads() -> None:

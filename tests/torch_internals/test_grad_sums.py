@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fxsplit.torch_internals.grad_sums import (
+    Receipt,
     Sums,
     accumulate,
     differentiate,
@@ -16,6 +18,8 @@ from fxsplit.torch_internals.grad_sums import (
     make_shares,
     merge_sums,
 )
+from fxsplit.torch_internals.undo import leave_no_trace
+from tests.interrupts import interrupt_at, list_lines
 
 
 def asked(outputs: Tensor, leaves: list[Tensor]) -> list[bool]:
@@ -118,11 +122,61 @@ def test_accumulating_is_what_autograd_does() -> None:
     accumulate(Sums())
 
 
-def test_a_hook_that_raises_leaves_other_leaves_without_a_gradient() -> None:
-    new, hooked = (torch.zeros(2, requires_grad=True) for _ in range(2))
-    hooked.register_hook(lambda gradient: 1 / 0)
-    sums = Sums()
-    sums.add([(leaf, torch.ones(2), True) for leaf in (new, hooked)])
+def make_leaves() -> dict[str, Tensor]:
+    """Leaves of every kind: with and without a gradient, with hooks before and behind it."""
+    leaves = {name: torch.zeros(2, requires_grad=True) for name in ("new", "old", "hooked", "watched", "plain")}
+    for name in ("old", "hooked", "watched"):
+        leaves[name].grad = torch.ones(2)
+    leaves["hooked"].register_hook(lambda gradient: gradient * 2)
+    return leaves
+
+
+def read_gradients(leaves: dict[str, Tensor]) -> list[list[float] | None]:
+    return [None if leaf.grad is None else leaf.grad.tolist() for leaf in leaves.values()]
+
+
+@pytest.mark.parametrize("which", ["before", "behind"])
+def test_a_hook_that_raises_leaves_every_gradient_as_it_was(which: str) -> None:
+    """Those of leaves that came before it had been added."""
+    leaves, sums = make_leaves(), Sums()
+    held = {name: leaf.grad for name, leaf in leaves.items()}
+    register = leaves["watched"].register_hook
+    if which == "behind":
+        register = leaves["watched"].register_post_accumulate_grad_hook  # type: ignore[assignment]
+    register(lambda _: divmod(1, 0))  # type: ignore[arg-type,return-value]
+    sums.add([(leaf, torch.ones(2), True) for leaf in leaves.values()])
+    before, receipt = read_gradients(leaves), Receipt()
     with pytest.raises(ZeroDivisionError):
-        accumulate(sums)
-    assert new.grad is None and hooked.grad is None
+        accumulate(sums, receipt)
+    assert read_gradients(leaves) == before and not receipt.added
+    assert all(leaf.grad is held[name] for name, leaf in leaves.items())
+
+
+def test_an_interrupt_comes_before_all_gradients_or_after() -> None:
+    """At every line: what has been added is all of it, and the receipt says so."""
+    calls: list[str] = []
+
+    def make() -> tuple[dict[str, Tensor], Sums]:
+        leaves, sums = make_leaves(), Sums()
+        leaves["watched"].register_post_accumulate_grad_hook(lambda _: calls.append("behind"))
+        sums.add([(leaf, torch.ones(2), True) for leaf in leaves.values()])
+        return leaves, sums
+
+    @leave_no_trace
+    def commit(sums: Sums, receipt: Receipt) -> None:
+        accumulate(sums, receipt)
+
+    leaves, sums = make()
+    before = read_gradients(leaves)
+    lines = list_lines(partial(commit, sums, Receipt()))
+    after = read_gradients(leaves)
+    assert after == [[1, 1], [2, 2], [3, 3], [2, 2], [1, 1]] and calls == ["behind"]
+    outcomes = set()
+    for number in range(len(lines)):
+        leaves, sums = make()
+        receipt = Receipt()
+        with pytest.raises(KeyboardInterrupt), interrupt_at(number):
+            commit(sums, receipt)
+        assert read_gradients(leaves) == (after if receipt.added else before), lines[number]
+        outcomes.add(receipt.added)
+    assert outcomes == {True, False}

@@ -106,7 +106,9 @@ def _components(arrows: set[tuple[int, int]], together: list[list[int]], count: 
     if not together:
         return [[node] for node in range(count)]
     # networkx takes a fifth of a second to load, which a profile without constraints need not wait for.
-    (nx,) = import_whole(["networkx"])
+    import_whole(["networkx"])
+    import networkx as nx
+
     graph = nx.DiGraph()
     graph.add_nodes_from(range(count))
     graph.add_edges_from(arrows)

@@ -39,8 +39,10 @@ def worth_compiling(ideals: int) -> bool:
 def compile_kernel(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Return the kernel compiled, from numba's cache where an earlier process has compiled it."""
     # numba takes about a second to load, so only who compiles loads it.
-    (numba,) = import_whole(["numba"])
-    machine_code: Callable[..., Any] = numba.njit(cache=True)(kernel)
+    import_whole(["numba"])
+    from numba import njit
+
+    machine_code: Callable[..., Any] = njit(cache=True)(kernel)
     return machine_code
 
 
