@@ -140,10 +140,9 @@ def test_a_hook_that_raises_leaves_every_gradient_as_it_was(which: str) -> None:
     """Those of leaves that came before it had been added."""
     leaves, sums = make_leaves(), Sums()
     held = {name: leaf.grad for name, leaf in leaves.items()}
-    register = leaves["watched"].register_hook
-    if which == "behind":
-        register = leaves["watched"].register_post_accumulate_grad_hook  # type: ignore[assignment]
-    register(lambda _: divmod(1, 0))  # type: ignore[arg-type,return-value]
+    watched: Any = leaves["watched"]
+    register = watched.register_hook if which == "before" else watched.register_post_accumulate_grad_hook
+    register(lambda _: divmod(1, 0))
     sums.add([(leaf, torch.ones(2), True) for leaf in leaves.values()])
     before, receipt = read_gradients(leaves), Receipt()
     with pytest.raises(ZeroDivisionError):
@@ -158,7 +157,8 @@ def test_an_interrupt_comes_before_all_gradients_or_after() -> None:
 
     def make() -> tuple[dict[str, Tensor], Sums]:
         leaves, sums = make_leaves(), Sums()
-        leaves["watched"].register_post_accumulate_grad_hook(lambda _: calls.append("behind"))
+        watched: Any = leaves["watched"]
+        watched.register_post_accumulate_grad_hook(lambda _: calls.append("behind"))
         sums.add([(leaf, torch.ones(2), True) for leaf in leaves.values()])
         return leaves, sums
 
