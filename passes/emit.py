@@ -44,9 +44,10 @@ class Emit:
         plan, machine = ir[Plan], ir[Machine]
         taken = [d for stage in plan.stages for d in stage.devices]
         if taken != list(range(len(taken))):
+            names = ", ".join(machine.devices[d].name for d in taken)
             raise PlanError(
-                f"this plan takes devices {taken}, out of order, which can be planned and not run yet: use "
-                "partition{free=false}"
+                f"this plan takes devices {taken}, out of order or with gaps, which can be planned and not run yet: "
+                f"compile for these devices alone, in this order ({names}), or use partition{{use_all=true,free=false}}"
             )
         # A pass behind `partition` may change what nodes call. Nodes that it adds are in no stage.
         planned = {*plan.stage_of(), *(n.name for n in ir.gm.graph.nodes if n.op in ("placeholder", "output"))}

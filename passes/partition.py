@@ -36,11 +36,12 @@ class Partition(Options):
         task = Task(costs, ir[Machine], ir[Workload], self, pinned)
         chains = ir[Antichains]
 
-        # `augment` has joined nodes that need no stage of their own. Where they do need one, all nodes are looked at.
-        def enumerate_whole() -> tuple[Antichains, States]:
-            whole = enumerate_ideals(costs, task.machine, pinned, chains.max_states, join=False)
-            return whole, sequence_states(costs, whole)
+        # `augment` has joined nodes that need no stage of their own, and does not know which plans are asked for.
+        def enumerate_again(whole: bool) -> tuple[Antichains, States]:
+            rate = task.reduce_ms_per_byte
+            found = enumerate_ideals(costs, task.machine, pinned, chains.max_states, join=not whole, ms_per_byte=rate)
+            return found, sequence_states(costs, found)
 
         # The time limit is for this pass alone: the ideals were enumerated before.
         clock = Clock.limited(self.time_limit)
-        return ir.learn(plan_stages(task, chains, ir[States], enumerate_whole, clock))
+        return ir.learn(plan_stages(task, chains, ir[States], enumerate_again, clock))

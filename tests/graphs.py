@@ -160,11 +160,13 @@ def assignments(machine: Machine, options: Options, n_stages: int) -> Iterator[t
         for order in itertools.permutations(range(count), n_stages):
             yield tuple((d,) for d in order)
         return
-    for ends in itertools.combinations(range(1, count + 1), n_stages):
-        begins = (0, *ends[:-1])
-        alone = all(b - a == 1 for a, b in zip(begins, ends, strict=True))
-        if (alone or options.model == "replicated") and (ends[-1] == count or not options.use_all):
-            yield tuple(tuple(range(a, b)) for a, b in zip(begins, ends, strict=True))
+    longest = count if options.model == "replicated" else 1
+    runs = [(a, b) for a in range(count) for b in range(a + 1, min(a + longest, count) + 1)]
+    for chosen in itertools.combinations(runs, n_stages):
+        # In the machine's order, and any device may be left out.
+        apart = all(one[1] <= other[0] for one, other in itertools.pairwise(chosen))
+        if apart and (not options.use_all or sum(b - a for a, b in chosen) == count):
+            yield tuple(tuple(range(a, b)) for a, b in chosen)
 
 
 def best_bottleneck(costs: Costs, machine: Machine, load: Workload, options: Options | None = None) -> float | None:

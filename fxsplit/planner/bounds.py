@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fxsplit.ir.facts.antichains import Levels
+from fxsplit.planner.kernels.tables import IDLE
 from fxsplit.planner.problem import Problem
 
 Floats = NDArray[np.float64]
@@ -48,9 +49,16 @@ def _possible(problem: Problem, levels: Levels, threshold: float) -> bool:
     overlapped = bool(np.isfinite(problem.tables.start_floor).any())
     # More work done is never worse: keep the most, by configuration and level.
     most = np.full((len(problem.moves.used), levels.low.size), -np.inf)
+    # Configurations that have left devices out, and have no stage yet.
+    empty = {0}
     for move, kind in zip(problem.moves.moves, problem.kind, strict=True):
+        if kind == IDLE:
+            most[move.target] = np.maximum(most[move.target], most[move.source])
+            empty |= {move.target} if move.source in empty else set()
+            continue
         speed, receive, send = problem.rates[kind]
-        begin = 0.0 if move.source == 0 else _after(most[move.source], levels, receive, speed, threshold, overlapped)
+        begin = _after(most[move.source], levels, receive, speed, threshold, overlapped)
+        begin = max(begin, 0.0) if move.source in empty else begin
         if begin == -np.inf:
             continue
         # The last stage sends nothing, and must do all work that is left.

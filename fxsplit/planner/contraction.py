@@ -12,12 +12,21 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection
+from functools import cached_property, reduce
+from operator import or_
 
+import numpy as np
+
+from fxsplit.ir.facts.antichains import Slack
 from fxsplit.ir.facts.blocks import Blocks
 from fxsplit.ir.facts.costs import Costs, NodeCost
+from fxsplit.planner.cuts import MOST_ANCESTORS
 
 MOST_COPIES, MOST_IN_FLIGHT = 2e6, 1e6
 """More copies of a parameter, and more microbatches, than any optimizer and schedule makes a device hold."""
+
+TAIL = ("forward_ms", "backward_ms", "host_ms", "parameter_bytes")
+"""The figures by which a stage becomes slower that takes a block more; the order of the fields of Slack."""
 
 CALLER = -1
 """Stands for who calls the model: the maker of its inputs and the reader of its outputs."""
@@ -58,39 +67,51 @@ def memory_may_bind(costs: Costs, memory_bytes: float) -> bool:
     return most > memory_bytes
 
 
-def contract_light_nodes(costs: Costs, blocks: Blocks, apart: Collection[str], light_ms: float) -> tuple[Blocks, float]:
-    """Return the blocks after light ones join what they follow, and by how much that may slow the best plan, in ms.
+def contract_light_nodes(
+    costs: Costs, blocks: Blocks, apart: Collection[str], light_ms: float, ms_per_byte: float = 0.0
+) -> tuple[Blocks, Slack]:
+    """Return the blocks after light ones join what they follow, and by how much that may slow the best plan.
 
     A block joins its only predecessor u if u has no other successor, if what the block sends on is no larger than what
-    it gets from u, and if all that joins u takes at most `light_ms`. What joins u is the *tail* of the group of u.
+    it gets from u, and if all that joins u takes at most `light_ms`. A byte of parameters counts `ms_per_byte`, which
+    is what replicas take to sum its gradients. What joins u is the *tail* of the group of u.
 
     The bound: any plan can be changed to keep groups whole, if a stage also does the tails of the groups that were cut
     at its end. No two groups that are cut at the same place lie on one path of the graph. So along each path at most
     one tail counts. Cover all groups with paths, and sum the largest tail of each path.
     """
-    work = {n.name: max(n.forward_ms + n.backward_ms, n.host_ms) for n in costs.nodes}
+    # What a stage takes longer for a block: forward, backward, on a host, and parameters that its replicas sum up.
+    figures = np.array(
+        [[sum(getattr(costs.by_name[name], figure) for name in names) for figure in TAIL] for names in blocks.members]
+    ).reshape(-1, len(TAIL))
     # A host may take longer than an accelerator: the larger time keeps the bound honest.
-    weight = [sum(work[name] for name in names) for names in blocks.members]
+    weight = np.maximum(figures[:, 0] + figures[:, 1], figures[:, 2]) + figures[:, 3] * ms_per_byte
     free = [not set(names) & set(apart) for names in blocks.members]
     graph = _Graph(costs, blocks)
-    tail = [0.0] * len(blocks)
-    head = list(range(len(blocks)))
+    # The blocks of each tail, by the block that they have joined, and what the tail weighs.
+    tails: dict[int, list[int]] = defaultdict(list)
+    tail_ms = np.zeros(len(blocks))
+    heavy = weight > light_ms
     for b in range(len(blocks)):
-        follows = graph.find_link(b)
-        if follows is None or not (free[b] and free[follows]) or tail[follows] + weight[b] > light_ms:
+        follows = None if heavy[b] or not free[b] else graph.find_link(b)
+        if follows is None or not free[follows] or tail_ms[follows] + weight[b] > light_ms:
             continue
         graph.join(b, follows)
-        head[b] = follows
-        tail[follows] += weight[b]
+        tails[follows].append(b)
+        tail_ms[follows] += weight[b]
+    joined = {b for members in tails.values() for b in members}
     # Cover the groups with paths: each group goes on with the path of a group before it, if one ends there.
-    paths: dict[int, float] = {}
+    path_of: dict[int, int] = {}
     end_of: dict[int, int] = {}  # the last group of each path -> the path
     for b in range(len(blocks)):
-        if head[b] == b:
+        if b not in joined:
             path = next((end_of.pop(a) for a in sorted(graph.before[b]) if a in end_of), b)
-            end_of[b] = path
-            paths[path] = max(paths.get(path, 0.0), tail[b])
-    return blocks.joined(graph.groups(), costs), sum(paths.values())
+            end_of[b] = path_of[b] = path
+    cut = [b for b in path_of if tails[b]]
+    sums = np.array([figures[tails[b]].sum(axis=0) for b in cut]).reshape(-1, len(TAIL))
+    paths = np.array([path_of[b] for b in cut], np.int32)
+    slack = Slack(path=paths, weighed_ms_per_byte=ms_per_byte, **dict(zip(TAIL, sums.T, strict=True)))
+    return blocks.joined(graph.groups(), costs), slack
 
 
 def _weighs(node: NodeCost, bounded: bool) -> bool:
@@ -107,17 +128,11 @@ class _Graph:
     """The blocks while they are joined: who is next to whom, and which tensors are where."""
 
     def __init__(self, costs: Costs, blocks: Blocks) -> None:
+        self._blocks = blocks
         # By block: the groups just before it, and those just behind.
         self.before = [set(b) for b in blocks.before]
         self._after = [set(a) for a in blocks.after]
         self._group = [[b] for b in range(len(blocks))]
-        # Bit masks of all blocks before each one. They stay right: joining costless blocks adds no path between others.
-        self._ancestors: list[int] = []
-        for b, before in enumerate(blocks.before):
-            mask = 1 << b
-            for a in before:
-                mask |= self._ancestors[a]
-            self._ancestors.append(mask)
         self.pins_of: list[set[int]] = []
         self._size: list[float] = []
         self._at: dict[int, set[int]] = defaultdict(set)
@@ -127,6 +142,18 @@ class _Graph:
             self._add({*outside, *(blocks.home[n] for n in (*made, *readers))}, forward + backward)
         for exchange in costs.exchanges:
             self._add({blocks.home[n] for n in exchange.nodes}, exchange.output_bytes)
+
+    @cached_property
+    def _ancestors(self) -> list[int]:
+        """Bit masks of all blocks before each one, and the block itself; of very many blocks those next to it alone.
+
+        They stay right while costless blocks are joined, which adds no path between others.
+        """
+        masks: list[int] = []
+        many = len(self._blocks) > MOST_ANCESTORS
+        for b, before in enumerate(self._blocks.before):
+            masks.append(reduce(or_, ((1 << a if many else masks[a]) for a in before), 1 << b))
+        return masks
 
     def _add(self, pins: set[int], size: float) -> None:
         """Add a tensor, unless it crosses no cut or costs nothing."""

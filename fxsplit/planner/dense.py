@@ -106,7 +106,8 @@ def _even(problem: Problem, line: NDArray[np.int64]) -> float:
     It is infinite where that split may not be allowed: by memory, by pins, or with fewer states than devices.
     """
     path: Path = []
-    moves = {m.source: m for m in reversed(problem.moves.moves)}  # the first that leaves each configuration
+    # The first stage that leaves each configuration.
+    moves = {m.source: m for m in reversed(problem.moves.moves) if m.devices}
     steps = [0]
     while steps[-1] in moves:
         steps.append(moves[steps[-1]].target)
@@ -182,6 +183,11 @@ def _solve(problem: Problem, below: Bools, states: NDArray[np.int64], upper: flo
     work, costs = t.work[states], problem.pair_costs(states)
     for m, move in enumerate(problem.moves.moves):
         clock.check()
+        if not move.devices:
+            idle = (best[move.source] < best[move.target]) & t.allowed[move.target][states]
+            best[move.target][idle] = best[move.source][idle]
+            origin[move.target][states[idle]], via[move.target][states[idle]] = states[idle], m
+            continue
         starts = np.flatnonzero(best[move.source] < upper)
         ends = np.flatnonzero(t.allowed[move.target][states])
         # Leave out states from which the devices left cannot finish in time, or that the devices used cannot reach.

@@ -7,14 +7,14 @@ other than {}, each named by its augmented antichain (see planner/__init__.py).
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fxsplit.ir.facts.antichains import Antichains
+from fxsplit.ir.facts.antichains import Antichains, Slack
 from fxsplit.ir.facts.blocks import Blocks, Ints, build_csr
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.machine import Machine
@@ -46,45 +46,53 @@ LIGHT = (1e-5, 1e-4, 1e-3, 1e-2)
 
 
 def enumerate_ideals(
-    costs: Costs, machine: Machine | None, pinned: Collection[str], max_states: int, *, join: bool
+    costs: Costs,
+    machine: Machine | None,
+    pinned: Collection[str],
+    max_states: int,
+    *,
+    join: bool,
+    ms_per_byte: float = 0.0,
 ) -> Antichains:
     """Return the ideals to plan on for a machine, at most `max_states` of them.
 
     With `join`, costless nodes join neighbours first, and light ones too where there are too many ideals. That may
     empty a stage, so that all later stages move up a device: the devices must be interchangeable (see moves.py).
-    Pinned nodes stay by themselves.
+    Pinned nodes stay by themselves. `ms_per_byte` is what replicas of a stage take to sum a byte of gradients, where a
+    plan may have replicas: nodes with many parameters are not light then.
     """
     blocks = Blocks.of(costs)
     memory_bytes = min(d.memory_bytes for d in machine.devices) if machine else inf
     fewer = contract_costless_nodes(costs, blocks, pinned, memory_bytes) if join else blocks
     at_least = len(machine) if machine and join else len(fewer)
-    found = _enumerate_within(costs, fewer, max_states, memory_bytes, pinned, at_least)
+    # Where memory may bind, joining nodes could make a plan impossible.
+    shares = () if memory_may_bind(costs, memory_bytes) else LIGHT
+    tries = (contract_light_nodes(costs, fewer, pinned, share * costs.total_ms, ms_per_byte) for share in shares)
+    found = _enumerate_within(costs, fewer, max_states, tries, at_least)
     known = set(blocks.members)
     joined = frozenset(n for names in found.blocks.members if names not in known for n in names)
     return replace(found, joined=joined, max_states=max_states)
 
 
 def _enumerate_within(
-    costs: Costs, blocks: Blocks, max_states: int, memory_bytes: float, apart: Collection[str], at_least: int
+    costs: Costs, blocks: Blocks, max_states: int, tries: Iterable[tuple[Blocks, Slack]], at_least: int
 ) -> Antichains:
     """Return every ideal if there are at most `max_states`, else those of fewer blocks, or of one topological order.
 
-    Light nodes join others first, as long as `at_least` so many blocks are left; `slack_ms` then says how much faster a
-    plan that parts them could be. If that is not enough, the ideals of one topological order are returned, which goes
-    along light cuts, with bounds for all other ideals.
+    The blocks of `tries`, in which ever more light nodes have joined others, come first, as long as `at_least` so many
+    blocks are left; `slack` then says how much faster a plan that parts them could be. If that is not enough, the
+    ideals of one topological order are returned, which goes along light cuts, with bounds for all other ideals.
     """
     found = antichains(costs, max_states, blocks)
     if found.complete:
         return found
-    # Where memory may bind, joining nodes could make a plan impossible.
-    for share in () if memory_may_bind(costs, memory_bytes) else LIGHT:
-        smaller, slack = contract_light_nodes(costs, blocks, apart, share * costs.total_ms)
+    for smaller, slack in tries:
         if len(smaller) < at_least:
             break
         fewer = antichains(costs, max_states, smaller)
         # The lightest nodes that suffice: heavier ones would cost more of the bound.
         if fewer.complete:
-            return replace(fewer, slack_ms=slack)
+            return replace(fewer, slack=slack)
     # A lattice of one state more than the blocks there are is always within reach: that of a line.
     levels, order = find_cut_levels(costs, blocks)
     return replace(antichains(costs, 1, blocks.reordered(order)), levels=levels)

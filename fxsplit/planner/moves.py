@@ -3,6 +3,7 @@
 A *configuration* says which devices are in use. A *move* leads from one configuration to another, by the devices of one
 stage. On two devices in their order the configurations are 0 (none used), 1 (the first) and 2 (both). The moves are
 0 -> 1 and 1 -> 2, and where a stage may have replicas also 0 -> 2. A plan is a walk from 0 to a final configuration.
+A move without devices leaves a device idle: 0 -> 1 by such a move, and then 1 -> 2, is a plan on the second device.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ MAX_CONFIGURATIONS = 4096
 
 @dataclass(frozen=True)
 class Move:
-    """One stage's choice of devices, from a configuration to another.
+    """One stage's choice of devices, from a configuration to another; without devices the next device stays idle.
 
     `first` and `last` say that no stage comes before or after. `rank` is the number of the stage where that is known
     beforehand, else -1. With `recompute` the stage keeps no activations between forward and backward, and runs forward
-    again.
+    again. `near_before` and `near_after` tell whether the stages before and after are on the neighbouring devices,
+    where that makes a difference: behind a device that is idle the link may be slower.
     """
 
     source: int
@@ -35,6 +37,8 @@ class Move:
     last: bool
     rank: int = -1
     recompute: bool = False
+    near_before: bool = True
+    near_after: bool = True
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class Moves:
 def list_moves(
     machine: Machine,
     replicated: bool,
-    use_all: bool,
+    idle: str,
     free: bool,
     n_stages: int | None,
     recompute: str = "never",
@@ -70,29 +74,86 @@ def list_moves(
     """Return the moves over a machine's devices.
 
     In the order of the machine, each stage takes the next device, or several where stages may be `replicated`. In
-    `free` order it takes any device that is left. With `n_stages` a configuration also counts stages, since what a
-    stage must hold depends on its number, and only plans of so many stages end. `recompute` is "never", "always", or
-    "auto" for as each stage sees fit. Devices in `named` are like no others, since something is pinned to them. Raises
-    PlanError for a free order over unequal links, or over too many unlike devices.
+    `free` order it takes any device that is left. `idle` tells which devices may be left idle: "none", the "last" ones,
+    which is enough where devices are alike, or "any"; in a free order all but "none" mean any. With `n_stages` a
+    configuration also counts stages, since what a stage must hold depends on its number, and only plans of so many
+    stages end. `recompute` is "never", "always", or "auto" for as each stage sees fit. Devices in `named` are like no
+    others, since something is pinned to them. Raises PlanError for a free order over unequal links, or over too many
+    unlike devices.
     """
-    found = _free(machine, use_all, named) if free else _in_order(machine, replicated, use_all)
+    if free:
+        found = _free(machine, idle == "none", named)
+    else:
+        found = _leaving_out(machine, replicated, named) if idle == "any" else _in_order(machine, replicated, idle)
     ways = {"never": (False,), "always": (True,), "auto": (False, True)}[recompute]
-    found = replace(found, moves=tuple(replace(m, recompute=way) for m in found.moves for way in ways))
+    # An idle device computes nothing, and so nothing twice.
+    moves = [replace(m, recompute=way) for m in found.moves for way in (ways if m.devices else (False,))]
+    found = replace(found, moves=tuple(moves))
     return found if n_stages is None else _counted(found, n_stages)
 
 
-def _in_order(machine: Machine, replicated: bool, use_all: bool) -> Moves:
+def _in_order(machine: Machine, replicated: bool, idle: str) -> Moves:
     """Return moves that take the devices as they stand; configuration q has used the first q devices."""
     count = len(machine)
-    # A host takes other times than accelerators for each node, so it cannot share a stage with them.
     moves = [
         Move(a, b, tuple(range(a, b)), a == 0, b == count)
         for a in range(count)
-        for b in range(a + 1, count + 1 if replicated else a + 2)
-        if b == a + 1 or not any(d.host for d in machine.devices[a:b])
+        for b in _list_ends(machine, a, replicated)
     ]
     used = tuple(tuple(range(q)) for q in range(count + 1))
-    return Moves(tuple(moves), used, frozenset([count] if use_all else range(1, count + 1)))
+    return Moves(tuple(moves), used, frozenset([count] if idle == "none" else range(1, count + 1)))
+
+
+def _list_ends(machine: Machine, begin: int, replicated: bool) -> list[int]:
+    """Return behind which devices a stage may end that begins with device `begin`."""
+    ends = range(begin + 1, len(machine) + 1 if replicated else begin + 2)
+    # A host takes other times than accelerators for each node, so it cannot share a stage with them.
+    return [b for b in ends if b == begin + 1 or not any(d.host for d in machine.devices[begin:b])]
+
+
+def _leaving_out(machine: Machine, replicated: bool, named: frozenset[int]) -> Moves:
+    """Return moves that take the devices as they stand, or leave some of them out, but for those in `named`.
+
+    Configuration (q, where) has used, or left out, the first q devices. `where` is "none" before the first stage,
+    "near" where the stage before is on device q - 1, and "far" where it is further away. A stage ends "far" by leaving
+    out the next device too, since what it pays for sending depends on that. Where all links are equal, `where` is
+    "none" throughout: no stage pays more.
+    """
+    count = len(machine)
+    apart = len(set(machine.links)) > 1
+    kinds = ("none", "near", "far") if apart else ("none",)
+    # A stage was on an earlier device, with an idle one behind it if it is far away.
+    least = {"none": 0, "near": 1, "far": 2}
+    reached = [(q, where) for q in range(count + 1) for where in kinds if q >= least[where]]
+    # Behind the last device there is one configuration, in which a plan ends.
+    reached = [c for c in reached if c[0] < count or c[1] == ("near" if apart else "none")]
+    number = {c: i for i, c in enumerate(reached)}
+    moves = []
+    for (q, where), source in number.items():
+        if q == count:
+            continue
+        for b in _list_ends(machine, q, replicated):
+            ends = [("near", b), ("far", b + 1)] if apart and b < count - 1 and b not in named else [("near", b)]
+            for how, end in ends:
+                target = number[end, how if apart else "none"]
+                first, near = where == "none" and (apart or q == 0), where != "far"
+                moves.append(
+                    Move(
+                        source,
+                        target,
+                        tuple(range(q, b)),
+                        first,
+                        b == count,
+                        near_before=near,
+                        near_after=how == "near",
+                    )
+                )
+        # A stage that ends near has its next stage on device q, which is not left out then.
+        if where != "near" and q + 1 < count and q not in named:
+            moves.append(Move(source, number[q + 1, where], (), False, False))
+    used = tuple(tuple(range(q)) for q, _ in reached)
+    final = [i for (q, where), i in number.items() if q > 0 and where == ("near" if apart else "none")]
+    return Moves(tuple(moves), used, frozenset(final))
 
 
 def _free(machine: Machine, use_all: bool, named: frozenset[int]) -> Moves:
@@ -139,11 +200,16 @@ def _counted(found: Moves, n_stages: int) -> Moves:
             # No walk gets to this configuration in so many stages.
             if (move.source, rank) not in ids:
                 continue
-            target = ids.setdefault((move.target, rank + 1), len(ids))
+            last = bool(move.devices) and rank == n_stages - 1
+            # The last stage ends where a plan may end, and is not followed by anything far away.
+            if last and move.target not in found.final:
+                continue
+            target = ids.setdefault((move.target, rank + bool(move.devices)), len(ids))
             if target == len(used):
                 used.append(found.used[move.target])
-            last = rank == n_stages - 1
-            moves.append(Move(ids[move.source, rank], target, move.devices, rank == 0, last, rank, move.recompute))
+            moves.append(
+                replace(move, source=ids[move.source, rank], target=target, first=rank == 0, last=last, rank=rank)
+            )
     final = frozenset(i for (q, stages), i in ids.items() if stages == n_stages and q in found.final)
     return Moves(tuple(moves), tuple(used), final, n_stages)
 

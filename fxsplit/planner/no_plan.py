@@ -15,13 +15,18 @@ from fxsplit.planner.problem import Problem
 from fxsplit.planner.search import Found, minimise
 
 
-def explain_misfit(problems: Sequence[Problem], chains: Antichains, machine: Machine, clock: Clock) -> PlanError:
+def explain_misfit(
+    problems: Sequence[Problem], chains: Antichains, machine: Machine, clock: Clock, *, complete: bool
+) -> PlanError:
     """Return the error that says why no plan exists: contradictory pins, or how much memory is missing and where.
 
     `problems` are those of all numbers of stages that were tried. Each is solved again without memory limits: where
     that fails too, the pins are at fault. Else the chain that exceeds the memory by the fewest bytes is looked for.
+    `complete` tells whether all plans were looked at that the options allow.
     """
     some = "" if chains.complete else " among the states of one topological order; allow more states"
+    if chains.complete and not complete:
+        some = " that leaves only the last devices idle; leave those out that are of no use"
     tries: list[tuple[float, Problem, Found]] = []
     try:
         # Without memory limits only pins, and the number of stages, can rule a chain out.
@@ -35,7 +40,7 @@ def explain_misfit(problems: Sequence[Problem], chains: Antichains, machine: Mac
         return NoFit(f"no plan fits{some}; allow more time to be told which stage is short of memory")
     if not possible:
         # Among the states of one order alone, other states might still satisfy the pins.
-        kind = PlanError if chains.complete else NoFit
+        kind = PlanError if complete else NoFit
         return kind(
             f"no plan for {len(machine)} devices satisfies the pins{some}: some pinned node depends on one that is "
             "pinned to a later stage, or a stage would stay empty; pin fewer submodules or use fewer devices"

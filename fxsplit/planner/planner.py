@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from fxsplit.errors import PlanError
 from fxsplit.ir.facts.antichains import Antichains
@@ -28,25 +28,29 @@ from fxsplit.planner.solve import Options, Task, bound_by_work, partition, pose_
 MAX_STATES = 1_000_000
 """Ideals to enumerate at most, where nothing else is stated."""
 
-Enumerate = Callable[[], tuple[Antichains, States]]
+Enumerate = Callable[[bool], tuple[Antichains, States]]
 
 
-def plan_stages(task: Task, chains: Antichains, states: States, enumerate_whole: Enumerate, clock: Clock) -> Plan:
+def plan_stages(task: Task, chains: Antichains, states: States, enumerate_again: Enumerate, clock: Clock) -> Plan:
     """Return the plan whose slowest stage is fastest.
 
-    `enumerate_whole` returns the states without any nodes joined. It is called only where the states given do not
-    suffice. Raises PlanError where no plan exists.
+    `enumerate_again` returns other states for the task: with True none of the nodes are joined, with False light ones,
+    where parameters count as the task makes them. It is called only where the states given do not suffice. Raises
+    PlanError where no plan exists.
     """
+    # Nodes were joined as if their parameters cost nothing, and the task lets stages have replicas.
+    if chains.slack is not None and chains.slack.weighed_ms_per_byte < task.reduce_ms_per_byte:
+        chains, states = enumerate_again(False)
     # Pins may have come after the nodes were joined, and the joining may have moved a pinned node.
     if chains.joined and (task.never or not task.interchangeable or not chains.joined.isdisjoint(task.pinned)):
-        chains, states = enumerate_whole()
+        chains, states = enumerate_again(True)
     best = _attempt(task, chains, states, clock)
     # Nodes joined to neighbours cannot have a stage of their own. That loses nothing unless every device is to have a
     # stage and a plan that leaves one idle would be faster.
     if chains.joined and (
         isinstance(best, PlanError) or (task.options.use_all and _is_beaten(best, task, chains, states, clock))
     ):
-        best = _take_better(best, _attempt(task, *enumerate_whole(), clock), task)
+        best = _take_better(best, _attempt(task, *enumerate_again(True), clock), task)
     if isinstance(best, PlanError):
         raise best
     return best
@@ -91,7 +95,7 @@ class Planner:
     max_states: int = MAX_STATES
     never: tuple[frozenset[str], ...] = ()
     seconds: dict[str, float] = field(default_factory=lambda: {"states": 0.0, "solve": 0.0})
-    _known: dict[tuple[float, bool], tuple[Antichains, States]] = field(default_factory=dict)
+    _known: dict[tuple[float, bool, float], tuple[Antichains, States]] = field(default_factory=dict)
 
     @cached_property
     def _constrained(self) -> Costs:
@@ -106,22 +110,26 @@ class Planner:
         """The pinned nodes, each with the number of its device."""
         return Pins(self.pins).nodes(self.costs)
 
-    def lattice(self, machine: Machine, whole: bool = False) -> tuple[Antichains, States]:
+    def lattice(self, machine: Machine, whole: bool = False, ms_per_byte: float = 0.0) -> tuple[Antichains, States]:
         """Return the states to plan for a machine; `whole` joins no nodes to neighbours.
 
         Joining may empty a stage, so that all later ones move up a device: it takes devices that are all alike.
+        `ms_per_byte` is what replicas of a stage take to sum a byte of gradients.
         """
         memory_bytes = min(d.memory_bytes for d in machine.devices)
-        known = self._known.get((memory_bytes, whole))
+        key = memory_bytes, whole, 0.0 if whole else ms_per_byte
+        known = self._known.get(key)
         # Light nodes were joined for fewer devices, and now there are more than blocks: join fewer of them.
-        if known is None or (known[0].slack_ms and len(known[0].blocks) < len(machine)):
+        if known is None or (known[0].slack is not None and len(known[0].blocks) < len(machine)):
             begin = time.perf_counter()
             costs = self._constrained
-            chains = enumerate_ideals(costs, machine, self._pinned, self.max_states, join=not whole)
+            chains = enumerate_ideals(
+                costs, machine, self._pinned, self.max_states, join=not whole, ms_per_byte=ms_per_byte
+            )
             known = chains, sequence_states(costs, chains)
-            self._known[memory_bytes, whole] = known
+            self._known[key] = known
             if not chains.joined:  # there was nothing to join, so these are all states too
-                self._known.setdefault((memory_bytes, True), known)
+                self._known.setdefault((memory_bytes, True, 0.0), known)
             self.seconds["states"] += time.perf_counter() - begin
         return known
 
@@ -132,7 +140,10 @@ class Planner:
         try:
             # Enumerating may come in the middle of solving; its time counts apart.
             task = Task(self._constrained, machine, workload, options, self._pinned, self.never)
-            chains, states = self.lattice(machine, whole=bool(self.never) or not task.interchangeable)
-            return plan_stages(task, chains, states, lambda: self.lattice(machine, whole=True), clock)
+            chains, states = self.lattice(
+                machine, bool(self.never) or not task.interchangeable, task.reduce_ms_per_byte
+            )
+            again = partial(self.lattice, machine, ms_per_byte=task.reduce_ms_per_byte)
+            return plan_stages(task, chains, states, again, clock)
         finally:
             self.seconds["solve"] += time.perf_counter() - begin - (self.seconds["states"] - earlier)

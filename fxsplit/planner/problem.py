@@ -26,7 +26,7 @@ from fxsplit.planner.clock import Clock
 from fxsplit.planner.kernels import fit
 from fxsplit.planner.kernels.lattice import prefix_sums
 from fxsplit.planner.kernels.separable import reach, reach_bounded
-from fxsplit.planner.kernels.tables import Bools, Floats, Ints, Tables
+from fxsplit.planner.kernels.tables import IDLE, Bools, Floats, Ints, Tables
 from fxsplit.planner.moves import Move, Moves, powers
 
 PairCosts = Callable[[int, NDArray[np.int64], NDArray[np.int64]], tuple[Floats, Bools]]
@@ -38,10 +38,10 @@ Path = list[tuple[int, Move]]
 class Problem:
     """A chain of states is sought whose every stage has a small load and fits into memory.
 
-    `kind[m]` is the kind of move m. `tables` says what a stage J..I costs (see kernels/tables.py). `rates` (float64
-    [kinds, 3]) are the work done in one ms, at most, and the ms that receiving and sending a byte takes, at least.
-    Subclasses may add to the loads: they replace `test`, `loads`, `shared`, `live` and `under`, and what makes new
-    problems of old ones.
+    `kind[m]` is the kind of move m, IDLE for one without devices. `tables` says what a stage J..I costs (see
+    kernels/tables.py). `rates` (float64 [kinds, 3]) are the work done in one ms, at most, and the ms that receiving and
+    sending a byte takes, at least. Subclasses may add to the loads: they replace `test`, `loads`, `shared`, `live` and
+    `under`, and what makes new problems of old ones.
     """
 
     states: States
@@ -74,7 +74,8 @@ class Problem:
         state = full
         while at != 0:
             move = self.moves.moves[via[at, state]]
-            path.append((state, move))
+            if move.devices:  # a device that stays idle has no stage
+                path.append((state, move))
             state, at = int(origin[at, state]), move.source
         return path[::-1]
 
@@ -119,21 +120,16 @@ class Problem:
         """The bytes that cross each state, forward and backward: float64 [states]."""
         return self.states.column("live_bytes") + self.states.column("live_gradient_bytes")
 
-    def lower_bound(self, joined: bool = False) -> float:
-        """Return a load, in ms, that no chain's slowest stage can beat: all work shared evenly, or one block's alone.
-
-        Where light blocks are `joined`, a block's work might be parted, and only the first counts.
-        """
+    def lower_bound(self) -> float:
+        """Return a load in ms that no chain's slowest stage can beat: all work shared evenly, or one block's alone."""
         work, done = self.tables.work, self.tables.done
         if not work[-1] > 0:
             return 0.0
         even = float(work[-1] / done.max())
-        if joined:
-            return even
         # An edge of the lattice adds one block, which some stage must do whole.
         ends = np.repeat(np.arange(len(self)), np.diff(self.states.in_pointer))
         largest = float((work[ends] - work[self.states.in_from]).max(initial=0.0))
-        quickest = max(done[m.target] - done[m.source] for m in self.moves.moves)
+        quickest = max(done[m.target] - done[m.source] for m in self.moves.moves if m.devices)
         return max(even, largest / float(quickest))
 
     def under(self, upper: float) -> Problem:
@@ -199,9 +195,12 @@ class Kind(NamedTuple):
         first, last = move.devices[0], move.devices[-1]
         receive = send = 0.0
         if model.traffic:
-            # What the caller gives to the first stage, and gets from the last, is free.
-            receive = 0.0 if move.first else 1.0 / machine.bytes_per_ms(first, max(first - 1, 0))
-            send = 0.0 if move.last else 1.0 / machine.bytes_per_ms(last, min(last + 1, len(machine) - 1))
+            # What the caller gives to the first stage, and gets from the last, is free. A device that is not next to
+            # another one, such as to itself, is joined to it by the slowest link.
+            before = max(first - 1, 0) if move.near_before else first
+            after = min(last + 1, len(machine) - 1) if move.near_after else last
+            receive = 0.0 if move.first else 1.0 / machine.bytes_per_ms(first, before)
+            send = 0.0 if move.last else 1.0 / machine.bytes_per_ms(last, after)
         return cls(
             speed=len(devices) * min(d.speed for d in devices),
             host=devices[0].host,
@@ -230,17 +229,20 @@ def pose_problem(
     """
     # Equal moves get the number of the first of their kind.
     numbers: dict[Kind, int] = {}
-    of_move = [Kind.of(machine, workload, model, moves, move) for move in moves.moves]
-    kind = tuple(numbers.setdefault(k, len(numbers)) for k in of_move)
+    of_move = [Kind.of(machine, workload, model, moves, move) if move.devices else None for move in moves.moves]
+    kind = tuple(IDLE if k is None else numbers.setdefault(k, len(numbers)) for k in of_move)
     kinds = list(numbers)
     work, host_speed = states.column("forward_ms") + states.column("backward_ms"), 1.0
     if any(d.host for d in machine.devices):
         work, host_speed = _measure_work_with_hosts(states, chains)
     done, left = powers(machine, moves, host_speed)
-    # Who ends with everything is the last stage, or might be, and sends nothing on.
-    ends_early = not workload.may_idle or (len(moves.final) > 1 and not moves.n_stages)
+    # Who starts with nothing is the first stage, and who ends with everything the last one, unless stages may be empty.
+    no_empty = not workload.may_idle
+    ends_early = no_empty or (len(moves.final) > 1 and not moves.n_stages)
     figures = dict(zip(Kind._fields, np.array(kinds, np.float64).T[:, :, None], strict=True))
-    start, end, start_floor, end_floor = _price_times(states, figures, model, ends_early)
+    start, end, start_floor, end_floor = _price_times(
+        states, figures, model, starts_late=no_empty, ends_early=ends_early
+    )
     space_start, space_end, space_low = _price_space(states, figures, model)
     tables = Tables(
         in_ptr=states.in_pointer,
@@ -265,7 +267,7 @@ def pose_problem(
 
 
 def _price_times(
-    states: States, kinds: Mapping[str, Floats], model: CostModel, ends_early: bool
+    states: States, kinds: Mapping[str, Floats], model: CostModel, *, starts_late: bool, ends_early: bool
 ) -> tuple[Floats, Floats, Floats, Floats]:
     """Return start, end, start_floor and end_floor of every kind and state (see Tables), in ms.
 
@@ -274,14 +276,16 @@ def _price_times(
     column = states.column
     forward = column("forward_ms")
     live = column("live_bytes") + column("live_gradient_bytes")
-    # The last stage returns its values to the caller, who is free.
-    leaving = live.copy()
+    # The first stage gets its values from the caller, and the last one returns its values there, which is free.
+    arriving, leaving = live.copy(), live.copy()
+    if starts_late:
+        arriving[0] = 0.0
     if ends_early:
         leaving[-1] = 0.0
     own = forward + column("backward_ms") + kinds["recompute"] * forward
     computing = np.where(kinds["host"] > 0, column("host_ms"), own)
     busy = computing / kinds["speed"] + column("parameter_bytes") * kinds["reduce"]
-    received, sent = live * kinds["receive"], leaving * kinds["send"]
+    received, sent = arriving * kinds["receive"], leaving * kinds["send"]
     # Overlapped, the slowest of computing, receiving and sending counts; else their sum does.
     if model.name == "overlapped":
         return busy, busy, received, sent

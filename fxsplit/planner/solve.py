@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from math import inf, isfinite
 
 from fxsplit.errors import ChainError, NoFit, PlanError
-from fxsplit.ir.facts.antichains import Antichains
+from fxsplit.ir.facts.antichains import Antichains, Slack
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.figures import show
 from fxsplit.ir.facts.machine import Machine
@@ -25,6 +26,9 @@ from fxsplit.planner.problem import Path, Problem, pose_problem
 from fxsplit.planner.search import Found, minimise
 
 RECOMPUTE = ("never", "always", "auto")
+MOST_CELLS, MOST_BOUNDED = 2**26, 2**25
+"""Configurations times states above which a search leaves only the last devices idle: without limits of memory, and
+with them, where each takes longer. The plan then has a gap."""
 MOST_FACTOR = 1e3
 """More bytes of optimizer state per byte of parameters are refused as a mistake."""
 
@@ -33,7 +37,7 @@ MOST_FACTOR = 1e3
 class Options:
     """What a plan may be, and how long the search may take.
 
-    - `use_all` asks for a stage on every device; without it devices may stay idle where using them is not faster
+    - `use_all` asks for a stage on every device; without it any device may stay idle where using it is not faster
     - `optimizer_factor` is the bytes of optimizer state per byte of parameters: 2 for Adam, 1 for momentum, 0 for SGD
     - `model` is what stages pay for, and `traffic` whether transfers are priced (see CostModel)
     - `free` takes the devices in any order, not in the machine's
@@ -94,6 +98,37 @@ class Task:
         """Whether a plan stays as good when its stages move to other devices."""
         return self.options.free or (self.machine.uniform and not self.pinned)
 
+    @property
+    def idle(self) -> str:
+        """Which devices may be left idle (see list_moves), so that no plan is better than the best of these."""
+        # Where devices are alike it makes no difference which are idle. A stage without a node is no idle device.
+        alike = self.interchangeable or self.workload.may_idle
+        return "none" if self.options.use_all else "last" if alike else "any"
+
+    def choose_idle(self, n_states: int) -> str:
+        """Return which devices a search leaves idle: fewer than could be, where to try all takes too long."""
+        n = len(self.machine)
+        # Where a configuration counts stages there is one for each number, in a search for each number.
+        bounded = _stage_counts(self.costs, self.machine, self.options) != [None]
+        cells = n_states * n * (3 if len(set(self.machine.links)) > 1 else 1) * (n * n / 2 if bounded else 1)
+        return "last" if self.idle == "any" and cells > (MOST_BOUNDED if bounded else MOST_CELLS) else self.idle
+
+    @property
+    def reduce_ms_per_byte(self) -> float:
+        """What two replicas of a stage take to sum a byte of gradients, which no number of replicas exceeds; else 0."""
+        if self.options.model != "replicated":
+            return 0.0
+        return max((self.machine.reduce_ms_per_byte(pair) for pair in pairwise(range(len(self.machine)))), default=0.0)
+
+    def bound_slack_ms(self, slack: Slack) -> float:
+        """Return how many ms slower the best plan may have become because light nodes were joined."""
+        return slack.bound_ms(
+            twice=self.options.recompute != "never",
+            hosts=any(d.host for d in self.machine.devices),
+            speed=min(d.speed for d in self.machine.devices),
+            reduce_ms_per_byte=self.reduce_ms_per_byte,
+        )
+
 
 def partition(task: Task, chains: Antichains, states: States, clock: Clock | None = None) -> Plan:
     """Return the plan among these states whose slowest stage is fastest.
@@ -107,6 +142,7 @@ def partition(task: Task, chains: Antichains, states: States, clock: Clock | Non
     best: Found | None = None
     lower, hurried = inf, False
     posed = []
+    complete = chains.complete and task.choose_idle(len(states)) == task.idle
     for problem in pose_problems(task, chains, states):
         # With a plan at hand the rest of the numbers is not looked at, and the work alone bounds their plans.
         if best is not None and clock.over:
@@ -118,27 +154,28 @@ def partition(task: Task, chains: Antichains, states: States, clock: Clock | Non
         except OutOfTime:
             hurried, found = True, None
             lower = min(lower, problem.lower_bound())
-        # The bound of a search among the states of one order says nothing of other states.
-        if chains.complete:
+        # The bound of a search among some states, or some ways to leave devices out, says nothing of others.
+        if complete:
             lower = min(lower, inf if found is None else found.lower)
         if found is not None and (best is None or found.load < best.load):
             best = found
     if best is None and hurried:
         raise PlanError(f"no plan was found within time_limit={options.time_limit} s: allow more time, or fewer states")
     if best is None:
-        raise explain_misfit(posed, chains, machine, clock)
+        raise explain_misfit(posed, chains, machine, clock, complete=complete)
+    if chains.complete and not complete:
+        lower = min(lower, _bound_any_idle(task, chains, states, clock))
     if not chains.complete:
         lower = min(lower, *(_bound(problem, chains, best.load) for problem in posed))
     # Price from the definition, on the graph: so no error of the search's sums reaches the plan.
     priced = price_split(costs, machine, task.workload, _split(costs, chains, best.path), options.costs)
     reached = max(s.load_ms for s in priced)
-    if chains.slack_ms:
+    if chains.slack is not None:
         # Keeping light nodes together may empty a stage, so plans that leave devices idle bound those that do not.
         idle = list(pose_problems(replace(task, options=replace(options, use_all=False)), chains, states))
         bounds = [_lower_bound(p, chains, clock) for p in idle]
-        slack = chains.slack_ms / min(d.speed for d in machine.devices)
-        lower = max(min([lower, *bounds]) - slack, min(p.lower_bound(joined=True) for p in idle))
-    proven = chains.complete and best.load - lower <= 1e-9 * reached
+        lower = max(min([lower, *bounds]) - task.bound_slack_ms(chains.slack), bound_by_work(costs, machine))
+    proven = complete and best.load - lower <= 1e-9 * reached
     bound_ms = reached if proven else min(lower, reached)
     return Plan.of(priced, costs, machine, task.workload, options.costs, lower_bound_ms=bound_ms, n_states=len(chains))
 
@@ -156,6 +193,17 @@ def bound_by_work(costs: Costs, machine: Machine) -> float:
 def _bound(problem: Problem, chains: Antichains, load: float) -> float:
     """Return a load in ms that no chain beats, also none of states that were not enumerated."""
     return problem.lower_bound() if chains.levels is None else level_bound(problem, chains.levels, load)
+
+
+def _bound_any_idle(task: Task, chains: Antichains, states: States, clock: Clock) -> float:
+    """Return a load in ms that no plan beats, whichever devices it leaves idle: the best load if memory were free."""
+    devices = tuple(replace(d, memory_bytes=inf) for d in task.machine.devices)
+    unbounded = replace(task, machine=replace(task.machine, devices=devices))
+    least = bound_by_work(task.costs, task.machine)
+    if unbounded.choose_idle(len(states)) != unbounded.idle:
+        return least
+    problems = pose_problems(unbounded, chains, states)
+    return max(least, min(_lower_bound(problem, chains, clock) for problem in problems))
 
 
 def _lower_bound(problem: Problem, chains: Antichains, clock: Clock) -> float:
@@ -181,11 +229,12 @@ def pose_problems(task: Task, chains: Antichains, states: States) -> Iterator[Pr
     """Yield the search problems of which the best answer is the plan: one for each number of stages, or one for all."""
     # What a stage holds in memory depends on the schedule, and so on how many stages come after it.
     machine, options, pinned = task.machine, task.options, task.pinned
+    idle = task.choose_idle(len(states))
     for n_stages in _stage_counts(task.costs, machine, options):
         replicated = options.model == "replicated"
         # Equal devices are one type in a free order, unless something is pinned to one of them.
         named = frozenset(pinned.values())
-        moves = list_moves(machine, replicated, options.use_all, options.free, n_stages, options.recompute, named)
+        moves = list_moves(machine, replicated, idle, options.free, n_stages, options.recompute, named)
         if not moves.final:
             continue
         problem = pose_problem(states, chains, machine, task.workload, options.costs, moves, pinned)

@@ -17,7 +17,9 @@ def arrows(found: Moves) -> list[tuple[int, int, tuple[int, ...]]]:
 
 def of(machine: Machine, n_stages: int | None = None, recompute: str = "never", **options: bool) -> Moves:
     chosen = {"replicated": False, "use_all": True, "free": False} | options
-    return list_moves(machine, chosen["replicated"], chosen["use_all"], chosen["free"], n_stages, recompute)
+    return list_moves(
+        machine, chosen["replicated"], "none" if chosen["use_all"] else "last", chosen["free"], n_stages, recompute
+    )
 
 
 def test_in_the_order_of_the_machine() -> None:
@@ -25,6 +27,40 @@ def test_in_the_order_of_the_machine() -> None:
     assert arrows(found) == [(0, 1, (0,)), (1, 2, (1,))] and found.final == {2}
     assert [(m.first, m.last) for m in found.moves] == [(True, False), (False, True)]
     assert of(Machine.planned(2), use_all=False).final == {1, 2}
+
+
+def test_any_device_may_be_left_out() -> None:
+    """Only the last devices could stay idle, so a slow one in front had to have a stage."""
+    alike = list_moves(Machine.planned(3), False, "any", False, None)
+    assert arrows(alike) == [
+        (0, 1, (0,)),
+        (0, 1, ()),
+        (1, 2, (1,)),
+        (1, 2, ()),
+        (2, 3, (2,)),
+    ]
+    assert alike.final == {1, 2, 3}
+    # A device that something is pinned to has a stage.
+    assert arrows(list_moves(Machine.planned(2), False, "any", False, None, named=frozenset({0}))) == [
+        (0, 1, (0,)),
+        (1, 2, (1,)),
+    ]
+
+
+def test_links_to_devices_that_are_no_neighbours() -> None:
+    """What a stage pays for sending depends on whether the next device is left out."""
+    three = Machine((Device("a"), Device("b"), Device("c")), (1e6, 1e3))
+    found = list_moves(three, False, "any", False, None)
+    told = {(m.devices, m.first, m.near_before, m.near_after) for m in found.moves if m.devices == (0,)}
+    assert told == {((0,), True, True, True), ((0,), True, True, False)}
+    last = {(m.first, m.near_before) for m in found.moves if m.devices == (2,)}
+    assert last == {(True, True), (False, True), (False, False)}
+    entered = {0}
+    for move in found.moves:
+        assert move.source in entered, "a configuration is left before it is entered"
+        entered.add(move.target)
+    counted = list_moves(three, False, "any", False, 2)
+    assert {m.devices for m in counted.moves if m.last} == {(1,), (2,)}
 
 
 def test_replicas_take_neighbours_and_no_hosts() -> None:
@@ -46,7 +82,7 @@ def test_a_free_order_counts_equal_devices() -> None:
 
 
 def test_pinned_devices_are_like_no_others() -> None:
-    named = list_moves(Machine.planned(2), False, True, True, None, "never", frozenset({1}))
+    named = list_moves(Machine.planned(2), False, "none", True, None, "never", frozenset({1}))
     assert len(named.used) == 4 and len(of(Machine.planned(2), free=True).used) == 3
 
 

@@ -6,6 +6,7 @@ from math import inf
 
 import pytest
 
+import fxsplit
 from fxsplit.errors import ChainError, NoFit
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.machine import Device, Machine
@@ -69,3 +70,44 @@ def test_too_many_devices_are_said() -> None:
     chains = antichains(CHAIN, 100)
     with pytest.raises(NoFit, match="use 4 devices or fewer"):
         partition(Task(CHAIN, machine, workload(machine)), chains, sequence_states(CHAIN, chains))
+
+
+def test_a_slow_device_in_front_may_stay_idle() -> None:
+    """Only the last devices could: the plan took 200 ms and was called optimal."""
+    costs = Costs(tuple(node(f"n{i}", [f"n{i - 1}"] if i else [], ms=2 / 3) for i in range(4)), (), ("n3",))
+    machine = Machine((Device("slow", speed=0.01), Device("fast")), (inf,))
+    found = fxsplit.plan(costs, machine, options=Options(use_all=False))
+    assert [s.devices for s in found.stages] == [(1,)]
+    assert found.bottleneck_ms == pytest.approx(8.0) and found.optimal
+
+
+def test_a_small_device_in_front_may_stay_idle() -> None:
+    """It was said that no plan fits, though one fits on the other devices."""
+    costs = Costs(tuple(node(f"n{i}", [f"n{i - 1}"] if i else [], buffer_bytes=10) for i in range(4)), (), ("n3",))
+    machine = Machine(
+        (Device("a", memory_bytes=5), Device("b", memory_bytes=20), Device("c", memory_bytes=25)), (inf, inf)
+    )
+    found = fxsplit.plan(costs, machine, options=Options(use_all=False))
+    assert [s.devices for s in found.stages] == [(1,), (2,)] and found.optimal
+
+
+def test_a_pin_leaves_the_devices_before_it_idle() -> None:
+    """A pin to the second device asked for a stage on the first one too, also where none was needed."""
+    costs = Costs((node("a"),), (), ("a",))
+    found = fxsplit.plan(costs, 3, pins={"a": 1}, options=Options(use_all=False))
+    assert [s.devices for s in found.stages] == [(1,)]
+
+
+@pytest.mark.parametrize("memory_bytes", [inf, 60.0])
+def test_where_it_takes_too_long_only_the_last_devices_idle(
+    memory_bytes: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan then has a gap to the best of all, and no proof."""
+    costs = Costs(tuple(node(f"n{i}", [f"n{i - 1}"] if i else [], buffer_bytes=10) for i in range(4)), (), ("n3",))
+    machine = Machine((Device("slow", memory_bytes=memory_bytes, speed=0.01), Device("fast")), (inf,))
+    best = fxsplit.plan(costs, machine, options=Options(use_all=False))
+    for name in ("MOST_CELLS", "MOST_BOUNDED"):
+        monkeypatch.setattr(f"fxsplit.planner.solve.{name}", 0)
+    found = fxsplit.plan(costs, machine, options=Options(use_all=False))
+    assert found.stages[0].devices == (0,) and not found.optimal
+    assert found.lower_bound_ms <= best.bottleneck_ms < found.bottleneck_ms

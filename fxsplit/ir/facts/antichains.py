@@ -38,6 +38,36 @@ class Levels:
 
 
 @dataclass(frozen=True, eq=False)
+class Slack:
+    """By how much the best plan may have become slower because light nodes joined what they follow.
+
+    What has joined a node is its *tail*. `path` (int32 [tails]) numbers the paths of the graph that the tails lie on:
+    no cut parts two tails of one path. The other arrays are float64 [tails]: what a stage takes longer that does a tail
+    too. `weighed_ms_per_byte` is what a byte of parameters counted when it was decided which nodes are light.
+    """
+
+    path: Ints
+    forward_ms: Floats
+    backward_ms: Floats
+    host_ms: Floats
+    parameter_bytes: Floats
+    weighed_ms_per_byte: float
+
+    def bound_ms(self, *, twice: bool, hosts: bool, speed: float, reduce_ms_per_byte: float) -> float:
+        """Return how many ms slower the slowest stage of the best plan may be, at most.
+
+        twice: whether a stage may run its forward twice. hosts: whether some device is a host. speed: of the slowest
+        device. reduce_ms_per_byte: what replicas of a stage take at most to sum a byte of gradients.
+        """
+        own = self.forward_ms * (1 + twice) + self.backward_ms
+        each = (np.maximum(own, self.host_ms) if hosts else own) / speed + self.parameter_bytes * reduce_ms_per_byte
+        # A cut parts one tail of each path at most, so the largest of each path counts.
+        largest = np.zeros(int(self.path.max(initial=-1)) + 1)
+        np.maximum.at(largest, self.path, each)
+        return float(largest.sum())
+
+
+@dataclass(frozen=True, eq=False)
 class Antichains(Fact):
     """Every ideal (downset) of the blocks, numbered so that a subset has the smaller number.
 
@@ -48,7 +78,7 @@ class Antichains(Fact):
       each once; `live_gradient_bytes` sums the gradients that return for them
     - `complete` is False where there were too many ideals, and these are the prefixes of one topological order alone;
       `levels` then bound all others
-    - `slack_ms` is by how much the best plan may have become slower because light nodes were joined
+    - `slack` tells by how much the best plan may have become slower, where light nodes were joined
 
     `joined` are the nodes whose blocks are larger than the costs demand, because cutting between them is seldom of use.
     Where that loses a plan after all, `partition` enumerates again without joining, up to `max_states` ideals. A pass
@@ -64,7 +94,7 @@ class Antichains(Fact):
     live_bytes: Floats
     live_gradient_bytes: Floats
     complete: bool
-    slack_ms: float = 0.0
+    slack: Slack | None = None
     levels: Levels | None = None
     joined: frozenset[str] = frozenset()
     max_states: int = 1_000_000
@@ -122,7 +152,9 @@ class Antichains(Fact):
         kind = "every ideal" if self.complete else "prefixes of one topological order only (too many ideals)"
         lines = [f"{len(self)} states of {len(self.blocks)} blocks: {kind}"]
         lines += [f"{len(self.joined)} nodes are joined to neighbours"] if self.joined else []
-        lines += [f"light nodes joined, at {self.slack_ms:.6g} ms at most"] if self.slack_ms else []
+        if self.slack is not None:
+            lost = self.slack.bound_ms(twice=False, hosts=False, speed=1.0, reduce_ms_per_byte=0.0)
+            lines.append(f"light nodes joined, at {lost:.6g} ms at most")
         return "\n".join([*lines, *list_ends(len(self), self._describe)])
 
     def _describe(self, number: int) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from fxsplit.planner.kernels.separable import SLACK
-from fxsplit.planner.kernels.tables import Floats, Ints, Lattice, Tables, Tensors
+from fxsplit.planner.kernels.tables import IDLE, Floats, Ints, Lattice, Tables, Tensors
 
 
 def cheapest_above(pointer: Ints, child: Ints, end: Floats) -> Floats:
@@ -92,6 +92,11 @@ def reach(
         # End stages here whose starts were left at a closure below: their loads separate.
         for m in range(moves.shape[0]):
             kind = moves[m, 2]
+            if kind == IDLE:
+                a, b = moves[m, 0], moves[m, 1]
+                if origin[a, j] >= 0 and allowed[b, j] and slowest[a, j] < slowest[b, j]:
+                    slowest[b, j], origin[b, j], via[b, j] = slowest[a, j], j, m
+                continue
             for e in range(in_ptr[j], in_ptr[j + 1]):
                 if top[m, in_from[e]] > top[m, j]:
                     top[m, j], top_from[m, j] = top[m, in_from[e]], top_from[m, in_from[e]]
@@ -110,14 +115,21 @@ def reach(
         if may_idle:
             for m in range(moves.shape[0]):
                 a, b = moves[m, 0], moves[m, 1]
-                if origin[a, j] >= 0 and allowed[b, j] and max(0.0, slowest[a, j]) < slowest[b, j]:
+                if (
+                    moves[m, 2] != IDLE
+                    and origin[a, j] >= 0
+                    and allowed[b, j]
+                    and max(0.0, slowest[a, j]) < slowest[b, j]
+                ):
                     slowest[b, j], origin[b, j], via[b, j] = max(0.0, slowest[a, j]), j, m
         # Stages start here for the moves that some chain can take, unless fewer devices got as far.
         some = False
         usable[:] = False
         for m in range(moves.shape[0]):
             a = moves[m, 0]
-            active[m] = origin[a, j] >= 0 and work[n - 1] - work[j] <= threshold * left[a] * SLACK
+            active[m] = (
+                moves[m, 2] != IDLE and origin[a, j] >= 0 and work[n - 1] - work[j] <= threshold * left[a] * SLACK
+            )
             if active[m]:
                 for q in range(configurations):
                     if better[q, a] and origin[q, j] >= 0:

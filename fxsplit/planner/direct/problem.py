@@ -25,7 +25,7 @@ from fxsplit.planner.dense import line_of, membership
 from fxsplit.planner.direct import kernels
 from fxsplit.planner.kernels import fit
 from fxsplit.planner.kernels.lattice import live_bytes
-from fxsplit.planner.kernels.tables import Bools, Floats, Ints, Lattice, Tensors
+from fxsplit.planner.kernels.tables import IDLE, Bools, Floats, Ints, Lattice, Tensors
 from fxsplit.planner.moves import Moves
 from fxsplit.planner.problem import Path, Problem
 
@@ -220,7 +220,8 @@ def pose_direct(
             size.append(bytes_)
     rate = np.zeros(problem.tables.capacity.size)
     for move, kind in zip(problem.moves.moves, problem.kind, strict=True):
-        rate[kind] = 1.0 / machine.bytes_per_ms(move.devices[0], move.devices[0])
+        if kind != IDLE:
+            rate[kind] = 1.0 / machine.bytes_per_ms(move.devices[0], move.devices[0])
     pointer, flat = build_csr(pins)
     return DirectProblem(
         **{f.name: getattr(problem, f.name) for f in fields(Problem)},

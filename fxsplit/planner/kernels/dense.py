@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from fxsplit.planner.kernels.separable import SLACK
-from fxsplit.planner.kernels.tables import Bools, Floats, Ints, Tables
+from fxsplit.planner.kernels.tables import IDLE, Bools, Floats, Ints, Tables
 
 
 def best_chains(t: Tables, below: Bools, shared: Floats, rate: Floats, upper: float) -> tuple[Floats, Ints, Ints]:
@@ -35,6 +35,11 @@ def best_chains(t: Tables, below: Bools, shared: Floats, rate: Floats, upper: fl
     starts = np.empty(n, np.int32)
     for m in range(moves.shape[0]):
         a, b, kind = moves[m, 0], moves[m, 1], moves[m, 2]
+        if kind == IDLE:
+            for i in range(n):
+                if best[a, i] < upper and allowed[b, i] and best[a, i] < best[b, i]:
+                    best[b, i], origin[b, i], via[b, i] = best[a, i], i, m
+            continue
         count = 0
         # The states from which the devices left can finish in time, gathered once for all ends.
         for j in range(n):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fxsplit.planner.kernels.tables import Ints, Tables
+from fxsplit.planner.kernels.tables import IDLE, Ints, Tables
 
 SLACK = 1.0 + 1e-9
 """Relative slack between sums of the same work that were added up in another order."""
@@ -52,6 +52,12 @@ def reach(t: Tables, threshold: float, steps: int) -> tuple[Ints, Ints, int]:
         taken += n - first[a]
         # No chain enters the configuration that this move leaves.
         if first[a] >= n or taken > steps:
+            continue
+        if kind == IDLE:
+            for i in range(first[a], n):
+                if origin[a, i] >= 0 and allowed[b, i] and slowest[a, i] < slowest[b, i]:
+                    slowest[b, i], origin[b, i], via[b, i] = slowest[a, i], i, m
+                    first[b] = min(first[b], i)
             continue
         # Above `most` the devices used cannot have done the work; below `least` those left cannot do the rest.
         most, least = threshold * done[b] * SLACK, work[n - 1] - threshold * left[b] * SLACK
@@ -116,6 +122,12 @@ def reach_bounded(t: Tables, threshold: float, steps: int) -> tuple[Ints, Ints, 
 
     for m in range(moves.shape[0]):
         a, b, kind = moves[m, 0], moves[m, 1], moves[m, 2]
+        if kind == IDLE:
+            taken += n
+            for i in range(n):
+                if origin[a, i] >= 0 and allowed[b, i] and slowest[a, i] < slowest[b, i]:
+                    slowest[b, i], origin[b, i], via[b, i] = slowest[a, i], i, m
+            continue
         most, least = threshold * done[b] * SLACK, work[n - 1] - threshold * left[b] * SLACK
         begin = np.zeros(n + 1, np.int64)
         # The lists of all ideals lie one behind the other in a pool, which grows as needed.

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
+IDLE = -1
+"""The kind of a move that leaves a device idle: a chain goes on in the next configuration, from the same ideal."""
 
 
 class Tables(NamedTuple):
@@ -23,9 +25,9 @@ class Tables(NamedTuple):
     start, end, start_floor, end_floor: [kinds, ideals], ms; load(J, I) = max(end[I] - start[J], start_floor[J],
     end_floor[I]). space_start, space_end: [kinds, ideals], bytes; a stage fits if space_end[I] - space_start[J] <=
     capacity, of [kinds]. space_low is the part of space_end that only grows with I.
-    allowed: [configurations, ideals], where a stage may end. moves: [moves, 3] of (from, to, kind), in an order in
-    which a configuration is complete before it is left. done, left: [configurations], how much work the devices used so
-    far, and those not used, do at most in 1 ms of load. may_idle: whether a stage may be empty.
+    allowed: [configurations, ideals], where a stage may end. moves: [moves, 3] of (from, to, kind or IDLE), in an order
+    in which a configuration is complete before it is left. done, left: [configurations], how much work the devices used
+    so far, and those not used, do at most in 1 ms of load. may_idle: whether a stage may be empty.
     """
 
     in_ptr: Ints

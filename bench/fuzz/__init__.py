@@ -1,0 +1,19 @@
+"""Fuzzers: random cases without end, each made from a seed, that look for wrong answers and for errors of Python's own.
+
+    python -m bench.fuzz planner --seed 0 --cases 10000
+    python -m bench.fuzz files --seed 0 --cases 10000
+
+Each module here is one fuzzer: a function `try_case(seed)` that returns an Outcome. The same seed makes the same case.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a case: its kind in a few words, which are counted, and the fault that it found, if any."""
+
+    kind: str
+    fault: str | None = None

@@ -1,0 +1,378 @@
+"""Compare the planner with brute force: small random graphs and machines, every option, searches that are cut short.
+
+The brute force follows the definitions alone: it looks at every set of nodes that may lie before a cut, and every way
+to give devices to stages. It shares no code with the planner, nor with `price_split`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from math import inf
+
+from bench.fuzz import Outcome
+from fxsplit.api.plan import lay_out
+from fxsplit.errors import FxsplitError
+from fxsplit.ir.facts.costs import Costs, Exchange, InputCost, NodeCost
+from fxsplit.ir.facts.machine import Device, Machine
+from fxsplit.ir.facts.plan import Plan
+from fxsplit.planner import Options, dense, prefer_compiled, search, solve
+from fxsplit.planner.kernels import SMALL
+from fxsplit.planner.planner import Planner
+
+Devices = tuple[int, ...]
+Split = tuple[Devices, ...]
+MOST = (solve.MOST_CELLS, solve.MOST_BOUNDED)
+MODELS = ("forwarded", "overlapped", "direct", "replicated")
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """What is planned: the graph, the machine and all options, and how the search is made to go its various ways.
+
+    `small` are ideals up to which it looks at pairs of them. `most` are configurations times states up to which it
+    tries to leave any device idle, without limits of memory and with them.
+    """
+
+    costs: Costs
+    machine: Machine
+    schedule: str
+    n_microbatches: int
+    options: Options
+    pins: dict[str, int]
+    keep: list[list[str]]
+    max_states: int
+    small: int
+    most: tuple[int, int]
+
+    def plan(self) -> Plan:
+        """Return the planner's plan; raises PlanError."""
+        self._steer(self.small, self.most)
+        try:
+            planner = Planner(self.costs, self.pins, self.keep, self.max_states)
+            return planner.plan(*lay_out(self.machine, self.schedule, self.n_microbatches), self.options)
+        finally:
+            self._steer(SMALL, MOST)
+
+    @staticmethod
+    def _steer(small: int, most: tuple[int, int]) -> None:
+        """Set the planner's limits, which are no arguments of its functions."""
+        for module in (search, dense):
+            setattr(module, "SMALL", small)  # noqa: B010
+        solve.MOST_CELLS, solve.MOST_BOUNDED = most
+
+
+class Oracle:
+    """The best plan by the definitions. Sets of nodes are bits of a number."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.machine, self.options = case, case.machine, case.options
+        costs = self.costs = replace(case.costs, together=(*case.costs.together, *map(tuple, case.keep)))
+        self.bit = {node.name: 1 << i for i, node in enumerate(costs.nodes)}
+        self.full = (1 << len(costs.nodes)) - 1
+        self.pinned = {self.bit[name]: device for name, device in case.pins.items()}
+        self.crossing = {ideal: self._cross(ideal) for ideal in self.ideals}
+
+    def _mask(self, names: Iterable[str]) -> int:
+        """Return the nodes of some names as bits; names of the graph's inputs have none."""
+        return sum(self.bit.get(name, 0) for name in set(names))
+
+    @cached_property
+    def ideals(self) -> list[int]:
+        """Every set of nodes that holds what its members need, and all or none of those that stay together."""
+        needs = {self.bit[n.name]: self._mask(n.inputs) for n in self.costs.nodes}
+        for a, b in self.costs.ordered:
+            needs[self.bit[b]] |= self.bit[a]
+        together = [self._mask(names) for names in self.costs.together]
+        closed = (s for s in range(self.full + 1) if all(not s & b or need & s == need for b, need in needs.items()))
+        return [s for s in closed if all(s & names in (0, names) for names in together)]
+
+    def _cross(self, ideal: int) -> tuple[float, float]:
+        """Return the bytes of values, and of gradients, that cross a cut right behind an ideal."""
+        forward = backward = 0.0
+        for name, output, gradient, readers, returned in self.costs.values:
+            made = name not in self.bit or ideal & self.bit[name]
+            if made and (returned or self._mask(readers) & ~ideal):
+                forward, backward = forward + output, backward + gradient
+        for exchange in self.costs.exchanges:
+            pins = self._mask(exchange.nodes)
+            backward += exchange.output_bytes * (ideal & pins not in (0, pins))
+        return forward, backward
+
+    def shared(self, stage: int) -> tuple[float, float]:
+        """Return the bytes that a stage takes from others and gives to others, where it sends straight to readers."""
+        taken = given = 0.0
+        for name, output, gradient, readers, _ in self.costs.values:
+            if name in self.bit and stage & self.bit[name]:
+                given += (output + gradient) * bool(self._mask(readers) & ~stage)
+            elif name in self.bit:
+                taken += (output + gradient) * bool(self._mask(readers) & stage)
+        for exchange in self.costs.exchanges:
+            pins = self._mask(exchange.nodes)
+            # Each stage that has some of the pins, and not all, pays once.
+            given += exchange.output_bytes * (stage & pins not in (0, pins))
+        return taken, given
+
+    def rate(self, own: int, other: int) -> float:
+        """Return bytes per millisecond between two devices: of their link, of the slowest, or of the own link."""
+        if self.machine.devices[own].host:
+            return inf
+        between = self.machine.links[min(own, other)] if abs(own - other) == 1 else min(self.machine.links, default=inf)
+        return min(between, self.machine.devices[own].bytes_per_s) / 1000.0
+
+    @cache  # noqa: B019  an oracle lives for one case
+    def sums(self, stage: int) -> tuple[float, float, float, float, float, float]:
+        """Return forward, backward and host ms, and parameter, buffer and kept bytes of a set of nodes."""
+        nodes = [n for n in self.costs.nodes if stage & self.bit[n.name]]
+        figures = ("forward_ms", "backward_ms", "host_ms", "parameter_bytes", "buffer_bytes", "kept_bytes")
+        a, b, c, d, e, f = (float(sum(getattr(n, figure) for n in nodes)) for figure in figures)
+        return a, b, c, d, e, f
+
+    @cache  # noqa: B019
+    def price(
+        self, begin: int, end: int, devices: Devices, near: tuple[int | None, int | None], held: int, again: bool
+    ) -> tuple[float, float]:
+        """Return the load in ms of a stage between two ideals, and the bytes it holds.
+
+        near: the devices next to it, of the stages before and behind. held: microbatches. again: runs forward twice.
+        """
+        forward, backward, host, parameters, buffers, kept = self.sums(end & ~begin)
+        r = len(devices)
+        speed = r * min(self.machine.devices[d].speed for d in devices)
+        busy = (host if self.machine.devices[devices[0]].host else forward * (1 + again) + backward) / speed
+        if r > 1:
+            slowest = min(min(self.rate(a, b), self.rate(b, a)) for a, b in itertools.pairwise(devices))
+            busy += 4 * (r - 1) * parameters / (r * r * slowest)
+        receive = send = 0.0
+        if self.options.traffic and self.options.model == "direct":
+            taken, given = self.shared(end & ~begin)
+            receive = (taken + given) / self.rate(devices[0], devices[0])
+        elif self.options.traffic:
+            receive = 0.0 if near[0] is None else sum(self.crossing[begin]) / self.rate(devices[0], near[0])
+            send = 0.0 if near[1] is None else sum(self.crossing[end]) / self.rate(devices[-1], near[1])
+        load = max(busy, receive, send) if self.options.model == "overlapped" else busy + receive + send
+        memory = parameters * (3 + self.options.optimizer_factor) + buffers + (min(held, 1) if again else held) * kept
+        if self.options.model != "direct":
+            memory += held * (self.crossing[begin][0] + self.crossing[end][0])
+        return load, memory
+
+    def fits(self, begin: int, end: int, devices: Devices, memory: float, slack: float) -> bool:
+        """Return whether a stage fits on its devices, and has the nodes that are pinned to them, and no others'."""
+        if memory > min(self.machine.devices[d].memory_bytes for d in devices) * (1 + slack):
+            return False
+        return all(device in devices for node, device in self.pinned.items() if end & ~begin & node)
+
+    def held(self, count: int, stage: int) -> int:
+        """Return how many microbatches a stage of `count` holds."""
+        m = self.case.n_microbatches
+        return {"1F1B": min(m, count - stage), "GPipe": m, "ZB-H1": min(m, count)}[self.case.schedule]
+
+    def splits(self) -> Iterator[Split]:
+        """Yield every way to give devices to stages: any may idle, unless all are to be used."""
+        count = len(self.machine)
+        for used in range(1, count + 1):
+            if used < count and self.options.use_all:
+                continue
+            pick = itertools.permutations if self.options.free else itertools.combinations
+            for chosen in pick(range(count), used):
+                # Between two devices lies a cut, or they are neighbours that share a stage as replicas.
+                for cuts in itertools.product((True, False), repeat=used - 1):
+                    groups = [[chosen[0]]]
+                    for device, cut in zip(chosen[1:], cuts, strict=True):
+                        if cut:
+                            groups.append([device])
+                        else:
+                            groups[-1].append(device)
+                    if all(self._may_share(group) for group in groups):
+                        yield tuple(map(tuple, groups))
+
+    def _may_share(self, group: list[int]) -> bool:
+        """Return whether some devices may have one stage: a single one, or neighbours of which none is a host."""
+        neighbours = group == list(range(group[0], group[0] + len(group)))
+        several = self.options.model == "replicated" and neighbours
+        return len(group) == 1 or (several and not any(self.machine.devices[d].host for d in group))
+
+    def best(self) -> float:
+        """Return the load of the slowest stage in the best plan; infinite where none fits."""
+        ways = {"never": (False,), "always": (True,), "auto": (False, True)}[self.options.recompute]
+        pairs = [(a, b) for a in self.ideals for b in self.ideals if a != b and a & b == a]
+        best = inf
+        for split in self.splits():
+            reached = {0: -inf}
+            for i, devices in enumerate(split):
+                last = i == len(split) - 1
+                near = None if i == 0 else split[i - 1][-1], None if last else split[i + 1][0]
+                now: dict[int, float] = {}
+                for begin, end in pairs:
+                    if begin not in reached or last != (end == self.full) or reached[begin] >= best:
+                        continue
+                    for again in ways:
+                        load, memory = self.price(begin, end, devices, near, self.held(len(split), i), again)
+                        if self.fits(begin, end, devices, memory, 1e-12):
+                            now[end] = min(now.get(end, inf), max(reached[begin], load))
+                reached = now
+            best = min(best, reached.get(self.full, inf))
+        return best
+
+    def check(self, plan: Plan) -> str | None:
+        """Return what is wrong with a plan by itself, priced again; None if nothing is."""
+        split = tuple(s.devices for s in plan.stages)
+        if split not in set(self.splits()):
+            return f"devices {split} are no way to give devices to stages"
+        begin = 0
+        for i, stage in enumerate(plan.stages):
+            nodes = self._mask(stage.nodes)
+            end = begin | nodes
+            if not nodes or nodes & begin or end not in self.crossing:
+                return f"stage {i} is no difference of two ideals"
+            near = None if i == 0 else split[i - 1][-1], None if i == len(split) - 1 else split[i + 1][0]
+            load, memory = self.price(begin, end, split[i], near, self.held(len(split), i), stage.recompute)
+            if (
+                abs(load - stage.load_ms) > 1e-9 * load + 1e-12
+                or abs(memory - stage.memory_bytes) > 1e-9 * memory + 1e-9
+            ):
+                return (
+                    f"stage {i} is said to take {stage.load_ms} ms and {stage.memory_bytes} B, not {load} and {memory}"
+                )
+            if not self.fits(begin, end, split[i], memory, 1e-9):
+                return f"stage {i} does not fit, or has what is pinned elsewhere"
+            begin = end
+        return None if begin == self.full else "some nodes are in no stage"
+
+
+def try_case(seed: int) -> Outcome:
+    """Plan a random case, and compare the plan, its bound and its claim with the best plan there is."""
+    r = random.Random(f"planner {seed}")
+    case = make_case(r)
+    prefer_compiled(r.random() < 0.5)
+    oracle = Oracle(case)
+    best = oracle.best()
+    # Where the search is cut short, the planner need not find the best plan, and may find none.
+    capped = case.max_states < 1_000_000 or case.most != MOST
+    kind = f"{case.options.model}{', capped' if capped else ''}"
+    try:
+        plan = case.plan()
+    except FxsplitError as error:
+        fault = f"refused ({error}), and the optimum is {best}" if best < inf and not capped else None
+        return Outcome(f"{kind}, no plan", fault)
+    finally:
+        prefer_compiled(False)
+    fault = oracle.check(plan)
+    got, near = plan.bottleneck_ms, 2e-9 * best + 1e-12
+    if got < best - near:
+        fault = fault or f"{got} ms is less than the optimum, {best}"
+    if plan.lower_bound_ms > best + near:
+        fault = fault or f"the lower bound {plan.lower_bound_ms} is above the optimum {best}"
+    if plan.optimal and got > best * (1 + 2e-6) + 1e-9:
+        fault = fault or f"{got} ms is called optimal, and the optimum is {best}"
+    if not capped and (got > best * (1 + 1e-6) + 1e-9 or not plan.optimal):
+        fault = fault or f"{got} ms (bound {plan.lower_bound_ms}) is not the proven optimum, {best}"
+    return Outcome(f"{kind}{'' if plan.optimal else ', with a gap'}", fault)
+
+
+def make_case(r: random.Random) -> Case:
+    """Return a random case."""
+    model = r.choice(MODELS)
+    light = r.random() < 0.4
+    costs = make_light_graph(r) if light else make_graph(r)
+    free = model != "replicated" and r.random() < 0.25
+    machine = make_machine(r, costs, free, hosts=model != "replicated" and r.random() < 0.15)
+    names = [n.name for n in costs.nodes]
+    options = Options(
+        use_all=r.random() < 0.4,
+        optimizer_factor=r.choice((0.0, 1.0, 2.0)),
+        model=model,
+        traffic=r.random() < 0.85,
+        free=free,
+        recompute=r.choice(("never", "never", "auto", "always")),
+    )
+    return Case(
+        costs,
+        machine,
+        r.choice(("1F1B", "GPipe", "ZB-H1")),
+        r.choice((1, 2, 4, 8)),
+        options,
+        {r.choice(names): r.randrange(len(machine)) for _ in range(r.randint(1, 2))} if r.random() < 0.2 else {},
+        [r.sample(names, 2)] if r.random() < 0.1 and len(names) > 2 else [],
+        r.randint(2, 30) if r.random() < (0.7 if light else 0.25) else 1_000_000,
+        r.choice((SMALL, SMALL, 0, 4)),
+        r.choice((MOST, MOST, MOST, MOST, (0, 0), (MOST[0], 0))),
+    )
+
+
+def make_graph(r: random.Random) -> Costs:
+    """Return a random graph of up to 8 nodes, often with ties, zeros, constraints and exchanges."""
+    count, tied, zeros, density = r.randint(1, 8), r.random() < 0.4, r.choice((0, 0, 0.3, 0.6)), r.uniform(0.1, 0.8)
+
+    def ms() -> float:
+        if r.random() < zeros:
+            return 0.0
+        return float(r.randint(0, 4)) if tied else r.random() * 10 ** r.choice((-1, 0, 0, 1))
+
+    def size() -> float:
+        if r.random() < zeros:
+            return 0.0
+        return r.randint(0, 3) * 1000.0 if tied else r.random() * r.choice((10, 1000, 1e4))
+
+    inputs = tuple(InputCost(f"x{i}", size(), size()) for i in range(r.randint(0, 2)))
+    nodes, names = [], [i.name for i in inputs]
+    for v in range(count):
+        reads = tuple(name for name in names if r.random() < density)
+        sizes = {f: size() for f in ("output_bytes", "gradient_bytes", "kept_bytes", "parameter_bytes", "buffer_bytes")}
+        nodes.append(NodeCost(f"n{v}", "op", f"m{v // 2}", f"s{v}", reads, ms(), ms(), **sizes, host_ms=ms()))  # type: ignore[arg-type]
+        names.append(f"n{v}")
+    made = [n.name for n in nodes]
+    outputs = tuple(name for name in names if r.random() < 0.2)
+    together = (tuple(sorted(r.sample(made, 2))),) if r.random() < 0.2 and count > 2 else ()
+    a, b = sorted(r.sample(range(count), 2)) if count > 2 else (0, 0)
+    ordered = ((made[a], made[b]),) if r.random() < 0.15 and a < b else ()
+    pins = (
+        [tuple(r.sample(made, r.randint(2, min(4, count)))) for _ in range(r.choice((0, 0, 1, 2)))] if count > 1 else []
+    )
+    return Costs(tuple(nodes), inputs, outputs, together, ordered, exchanges=tuple(Exchange(size(), p) for p in pins))
+
+
+def make_light_graph(r: random.Random) -> Costs:
+    """Return two or three branches of heavy nodes with light ones behind them, which may have weights."""
+    nodes: list[NodeCost] = []
+
+    def add(name: str, reads: tuple[str, ...], heavy: bool) -> str:
+        ms = r.randint(5, 20) * 1.0 if heavy else r.choice((0.0, 0.001, 0.01, 0.05))
+        size, weights = r.choice((0.0, 1e3)), r.choice((0.0, 0.0, 1e3, 1e5))
+        share = r.choice((0.4, 0.4, 0.95, 0.0))
+        times = {"forward_ms": ms * share, "backward_ms": ms * (1 - share), "host_ms": ms * r.choice((0.3, 1, 2))}
+        sizes = {"output_bytes": size, "gradient_bytes": r.choice((0.0, size)), "parameter_bytes": weights}
+        sizes |= {"kept_bytes": 0.0, "buffer_bytes": 0.0}
+        nodes.append(NodeCost(name, "op", "m", f"s{name}", reads, **times, **sizes))  # type: ignore[arg-type]
+        return name
+
+    root = add("root", ("x",), r.random() < 0.7)
+    ends = []
+    for branch in range(r.choice((2, 2, 3))):
+        end = root
+        for step in range(r.randint(1, 2)):
+            end = add(f"b{branch}.{step}", (end,), r.random() < (0.8 if step == 0 else 0.2))
+        ends.append(end)
+    last = add("last", tuple(ends), r.random() < 0.7)
+    return Costs(tuple(nodes), (InputCost("x", r.choice((0.0, 1e3)), 0.0),), (last,))
+
+
+def make_machine(r: random.Random, costs: Costs, free: bool, *, hosts: bool) -> Machine:
+    """Return a random machine of one to four devices, alike or not, perhaps with little memory, and a host."""
+    count, whole = r.randint(1, 4), sum(5 * n.parameter_bytes + n.buffer_bytes + n.kept_bytes for n in costs.nodes)
+    whole += sum(n.output_bytes for n in costs.nodes)
+    bounded, link = r.random() < 0.33, r.choice((inf, 1e6, 1e7, 2e5))
+
+    def device(name: str) -> Device:
+        memory = max(1.0, whole * r.uniform(0.2, 2.5)) if bounded else inf
+        return Device(name, None, memory, r.choice((0.5, 1.0, 2.0, 3.0)), r.choice((inf, inf, 1e6)))
+
+    first = device("d0")
+    alike = r.random() < 0.5
+    devices = [replace(first if alike or r.random() < 0.3 else device("d"), name=f"d{i}") for i in range(count)]
+    devices += [Device("host", host=True)] * hosts
+    links = [link if alike or free else r.choice((inf, 1e6, 1e5, 2e6)) for _ in devices[1:]]
+    return Machine(tuple(devices), tuple(links))
