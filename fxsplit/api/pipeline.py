@@ -5,18 +5,19 @@ A call goes to the compiler, which gives the program that runs it, and then with
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from fxsplit.api.compiled import Compiled, get_mode
 from fxsplit.api.compiler import Compiler
+from fxsplit.api.facade import Facade
 from fxsplit.errors import ClosedError, FxsplitError, InputError
 from fxsplit.formats.safetensors_files import WeightFiles
 from fxsplit.ir.facts.call import Call
@@ -38,11 +39,13 @@ from fxsplit.schedule.of_plan import read_footprints, read_times
 from fxsplit.schedule.timeline import Timeline
 from fxsplit.torch_internals.containers import HOOKS
 from fxsplit.torch_internals.grad_sums import Receipt
+from fxsplit.torch_internals.thread_modes import refuse_foreign_modes
+from fxsplit.torch_internals.uncompiled import leave_uncompiled
 from fxsplit.torch_internals.undo import Turn, leave_no_trace
 from fxsplit.torch_internals.user_lines import warn_user
 
 
-class Pipeline(nn.Module):
+class Pipeline(Facade):
     """A model run as a pipeline of stages.
 
     Parameters, buffers, submodules, hooks and mode are the model's own (the very same dictionaries), so state_dict(),
@@ -51,45 +54,21 @@ class Pipeline(nn.Module):
     compiles the pipeline, with its options.
     """
 
+    compiler: Compiler
+
     def __init__(self, compiler: Compiler) -> None:
-        super().__init__()
-        if isinstance(compiler.model, Pipeline):
-            raise InputError("model is a pipeline already: compile the model it was made from")
-        self.compiler = compiler
-        # Whoever registers a hook or sets a parameter here does so on the model, and the other way round.
-        for key in nn.Module().__dict__.keys() - {"training", "_is_full_backward_hook"}:
-            self.__dict__[key] = compiler.model.__dict__[key]
+        path = next((path for path, m in compiler.model.named_modules() if isinstance(m, Pipeline)), None)
+        if path is not None:
+            what = f"submodule {path!r} of the model" if path else "model"
+            raise InputError(f"{what} is a pipeline already: compile the model it was made from, its .model")
+        super().__init__(compiler.model)
+        self.__dict__["compiler"] = compiler
         self._engine: Engine | None = None
         self._starting = Turn()  # the first batches of several threads share one engine
         self._closed = False
         self._process = os.getpid()
 
     # What the module is
-
-    @property
-    def training(self) -> bool:
-        """Whether the model is in training mode."""
-        return bool(self.compiler.model.training)
-
-    @training.setter
-    def training(self, mode: bool) -> None:
-        if "compiler" in self.__dict__:  # nn.Module.__init__ sets it too, and must not change the model
-            self.compiler.model.training = mode
-
-    @property
-    def _is_full_backward_hook(self) -> bool | None:
-        """Which kind of backward hooks the model itself has; torch asks the module that is called."""
-        return self.compiler.model._is_full_backward_hook
-
-    @_is_full_backward_hook.setter
-    def _is_full_backward_hook(self, full: bool | None) -> None:
-        if "compiler" in self.__dict__:
-            self.compiler.model._is_full_backward_hook = full
-
-    def train(self, mode: bool = True) -> Pipeline:
-        """Set the mode as the model itself does, which may keep parts of it in evaluation."""
-        self.model.train(mode)
-        return self
 
     @property
     def plan(self) -> Plan:
@@ -115,11 +94,6 @@ class Pipeline(nn.Module):
         return self._present().final
 
     @property
-    def model(self) -> nn.Module:
-        """The unsplit model, whose parameters, buffers, modules and hooks are this pipeline's."""
-        return self.compiler.model
-
-    @property
     def traced(self) -> IR:
         """The IR before the first pass: the captured graph, and the Example that it was captured with."""
         return self._present().captured
@@ -129,16 +103,18 @@ class Pipeline(nn.Module):
         """How the model became a graph: symbolic_trace (perhaps with submodules kept whole), export or graph_module."""
         return self.traced[Scope].front_end
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the unsplit model's state_dict."""
-        return self.model.state_dict(*args, **kwargs)
-
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a state_dict of the unsplit model."""
         result = self.model.load_state_dict(state_dict, strict=strict, assign=assign)
         # With assign=True the model holds other tensors now, which may lie on other devices.
         self.compiler.place_all()
         return result
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Pipeline:
+        """Convert the model's weights, as `.to(...)` and `.half()` do; each stays on the device of its stage."""
+        self.model._apply(fn, recurse)
+        self.compiler.place_all()
+        return self
 
     def load_weights(self, path: str | os.PathLike[str], *, strict: bool = True) -> None:
         """Load a safetensors checkpoint, each tensor straight to the device of its stage, one after another.
@@ -165,19 +141,31 @@ class Pipeline(nn.Module):
             return f"Pipeline({name}, compiles on its first call)"
         return f"Pipeline({name})\n{self.plan}"
 
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise FxsplitError("a pipeline cannot be copied, it has threads: copy the model and compile the copy")
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
+        """Return a pipeline over a copy of the model, with the same options, that compiles on its first call."""
+        # A dump is of one compile.
+        options = replace(self.compiler.options, dump=None)
+        made = memo[id(self)] = Pipeline(self.compiler.recompile_like(copy.deepcopy(self.model, memo), options))
+        return made
+
+    def __copy__(self) -> NoReturn:
+        raise FxsplitError(
+            "a pipeline cannot be copied without its model, as it has threads: copy.deepcopy(pipe) gives a pipeline "
+            "over a copy of the model"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise FxsplitError("a pipeline cannot be pickled, it has threads: save pipe.state_dict() instead")
 
     # What it does
 
+    @leave_uncompiled
     def compile_for(self, *args: Any, **kwargs: Any) -> None:
         """Compile the present mode for calls like this one, unless it is compiled already."""
         self._check_open()
         self.compiler.program(get_mode(self.model), Call(tuple(args), dict(kwargs)))
 
+    @leave_uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model returns, computed microbatch by microbatch; differentiable."""
         batch = self._prepare(args, kwargs)
@@ -185,6 +173,7 @@ class Pipeline(nn.Module):
         with nullcontext() if program.detached is None else self._give_no_gradients(program.detached):
             return program.build_result(self._start_engine(program).forward(batch))
 
+    @leave_uncompiled
     def step(
         self,
         *args: Any,
@@ -221,6 +210,7 @@ class Pipeline(nn.Module):
                 error.add_note("the step was over: its gradients have been added to .grad")
             raise
 
+    @leave_uncompiled
     def trace(
         self, *args: Any, target: Any = None, optimizer: Optimizer | None = None, **kwargs: Any
     ) -> tuple[Timeline, Timeline]:
@@ -303,6 +293,7 @@ class Pipeline(nn.Module):
     def _prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
         """Return a call ready to run, compiled for if need be."""
         self._check_open()
+        refuse_foreign_modes()
         return self.compiler.prepare(get_mode(self.model), Call(tuple(args), dict(kwargs)))
 
     def _check_open(self) -> None:

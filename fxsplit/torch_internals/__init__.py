@@ -30,6 +30,10 @@ No other room but `frontend/` names a private part of torch. Those in use here, 
 - torch._C._autograd._top_saved_tensors_default_hooks: thread_modes
 - torch.nn.modules.batchnorm._BatchNorm: batch_norm
 - torch.nn.modules.dropout._DropoutNd: rng
+- torch._disable_dynamo: uncompiled
+- torch.utils._device.DeviceContext: thread_modes
+- torch._C._get_dispatch_stack_at: thread_modes
+- torch._C._get_function_stack_at: thread_modes
 - torch.nn.Module: the dictionaries _parameters, _buffers, _modules and those of hooks (`containers.HOOKS`), everywhere
 - `Tensor._version` is read in other rooms too: torch's notes on autograd tell users of it
 - autograd nodes (public, but bare of types): next_functions, variable and name() in grad_leaves and grad_split

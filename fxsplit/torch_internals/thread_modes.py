@@ -14,8 +14,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxsplit.errors import InputError
 from fxsplit.torch_internals.undo import undo_after
 
 AUTOCAST_DEVICES = ("cpu", "cuda")
@@ -51,6 +53,21 @@ def enter_dispatch_mode(mode: TorchDispatchMode) -> Iterator[None]:
     with undo_after(leave):
         mode.__enter__()
         yield
+
+
+def refuse_foreign_modes() -> None:
+    """Raise InputError for a mode of this thread that is called with each operator or function of torch's.
+
+    No other thread has it, and it may be made for one thread alone. Of these modes only a default device is carried.
+    """
+    dispatch = [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
+    functions = [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+    foreign = next((m for m in (*dispatch, *functions) if not isinstance(m, DeviceContext)), None)
+    if foreign is not None:
+        raise InputError(
+            f"a {type(foreign).__name__} is in force, which sees the operators of this thread, and a pipeline's stages "
+            "run in others: leave its block for the pipeline, or call pipe.model in it, which is the unsplit model"
+        )
 
 
 @dataclass(frozen=True)
