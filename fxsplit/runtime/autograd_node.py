@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxsplit.torch_internals.thread_modes import refuse_foreign_modes
+
 Backward = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
 """From the gradients of the outputs to those of the inputs and parameters; None where there is no gradient."""
 
@@ -40,5 +42,6 @@ class PipelineFunction(torch.autograd.Function):
                 "a pipeline's backward cannot be differentiated again (create_graph=True): compute a gradient penalty "
                 "or a Hessian on the unsplit model, which shares the pipeline's parameters"
             )
+        refuse_foreign_modes()
         # Autograd wants a result for each argument of forward; the first three are no tensors.
         return (None, None, None, *ctx.backward_of_pipeline(gradients))

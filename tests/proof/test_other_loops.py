@@ -104,7 +104,11 @@ def test_hugging_face_trainer(tmp_path: Path) -> None:
     rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     config = transformers.BertConfig(**sizes, **rates, intermediate_size=32, max_position_embeddings=16)
     mask = torch.ones(8, dtype=torch.int64)
-    rows = [{"input_ids": torch.randint(0, 64, (8,)), "attention_mask": mask, "labels": i % 2} for i in range(16)]
+    rows = [
+        {"input_ids": torch.randint(0, 64, (8,)), "attention_mask": mask, "labels": i % 2, "name": f"row {i}"}
+        for i in range(16)
+    ]
+    losses: list[float] = []
 
     def train(model: nn.Module) -> None:
         arguments = transformers.TrainingArguments(
@@ -115,9 +119,11 @@ def test_hugging_face_trainer(tmp_path: Path) -> None:
             report_to=[],
             save_strategy="no",
             disable_tqdm=True,
-            # The Trainer drops what forward() does not name, and a pipeline's forward() takes any arguments.
-            remove_unused_columns=False,
         )
-        transformers.Trainer(model=model, args=arguments, train_dataset=rows).train()
+        # The Trainer drops what forward() does not name, and asks the model's class for the names of labels.
+        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows)
+        trainer.train()
+        losses.append(trainer.evaluate()["eval_loss"])
 
     check_weights(transformers.BertForSequenceClassification(config).double(), train)
+    assert abs(losses[0] - losses[1]) < 1e-6
