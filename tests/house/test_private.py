@@ -61,7 +61,7 @@ def private_names(name: str) -> set[str]:
 def test_private_attributes_of_objects_stay_in_their_file() -> None:
     """As `job._sums`, where `job` comes from elsewhere: the name of no module tells."""
     # torch.nn.Module's own, such as `module._buffers`, has the name of some attributes of ours.
-    defined = {name: private_names(name) - {*vars(nn.Module())} for name in modules()}
+    defined = {name: private_names(name) - {*dir(nn.Module())} for name in modules()}
     found = []
     for name in modules():
         others = set().union(*(names for other, names in defined.items() if other != name)) - defined[name]
