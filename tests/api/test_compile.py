@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any, TypeVar
 
 import pytest
@@ -327,12 +328,12 @@ def test_hooks_of_the_model_fire() -> None:
         assert seen == [("layer", 2)] * 4 + [("model", 8)]
 
 
-def test_copies_are_refused() -> None:
+def test_copies_without_the_model_are_refused() -> None:
     with fxsplit.compile(Mlp(), 2) as pipe:
-        with pytest.raises(fxsplit.FxsplitError, match="cannot be copied"):
-            copy.deepcopy(pipe)
-        with pytest.raises(fxsplit.FxsplitError, match="cannot be pickled"):
+        with pytest.raises(fxsplit.FxsplitError, match="cannot be copied without its model"):
             copy.copy(pipe)
+        with pytest.raises(fxsplit.FxsplitError, match="cannot be pickled"):
+            pickle.dumps(pipe)
 
 
 def test_memory_is_given_back() -> None:
