@@ -84,14 +84,14 @@ class Compiled:
         seeded = {m.key for s in self.program.stages.stages for m in s.module.children() if isinstance(m, Draw)}
         return not parted and not crossed and effects.drawing <= seeded
 
-    def share(self, model: nn.Module) -> Compiled:
-        """Return this record for the model's other mode too; its attributes are as they are now."""
+    def share(self, model: nn.Module, captured: IR) -> Compiled:
+        """Return this record for the model's other mode too, in which `captured` was captured: the same graph."""
         # Both modes then have the same program, with the same workers' copies of weights and the same schedules.
         return replace(
             self,
-            captured=replace(self.captured, mode=get_mode(model)),
+            captured=captured,
             final=replace(self.final, mode=get_mode(model)),
-            validity=Validity(model, self.captured, self.program.stages),
+            validity=Validity(model, captured, self.program.stages),
             moves_weights=False,
         )
 

@@ -6,6 +6,7 @@ program (lowering). Weights then move to the devices of their stages.
 
 from __future__ import annotations
 
+from collections import deque
 from functools import partial
 
 import torch
@@ -36,6 +37,8 @@ Shapes = tuple[tuple[int, ...], ...]
 
 MOST_SHAPES = 16
 """Shapes besides the first for which a model is compiled that has to be exported for each shape anew."""
+MOST_OUTDATED = 4
+"""So many programs are kept for Python values that may return, as modes of torch do from training to evaluation."""
 
 
 class Compiler:
@@ -55,6 +58,8 @@ class Compiler:
         self._weights = weights
         self._from_shapes = from_shapes
         self._kept: dict[tuple[Mode, Shapes | None], Compiled] = {}
+        # Programs of values that forward() read and that are others now, such as modes of torch; the latest last.
+        self._outdated: deque[tuple[Mode, Compiled]] = deque(maxlen=MOST_OUTDATED)
         self._modules: list[int] = []
         self._turn = Turn()  # the first calls of several threads must not compile twice
 
@@ -103,7 +108,7 @@ class Compiler:
             self._forget_replaced_modules()
             first = self._kept.get((mode, None))
             if first is None or self._is_outdated(first):
-                first = self._compile_first(mode, call, outdated=first)
+                first = self._find_again(mode) or self._compile_first(mode, call, outdated=first)
         first.validity.check_hooks()
         # Only an exported graph is for one shape; calls of other models are bound once, in `prepare`.
         scope = first.captured[Scope]
@@ -112,11 +117,34 @@ class Compiler:
         shapes = scope.other_shapes(self._bind(first.program.inputs, call))
         return first if shapes is None else self._find_for_shapes(mode, call, shapes, first)
 
+    def _find_again(self, mode: Mode) -> Compiled | None:
+        """Return what was compiled for the Python values that there are now, and make it the mode's first again."""
+        found = next((c for c in self._outdated if c[0] == mode and not self._is_outdated(c[1])), None)
+        if found is None:
+            return None
+        self._outdated.remove(found)
+        self._keep_first(*found)
+        return found[1]
+
+    def _keep_first(self, mode: Mode, compiled: Compiled) -> None:
+        """Make a record the first of its mode. The one that was first may be right again, for values of then."""
+        replaced = self._kept.get((mode, None))
+        if compiled.moves_weights:
+            self._outdated.clear()
+        elif replaced is not None:
+            self._outdated.append((mode, replaced))
+        # Programs of this mode for other shapes were made beside the one that was first, and are outdated with it.
+        self._kept = {k: c for k, c in self._kept.items() if k[0] != mode and not compiled.moves_weights}
+        compiled.place()
+        self._kept[mode, None] = compiled
+
     def _find_for_shapes(self, mode: Mode, call: Call, shapes: Shapes, first: Compiled) -> Compiled:
         """Return what is compiled for other shapes than the example's: an exported graph is for its own alone."""
         with self._turn.take():
-            if (mode, shapes) in self._kept:
-                return self._kept[mode, shapes]
+            kept = self._kept.get((mode, shapes))
+            # Other shapes may take another way through forward(), which reads other values.
+            if kept is not None and not self._is_outdated(kept):
+                return kept
             # Modes that share the first program share those for other shapes as well.
             other = self._kept.get((OTHER_MODE[mode], None))
             if other is not None and other.program is first.program and (OTHER_MODE[mode], shapes) in self._kept:
@@ -136,16 +164,23 @@ class Compiler:
             return compiled
 
     def _compile_first(self, mode: Mode, call: Call, outdated: Compiled | None) -> Compiled:
-        """Return a mode compiled for a call, with all weights on their devices; keep it as the mode's first."""
+        """Return a mode compiled for a call, with all weights on their devices; keep it as the mode's first.
+
+        Raises InputError where a Python value that forward() reads has another value while a graph is made.
+        """
+        if outdated is not None:
+            self._announce(outdated)
         compiled = self._compile(call, self._kept.get((OTHER_MODE[mode], None)) or outdated)
-        # Programs of this mode for other shapes were made beside the outdated one, and are outdated with it.
-        self._kept = {k: c for k, c in self._kept.items() if k[0] != mode and not compiled.moves_weights}
-        compiled.place()
+        for name, (then, now) in compiled.validity.find_changes().items():
+            raise InputError(
+                f"forward() reads {name}, which is {now} in this call and {then} whenever a graph is made: decide "
+                "outside of forward(), and hand the decision in as an argument"
+            )
+        self._keep_first(mode, compiled)
         if self._weights is not None:
             # The model was built without values; they are read once their places are known.
             self._weights.load(self.model, compiled.program.list_placed(), strict=True)
             self._weights = None
-        self._kept[mode, None] = compiled
         return compiled
 
     def _compile(self, call: Call, like: Compiled | None) -> Compiled:
@@ -161,7 +196,14 @@ class Compiler:
         inputs, tensors = Inputs.of(self.model, *call, self.options.chunks)
         rows = inputs.count_rows(tensors)
         from_shapes = self._from_shapes or (like is not None and like.captured[Example].from_shapes)
-        capture_rows = partial(capture_model, self.model, self.options, call, from_shapes=from_shapes)
+        capture_rows = partial(
+            capture_model,
+            self.model,
+            self.options,
+            call,
+            from_shapes=from_shapes,
+            grad_enabled=torch.is_grad_enabled(),
+        )
         # The first call may come under no_grad or inference_mode; what is learnt then must hold for training too.
         with keep_modes(), torch.inference_mode(False), torch.enable_grad(), show_progress():
             # The second mode keeps the first one's schedule, whose devices hold the weights already.
@@ -173,7 +215,7 @@ class Compiler:
             # Most models have one graph for both modes: capturing it is all that the second mode costs then. A pass of
             # the user's may do another thing to the same graph, since its mode or an attribute is another one now.
             if like is not None and self.options.ignores_mode and like.serves(captured):
-                return like.share(self.model)
+                return like.share(self.model, captured)
             moves_weights = False
             try:
                 other = None if like is None else like.program
@@ -202,30 +244,31 @@ class Compiler:
         modules = [id(module) for module in self.model.modules()]
         if modules != self._modules:
             self._kept.clear()
+            self._outdated.clear()
             self._modules = modules
 
     def _is_outdated(self, compiled: Compiled) -> bool:
-        """Return whether an attribute that tracing may have made a constant of has another value now; warn of it.
+        """Return whether a record is of Python values, or of weights made by a pass, that are others now."""
+        return bool(compiled.find_changed_weight(self.model) or compiled.validity.find_changes())
 
-        The same goes for weights that a pass has made others from.
-        """
-        weight = compiled.find_changed_weight(self.model)
+    def _announce(self, outdated: Compiled) -> None:
+        """Warn of what a record was made with and has changed since, which costs a compile."""
+        weight = outdated.find_changed_weight(self.model)
         if weight is not None:
             warn_user(
                 f"compiling again, because weight {weight!r} of the model has changed, and the pipeline is "
-                f"{compiled.program.detached}: leave the pass out while weights change"
+                f"{outdated.program.detached}: leave the pass out while weights change"
             )
-            return True
-        changes = compiled.validity.find_changes()
+            return
+        changes = outdated.validity.find_changes()
         # A submodule's mode is changed on purpose. A number may be a counter, which would cost a compile every call.
-        name = next((name for name in changes if not name.endswith("training")), None)
+        name = next((name for name in changes if not name.endswith("training' of the model")), None)
         if name is not None:
             then, now = changes[name]
             warn_user(
-                f"compiling again, because attribute {name!r} of the model changed from {then} to {now}: keep what "
-                "forward() does not read, such as counters, outside of the model"
+                f"compiling again, because {name} changed from {then} to {now}, and forward() reads it: hand what "
+                "changes often to forward() as a tensor"
             )
-        return bool(changes)
 
     def _bind(self, inputs: Inputs, call: Call) -> list[Tensor]:
         """Return the tensors of a call, whose floating type may follow the model's; raises InputError for a misfit."""

@@ -31,22 +31,25 @@ from fxsplit.torch_internals.fake_weights import lacks_values
 from fxsplit.torch_internals.interpret import get_storage_id
 
 
-def capture_model(model: nn.Module, options: Options, call: Call, rows: int, *, from_shapes: bool) -> IR:
+def capture_model(
+    model: nn.Module, options: Options, call: Call, rows: int, *, from_shapes: bool, grad_enabled: bool = True
+) -> IR:
     """Return the graph of the model in its present mode, for microbatches of so many rows.
 
-    `from_shapes`: nothing is computed. A model that needs its values to be captured is captured with them where it has
-    them on one device. Raises TraceError for a model that no front end can follow.
+    `grad_enabled`: the caller's grad mode. `from_shapes`: nothing is computed. A model that needs its values to be
+    captured is captured with them where it has them on one device. Raises TraceError for a model that no front end can
+    follow.
     """
     # Whether a submodule stays whole is decided by tracing, which comes before every pass.
     leaves = [step.path for step in options.chain if isinstance(step, standard.Leaf)]
     try:
-        return capture(model, *call, rows, options.chunks, leaves, from_shapes=from_shapes)
+        return capture(model, *call, rows, options.chunks, leaves, from_shapes=from_shapes, grad_enabled=grad_enabled)
     except TraceError:
         # Weights on several devices belong to another mode's stages, and the model cannot run as one.
         together = len({w.device for w in list_weights(model)}) == 1
         if not from_shapes or not together or lacks_values(model):
             raise
-        return capture(model, *call, rows, options.chunks, leaves)
+        return capture(model, *call, rows, options.chunks, leaves, grad_enabled=grad_enabled)
 
 
 def lower(

@@ -1,29 +1,27 @@
 """Validity: whether what was compiled still is the model, whose attributes, hooks and weights may change between calls.
 
-A graph holds as constants what forward() read of the model's attributes. It has no calls of the modules that were
-traced into, so it would run no hooks of theirs. It fetches some weights by their paths, under which the model may hold
-others by now.
+A graph holds as constants what forward() read of Python values, such as the model's attributes. It has no calls of the
+modules that were traced into, so it would run no hooks of theirs. It fetches some weights by their paths, under which
+the model may hold others by now.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from fxsplit.errors import InputError
 from fxsplit.ir.facts.example import Example
+from fxsplit.ir.facts.python_state import PythonState
 from fxsplit.ir.facts.scope import Scope
 from fxsplit.ir.facts.stages import Stages, list_weights
 from fxsplit.ir.graph import IR
 from fxsplit.torch_internals.containers import HOOKS
 from fxsplit.torch_internals.rng import is_dropout
-
-_TORCHS = nn.Module().__dict__.keys() - {"training"}
-_MOST_ITEMS = 100
 
 
 class Validity:
@@ -35,23 +33,23 @@ class Validity:
         self._stages = stages
         self.attributes = self._read_attributes()
 
-    def find_changes(self) -> dict[str, tuple[str | None, str | None]]:
-        """Return the attributes that have another value than when the graph was captured: path -> (then, now)."""
+    def find_changes(self) -> dict[str, tuple[str, str]]:
+        """Return what has another value than when the graph was captured, in words: name -> (then, now)."""
         # Asked before every call, and nearly always nothing has changed.
+        found = self._captured[PythonState].find_changes()
         then, now = self.attributes, self._read_attributes()
         if then == now:
-            return {}
-        names = sorted(then.keys() | now.keys())
-        return {name: (then.get(name), now.get(name)) for name in names if then.get(name) != now.get(name)}
+            return found
+        names = sorted(name for name in then.keys() | now.keys() if then.get(name) != now.get(name))
+        named = {f"attribute {n!r} of the model": (then.get(n, "nothing"), now.get(n, "nothing")) for n in names}
+        return {**named, **found}
 
     def _read_attributes(self) -> dict[str, str]:
-        """Return, by path, the values now of all that tracing may have made a constant of."""
+        """Return, by path, the values now of what a graph depends on though no code of the user's reads it."""
         # The graph of one mode holds what a module does in it, also where only a part of the model changes its mode.
         found = {f"{path}.training": str(m.training) for path, m in self._whole}
         # Which nodes draw random numbers was found out with the rates of then.
         found |= {f"{path}.p": repr(m.p) for path, m in self._whole if is_dropout(m)}
-        for path, module in [("", self._model), *self._traced_into]:
-            found |= {f"{path}.{name}": value for name, value in _read_module(module)}
         first: dict[int, str] = {}
         parameters = self._model.named_parameters(remove_duplicate=False)
         for path, weight in (*parameters, *self._model.named_buffers(remove_duplicate=False)):
@@ -116,35 +114,12 @@ class Validity:
         return [(m, str(n.target)) for m in modules for n in m.graph.nodes if n.op == "get_attr"]
 
 
-def _read_module(module: nn.Module) -> Iterable[tuple[str, str]]:
-    """Yield, by name, the values of a module's own attributes that forward() may have read."""
-    for name, value in {**module._parameters, **module._buffers}.items():
-        if value is None:
-            yield name, "None"
-    for name, value in module.__dict__.items():
-        if isinstance(value, Tensor):
-            # A plain tensor is a constant of the graph. Its identity tells another one apart, and costs nothing.
-            yield name, f"tensor {id(value):#x}"
-        elif name not in _TORCHS and _is_plain(value):
-            yield name, repr(value)
-    if "forward" in module.__dict__:
-        yield "forward", str(id(module.__dict__["forward"]))
-
-
 def _is_from_library(hook: Callable[..., Any], model: nn.Module) -> bool:
     """Return whether a hook comes from the installed package that the model's class comes from."""
     package = type(model).__module__.partition(".")[0]
     # A user's own module is installed too, in an editable way, but not among the site packages.
     file = getattr(sys.modules.get(package), "__file__", None) or ""
     return "site-packages" in file and getattr(hook, "__module__", "").partition(".")[0] == package
-
-
-def _is_plain(value: Any) -> bool:
-    """Return whether a value is a number, a text, or a short tuple of them, which repr() tells from any other."""
-    if type(value) is tuple:
-        # Every call looks at all attributes, so a long tuple would be paid for again and again.
-        return len(value) < _MOST_ITEMS and all(_is_plain(v) for v in value)
-    return value is None or type(value) in (bool, int, float, complex, str)
 
 
 def _relink(module: nn.Module, model: nn.Module, path: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,15 +11,22 @@ from torch import fx, nn
 from torch.nn.parameter import is_lazy
 
 from fxsplit.errors import InputError, TraceError
-from fxsplit.frontend.choose import choose_graph
+from fxsplit.frontend.choose import Checked, choose_graph
 from fxsplit.frontend.no_trace_left import restore_model
 from fxsplit.frontend.subject import Subject
+from fxsplit.frontend.watch.changes import list_changes
+from fxsplit.frontend.watch.watch import Watch
 from fxsplit.ir.facts.call import Inputs
 from fxsplit.ir.facts.chunks import Chunks
 from fxsplit.ir.facts.example import Example
 from fxsplit.ir.graph import IR
 from fxsplit.ir.imports import import_whole
 from fxsplit.torch_internals.fake_weights import lacks_values
+from fxsplit.torch_internals.undo import undo_after
+from fxsplit.torch_internals.user_lines import warn_user
+
+MOST_CHANGES = 5
+"""So many changed values a message lists."""
 
 LATE = (
     "torch._dynamo",
@@ -44,14 +52,17 @@ def capture(
     chunks: Chunks | None = None,
     leaves: Sequence[str] = (),
     from_shapes: bool = False,
+    grad_enabled: bool = True,
 ) -> IR:
     """Return the IR of `model(*args, **kwargs)` in its present mode, for microbatches of its first `rows` rows.
 
-    The IR knows its Example, its Scope and its CallEffects. `chunks` states by argument where the batch is, see
-    `Inputs.of`. `leaves` are paths of submodules that stay whole. `from_shapes`: nothing is computed, and the graph is
-    checked as far as shapes tell; a model with weights on the meta device is always captured so. Raises TraceError when
-    no front end can follow the model, or when a graph computes anything else than the model does; InputError when an
-    output is no batch.
+    The IR knows its Example, Scope, CallEffects and PythonState. `chunks` states by argument where the batch is,
+    see `Inputs.of`. `leaves` are paths of submodules that stay whole. `from_shapes`: nothing is computed, and the
+    graph is checked as far as shapes tell; a model with weights on the meta device is always captured so.
+    `grad_enabled`: the caller's grad mode, for a model that asks; any other graph must be right for training too.
+
+    Warns of Python values that each call changes. Raises TraceError when no front end can follow the model, or when a
+    graph computes anything else than the model does; InputError when an output is no batch.
     """
     import_whole(LATE, if_there=True)
     _refuse_unknown_weights(model)
@@ -59,12 +70,44 @@ def capture(
     subject = Subject(model, inputs, tensors, rows, tuple(leaves), from_shapes or lacks_values(model))
     # Copied before anything runs: forward() may write to its arguments.
     sample = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in subject.take_rows(rows))
-    # Around all attempts: a check runs the model as well.
-    with restore_model(model):
-        graph, effects = choose_graph(subject)
+    watch = Watch(model)
+    # Every attempt runs forward(), which may write to more than the model.
+    with undo_after(watch.put_back):
+        graph, effects = _choose_watched(subject, watch, grad_enabled)
     _set_modes(graph.gm, model)
+    # What stays whole reads and writes by itself.
+    state = watch.list_reads(graph.gm)
     ir = IR(graph.gm, model=subject.name, mode="train" if model.training else "eval")
-    return ir.learn(Example(inputs, sample, subject.from_shapes), graph.scope, effects)
+    return ir.learn(Example(inputs, sample, subject.from_shapes), graph.scope, effects, state)
+
+
+def _choose_watched(subject: Subject, watch: Watch, grad_enabled: bool) -> Checked:
+    """Return the checked graph of a subject; warn of Python values that each call changes, and a pipeline does not."""
+    with torch.set_grad_enabled(grad_enabled):
+        changes = list_changes(subject, watch)
+    subject = replace(subject, asks_for_gradients=watch.asks_for_gradients())
+    try:
+        # Around all attempts: a check runs the model as well.
+        with restore_model(subject.model), torch.set_grad_enabled(grad_enabled or not subject.asks_for_gradients):
+            checked = choose_graph(subject)
+    except TraceError as error:
+        if not changes:
+            raise
+        # The second run of such a model may differ from the first, and so may its graph.
+        raise TraceError(f"{error}. {_say_changes(subject, changes)}", error.submodule) from error
+    if changes:
+        warn_user(_say_changes(subject, changes))
+    return checked
+
+
+def _say_changes(subject: Subject, changes: Sequence[str]) -> str:
+    """Return in words what a pipeline does not do that forward() does."""
+    more = f" and {len(changes) - MOST_CHANGES} more" if len(changes) > MOST_CHANGES else ""
+    return (
+        f"forward() of {subject.name} changes {'; '.join(changes[:MOST_CHANGES])}{more}. A pipeline does not: its "
+        "stages run operators on tensors, and what stays whole once for each microbatch. Return such a value as an "
+        "output, or change it outside of forward()"
+    )
 
 
 def _set_modes(gm: fx.GraphModule, model: nn.Module) -> None:

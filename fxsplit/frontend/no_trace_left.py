@@ -84,6 +84,18 @@ def refuse_assignments(model: nn.Module) -> Iterator[None]:
     `self.count = self.count + 1` is no operator, so a graph would lose the new value, and tracing would leave a proxy
     in the model.
     """
+    with restore_assigned(model) as assigned:
+        yield
+    if assigned:
+        raise TraceError(
+            f"forward() of {type(model).__name__} assigns to {next(iter(assigned))!r}, which a graph cannot hold: "
+            "write it in place, for example self.count.add_(1) for self.count += 1"
+        )
+
+
+@contextmanager
+def restore_assigned(model: nn.Module) -> Iterator[dict[str, None]]:
+    """Restore parameters and buffers that the block assigned. Yields a dict that has their paths after the block."""
     before = [(path, held, dict(held)) for path, m in model.named_modules() for held in (m._parameters, m._buffers)]
     assigned: dict[str, None] = {}
 
@@ -96,9 +108,4 @@ def refuse_assignments(model: nn.Module) -> Iterator[None]:
 
     # Put back even when the block fails: another front end will run the model.
     with undo_after(put_back):
-        yield
-    if assigned:
-        raise TraceError(
-            f"forward() of {type(model).__name__} assigns to {next(iter(assigned))!r}, which a graph cannot hold: "
-            "write it in place, for example self.count.add_(1) for self.count += 1"
-        )
+        yield assigned

@@ -27,6 +27,7 @@ class Subject:
 
     `rows` is the size of a microbatch, at most that of the batch. `whole` are paths of submodules that must stay one
     call each in the graph. `from_shapes`: the model computes shapes and no values, as it must where weights have none.
+    `asks_for_gradients`: forward() decides by whether gradients are enabled, or whether a weight requires one.
     """
 
     model: nn.Module
@@ -35,6 +36,7 @@ class Subject:
     rows: int
     whole: tuple[str, ...] = ()
     from_shapes: bool = False
+    asks_for_gradients: bool = False
 
     @property
     def name(self) -> str:
@@ -71,7 +73,7 @@ class Subject:
         # One list of modules, since both must hold the same weights: copied once, or replaced once by stand-ins.
         modules = nn.ModuleList([self.model, *graphs])
         with make_runnable(modules, self.take_rows(rows), from_shapes=self.from_shapes) as (here, tensors):
-            yield Runnable(self.name, here, self.inputs, tensors, rows)
+            yield Runnable(self.name, here, self.inputs, tensors, rows, self.asks_for_gradients)
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +90,7 @@ class Runnable:
     inputs: Inputs
     tensors: list[Tensor]
     rows: int
+    asks_for_gradients: bool = False
 
     @property
     def model(self) -> nn.Module:

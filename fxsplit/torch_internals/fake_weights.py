@@ -7,8 +7,7 @@ stage by stage afterwards.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
@@ -73,15 +72,17 @@ def make_runnable(module: M, tensors: Sequence[Tensor], from_shapes: bool) -> It
     """Yield the module and inputs for it, such that they can run on one device.
 
     With `from_shapes` all parameters, buffers and inputs are replaced by fake tensors for as long as the block takes.
-    Otherwise, where weights are on several devices, as once stages have been placed, the block gets copies in host
-    memory. In all other cases module and inputs are yielded as they are.
+    Where weights are on several devices, as once stages have been placed, they are replaced by copies in host memory
+    for as long. In all other cases module and inputs are yielded as they are.
     """
     devices = {w.device for w in (*module.parameters(), *module.buffers())}
     if from_shapes:
         with _replace_by_fakes(module, tensors[0].device) as make_fake:
             yield module, [make_fake(t) for t in tensors]
     elif len(devices) > 1:
-        yield copy.deepcopy(module).to("cpu"), [t.detach().cpu().requires_grad_(t.requires_grad) for t in tensors]
+        # Not a copy of the modules: their Python attributes are the user's objects, which forward() reads and writes.
+        with _replace_weights(module, lambda weight: fill_like(weight, weight.detach().cpu())):
+            yield module, [t.detach().cpu().requires_grad_(t.requires_grad) for t in tensors]
     else:
         yield module, list(tensors)
 
@@ -176,6 +177,14 @@ def _replace_by_fakes(module: nn.Module, device: torch.device) -> Iterator[Any]:
             made[tensor] = fake.requires_grad_(tensor.requires_grad)
         return made[tensor]
 
+    with _replace_weights(module, make_fake), keep_torch_generators([]), enter_dispatch_mode(mode):
+        yield make_fake
+
+
+@contextmanager
+def _replace_weights(module: nn.Module, make: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Put what `make` returns for them in place of all parameters and buffers, for as long as the block takes."""
+    made: dict[Tensor, Tensor] = {}
     registries: list[dict[str, Any]] = [d for part in module.modules() for d in (part._parameters, part._buffers)]
     before = [(held, dict(held)) for held in registries]
 
@@ -187,6 +196,8 @@ def _replace_by_fakes(module: nn.Module, device: torch.device) -> Iterator[Any]:
     with undo_after(put_back):
         # The registries are changed directly, since to set an attribute may run code of the module's own.
         for held, own in before:
-            held |= {name: None if t is None else make_fake(t) for name, t in own.items()}
-        with keep_torch_generators([]), enter_dispatch_mode(mode):
-            yield make_fake
+            for name, weight in own.items():
+                if weight is not None:
+                    # A weight under two names stays one.
+                    held[name] = made[weight] if weight in made else made.setdefault(weight, make(weight))
+        yield

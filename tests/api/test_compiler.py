@@ -131,11 +131,13 @@ def test_an_outdated_mode_takes_its_other_shapes_with_it() -> None:
     compiler = make(model, n_microbatches=2)
     six, three = call(torch.randn(8, 6, 8)), call(torch.randn(8, 3, 8))
     first, other = compiler.program("train", six), compiler.program("train", three)
-    model.scale = 2.0  # type: ignore[assignment]
-    with pytest.warns(UserWarning, match="attribute 'scale' of the model changed from None to 2.0") as said:
-        assert compiler.program("train", six) is first, "the graph is the same: nothing in it reads the attribute"
+    model.drop.p = 0.25
+    with pytest.warns(fxsplit.FxsplitWarning, match="attribute 'drop.p' of the model changed from 0.0 to 0.25") as said:
+        assert compiler.program("train", six) is not first
     assert said[0].filename == __file__
     assert compiler.program("train", three) is not other
+    model.drop.p = 0.0
+    assert compiler.program("train", six) is first, "what was compiled for these values was thrown away"
 
 
 def test_a_call_is_prepared_with_its_rows() -> None:

@@ -56,7 +56,10 @@ def test_an_assigned_buffer_is_refused_and_the_model_left_as_it_was() -> None:
 def test_attributes_that_forward_sets_are_restored() -> None:
     """It would be wrong if compiling counted as a call and left traced values in the model."""
     model = CachesShape()
-    with fxsplit.compile(model, 2, example_inputs=vectors(), passes=FAST):
+    with (
+        pytest.warns(fxsplit.FxsplitWarning, match=r"changes attribute 'calls' of the model \(from 0 to 1.*'last'"),
+        fxsplit.compile(model, 2, example_inputs=vectors(), passes=FAST),
+    ):
         assert model.calls == 0 and not hasattr(model, "last")
 
 
@@ -117,7 +120,8 @@ def test_compiling_leaves_no_trace_on_nested_collections() -> None:
             return out
 
     model = Remembers()
-    fxsplit.compile(model, 2, example_inputs=rows(), **OPTIONS).close()
+    with pytest.warns(fxsplit.FxsplitWarning, match=r"changes attribute 'queue' of the model \(from 0 items to 1\)"):
+        fxsplit.compile(model, 2, example_inputs=rows(), **OPTIONS).close()
     assert not model.queue and not model.counter and model.nested == {"seen": []}
 
 

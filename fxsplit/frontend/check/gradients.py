@@ -43,8 +43,10 @@ def check_gradients(here: Runnable) -> bool:
     """
     named = {name: p for name, p in here.model.named_parameters() if p.is_floating_point()}
     hooked: list[Tensor] = []
+    if here.asks_for_gradients and not torch.is_grad_enabled():
+        return False  # with gradients enabled the model would be another one
     # First with all thawed; that may be impossible, for example where an operator has no such backward.
-    for thawed in (True, False):
+    for thawed in (False,) if here.asks_for_gradients else (True, False):
         trained = {name: p for name, p in named.items() if thawed or p.requires_grad}
         parameters = list(trained.values())
         with _require_gradients(parameters):

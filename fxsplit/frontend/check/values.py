@@ -59,7 +59,8 @@ def _compare(here: Runnable, gm: fx.GraphModule, is_cut: bool) -> CallEffects:
     # One copy for each side: forward() may write to its arguments.
     given, copies = here.clone_tensors(), here.clone_tensors()
     versions = [t._version for t in copies]
-    with torch.no_grad():
+    # A graph of a model that asks holds what forward() does in the caller's mode.
+    with torch.set_grad_enabled(here.asks_for_gradients and torch.is_grad_enabled()):
         expected, buffers, rewritten = _run_model(here, given)
         # Both must start from the same buffers: _run_model has put them back.
         before = Snapshot(here.modules.buffers())
@@ -236,6 +237,7 @@ def _is_close(a: Tensor, b: Tensor) -> bool:
         return True
     if not a.is_floating_point() or a.numel() == 0:
         return bool(torch.equal(a, b))
+    a, b = a.detach(), b.detach()
     # Relative to the largest value: a small one may be a difference of large ones.
     size = float(torch.nan_to_num(a, posinf=0.0, neginf=0.0).abs().max())
     return bool(torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE * size, equal_nan=True))

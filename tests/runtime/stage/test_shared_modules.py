@@ -41,6 +41,7 @@ class Remembers(nn.Module):
         return result
 
 
+@pytest.mark.filterwarnings("ignore:forward.* changes attribute '0.kept'")
 @pytest.mark.parametrize("recompute", ["never", "always"])
 def test_threads_take_turns_in_a_module_that_sets_attributes(recompute: str) -> None:
     """Under Chimera two devices run each stage: one computed with what the other had kept of its microbatch."""

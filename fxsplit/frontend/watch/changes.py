@@ -1,0 +1,41 @@
+"""Find out what each call of a model changes among Python values: a graph computes tensors and changes nothing."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from fxsplit.frontend.no_trace_left import restore_assigned, restore_model
+from fxsplit.frontend.subject import Runnable, Subject
+from fxsplit.frontend.watch.watch import Seen, Watch
+from fxsplit.ir.facts.python_state import same
+from fxsplit.torch_internals.fake_weights import Snapshot
+from fxsplit.torch_internals.interpret import preserve
+
+
+def list_changes(subject: Subject, watch: Watch) -> list[str]:
+    """Run the model on one microbatch; return in words what each call changes that somebody may read afterwards.
+
+    `watch` notes what the code reads, and can put back what it changes.
+    """
+    with restore_model(subject.model), subject.make_runnable(subject.rows) as here:
+        first = _run(here, watch)
+        # A value that is made once and then used is a cache. So what a call has changed, the next one changes again.
+        again = _run(here, watch) if first else {}
+        found = [s for s, v in first.items() if not s.loaded or s not in again or not same(v, again[s])]
+        words = [seen.describe_change(first[seen]) for seen in found if not seen.by_hooks]
+    for seen in found:
+        # What forward() itself goes on filling is no setting that a graph would depend on.
+        seen.loaded &= not seen.is_content
+    watch.put_back()
+    return words
+
+
+def _run(here: Runnable, watch: Watch) -> dict[Seen, Any]:
+    """Call the model and leave its weights as they were; return what other places hold now than before all calls."""
+    weights = Snapshot(here.model.parameters())
+    # A model that fails here fails in the check too, which says what is wrong.
+    with preserve(here.modules), restore_assigned(here.model), suppress(Exception), watch.note():
+        here.run_model(*here.clone_tensors())
+    weights.restore()
+    return watch.find_changes()

@@ -1,0 +1,275 @@
+"""The places in which an object keeps what code may read of it: attributes, entries, variables of closures.
+
+For example code with the names `cfg` and `scale` that holds a module `m` may read `m.cfg`, and then `m.cfg.scale`. So
+the places of `m` for these names are its attribute `cfg`, whose value has the attribute `scale`.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from fxsplit.frontend.watch.names import Names
+from fxsplit.frontend.watch.settings import is_question, list_answers
+from fxsplit.ir.facts.python_state import ABSENT, Place, is_plain
+
+MOST_ITEMS = 1000
+"""A container with more items is not compared before every call: only its entries under texts of the code are."""
+
+CONTAINERS = (list, dict, set, deque)
+"""The types of containers whose content can be put back."""
+
+ITEMS, VARIABLE, STATE = "[items]", "[variable]", "[state]"
+"""In place of a name: what a container holds, a variable of the code around a function, what an iterator gives next.
+
+Whoever holds the object reads the first two, and changes the last by reading it."""
+
+
+class Label(NamedTuple):
+    """What kind of place something was reached from, such as "attribute" of the model, and the path from there."""
+
+    kind: str
+    path: str
+
+    def of(self, name: str) -> Label:
+        """Return the label of an attribute of this."""
+        return Label(self.kind, f"{self.path}.{name}" if self.path else name)
+
+    def at(self, key: Any) -> Label:
+        """Return the label of an item of this."""
+        return Label(self.kind, f"{self.path}[{key!r}]" if is_plain(key) else f"{self.path}[...]")
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.path!r}" + " of the model" * (self.kind == "attribute")
+
+
+class Found(NamedTuple):
+    """What an object keeps in a place, and the label of that.
+
+    name: what code calls the place, or ITEMS, VARIABLE or STATE. key: tells the place from all others. Without a place
+    the value is only reached, and nobody can put another one there.
+    """
+
+    value: Any
+    label: Label
+    name: str = ""
+    place: Place | None = None
+    key: tuple[int, str] = (0, "")
+
+
+def list_places(value: Any, names: Names, label: Label) -> Iterator[Found]:
+    """Yield the places of an object that code with these names may read or write, and the values in them."""
+    if isinstance(value, (tuple, frozenset, Mapping, *CONTAINERS)):
+        yield from _list_items(value, names, label)
+    elif isinstance(value, types.ModuleType):
+        yield from _list_module(value, names, label)
+    elif isinstance(value, type):
+        yield from _list_class(value, names)
+    elif isinstance(value, (types.FunctionType, types.MethodType, partial)):
+        yield from _list_bound(value, label)
+    else:
+        yield from _list_inside(value, label)
+    if not isinstance(value, (types.ModuleType, type)) and not is_plain(value):
+        yield from _list_attributes(value, names, label)
+
+
+def list_globals(namespace: dict[str, Any], names: Names) -> Iterator[Found]:
+    """Yield the globals that code with these names reads or sets."""
+    for name in names.globals:
+        label, held = Label("global", name), namespace.get(name, ABSENT)
+        if is_question(held, name):
+            yield from (Found(ABSENT, label, name, p, (id(held), p.name)) for p in list_answers(held, name, names))
+        elif is_library(held):
+            yield Found(held, label)
+        elif held is not ABSENT or name in names.stores:
+            yield _slot(namespace, name, label)
+
+
+def is_library(value: Any) -> bool:
+    """Return whether a value is a module, class or function of torch or of Python itself, which nobody changes."""
+    if not isinstance(value, (types.ModuleType, type, types.FunctionType, types.BuiltinFunctionType)):
+        return False
+    home = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
+    top = str(home or "torch").partition(".")[0]
+    return top == "torch" or top in sys.stdlib_module_names
+
+
+def copy_items(container: Any) -> tuple[Any, ...]:
+    """Return what a container holds, in its order."""
+    if isinstance(container, Mapping):
+        return tuple(container.items())
+    # The order of a set depends on the addresses of its items.
+    return (frozenset(container),) if isinstance(container, set) else tuple(container)
+
+
+def _slot(mapping: Any, name: str, label: Label) -> Found:
+    """Return the place of a key in a dictionary, such as that of an object's attributes."""
+
+    def put(value: Any) -> None:
+        if value is ABSENT:
+            mapping.pop(name, None)
+        else:
+            mapping[name] = value
+
+    # A partial of a method in C: thousands of places are read before every call.
+    place = Place(str(label), partial(mapping.get, name, ABSENT), put)
+    return Found(place.read(), label, name, place, (id(mapping), name))
+
+
+def _inherited(kind: type, base: type, name: str) -> Found:
+    """Return the place of an attribute that instances of a class have from `base`, the class itself or one above."""
+    label = Label("class attribute", f"{base.__qualname__}.{name}")
+    # Asked of the class itself: it may be given an attribute that hides the one of its base.
+    place = Place(str(label), partial(getattr, kind, name, ABSENT), partial(setattr, base, name))
+    return Found(vars(base)[name], label, name, place, (id(kind), name))
+
+
+def _list_items(value: Any, names: Names, label: Label) -> Iterator[Found]:
+    """Yield the content of a container as one place, and its items."""
+    if len(value) > MOST_ITEMS or type(value).__module__ == "os":
+        # Of a long table, or of the environment, only what the code names.
+        for key in names.texts if isinstance(value, Mapping) else ():
+            with suppress(Exception):
+                yield _slot(value, key, label.at(key))
+        return
+
+    def put(items: tuple[Any, ...]) -> None:
+        value.clear()
+        if isinstance(value, dict):
+            dict.update(value, items)  # a Counter would count the items
+        elif isinstance(value, set):
+            value.update(items[0])
+        else:
+            value.extend(items)
+
+    items = copy_items(value)
+    if not isinstance(value, (tuple, frozenset)):
+        place = Place(str(label), partial(copy_items, value), put if isinstance(value, CONTAINERS) else None)
+        yield Found(items, label, ITEMS, place, (id(value), ITEMS))
+    pairs = items if isinstance(value, Mapping) else enumerate(items)
+    yield from (Found(item, label.at(key)) for key, item in pairs if not is_plain(item))
+
+
+def _list_inside(value: Any, label: Label) -> Iterator[Found]:
+    """Yield what an iterator, a random generator or a small array keeps where Python code cannot see it."""
+    if hasattr(type(value), "__next__") or hasattr(type(value), "getstate"):
+        place = Place(f"the state of {label}", partial(_read_state, value))
+        yield Found(place.read(), label, STATE, place, (id(value), STATE))
+    elif hasattr(type(value), "tobytes") and getattr(value, "size", MOST_ITEMS + 1) <= MOST_ITEMS:
+        place = Place(str(label), value.tobytes)
+        yield Found(place.read(), label, ITEMS, place, (id(value), ITEMS))
+
+
+def _list_bound(value: Any, label: Label) -> Iterator[Found]:
+    """Yield what a function carries with it: variables of its closure, its defaults, bound arguments."""
+    if isinstance(value, types.MethodType):
+        parts = [value.__func__, value.__self__]
+    elif isinstance(value, partial):
+        parts = [value.func, value.args, value.keywords]
+    else:
+        parts = [value.__defaults__, value.__kwdefaults__]
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            at = Label("closure variable", name)
+            place = Place(
+                str(at), partial(getattr, cell, "cell_contents", ABSENT), partial(setattr, cell, "cell_contents")
+            )
+            yield Found(place.read(), at, VARIABLE, place, (id(cell), name))
+    yield from (Found(part, label) for part in parts if part is not None)
+
+
+def _list_module(value: types.ModuleType, names: Names, label: Label) -> Iterator[Found]:
+    """Yield what code reads of a Python module; of torch, also what torch answers when it is asked for a mode."""
+    held, library = vars(value), is_library(value)
+    # os.getenv() reads os.environ.
+    wanted = [*names.attributes, *(["environ"] if value.__name__ == "os" else [])]
+    for name in wanted:
+        at, found = label.of(name), held.get(name, ABSENT)
+        if library and is_question(found, name):
+            for place in list_answers(found, at.path, names):
+                yield Found(ABSENT, at, name, place, (id(found), place.name))
+        elif library and not is_plain(found):
+            yield Found(found, at)
+        elif found is not ABSENT or name in names.stores:
+            yield _slot(held, name, at)
+
+
+def _list_class(value: type, names: Names) -> Iterator[Found]:
+    """Yield the attributes of a class and of its bases."""
+    for name in names.attributes:
+        if (base := _find_base(value, name)) is not None:
+            yield _inherited(value, base, name)
+
+
+def _list_attributes(value: Any, names: Names, label: Label) -> Iterator[Found]:
+    """Yield the attributes of an object, of its class where it has none of that name, and those that it lacks."""
+    held = _get_dict(value)
+    if held is not None and "__dict__" in names.loads:
+        yield Found(held, label)
+    registered = {**value._parameters, **value._buffers, **value._modules} if isinstance(value, nn.Module) else {}
+    for name in names.attributes:
+        at = label.of(name)
+        if name in registered:
+            # Whether there is a weight changes the graph; which one it is, stages look up.
+            place = Place(str(at), partial(_read_presence, value, name))
+            yield Found(place.read(), at, name, place, (id(value), name))
+            yield Found(registered[name], at)
+        elif held is not None and name in held:
+            yield _slot(held, name, at)
+        elif (base := _find_base(type(value), name)) is None:
+            if held is not None and (name in names.stores or (names.asks and name in names.texts)):
+                yield _slot(held, name, at)
+            elif hasattr(type(value), "__getattr__") and not isinstance(value, (nn.Module, Tensor)):
+                yield from _list_computed(value, name, at)
+        elif isinstance(vars(base)[name], (types.MemberDescriptorType, types.GetSetDescriptorType)):
+            place = Place(str(at), partial(getattr, value, name, ABSENT), partial(setattr, value, name))
+            yield Found(place.read(), at, name, place, (id(value), name))
+        else:
+            # What the instance is given later hides what its class has.
+            if held is not None:
+                yield _slot(held, name, at)
+            yield _inherited(type(value), base, name)
+
+
+def _list_computed(value: Any, name: str, label: Label) -> Iterator[Found]:
+    """Yield an attribute that exists only when it is asked for, as those behind __getattr__ do."""
+    with suppress(Exception):
+        place = Place(str(label), partial(getattr, value, name, ABSENT))
+        found = place.read()
+        if is_plain(found):
+            yield Found(found, label, name, place, (id(value), name))
+
+
+def _find_base(kind: type, name: str) -> type | None:
+    """Return the class that defines an attribute; None where none does, or one of a library."""
+    base = next((base for base in kind.__mro__ if name in vars(base)), None)
+    return None if base is None or is_library(base) else base
+
+
+def _get_dict(value: Any) -> dict[str, Any] | None:
+    """Return the dictionary of an object's attributes, past what its class may do to find it."""
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _read_state(value: Any) -> Any:
+    """Return the state of an iterator or a random generator, in a form that can be compared."""
+    for name in ("getstate", "__reduce__"):
+        with suppress(Exception):
+            return getattr(value, name)()
+    return ABSENT
+
+
+def _read_presence(module: nn.Module, name: str) -> str | None:
+    """Return None where a module has no parameter, buffer or submodule under a name, and a text where it has one."""
+    registries = (module._parameters, module._buffers, module._modules)
+    return None if all(kept.get(name) is None for kept in registries) else "registered"

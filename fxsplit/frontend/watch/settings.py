@@ -1,0 +1,35 @@
+"""Settings of torch that code asks for, such as `torch.is_autocast_enabled("cpu")`: a graph keeps the answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from fxsplit.frontend.watch.names import Names
+from fxsplit.ir.facts.python_state import Place, is_plain
+
+_QUESTION = re.compile("(is|are|get|has)_")
+_KINDS = ("cpu", "cuda", "xpu", "mps")
+
+
+def is_question(value: Any, name: str) -> bool:
+    """Return whether a value is a function of torch's that asks for something, by torch's rule for their names."""
+    if not _QUESTION.match(name) or not callable(value) or isinstance(value, type):
+        return False
+    # A function of torch's that is written in C has no module.
+    module = getattr(value, "__module__", None) or type(value).__module__
+    return module == "builtins" or module.partition(".")[0] == "torch"
+
+
+def list_answers(question: Callable[..., Any], name: str, names: Names) -> Iterator[Place]:
+    """Yield the place of torch's answer: without an argument, or for each kind of device that the code may mean."""
+    kinds = [text for text in names.texts if text in _KINDS] or ["cpu", "cuda"]
+    for args in ((), *((kind,) for kind in kinds)):
+        place = Place(f"{name}({', '.join(map(repr, args))})", partial(question, *args))
+        # What wants other arguments, such as tensors, does not ask for a setting.
+        with suppress(Exception):
+            if is_plain(place.read()):
+                yield place

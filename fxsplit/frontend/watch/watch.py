@@ -1,0 +1,287 @@
+"""Run code and note which Python values it reads and writes.
+
+Python tells a trace function of every call and every line. Of the user's code it is known which names it reads, and
+which objects it holds: its `self`, its globals, its variables. Every place that such an object has under such a name
+counts as read. So nothing is missed because it is of an unforeseen type.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import sysconfig
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+from torch import fx, nn
+
+from fxsplit.frontend.watch.names import Names, read_names
+from fxsplit.frontend.watch.places import ITEMS, STATE, VARIABLE, Found, Label, is_library, list_globals, list_places
+from fxsplit.ir.facts.python_state import ABSENT, Place, PythonState, describe_change, is_plain, same
+from fxsplit.torch_internals.undo import undo_after
+from fxsplit.torch_internals.user_lines import FXSPLIT, TORCH
+
+_PYTHON = sysconfig.get_path("stdlib")
+_CALLS_OF_MODULES = ("_call_impl", "inner")
+"""The functions of torch's in which nn.Module calls hooks and forward()."""
+_OF_TORCH = vars(nn.Module()).keys() - {"training"}
+
+
+class Home(NamedTuple):
+    """What a running piece of code is part of: the submodule of a path, and the functions that have called it."""
+
+    path: str
+    codes: frozenset[CodeType]
+
+
+@dataclass(frozen=True, eq=False)
+class _Frame:
+    """A running piece of the user's code: its names and its file, what it is part of, and whether that is a hook."""
+
+    names: Names
+    file: str
+    home: Home
+    in_hook: bool
+
+
+@dataclass(eq=False)
+class Seen:
+    """A place, and what was there before the call.
+
+    homes: what the code is part of that names the place. loaded: whether the code reads it. stored: the line
+    that sets it, if one does. by_hooks: whether only hooks name it. is_content: whether it is what a container holds.
+    """
+
+    place: Place
+    before: Any
+    is_content: bool = False
+    homes: set[Home] = field(default_factory=set)
+    loaded: bool = False
+    stored: str | None = None
+    by_hooks: bool = True
+
+    def describe_change(self, now: Any) -> str:
+        """Return in words what the place holds now, and what it held."""
+        before, after = describe_change(self.before, now)
+        if self.is_content and len(self.before) != len(now):
+            before, after = f"{len(self.before)} items", str(len(now))
+        line = f", {self.stored}" if self.stored else ""
+        return f"{self.place.name} (from {before} to {after}{line})"
+
+
+class Watch:
+    """Notes the places that the code of a model reads and writes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = dict(model.named_modules())
+        self._paths = {id(m): path for path, m in self._modules.items()}
+        # Objects that were there before the call. They are kept alive, so that no new object gets the number of one.
+        self._known: dict[int, tuple[Any, Label]] = {
+            id(m): (m, Label("attribute", path)) for path, m in self._modules.items()
+        }
+        self._weights: dict[int, tuple[nn.Module, str]] = {}
+        self._looked: set[tuple[int, Names, Home | str]] = set()
+        self._frames: dict[FrameType, _Frame] = {}
+        self._seen: dict[tuple[int, str], Seen] = {}
+        # Of code that is watched its names; None for other code.
+        self._codes: dict[CodeType, Names | None] = {}
+        # The code of torch's own modules is not watched. It reads what a module keeps, such as LayerNorm.eps.
+        for path, module in self._modules.items():
+            if is_library(type(module).forward):
+                held = [name for name, value in vars(module).items() if is_plain(value) and name not in _OF_TORCH]
+                names = Names((*held, *module._parameters, *module._buffers), {}, (), (), asks=False)
+                self._visit(module, Label("attribute", path), _Frame(names, "", Home(path, frozenset()), in_hook=False))
+
+    @contextmanager
+    def note(self) -> Iterator[None]:
+        """Note what code of this thread reads and writes inside the block."""
+        # Now, and not earlier: what runs may hold stand-ins for its weights.
+        for path, module in self._modules.items():
+            for name, weight in (*module._parameters.items(), *module._buffers.items()):
+                if weight is not None:
+                    self._weights[id(weight)] = module, name
+                    self._known.setdefault(id(weight), (weight, Label("attribute", path).of(name)))
+        before, collects = sys.gettrace(), gc.isenabled()
+
+        def stop() -> None:
+            sys.settrace(before)
+            self._frames.clear()
+            if collects:
+                gc.enable()
+
+        with undo_after(stop):
+            # What a collection calls runs in the midst of the model's code, and is none of it.
+            gc.disable()
+            sys.settrace(self._enter)
+            yield
+        # Code may ask torch inside of a block that changes the answer, so the answers outside of it are noted.
+        for seen in self._seen.values():
+            if seen.before is ABSENT and seen.place.write is None:
+                seen.before = seen.place.read()
+
+    def find_changes(self) -> dict[Seen, Any]:
+        """Return the places that do not hold now what they held when they were noted, with what they hold now."""
+        now = ((seen, seen.place.read()) for seen in self._seen.values())
+        return {seen: value for seen, value in now if not same(seen.before, value)}
+
+    def put_back(self) -> None:
+        """Give every place that can be written what it held when it was noted."""
+        for seen in self._seen.values():
+            if seen.place.write is not None and not same(seen.before, seen.place.read()):
+                seen.place.write(seen.before)
+
+    def asks_for_gradients(self) -> bool:
+        """Return whether the code reads `requires_grad` of a weight, or whether gradients are enabled."""
+        return any(key.endswith((".requires_grad", "is_grad_enabled()")) for _, key in self._seen)
+
+    def list_reads(self, gm: fx.GraphModule) -> PythonState:
+        """Return what a graph depends on: not what modules and functions read that it calls as they are."""
+        whole = [str(node.target) for node in gm.graph.find_nodes(op="call_module")]
+        called = {getattr(n.target, "__code__", None) for n in gm.graph.nodes if n.op == "call_function"}
+        every = {home for seen in self._seen.values() for home in seen.homes}
+        inside = {home for home in every if _is_inside(home.path, whole) or not called.isdisjoint(home.codes)}
+        found = [seen for seen in self._seen.values() if seen.loaded and not seen.homes <= inside]
+        return PythonState(tuple((seen.place, seen.before) for seen in found))
+
+    def _enter(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
+        """Note the start of a call; return what traces it further, or None where the code is not the user's."""
+        code = frame.f_code
+        if code not in self._codes:
+            self._codes[code] = read_names(code) if _is_watched(code) else None
+        names = self._codes[code]
+        if names is None:
+            return None
+        parent, module = self._find_caller(frame)
+        outer = parent.home if parent else Home("", frozenset())
+        path = outer.path if module is None else self._paths.get(id(module), "")
+        home = Home(path, outer.codes | {code})
+        in_hook = bool(parent and parent.in_hook) or _is_hook(frame, module)
+        own = self._frames[frame] = _Frame(names, code.co_filename, home, in_hook)
+        for found in list_globals(frame.f_globals, own.names):
+            self._take(found, own)
+        self._look(frame, own)
+        return self._trace
+
+    def _trace(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any]:
+        """Note which objects the code holds by now, and which one it returns to its caller."""
+        own = self._frames.get(frame)
+        if own is not None:
+            self._look(frame, own)
+            if event == "return":
+                parent, _ = self._find_caller(frame)
+                if parent is not None and id(arg) in self._known:
+                    self._visit(arg, self._known[id(arg)][1], parent)
+                del self._frames[frame]
+        return self._trace
+
+    def _find_caller(self, frame: FrameType) -> tuple[_Frame | None, nn.Module | None]:
+        """Return the user's frame that a frame was called from, and the module that was called in between."""
+        module = None
+        caller = frame.f_back
+        while caller is not None and caller not in self._frames:
+            if module is None and caller.f_code.co_name in _CALLS_OF_MODULES:
+                module = caller.f_locals.get("self")
+            caller = caller.f_back
+        return (None if caller is None else self._frames[caller]), module
+
+    def _look(self, frame: FrameType, own: _Frame) -> None:
+        """Visit the objects among a frame's variables that were there before the call."""
+        first = next(iter(frame.f_code.co_varnames), None)
+        for name, value in frame.f_locals.items():
+            known = self._known.get(id(value))
+            if known is not None:
+                self._visit(value, known[1], own)
+                # What the method is called from is found by its name in the class.
+                if name == first:
+                    self._take_method(value, frame.f_code, own)
+
+    def _take_method(self, value: Any, code: CodeType, own: _Frame) -> None:
+        """Note the method of an object that is running, with the variables of its closure."""
+        # Once for each object: a method may be replaced in one of them alone.
+        key = (id(value), own.names, "a method's")
+        if key in self._looked:
+            return
+        self._looked.add(key)
+        names = _find_method(type(value), code)
+        for found in list_places(value, names, self._known[id(value)][1]):
+            if found.name in names.loads:
+                self._take(found, _Frame(names, own.file, own.home, own.in_hook))
+
+    def _visit(self, value: Any, label: Label, own: _Frame) -> None:
+        """Note the places of an object under the names of the code that holds it."""
+        key = (id(value), own.names, own.home)
+        if key in self._looked or is_plain(value):
+            return
+        self._looked.add(key)
+        if id(value) in self._weights and "requires_grad" in own.names.loads:
+            module, name = self._weights[id(value)]
+            at = label.of("requires_grad")
+            place = Place(str(at), partial(_read_flag, module, name))
+            self._take(Found(place.read(), at, "requires_grad", place, (id(module), f"{name}.requires_grad")), own)
+        for found in list_places(value, own.names, label):
+            self._take(found, own)
+
+    def _take(self, found: Found, own: _Frame) -> None:
+        """Note a place, and go on with the object that is in it."""
+        name = found.name
+        if found.place is not None:
+            seen = self._seen.setdefault(found.key, Seen(found.place, found.place.read(), name == ITEMS))
+            seen.homes.add(own.home)
+            seen.by_hooks &= own.in_hook
+            seen.loaded |= name in (ITEMS, VARIABLE) or own.names.reads(name)
+            if name in own.names.stores:
+                seen.stored = f"{own.file}:{own.names.stores[name]}"
+            if name in (ITEMS, STATE):
+                return
+        value = found.value
+        if value is not ABSENT and not is_plain(value) and not (is_library(value) and not isinstance(value, type(sys))):
+            label = self._known.setdefault(id(value), (value, found.label))[1]
+            self._visit(value, label, own)
+
+
+def _is_watched(code: CodeType) -> bool:
+    """Return whether code is neither torch's, nor fxsplit's, nor of Python itself."""
+    file = code.co_filename
+    # What is typed in has a name in brackets as well, so only the names of generated code are left out.
+    if file.startswith((TORCH, FXSPLIT, "<frozen", "<eval_with_key")):
+        return False
+    return not file.startswith(_PYTHON) or "site-packages" in file
+
+
+def _is_hook(frame: FrameType, module: nn.Module | None) -> bool:
+    """Return whether a frame is a hook of a module: called where forward() is called, and with other code."""
+    caller = frame.f_back
+    if module is None or caller is None or caller.f_code.co_name not in _CALLS_OF_MODULES:
+        return False
+    code = getattr(module.forward, "__code__", frame.f_code)
+    return code is not frame.f_code
+
+
+def _find_method(kind: type, code: CodeType) -> Names:
+    """Return the name of the method whose code is running, under which another one may be put in its place."""
+    # It may have another name than it was defined with, if it was put into the class later, or into one object.
+    held = (item for base in kind.__mro__ if not is_library(base) for item in vars(base).items())
+    found = [name for name, method in held if code in _list_codes(method)]
+    return Names(tuple(found or [code.co_name, *(["forward"] * issubclass(kind, nn.Module))]), {}, (), (), asks=False)
+
+
+def _list_codes(method: Any) -> list[CodeType]:
+    """Return the code of a method, which may be a property, a class method or a static method."""
+    parts = (method, getattr(method, "fget", None), getattr(method, "__func__", None))
+    codes = (getattr(part, "__code__", None) for part in parts)
+    return [code for code in codes if isinstance(code, CodeType)]
+
+
+def _read_flag(module: nn.Module, name: str) -> bool | None:
+    """Return whether the weight that a module has under a name wants a gradient; None where there is no weight."""
+    weight = module._parameters.get(name, module._buffers.get(name))
+    return None if weight is None else weight.requires_grad
+
+
+def _is_inside(home: str, whole: Collection[str]) -> bool:
+    """Return whether a submodule is one of those that stay whole, or lies inside of one."""
+    return any(home == path or home.startswith(f"{path}.") for path in whole)

@@ -1,0 +1,172 @@
+"""What each call of a model changes: told apart from caches, named with its line, and put back."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxsplit
+from fxsplit.errors import TraceError
+from tests.models import FAST, Two
+
+SEEN: list[Any] = []
+COUNT = 0
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.total, self.by_name = 0, collections.Counter[str]()
+
+    def update(self, count: int) -> None:
+        self.total += count
+        self.by_name["all"] += count
+
+
+class Changes(Two):
+    """Does something besides computing, which `change` says."""
+
+    calls = 0
+
+    def __init__(self, change: Callable[[Any, Tensor], None]) -> None:
+        super().__init__()
+        self.change = change
+        self.aux: Any = None
+        self.kept: list[Any] = []
+        self.meter, self.ids = Meter(), itertools.count()
+        self.nested = {"deep": [0]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.a(x))
+        self.change(self, h)
+        out: Tensor = self.b(h)
+        return out
+
+
+def count_globally(model: Any, h: Tensor) -> None:
+    global COUNT
+    COUNT += 1
+
+
+def count_in_class(model: Any, h: Tensor) -> None:
+    Changes.calls += 1
+
+
+def keep_shape(model: Any, h: Tensor) -> None:
+    model.last_shape = tuple(h.shape)
+
+
+def set_by_text(model: Any, h: Tensor) -> None:
+    setattr(model, "aux", h.mean())  # noqa: B010
+
+
+def build_once(model: Any, h: Tensor) -> None:
+    if model.aux is None:
+        model.aux = list(range(h.shape[1]))
+
+
+CHANGES: list[tuple[Callable[[Any, Tensor], Any], str]] = [
+    (lambda m, h: setattr(m, "aux", h.mean()), r"attribute 'aux' of the model \(from None to a Tensor"),
+    (set_by_text, "attribute 'aux' of the model"),
+    (lambda m, h: m.kept.append(h), r"attribute 'kept' of the model \(from 0 items to 1\)"),
+    (lambda m, h: m.nested["deep"].append(1), r"attribute \"nested\['deep'\]\" of the model \(from 1 items to 2"),
+    (lambda m, h: m.meter.update(1), r"attribute 'meter.total' of the model \(from 0 to 1, .*test_changes.py:\d+"),
+    (lambda m, h: next(m.ids), "the state of attribute 'ids' of the model"),
+    (lambda m, h: SEEN.append(1), r"global 'SEEN' \(from 0 items to 1\)"),
+    (count_globally, r"global 'COUNT' \(from 0 to 1"),
+    (count_in_class, r"class attribute 'Changes.calls' \(from 0 to 1"),
+    (keep_shape, r"attribute 'last_shape' of the model \(from nothing to \(\d, 4\)"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), CHANGES)
+def test_what_a_call_changes_is_named_and_put_back(change: Callable[[Any, Tensor], None], words: str) -> None:
+    """Auxiliary losses, counters and lists that forward() writes were lost without a word."""
+    model, x = Changes(change), torch.randn(8, 4)
+    with (
+        pytest.warns(fxsplit.FxsplitWarning, match=rf"forward\(\) of Changes changes {words}") as said,
+        fxsplit.compile(model, 2, example_inputs=x, passes=FAST, n_microbatches=2) as pipe,
+    ):
+        assert said[0].filename == __file__ and len(said) == 1
+        assert model.aux is None and not model.kept and not SEEN and COUNT == 0 and Changes.calls == 0
+        assert next(model.ids) in (0, 1, 2, 3, 4, 5, 6, 7) and model.nested == {"deep": [0]}
+        assert (model.meter.total, model.meter.by_name) == (0, {}) and not hasattr(model, "last_shape")
+        with torch.no_grad():
+            torch.testing.assert_close(pipe(x), model.b(torch.tanh(model.a(x))))
+
+
+@pytest.mark.parametrize("change", [build_once, lambda m, h: None, lambda m, h: setattr(m, "kept", m.kept)])
+def test_a_cache_is_no_change(change: Callable[[Any, Tensor], None]) -> None:
+    with fxsplit.compile(Changes(change), 2, example_inputs=torch.randn(8, 4), passes=FAST):
+        pass
+
+
+class Warms(Two):
+    """Scales its outputs by how often it was called."""
+
+    steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        out: Tensor = self.b(self.a(x)) * min(1.0, self.steps / 10)
+        return out
+
+
+def test_a_refusal_names_what_forward_changes() -> None:
+    """A counter that scales the output was refused with advice about checkpoint(use_reentrant=True)."""
+    with pytest.raises(TraceError, match=r"changes attribute 'steps' of the model \(from nothing to 1"):
+        fxsplit.compile(Warms(), 2, example_inputs=torch.randn(8, 4), passes=FAST)
+
+
+FACTOR = 1.0
+
+
+def multiply(x: Tensor) -> Tensor:
+    return x * FACTOR
+
+
+torch.fx.wrap("multiply")
+
+
+class Wraps(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.b(multiply(self.a(x)))
+        return out
+
+
+def test_what_a_wrapped_function_reads_is_read_when_it_runs() -> None:
+    global FACTOR
+    model, x = Wraps(), torch.randn(8, 4)
+    with fxsplit.compile(model, 2, example_inputs=x, passes=FAST) as pipe:
+        program = pipe.compiler.get_compiled("train")
+        FACTOR = 2.0
+        try:
+            torch.testing.assert_close(pipe(x), model(x))
+        finally:
+            FACTOR = 1.0
+        assert pipe.compiler.get_compiled("train") is program
+
+
+def test_what_stays_whole_changes_by_itself() -> None:
+    """What a submodule that stays whole reads needs no new graph, as it runs by itself."""
+
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.factor = nn.Linear(4, 4), 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.inner(x) * self.factor
+            return out
+
+    model, x = nn.Sequential(nn.Linear(4, 4), Counts(), nn.Linear(4, 4)), torch.randn(8, 4)
+    with fxsplit.compile(model, 2, example_inputs=x, passes=f"leaf{{path=1}},{FAST}") as pipe:
+        program = pipe.compiler.get_compiled("train")
+        model[1].factor = 3.0  # type: ignore[assignment]
+        torch.testing.assert_close(pipe(x), model(x))
+        assert pipe.compiler.get_compiled("train") is program
