@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from fxsplit.errors import PlanError
+from fxsplit.errors import ChainError, PlanError
 from fxsplit.ir.facts.effects import find_effects
 from fxsplit.ir.facts.example import Example
 from fxsplit.ir.facts.machine import Machine
@@ -39,8 +39,11 @@ class Emit:
     def __call__(self, ir: IR) -> IR:
         """Rewrite the graph into calls of its stages; keep Plan and learn Stages.
 
-        Raises PlanError for a plan that takes the devices out of order, or that lacks a node of the graph.
+        Raises PlanError for a plan that takes the devices out of order, or that lacks a node of the graph; ChainError
+        for a graph that has been cut already.
         """
+        if ir.get(Stages) is not None:
+            raise ChainError("the graph is cut into stages already: the chain has two passes that do so, drop one")
         plan, machine = ir[Plan], ir[Machine]
         taken = [d for stage in plan.stages for d in stage.devices]
         if taken != list(range(len(taken))):

@@ -151,11 +151,11 @@ def main(arguments: argparse.Namespace) -> int:
         print_json(answers[0] if len(answers) == 1 else {"curve": answers})
         return 0
     if len(plans) > 1:
-        print(f"{'devices':>8}{'bottleneck ms':>15}{'speed-up':>10}{'gap':>9}{'stages':>8}")
+        print(f"{'devices':>8}{'bottleneck ms':>15}{'speed-up':>10}{'gap':>12}{'stages':>8}")
         for count, plan in plans:
-            proof = "optimal" if plan.optimal else f"{100 * plan.gap:.2f} %"
+            proof = plan.standing.removeprefix("gap ")
             speedup = plan.single_ms / plan.bottleneck_ms if plan.bottleneck_ms else inf
-            print(f"{count:>8}{plan.bottleneck_ms:>15.4f}{speedup:>10.2f}{proof:>9}{len(plan.stages):>8}")
+            print(f"{count:>8}{plan.bottleneck_ms:>15.4f}{speedup:>10.2f}{proof:>12}{len(plan.stages):>8}")
         return 0
     (_, plan) = plans[0]
     print(plan)

@@ -35,6 +35,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         # JSON has no infinity, which the gap is where nothing bounds the objective.
         "gap": plan.gap if isfinite(plan.gap) else None,
         "optimal": plan.optimal,
+        "proof": plan.proof,
         "cost_model": plan.model.name,
         "stages": [
             {
@@ -82,7 +83,11 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
         _refuse_twice("node", [node for stage in stages for node in stage.nodes])
         if data["cost_model"] not in COST_MODELS:
             raise PlanError(f"cost_model is {show(data['cost_model'])}, and not one of {', '.join(COST_MODELS)}")
-        return Plan(
+        # Files of earlier versions say "optimal" alone.
+        proof = data.get("proof", "search" if data["optimal"] else "bound")
+        if proof not in ("search", "bound", None):
+            raise PlanError(f"proof is {show(proof)}, and neither 'search' nor 'bound' nor null")
+        plan = Plan(
             stages=stages,
             device_names=tuple(names),
             lower_bound_ms=_number(data["lower_bound"], "lower_bound"),
@@ -95,6 +100,7 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
                 data["cost_model"], _truth(data["traffic"], "traffic"), _number(data["optimizer_factor"], "factor")
             ),
         )
+        return plan.prove(proof)
     except (KeyError, TypeError, ValueError, AttributeError, PlanError) as error:
         what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
         raise PlanError(f"{name!r} is a damaged plan: {what}; write it again with fxsplit plan --json") from error

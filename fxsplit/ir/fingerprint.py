@@ -6,12 +6,16 @@ user's own.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
+from fxsplit.ir.graph import IR
 from fxsplit.torch_internals.fake_weights import has_values
 
 MOST_READ = 100_000
@@ -20,8 +24,19 @@ MOST_READ = 100_000
 _PLAIN = (bool, int, float, str, type(None), tuple)
 
 
-def take_fingerprint(gm: fx.GraphModule) -> dict[str, Any]:
-    """Return what can be seen of a graph, its modules and its weights: a name for messages -> a value to compare."""
+def take_fingerprint(ir: IR) -> dict[str, Any]:
+    """Return what can be seen of an IR, its modules and its weights: a name for messages -> a value to compare."""
+    facts = {f"fact {kind.__name__}": _read_fact(fact) for kind, fact in ir.facts.items()}
+    return _read_graph(ir.gm) | facts
+
+
+def find_edit(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
+    """Return the name of the first thing that differs between two fingerprints; None if nothing does."""
+    return next((name for name in {**before, **after} if before.get(name) != after.get(name)), None)
+
+
+def _read_graph(gm: fx.GraphModule) -> dict[str, Any]:
+    """Return what can be seen of a graph, its modules and its weights."""
     found: dict[str, Any] = {}
     weights: dict[int, tuple[str, Tensor]] = {}
     for path, module in gm.named_modules():
@@ -32,11 +47,6 @@ def take_fingerprint(gm: fx.GraphModule) -> dict[str, Any]:
         for name, weight in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             weights.setdefault(id(weight), (f"{path}.{name}".removeprefix("."), weight))
     return found | {f"the values of {path!r}": _read_values(weight) for path, weight in weights.values()}
-
-
-def find_edit(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
-    """Return the name of the first thing that differs between two fingerprints; None if nothing does."""
-    return next((name for name in {**before, **after} if before.get(name) != after.get(name)), None)
 
 
 def _list_nodes(gm: fx.GraphModule) -> dict[str, Any]:
@@ -77,3 +87,19 @@ def _read_values(weight: Tensor) -> tuple[Any, ...]:
     # The hash does not see that all of an even number of equal elements change. The sum is a text, as NaN is not NaN.
     hashed, total = torch.hash_tensor(values).view(torch.int64).item(), repr(values.double().sum().item())
     return version, weight.requires_grad, hashed, total
+
+
+def _read_fact(value: Any) -> Any:
+    """Return a value that differs where anything inside of `value` does."""
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return value.dtype.str, value.shape, zlib.crc32(np.ascontiguousarray(value).view(np.uint8).data)
+    if isinstance(value, Tensor):
+        return _read_values(value)
+    if isinstance(value, Mapping):
+        return tuple((str(key), _read_fact(v)) for key, v in value.items())
+    if isinstance(value, (tuple, list, np.ndarray)):
+        return tuple(map(_read_fact, value))
+    if not is_dataclass(value) or isinstance(value, type):
+        return repr(value) if isinstance(value, (*_PLAIN, frozenset)) else id(value)
+    # Private fields note what was computed or verified already.
+    return tuple(_read_fact(getattr(value, f.name)) for f in fields(value) if f.name[0] != "_")

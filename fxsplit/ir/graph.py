@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar, cast, runtime_checkable
 
-from fxsplit.errors import MissingFact
+from fxsplit.errors import ChainError, MissingFact
 
 if TYPE_CHECKING:  # torch takes a second to load, and planning from a profile needs none of it
     from torch import fx
@@ -27,6 +27,8 @@ class Fact(Protocol):
 
     made_by: the pass that learns it, for error messages. given: whether it describes the run (the machine, the example)
     and not the graph, so that it outlives a rewrite of the graph; false for a class that derives from Fact.
+    derives_from: the facts that it follows from, so that it is forgotten when one of those is learnt anew; none unless
+    a class states some.
     """
 
     made_by: ClassVar[str]
@@ -68,6 +70,8 @@ class IR:
     # A read-only view: passes that keep an earlier IR must find it as it was.
     facts: Mapping[type, Fact] = field(default_factory=lambda: MappingProxyType({}))
     steps: tuple[Step, ...] = ()
+    # Each fact that was forgotten because one that it derives from was learnt anew, and which that was.
+    fallen: Mapping[type, type] = field(default_factory=lambda: MappingProxyType({}))
     model: str = ""
     mode: Mode = "train"
 
@@ -77,6 +81,13 @@ class IR:
         if fact is not None:
             return fact
         known = ", ".join(k.__name__ for k in self.facts) or "nothing"
+        if kind in self.fallen:
+            # In the order in which they were learnt, so the passes in between come first.
+            again = dict.fromkeys(cast("type[Fact]", k).made_by for k in self.fallen)
+            raise MissingFact(
+                f"no {kind.__name__} any more (known: {known}): it derives from {self.fallen[kind].__name__}, which a "
+                f"pass has learnt anew since: run {', '.join(again)} again behind that pass"
+            )
         # The chain is at fault: it lacks a pass, or has it and rewrites the graph behind it.
         if any(step.text.partition("{")[0] == kind.made_by for step in self.steps):
             raise MissingFact(
@@ -91,8 +102,23 @@ class IR:
         return cast("F | None", self.facts.get(kind))
 
     def learn(self, *facts: Fact) -> IR:
-        """Return an IR that also knows `facts`; a fact of a type already known takes its place."""
-        return replace(self, facts=MappingProxyType({**self.facts, **{type(f): f for f in facts}}))
+        """Return an IR that also knows `facts`; a fact of a type already known takes its place.
+
+        Known facts that derive from a type learnt anew are forgotten. Raises ChainError for what is no fact.
+        """
+        for fact in facts:
+            if isinstance(fact, type) or not isinstance(fact, Fact):
+                raise ChainError(f"{fact!r} is no fact: give an object with verify(ir), made_by and given")
+        learnt: dict[type, Fact] = {type(f): f for f in facts}
+        # The reason for which each fact falls, which may be another one that falls.
+        anew = {kind: kind for kind, fact in learnt.items() if self.facts.get(kind) is not fact}
+        for kind in self.facts:
+            cause = next((anew[base] for base in list_sources(kind) if base in anew), None)
+            if cause is not None and kind not in learnt:
+                anew[kind] = cause
+        fallen = {k: cause for k, cause in {**self.fallen, **anew}.items() if k not in learnt}
+        kept = {k: f for k, f in self.facts.items() if k not in fallen}
+        return replace(self, facts=MappingProxyType(kept | learnt), fallen=MappingProxyType(fallen))
 
     def rewrite(self, gm: fx.GraphModule, *keep: type) -> IR:
         """Return an IR of another graph, which keeps the given facts and those of the types in `keep`.
@@ -102,6 +128,12 @@ class IR:
         # A fact that is kept by mistake is found out when the manager verifies it against the new graph.
         kept = {k: f for k, f in self.facts.items() if f.given or k in keep}
         return replace(self, gm=gm, facts=MappingProxyType(kept))
+
+
+def list_sources(kind: Any) -> tuple[type, ...]:
+    """Return the types of the facts that a fact of type `kind` derives from."""
+    # A fact need not be of a class that derives from Fact, and then may lack what has a default.
+    return tuple(getattr(kind, "derives_from", ()))
 
 
 Pass = Callable[[IR], IR]

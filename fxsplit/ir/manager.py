@@ -64,9 +64,10 @@ def run_chain(
 
 
 def _run_pass(step: Pass, ir: IR, first: IR) -> IR:
-    """Return what a pass makes of `ir`; raises BrokenFact where it edits that or the `first` IR in place."""
+    """Return what a pass makes of `ir`; raises BrokenFact where it edits that IR, or the `first` one, in place."""
     # Passes that come with fxsplit are known to edit nothing.
-    watched = {} if is_own(step) else {id(gm): (gm, take_fingerprint(gm)) for gm in (first.gm, ir.gm)}
+    watched = [] if is_own(step) else [ir] if ir.gm is first.gm else [first, ir]
+    before = [take_fingerprint(each) for each in watched]
     # The time of the pass itself; verifying comes after.
     begin = time.perf_counter()
     result: object = step(ir)
@@ -74,13 +75,13 @@ def _run_pass(step: Pass, ir: IR, first: IR) -> IR:
     if not isinstance(result, IR):
         what = f"returned {type(result).__name__}: a pass returns an IR (is 'return ir' missing?)"
         raise ChainError(f"pass {name_pass(step)!r} {what}")
-    for gm, before in watched.values():
-        edit = find_edit(before, take_fingerprint(gm))
+    for each, known in zip(watched, before, strict=True):
+        edit = find_edit(known, take_fingerprint(each))
         if edit is not None:
             raise BrokenFact(
-                f"{edit} of {ir.model} is another one now, as the pass has edited the graph or its modules in place: "
-                "copy the graph, edit the copy, and return ir.rewrite(fx.GraphModule(ir.gm, copy)). Modules and "
-                "weights are the model's own: build the model anew where one of those has changed"
+                f"{edit} of {ir.model} is another one now, as the pass has edited the graph, its modules or a fact in "
+                "place: copy the graph, edit the copy, and return ir.rewrite(fx.GraphModule(ir.gm, copy)); learn a new "
+                "fact. Modules and weights are the model's own: build the model anew where one of those has changed"
             )
     # What stays the same from pass to pass: a pass that makes a new IR would lose it.
     steps = (*ir.steps, Step(pass_text(step), seconds))

@@ -38,7 +38,13 @@ def antichains(costs: Costs, max_states: int, blocks: Blocks | None = None) -> A
         parent = last = np.arange(-1, len(blocks), dtype=np.int32)
     pointer, node, child = kernels.fit(kernel.lattice_edges, parent.size)(parent, last)
     live = _live(costs, blocks, parent, last)
-    return Antichains(blocks, parent, last, pointer, node, child, live[:, 0], live[:, 1], complete)
+    return _vouch(Antichains(blocks, parent, last, pointer, node, child, live[:, 0], live[:, 1], complete))
+
+
+def _vouch(chains: Antichains) -> Antichains:
+    """Return the ideals, marked as enumerated by the planner. A pass that replaces some by its own loses the mark."""
+    object.__setattr__(chains, "enumerated", True)
+    return chains
 
 
 LIGHT = (1e-5, 1e-4, 1e-3, 1e-2)
@@ -71,7 +77,7 @@ def enumerate_ideals(
     found = _enumerate_within(costs, fewer, max_states, tries, at_least)
     known = set(blocks.members)
     joined = frozenset(n for names in found.blocks.members if names not in known for n in names)
-    return replace(found, joined=joined, max_states=max_states)
+    return _vouch(replace(found, joined=joined, max_states=max_states))
 
 
 def _enumerate_within(

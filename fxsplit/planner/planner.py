@@ -77,7 +77,7 @@ def _take_better(joined: Plan | PlanError, whole: Plan | PlanError, task: Task) 
         return whole
     # The time may have been too short for the search over all nodes.
     bound = whole.lower_bound_ms if isinstance(whole, Plan) else bound_by_work(task.costs, task.machine)
-    return replace(joined, lower_bound_ms=min(bound, joined.bottleneck_ms))
+    return replace(joined, lower_bound_ms=min(bound, joined.bottleneck_ms)).prove("bound")
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from math import inf, isfinite
+from math import inf, isclose, isfinite
 
 from fxsplit.errors import ChainError, NoFit, PlanError
 from fxsplit.ir.facts.antichains import Antichains, Slack
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.figures import show
 from fxsplit.ir.facts.machine import Machine
-from fxsplit.ir.facts.plan import Plan
+from fxsplit.ir.facts.plan import PROVEN, Plan
 from fxsplit.ir.facts.price import COST_MODELS, CostModel, Split, price_split
 from fxsplit.ir.facts.states import States
 from fxsplit.ir.facts.workload import Workload
@@ -175,9 +175,13 @@ def partition(task: Task, chains: Antichains, states: States, clock: Clock | Non
         idle = list(pose_problems(replace(task, options=replace(options, use_all=False)), chains, states))
         bounds = [_lower_bound(p, chains, clock) for p in idle]
         lower = max(min([lower, *bounds]) - task.bound_slack_ms(chains.slack), bound_by_work(costs, machine))
-    proven = complete and best.load - lower <= 1e-9 * reached
+    # What the search says holds of these costs only if the states are the planner's own, and sum up these costs.
+    sound = chains.enumerated and isclose(best.load, reached, rel_tol=PROVEN)
+    lower = lower if sound else bound_by_work(costs, machine)
+    proven = sound and complete and best.load - lower <= 1e-9 * reached
     bound_ms = reached if proven else min(lower, reached)
-    return Plan.of(priced, costs, machine, task.workload, options.costs, lower_bound_ms=bound_ms, n_states=len(chains))
+    plan = Plan.of(priced, costs, machine, task.workload, options.costs, lower_bound_ms=bound_ms, n_states=len(chains))
+    return plan.prove("search" if proven else "bound")
 
 
 def bound_by_work(costs: Costs, machine: Machine) -> float:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from fxsplit.errors import ChainError, ProfileError
-from fxsplit.ir.facts.costs import Costs, InputCost, KnownCosts, NodeCost
+from fxsplit.ir.facts.costs import Costs, InputCost, KnownCosts, NodeCost, name_operator
 from fxsplit.ir.facts.effects import Effects, observe_effects
 from fxsplit.ir.facts.example import Example
 from fxsplit.ir.facts.machine import Machine
@@ -175,7 +175,7 @@ def _build_node_cost(node: fx.Node, held: Sequence[Tensor], seen: Observation, k
     forward_ms, backward_ms, weight_ms = times
     return NodeCost(
         name=node.name,
-        op=f"{node.op}:{node.target if isinstance(node.target, str) else getattr(node.target, '__name__', '?')}",
+        op=name_operator(node),
         module=find_module_path(node),
         signature=key,
         inputs=tuple(i.name for i in node.all_input_nodes),

@@ -23,7 +23,7 @@ STAGES = (
     StagePlan(nodes=("a", "b"), devices=(0,), recompute=True, **FIGURES, **SIZES),
     StagePlan(nodes=("c",), devices=(1, 2), **FIGURES, **SIZES),
 )
-PLAN = Plan(STAGES, ("x", "y", "z"), 14.0, 99.0, "GPipe", 6, 2, 7, CostModel("replicated", False, 1.0))
+PLAN = Plan(STAGES, ("x", "y", "z"), 14.0, 99.0, "GPipe", 6, 2, 7, CostModel("replicated", False, 1.0)).prove("bound")
 
 
 def damaged(folder: Path, *place: str | int, value: Any) -> Path:
@@ -48,7 +48,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 def test_what_other_programs_read() -> None:
     told = plan_to_dict(PLAN)
     assert told["objective"] == 15.0 and told["lower_bound"] == 14.0 and told["gap"] == pytest.approx(1 / 14)
-    assert not told["optimal"] and told["ideals"] == 7 and told["single"] == 99.0
+    assert not told["optimal"] and told["proof"] == "bound" and told["ideals"] == 7 and told["single"] == 99.0
     assert told["stages"][1]["devices"] == ["y", "z"] and told["stages"][0]["recompute"]
     unbounded = Plan(STAGES, ("x", "y", "z"), 0.0, 99.0, "GPipe", 6, 2, 7)
     assert unbounded.gap == inf and plan_to_dict(unbounded)["gap"] is None, "JSON has no infinity"
@@ -60,6 +60,7 @@ def test_what_other_programs_read() -> None:
         (("stages",), [], "it has no stages"),
         (("cost_model",), "free", "cost_model is 'free', and not one of forwarded"),
         (("single",), None, "it has no 'single'"),
+        (("proof",), "hope", "proof is 'hope', and neither 'search' nor 'bound' nor null"),
         (("single",), -1, "single is -1: it must be a finite number, zero or more"),
         (("single",), True, "single is True"),
         (("rows",), 1.5, "rows is 1.5: it must be a whole number"),

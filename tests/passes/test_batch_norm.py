@@ -92,10 +92,11 @@ def test_only_stages_with_several_devices_note_their_statistics() -> None:
     ir = emitted(norms(), torch.randn(8, 8))
     first = BatchNorm()(with_devices(ir, (0, 1), (2,)))
     assert [len(names) for names in noted(first)] == [len(noted(BatchNorm(True)(ir))[0]), 0]
-    both = BatchNorm()(ir.learn(replace(ir[Workload], replicated=True)))
+    both = BatchNorm()(ir.learn(replace(ir[Workload], replicated=True), ir[Plan]))
     assert noted(both) == noted(BatchNorm(deferred=True)(ir))
     # Where the plan itself replicates a stage, the schedule's own places do not count.
-    second = BatchNorm()(with_devices(ir, (0,), (1, 2)).learn(replace(ir[Workload], replicated=True)))
+    placed = with_devices(ir, (0,), (1, 2))
+    second = BatchNorm()(placed.learn(replace(ir[Workload], replicated=True), placed[Plan]))
     assert noted(second) == [[], noted(both)[1]]
 
 

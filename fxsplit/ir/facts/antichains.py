@@ -8,7 +8,7 @@ planner/__init__.py for an example. The pass `augment` makes this fact.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
 
@@ -18,11 +18,14 @@ from numpy.typing import NDArray
 from fxsplit.errors import BrokenFact
 from fxsplit.ir.facts.blocks import Blocks, Ints
 from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.graph import IR, Fact
 
 Floats = NDArray[np.float64]
 SHOWN = 40
 """How many antichains a dump lists from each end."""
+SAMPLED = 50
+"""How many ideals are held against the definition."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +81,7 @@ class Antichains(Fact):
       each once; `live_gradient_bytes` sums the gradients that return for them
     - `complete` is False where there were too many ideals, and these are the prefixes of one topological order alone;
       `levels` then bound all others
+    - `enumerated` says that the planner has enumerated them; a plan among others is not called optimal
     - `slack` tells by how much the best plan may have become slower, where light nodes were joined
 
     `joined` are the nodes whose blocks are larger than the costs demand, because cutting between them is seldom of use.
@@ -98,7 +102,10 @@ class Antichains(Fact):
     levels: Levels | None = None
     joined: frozenset[str] = frozenset()
     max_states: int = 1_000_000
+    enumerated: bool = field(default=False, init=False)
+    _verified: Costs | None = field(default=None, init=False, repr=False)
 
+    derives_from: ClassVar[tuple[type, ...]] = (Costs, Machine)
     made_by: ClassVar[str] = "augment"
 
     def __len__(self) -> int:
@@ -136,6 +143,24 @@ class Antichains(Fact):
             raise BrokenFact("an edge of the lattice does not lead to an ideal one block larger")
         if np.any(np.diff(self.pointer)[:-1] == 0):
             raise BrokenFact("an ideal other than the full one has no larger neighbour")
+        self._verify_sample(ir[Costs])
+
+    def _verify_sample(self, costs: Costs) -> None:
+        """Raise BrokenFact unless live bytes and neighbours of some ideals, or of all of few, are as defined."""
+        at = np.unique(np.linspace(0, len(self) - 1, SAMPLED).astype(int))
+        for i in [] if self._verified is costs else at:
+            inside = set(self.ideal(int(i)))
+            names = {name for block in inside for name in self.blocks.members[block]}
+            said, true = (self.live_bytes[i], self.live_gradient_bytes[i]), costs.sum_live(names)
+            if not np.allclose(said, true, rtol=1e-9):
+                raise BrokenFact(f"ideal {i} is said to have {said} live bytes, forward and back, and has {true}")
+            if not self.complete:
+                continue
+            larger = sum(b not in inside and inside.issuperset(self.blocks.before[b]) for b in range(len(self.blocks)))
+            if larger != self.pointer[i + 1] - self.pointer[i]:
+                raise BrokenFact(f"ideal {i} has {larger} neighbours that are one block larger, and not all are listed")
+        # Facts do not change, so once is enough.
+        object.__setattr__(self, "_verified", costs)
 
     @cached_property
     def _sizes(self) -> Ints:

@@ -11,12 +11,15 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fxsplit.errors import BrokenFact, ProfileError
 from fxsplit.ir.facts.figures import as_list, check_record, is_count, show
 from fxsplit.ir.files import write_whole
 from fxsplit.ir.graph import IR, Fact, GivenFact
+
+if TYPE_CHECKING:  # planning from a profile needs no torch
+    from torch import fx
 
 FORMAT = "fxsplit-profile"
 VERSION = 1
@@ -123,6 +126,19 @@ class Costs(Fact):
             (s.name, s.output_bytes, s.gradient_bytes, tuple(readers[s.name]), s.name in returned) for s in sources
         )
 
+    def sum_live(self, inside: Collection[str]) -> tuple[float, float]:
+        """Return the bytes of values, and of gradients, that cross a cut with the nodes `inside` before it."""
+        forward = backward = 0.0
+        for name, output_bytes, gradient_bytes, readers, is_output in self.values:
+            # What the model is given is there from the start; what it returns is read behind every cut.
+            made = name in inside or name not in self.by_name
+            if made and (is_output or any(reader not in inside for reader in readers)):
+                forward, backward = forward + output_bytes, backward + gradient_bytes
+        for exchange in self.exchanges:
+            if len({name in inside for name in exchange.nodes}) == 2:
+                backward += exchange.output_bytes
+        return forward, backward
+
     @cached_property
     def tensors(self) -> tuple[tuple[float, tuple[str, ...]], ...]:
         """What nodes exchange: the bytes forward and back together, and the nodes that make or read the tensor."""
@@ -165,6 +181,17 @@ class Costs(Fact):
         if graph != [n.name for n in self.nodes]:
             odd = sorted(set(graph) ^ set(self.by_name)) or graph
             raise BrokenFact(f"the costs are of other nodes than the graph (first difference: {odd[0]!r})")
+        for node in ir.gm.graph.nodes:
+            cost, reads = self.by_name.get(node.name), [n.name for n in node.all_input_nodes]
+            if cost is not None and name_operator(node) != cost.op:
+                raise BrokenFact(f"node {node.name!r} is {name_operator(node)}, and its costs are of {cost.op}")
+            if cost is not None and set(reads) != set(cost.inputs):
+                raise BrokenFact(f"node {node.name!r} reads {reads}, and the costs say {list(cost.inputs)}")
+            if node.op == "output" and set(reads) != set(self.outputs):
+                raise BrokenFact(f"the graph returns {reads}, and the costs say {list(self.outputs)}")
+        given = [n.name for n in ir.gm.graph.nodes if n.op == "placeholder"]
+        if given != [i.name for i in self.inputs]:
+            raise BrokenFact(f"the graph is given {given}, and the costs say {[i.name for i in self.inputs]}")
         try:
             self.check()
         except ProfileError as error:
@@ -249,6 +276,11 @@ def _check_node(node: NodeCost, known: Collection[str]) -> None:
             f"node {node.name!r} has weight_ms={node.weight_ms}, which is part of backward_ms={node.backward_ms}: "
             "give at most that"
         )
+
+
+def name_operator(node: fx.Node) -> str:
+    """Return the kind of a node in torch.fx and what it calls, as `call_module:layer` or `call_function:relu`."""
+    return f"{node.op}:{node.target if isinstance(node.target, str) else getattr(node.target, '__name__', '?')}"
 
 
 @dataclass(frozen=True, eq=False)

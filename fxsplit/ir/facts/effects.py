@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fxsplit.errors import BrokenFact, InputError
 from fxsplit.ir.facts.chunks import UNJOINED
+from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.example import Example
 from fxsplit.ir.graph import IR, Fact, GivenFact
 from fxsplit.torch_internals import pytree
@@ -49,6 +50,14 @@ class Effects(Fact):
         if graph != list(self.nodes):
             odd = sorted(set(graph) ^ set(self.nodes)) or graph
             raise BrokenFact(f"the effects are of other nodes than the graph (first difference: {odd[0]!r})")
+        # The planner knows the costs alone, which a pass may have made without what the graph demands.
+        costs = ir.get(Costs)
+        if costs is None:
+            return
+        lost = [c for c in self.together if not any(set(c) <= set(kept) for kept in costs.together)]
+        lost += [pair for pair in self.ordered if pair not in costs.ordered]
+        if lost:
+            raise BrokenFact(f"nodes {', '.join(lost[0])} must stay together or in order, and the costs do not say so")
 
     def __str__(self) -> str:
         """One line for each node that writes, draws, or lies in another node's memory; then what follows."""

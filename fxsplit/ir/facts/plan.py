@@ -6,8 +6,8 @@ The pass `partition` makes this fact, and `fxsplit.plan` returns it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import inf, isclose
-from typing import ClassVar
+from math import inf, isclose, isfinite
+from typing import ClassVar, Literal
 
 from fxsplit.errors import BrokenFact
 from fxsplit.ir.facts.costs import Costs
@@ -17,6 +17,7 @@ from fxsplit.ir.facts.price import FIGURES, CostModel, StagePlan, format_bytes, 
 from fxsplit.ir.facts.workload import Workload
 from fxsplit.ir.graph import IR, Fact
 
+Proof = Literal["search", "bound"]
 PROVEN = 1e-6
 """A plan whose gap is below this is called optimal. The search compares loads with a slack of 1e-9."""
 
@@ -28,6 +29,10 @@ class Plan(Fact):
     `lower_bound_ms` is a load that the slowest stage of no plan can beat; `single_ms` is the time of one microbatch on
     one device; `n_states` is how many states were searched; `rows` is the size of a microbatch; `model` is what stages
     pay for.
+
+    `proof` says how that bound is known: "search" where all plans were searched, "bound" where it is less sure to be
+    reached, None where nobody has proven it. Only the planner fills it in: a plan that a pass makes or changes is not
+    proven, whatever bound it states.
     """
 
     stages: tuple[StagePlan, ...]
@@ -39,7 +44,9 @@ class Plan(Fact):
     rows: int
     n_states: int
     model: CostModel = field(default_factory=CostModel)
+    proof: Proof | None = field(default=None, init=False)
 
+    derives_from: ClassVar[tuple[type, ...]] = (Costs, Machine, Workload, Pins)
     made_by: ClassVar[str] = "partition"
 
     @classmethod
@@ -59,6 +66,12 @@ class Plan(Fact):
         schedule, count = workload.schedule, workload.n_microbatches
         return cls(stages, names, lower_bound_ms, single_ms, schedule, count, costs.rows, n_states, model)
 
+    def prove(self, proof: Proof | None) -> Plan:
+        """Note how the lower bound was proven, and return the plan; for the planner, and for plans read from files."""
+        # No argument of the constructor, so that a plan that is changed by dataclasses.replace() is proven no longer.
+        object.__setattr__(self, "proof", proof)
+        return self
+
     @property
     def bottleneck_ms(self) -> float:
         """The load of the slowest stage: in steady state the pipeline takes this long for each microbatch."""
@@ -74,7 +87,15 @@ class Plan(Fact):
     @property
     def optimal(self) -> bool:
         """Whether the plan is proven to be the best under its cost model."""
-        return self.gap < PROVEN
+        return self.proof is not None and self.gap < PROVEN
+
+    @property
+    def standing(self) -> str:
+        """What is proven, in words: "optimal", "gap 3.10 %", or "not proven"."""
+        if self.optimal:
+            return "optimal"
+        known = self.proof is not None and isfinite(self.gap)
+        return f"gap {100 * self.gap:.2f} %" if known else "not proven"
 
     def stage_of(self) -> dict[str, int]:
         """Return the stage of every node."""
@@ -89,6 +110,8 @@ class Plan(Fact):
         # `emit` rewrites the graph into stages and forgets the costs; the plan describes the graph before.
         if costs is None:
             return
+        machine = ir[Machine]
+        self._verify_devices(len(machine))
         stage_of = self.stage_of()
         if set(stage_of) != set(costs.by_name) or len(stage_of) != sum(len(s.nodes) for s in self.stages):
             raise BrokenFact("the stages of the plan do not partition the nodes")
@@ -100,8 +123,13 @@ class Plan(Fact):
         for a, b in costs.ordered:
             if stage_of[a] > stage_of[b]:
                 raise BrokenFact(f"node {a!r} must run before {b!r}, and its stage is later")
+        parted = next((names for names in costs.together if len({stage_of[n] for n in names}) > 1), None)
+        if parted is not None:
+            raise BrokenFact(
+                f"nodes {', '.join(parted)} must stay together, as they share memory or a weight, and lie in several "
+                "stages"
+            )
         # Price again from the graph: what the search has summed over its lattice is not trusted.
-        machine = ir[Machine]
         split = [(s.nodes, s.devices, s.recompute) for s in self.stages]
         priced = price_split(costs, machine, ir[Workload], split, self.model)
         for number, (mine, other) in enumerate(zip(self.stages, priced, strict=True)):
@@ -121,6 +149,20 @@ class Plan(Fact):
         if self.lower_bound_ms > self.bottleneck_ms * (1 + 1e-9):
             raise BrokenFact(f"lower bound {self.lower_bound_ms} ms above the bottleneck {self.bottleneck_ms} ms")
 
+    def _verify_devices(self, count: int) -> None:
+        """Raise BrokenFact unless every stage has devices of its own, among the `count` that there are."""
+        if not self.stages:
+            raise BrokenFact("the plan has no stages")
+        taken: set[int] = set()
+        for number, stage in enumerate(self.stages):
+            odd = next((d for d in stage.devices if d not in range(count) or d in taken), None)
+            if odd is not None or not stage.devices:
+                raise BrokenFact(
+                    f"stage {number} is on devices {list(stage.devices)}: give numbers from 0 to {count - 1}, each to "
+                    "one stage"
+                )
+            taken |= set(stage.devices)
+
     def __str__(self) -> str:
         """A table of the stages, then the bottleneck with its lower bound and gap."""
         rows = [
@@ -135,11 +177,12 @@ class Plan(Fact):
                 f"{format_bytes(s.in_bytes):>11}{format_bytes(s.out_bytes):>11}{format_bytes(s.memory_bytes):>11}  "
                 f"{f'{s.nodes[0]} .. {s.nodes[-1]}' if s.nodes else '(passes values on)'}"
             )
-        proof = "optimal" if self.optimal else f"gap {100 * self.gap:.2f} %"
         speedup = self.single_ms / self.bottleneck_ms if self.bottleneck_ms else inf
+        bound = f"lower bound {self.lower_bound_ms:.3f} ms, {self.standing} among {self.n_states} states"
+        # A bound that nobody has proven is no bound.
+        proof = self.standing if self.standing == "not proven" else bound
         rows.append(
-            f"bottleneck {self.bottleneck_ms:.3f} ms, lower bound {self.lower_bound_ms:.3f} ms, {proof} "
-            f"among {self.n_states} states; steady-state speed-up {speedup:.2f} over one device"
+            f"bottleneck {self.bottleneck_ms:.3f} ms, {proof}; steady-state speed-up {speedup:.2f} over one device"
         )
         rows.append(f"{self.schedule}, {self.n_microbatches} microbatches of {self.rows} rows")
         return "\n".join(rows)

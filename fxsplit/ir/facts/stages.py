@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 
 from fxsplit.errors import BrokenFact
 from fxsplit.ir.graph import IR, Fact
+from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.containers import rebuild
 
 
@@ -93,6 +94,8 @@ class Stages(Fact):
         """Raise BrokenFact unless the graph calls these stages in turn, each takes what the one before gives, and no
         buffer lives in two stages.
         """
+        if not self.stages:
+            raise BrokenFact("there are no stages")
         # The runtime runs the stages and a dump shows the graph: a pass that changes one must change the other.
         called = [ir.gm.get_submodule(str(n.target)) for n in ir.gm.graph.nodes if n.op == "call_module"]
         if [id(module) for module in called] != [id(stage.module) for stage in self.stages]:
@@ -103,9 +106,13 @@ class Stages(Fact):
             stage.module.graph.lint()
             if i > 0 and stage.inputs != self.stages[i - 1].outputs:
                 raise BrokenFact(f"stage {i} takes {stage.inputs} and stage {i - 1} gives {self.stages[i - 1].outputs}")
+            _verify_ends(stage, i)
             for buffer in stage.module.buffers():
                 if owner.setdefault(id(buffer), i) != i:
                     raise BrokenFact(f"stages {owner[id(buffer)]} and {i} share a buffer")
+        places = [leaf.position for leaf in pytree.tree_leaves(self.result) if isinstance(leaf, Ref)]
+        if not set(places) <= set(range(len(self.stages[-1].outputs))):
+            raise BrokenFact(f"the result takes outputs {places} of {len(self.stages[-1].outputs)} of the last stage")
 
     def __str__(self) -> str:
         """Every stage's inputs, outputs and code."""
@@ -114,6 +121,21 @@ class Stages(Fact):
             parts.append(f"stage {s.index} on {s.device_name}: ({', '.join(s.inputs)}) -> ({', '.join(s.outputs)})")
             parts.append("\n".join(f"  {line}" for line in s.code.strip().splitlines()))
         return "\n".join(parts)
+
+
+def _verify_ends(stage: Stage, number: int) -> None:
+    """Raise BrokenFact unless a stage's module takes the stage's inputs by name, and gives as many values as it has."""
+    if stage.index != number:
+        raise BrokenFact(f"stage {number} says that it is stage {stage.index}")
+    if stage.compiled is not None:
+        raise BrokenFact(f"stage {number} has a function beside its module: compile stages with stage_backend=")
+    takes = tuple(n.name for n in stage.module.graph.nodes if n.op == "placeholder")
+    if takes != stage.inputs:
+        raise BrokenFact(f"stage {number} says that it takes {stage.inputs}, and its module takes {takes}")
+    # Values need not be called as the nodes are that make them.
+    gives = stage.module.graph.output_node().args[0]
+    if not isinstance(gives, tuple) or len(gives) != len(stage.outputs):
+        raise BrokenFact(f"stage {number} says that it gives {stage.outputs}, and its module gives {gives}")
 
 
 def list_weights(module: nn.Module) -> list[Tensor]:
