@@ -10,6 +10,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 import fxsplit
 from fxsplit.ir.facts.pins import Pins
+from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.graph import IR
 
 
@@ -58,14 +59,14 @@ def fold_in_evaluation(ir: IR) -> IR:
     return fold_conv_bn(ir) if ir.mode == "eval" else ir
 
 
-def swap(wanted: Any, given: Any) -> fxsplit.Pass:
-    """A pass that lets nodes call `given` where they called the function `wanted`, and keeps all facts."""
+def swap(wanted: Any, given: Any, keep: bool = True) -> fxsplit.Pass:
+    """A pass that lets nodes call `given` where they called the function `wanted`, and keeps all facts or the plan."""
 
     def swap_function(ir: IR) -> IR:
         graph, made = copied(ir.gm.graph)
         for node in made.values():
             if node.target is wanted:
                 node.target, node.kwargs = given, {}
-        return ir.rewrite(fx.GraphModule(ir.gm, graph), *ir.facts)
+        return ir.rewrite(fx.GraphModule(ir.gm, graph), *(ir.facts if keep else [Plan]))
 
     return swap_function
