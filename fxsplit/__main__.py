@@ -1,7 +1,30 @@
-"""`python -m fxsplit` is the `fxsplit` command."""
+"""The `fxsplit` command, also as `python -m fxsplit`."""
 
+import os
+import signal
 import sys
 
-from fxsplit.cli.main import main
+INTERRUPTED = 130
+"""The exit code of an interrupted program in a shell."""
 
-sys.exit(main())
+
+def main() -> int:
+    """Run the command and return its exit code; Ctrl-C ends it with one line, also while it is being loaded."""
+    # Only where Ctrl-C is not ignored, as it is in a background job of a shell.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, end_interrupted)
+    from fxsplit.cli.main import main as run
+
+    return run()
+
+
+def end_interrupted(number: int, frame: object) -> None:
+    """End the program at once; KeyboardInterrupt would be lost in some libraries, and abort the loading of others."""
+    # A progress bar hides the terminal's cursor.
+    shown = "\x1b[?25h" if sys.stderr.isatty() else ""
+    os.write(2, f"{shown}fxsplit: interrupted\n".encode())
+    os._exit(INTERRUPTED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -298,6 +299,9 @@ class Pipeline(Facade):
 
     def _check_open(self) -> None:
         """Raise ClosedError where the pipeline's threads have ended, or are in another process."""
+        # torch aborts where tensors are made then, as by a step in a __del__.
+        if sys.is_finalizing():
+            raise ClosedError("Python is about to end: run the pipeline before")
         if self._closed:
             raise ClosedError("the pipeline is closed: compile the model again")
         # A fork copies the locks and queues of the workers, but not their threads: a call would wait for ever.

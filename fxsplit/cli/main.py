@@ -9,12 +9,14 @@ from importlib import metadata
 
 BAD_INPUT = 2
 NO_FIT = 3
+INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; return its exit code.
 
     0: done. 1: what was to be shown does not hold. 2: bad input, for which argparse exits by itself. 3: no plan fits.
+    130: interrupted.
     """
     parser = argparse.ArgumentParser(prog="fxsplit", description="Cut a PyTorch model into stages and pipeline it.")
     parser.add_argument("--version", action="version", version=f"fxsplit {metadata.version('fxsplit')}")
@@ -41,6 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FxsplitError as error:
         print(f"fxsplit {arguments.command}: {error}", file=sys.stderr)
         return NO_FIT if isinstance(error, NoFit) else BAD_INPUT
+    # Where the command is called from Python: run from a shell, `fxsplit.__main__` hears of it first.
+    except KeyboardInterrupt:
+        print(f"fxsplit {arguments.command}: interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 def _run_demo(arguments: argparse.Namespace) -> int:

@@ -19,6 +19,7 @@ from fxsplit.errors import TraceError
 from fxsplit.frontend.layer_drop import NeverDropped
 from fxsplit.ir.facts.call import Call, Inputs
 from fxsplit.torch_internals.fake_weights import make_runnable
+from fxsplit.torch_internals.thread_modes import enter_function_mode
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,6 +119,6 @@ class Runnable:
 
     def run_call(self, call: Call) -> Any:
         """Return what the model's forward() returns for a call."""
-        with NeverDropped() if self.model.training else nullcontext():
+        with enter_function_mode(NeverDropped()) if self.model.training else nullcontext():
             # Not model(...): the model's own hooks run around the whole pipeline, and no graph holds them.
             return self.model.forward(*call.args, **call.kwargs)

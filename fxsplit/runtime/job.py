@@ -14,7 +14,7 @@ from torch import Tensor
 from fxsplit.errors import PlanError, locate_stage_error
 from fxsplit.runtime.channels import Channels, Inboxes, Message, Stopped
 from fxsplit.runtime.forwards import Forwards
-from fxsplit.runtime.loss import Finish
+from fxsplit.runtime.loss import Finish, describe_loss
 from fxsplit.runtime.program import Program
 from fxsplit.runtime.stage.recompute import ForwardRecord, list_loss_leaves
 from fxsplit.runtime.stage.replica import Replica
@@ -30,6 +30,7 @@ from fxsplit.torch_internals.grad_split import WeightBackward
 from fxsplit.torch_internals.grad_sums import Sums, merge_sums
 from fxsplit.torch_internals.thread_modes import ThreadModes
 from fxsplit.torch_internals.undo import leave_no_trace
+from fxsplit.torch_internals.user_lines import find_users_line
 
 Tape = dict[tuple[int, int], Saved | ForwardRecord]
 """What the backwards of a forward pass start from, by stage and microbatch."""
@@ -307,13 +308,16 @@ class Job:
     def _describe_place(self, action: Action, error: Exception) -> str:
         """Return stage, device, microbatch and node of a failure, for its message."""
         stage = self._replicas[action.stage][action.replica].stage
-        nodes = self._program.plan.stages[stage.index].nodes
-        node = find_node(list(traceback.walk_tb(error.__traceback__)), stage) or (
-            f", one of nodes {nodes[0]!r} .. {nodes[-1]!r}" if nodes else ""
-        )
         place = f"stage {stage.index} of {self._last + 1} on {stage.device_name}"
         microbatch = "" if action.op == REDUCE else f" of microbatch {action.microbatch}"
-        return f"in {place}, {WORDS[action.op]}{microbatch}{node}"
+        if loss := describe_loss(error):
+            return f"in {loss},{microbatch.replace(' of', '', 1)} behind {place}"
+        nodes = self._program.plan.stages[stage.index].nodes
+        frames = list(traceback.walk_tb(error.__traceback__))
+        # Of a backward only a Function of the user's own has a line in Python.
+        node = find_node(frames, stage) or (f", one of nodes {nodes[0]!r} .. {nodes[-1]!r}" if nodes else "")
+        line = "" if " from File " in node else find_users_line(frames)
+        return f"in {place}, {WORDS[action.op]}{microbatch}{node}{line}"
 
 
 def make_versions(program: Program, schedule: Schedule, stepper: Stepper) -> list[list[Replica]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from fxsplit.errors import InputError
 from fxsplit.runtime.streams import hand_over
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.containers import to_plain_outputs
+from fxsplit.torch_internals.user_lines import find_users_line
 
 LossFn = Callable[..., Tensor]
 """loss_fn(outputs, target), or loss_fn(outputs) where a step is given no target."""
@@ -81,6 +83,19 @@ def weigh_rows(loss_fn: LossFn, rows: Sequence[int]) -> list[float]:
     return [1.0] * len(rows) if find_reduction(loss_fn) == "sum" else [count / total for count in rows]
 
 
+def describe_loss(error: BaseException) -> str:
+    """Return the name of the loss function that an error comes from, with the user's line in it; empty for others.
+
+    For example: `the loss of loss_fn 'smooth' from File "train.py", line 12`.
+    """
+    frames = list(traceback.walk_tb(error.__traceback__))
+    place = next((i for i, (frame, _) in enumerate(frames) if frame.f_code is BatchLoss.__call__.__code__), None)
+    if place is None:
+        return ""
+    name = frames[place][0].f_locals["self"].name
+    return f"the loss{name}{find_users_line(frames[place + 1 :])}"
+
+
 class BatchLoss:
     """Computes the loss of each microbatch, on the last stage's worker, and its weight in the batch's loss.
 
@@ -107,6 +122,12 @@ class BatchLoss:
         self._losses: list[Tensor | None] = [None] * len(rows)
         # A weight as a tensor, made once. Each worker has its own: on a GPU another worker's stream may be behind.
         self._gradients: dict[tuple[float, int], Tensor] = {}
+
+    @property
+    def name(self) -> str:
+        """The name of the loss function, for errors; empty where the model computes its loss itself."""
+        function = getattr(self._loss_fn, "func", self._loss_fn)  # functools.partial
+        return "" if function is take_model_loss else f" of loss_fn {getattr(function, '__name__', repr(function))!r}"
 
     def __call__(self, microbatch: int, outputs: Any) -> Tensor:
         """Return the loss of one microbatch, a number that autograd knows, from the model's outputs for it.

@@ -7,13 +7,14 @@ and entered in each worker.
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -41,13 +42,23 @@ def keep_modes() -> Iterator[None]:
         yield
 
 
+def enter_dispatch_mode(mode: TorchDispatchMode) -> AbstractContextManager[None]:
+    """Return a block whose operators go to a mode, which is left once, also where an interrupt skips its end."""
+    return _enter(mode, torch._C._len_torch_dispatch_stack)
+
+
+def enter_function_mode(mode: TorchFunctionMode) -> AbstractContextManager[None]:
+    """Return a block whose calls of torch go to a mode, which is left once, also where an interrupt skips its end."""
+    return _enter(mode, torch._C._len_torch_function_stack)
+
+
 @contextmanager
-def enter_dispatch_mode(mode: TorchDispatchMode) -> Iterator[None]:
-    """Let operators of the block go to a mode, which is left once, also where an interrupt skips the block's end."""
-    before = torch._C._len_torch_dispatch_stack()
+def _enter(mode: AbstractContextManager[Any], count: Callable[[], int]) -> Iterator[None]:
+    """Enter a mode for the block; `count` returns how many modes of its kind are entered."""
+    before = count()
 
     def leave() -> None:
-        if torch._C._len_torch_dispatch_stack() > before:
+        if count() > before:
             mode.__exit__(None, None, None)
 
     with undo_after(leave):

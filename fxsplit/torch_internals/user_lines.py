@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
+from types import FrameType
 
 import torch
 
@@ -19,6 +21,12 @@ FXSPLIT = str(Path(__file__).parents[1]) + os.sep
 def is_users(file: str) -> bool:
     """Return whether a file is neither torch's nor fxsplit's, nor code without a file, as `<string>`."""
     return not file.startswith((TORCH, FXSPLIT, "<"))
+
+
+def find_users_line(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """Return the innermost of some frames that is the user's: ` from File "model.py", line 12`; empty for none."""
+    own = [(frame.f_code.co_filename, line) for frame, line in frames if is_users(frame.f_code.co_filename)]
+    return f' from File "{own[-1][0]}", line {own[-1][1]}' if own else ""
 
 
 def warn_user(message: str, category: type[FxsplitWarning] = FxsplitWarning) -> None:

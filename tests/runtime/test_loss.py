@@ -35,6 +35,24 @@ def test_a_loss_without_a_graph_is_refused() -> None:
             pipe.step(vectors(), target=torch.zeros(8, 3))
 
 
+def blow_up(outputs: Tensor, target: Tensor) -> Tensor:
+    raise KeyError("no such class")
+
+
+def test_a_loss_that_raises_is_named_with_its_line() -> None:
+    """The message blamed nodes of the last stage, which had done nothing."""
+    line = blow_up.__code__.co_firstlineno + 1
+    for loss_fn, name in (
+        (blow_up, f"loss_fn 'blow_up' from File \"{__file__}\", line {line}, microbatch 0 behind stage 1 of 2"),
+        (partial(blow_up), "loss_fn 'blow_up'"),
+        (F.nll_loss, "loss_fn 'nll_loss', microbatch 0 behind stage 1 of 2"),
+    ):
+        with fxsplit.compile(Mlp(), 2, loss_fn=loss_fn, passes=FAST) as pipe, pytest.raises(Exception) as caught:
+            pipe.step(vectors(), target=torch.full((8,), 9))
+        assert isinstance(caught.value, StageError) and f"in the loss of {name}" in str(caught.value)
+        assert "node" not in str(caught.value) and isinstance(caught.value, (KeyError, IndexError))
+
+
 def test_reduction_bound_by_partial() -> None:
     """It would be wrong if the reduction was looked for on modules alone, and a sum was weighed as a mean."""
     model = Mlp()

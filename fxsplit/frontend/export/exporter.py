@@ -38,6 +38,7 @@ from fxsplit.torch_internals.grad_leaves import watch_hooks
 from fxsplit.torch_internals.graph_devices import move_constants
 from fxsplit.torch_internals.patch import Method, patch_method
 from fxsplit.torch_internals.rng import read_python_generators
+from fxsplit.torch_internals.thread_modes import enter_function_mode
 from fxsplit.torch_internals.undo import undo_after
 from fxsplit.torch_internals.user_lines import is_users, warn_user
 
@@ -74,7 +75,7 @@ def _export(subject: Subject, front_end: str) -> Graph:
         shapes = tuple({s.batch_dim: torch.export.Dim.DYNAMIC} if s.batch_dim is not None else None for s in specs)
         try:
             wholes = WholeModules(here, subject.whole)
-            with one_trace.take(), _take_tensors(here, wholes), NeverDropped(), _be_quiet():
+            with one_trace.take(), _take_tensors(here, wholes), enter_function_mode(NeverDropped()), _be_quiet():
                 with (
                     mark_functions() as functions,
                     _notice_checkpoints() as checkpoints,

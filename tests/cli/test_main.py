@@ -1,0 +1,58 @@
+"""The command as a whole: how Ctrl-C ends it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from fxsplit.cli import main as cli
+
+
+def default_interrupts() -> None:
+    """A shell starts its background jobs with SIGINT ignored, and Python then installs no handler for it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+COMMAND = """
+import sys
+from fxsplit.__main__ import main
+sys.argv = ["fxsplit", "verify", "tests.models:NoSuchFactory"]
+print("up", flush=True)
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.5, 1.0])
+def test_ctrl_c_ends_the_command_with_one_line(seconds: float) -> None:
+    """It was a traceback, and while torch was being imported an abort; now and then the model was blamed."""
+    with subprocess.Popen(
+        [sys.executable, "-c", COMMAND],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+        preexec_fn=default_interrupts,
+    ) as program:
+        assert program.stdout is not None and program.stdout.readline() == "up\n"
+        time.sleep(seconds)
+        if program.poll() is not None:
+            pytest.skip("this machine is too fast")
+        program.send_signal(signal.SIGINT)
+        _, said = program.communicate(timeout=30)
+    assert (program.returncode, said.splitlines()) == (130, ["fxsplit: interrupted"])
+
+
+def test_an_interrupt_of_the_command_called_from_python(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(arguments: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_list_passes", interrupt)
+    assert cli.main(["passes"]) == 130
+    assert capsys.readouterr().err == "fxsplit passes: interrupted\n"
