@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fxsplit.api.auto import choose_candidate
 from fxsplit.api.compiled import OTHER_MODE, Compiled, get_mode, read_versions
+from fxsplit.api.heavy_modules import warn_of_heavy_module
 from fxsplit.api.lowering import build_program, capture_model, lower
 from fxsplit.api.microbatch_count import AUTO
 from fxsplit.api.options import Options
@@ -26,6 +27,7 @@ from fxsplit.ir.facts.effects import CallEffects
 from fxsplit.ir.facts.example import Example
 from fxsplit.ir.facts.scope import Scope
 from fxsplit.ir.graph import Mode, name_pass
+from fxsplit.passes import Leaf
 from fxsplit.runtime.microbatches import divide_rows
 from fxsplit.runtime.program import Batch, Program
 from fxsplit.torch_internals.thread_modes import keep_modes
@@ -226,6 +228,8 @@ class Compiler:
                 # Memory is shared otherwise in this mode, and the weights' places do not suit it: plan anew.
                 moves_weights = True
                 final, costs = lower(self.options, captured, candidate, known, observers=observers)
+        if like is None and "kept whole" not in captured[Scope].front_end:  # of those a warning has told already
+            warn_of_heavy_module(captured, costs, [p.path for p in self.options.chain if isinstance(p, Leaf)])
         program = build_program(self.model, self.options, candidate, captured, final)
         return Compiled(
             captured=captured,

@@ -77,6 +77,13 @@ for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "
     setattr(InPlaceProxy, f"__{_name}__", partialmethod(InPlaceProxy._write_in_place, getattr(operator, _name)))
 
 
+STACKS = (
+    *(nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder),
+    *(nn.TransformerEncoderLayer, nn.TransformerDecoderLayer),
+)
+"""Modules of torch's that hold most of a model."""
+
+
 class Tracer(fx.Tracer):
     """fx's tracer for a model called as `inputs` describes.
 
@@ -116,9 +123,12 @@ class Tracer(fx.Tracer):
         return super().create_arg(kind(value) if kind is not None and derived else value)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Return whether a module stays one call: torch's own, those with a training mode of their own, those asked."""
+        """Return whether a module stays one call: torch's own, those with a training mode of their own, those asked.
+
+        torch's transformers are taken apart all the same: as one call a whole model would be one node.
+        """
         whole = module_qualified_name in self._whole or isinstance(m, _NormBase) or is_dropout(m)
-        return whole or super().is_leaf_module(m, module_qualified_name)
+        return whole or (not isinstance(m, STACKS) and super().is_leaf_module(m, module_qualified_name))
 
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
