@@ -20,8 +20,9 @@ from fxsplit.api.microbatch_count import (
 )
 from fxsplit.errors import InputError, ScheduleError
 from fxsplit.ir.chain import Chain
-from fxsplit.ir.facts.chunks import Chunks
+from fxsplit.ir.facts.chunks import Chunks, check_chunks
 from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.facts.figures import is_count, show
 from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.graph import ignores_mode, name_pass
@@ -82,6 +83,11 @@ class Options:
             )
         if not (self.dump is None or isinstance(self.dump, (str, os.PathLike))):
             raise InputError(f"dump={self.dump!r}: give the path of a folder")
+        check_chunks(self.chunks)
+        if not (self.stages_per_device is None or is_count(self.stages_per_device, least=1)):
+            raise InputError(f"stages_per_device={show(self.stages_per_device)}: give a number of at least 1")
+        if not isinstance(self.schedule, str):
+            raise InputError(f"schedule={show(self.schedule)}: give the name of a schedule, or 'auto'")
         if self.recompute not in POLICIES:
             raise InputError(f"recompute={self.recompute!r}: give one of {', '.join(POLICIES)}")
         if self.stage_backend is not None and self.stage_backend not in torch.compiler.list_backends(()):
@@ -91,6 +97,7 @@ class Options:
         if self.schedule != AUTO:
             find_schedule(self.schedule)
             # A schedule says itself which numbers it is made for, and making one is quick.
+            self.schedulers[0].homes()
             if self.stated_count is not None:
                 self.schedulers[0].schedule(self.stated_count)
 

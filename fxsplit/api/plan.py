@@ -22,6 +22,8 @@ from fxsplit.ir.facts.workload import Workload
 from fxsplit.planner import Options
 from fxsplit.planner.planner import Planner
 from fxsplit.schedule.catalogue import Scheduler, find_schedule
+from fxsplit.schedule.generate import check_takes_replicas
+from fxsplit.schedule.of_plan import find_replicas
 
 if TYPE_CHECKING:  # a model comes with torch; a profile does not need it
     from torch import nn
@@ -61,7 +63,8 @@ def plan(
     costs = profile if isinstance(profile, Costs) else getattr(profile, "costs", None)
     if not isinstance(costs, Costs):
         costs = _measure(profile, example_inputs, choose_microbatch_count(len(where), stated=n_microbatches))
-    return Planner(costs, pins or {}, keep).plan(*lay_out(where, schedule, n_microbatches), options or Options())
+    found = Planner(costs, pins or {}, keep).plan(*lay_out(where, schedule, n_microbatches), options or Options())
+    return check_can_run(found)
 
 
 def _measure(model: Any, example_inputs: Any, n_microbatches: int) -> Costs:
@@ -78,6 +81,13 @@ def _measure(model: Any, example_inputs: Any, n_microbatches: int) -> Costs:
     from fxsplit.api.profile import profile
 
     return profile(model, example_inputs, n_microbatches=n_microbatches)
+
+
+def check_can_run(plan: Plan) -> Plan:
+    """Return a plan; raises ScheduleError where stages have several devices, and the schedule runs no such stages."""
+    if find_replicas(plan) is not None:
+        check_takes_replicas(plan.schedule)
+    return plan
 
 
 def lay_out(machine: Machine, schedule: str = "1F1B", n_microbatches: int | None = None) -> tuple[Machine, Workload]:

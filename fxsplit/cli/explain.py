@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import time
 from dataclasses import replace
+from math import inf
 from typing import Any
 
+from fxsplit.api.plan import build_machine, lay_out
 from fxsplit.cli.output import print_json
 from fxsplit.cli.plan import Question
-from fxsplit.errors import PlanError
+from fxsplit.errors import InputError, PlanError
 from fxsplit.ir.facts.costs import Costs
-from fxsplit.ir.facts.plan import Plan
+from fxsplit.ir.facts.plan import PROVEN, Plan
 from fxsplit.ir.facts.price import format_bytes
 
 SHOWN = 3
-"""How many nodes of a stage, and how many values of a cut, are named."""
+"""How many nodes of a stage, values of a cut, and idle devices are named."""
+MOST_TIMES, PATIENCE_S = 1024.0, 2.0
+"""How many times as fast links are tried, in steps of two, and for how long, to say when an idle device would pay."""
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print, for the first number of devices, what decides the best plan; as text or JSON."""
+    """Print what decides the best plan; as text or JSON. Raises InputError for a range of devices."""
     question = Question(arguments)
-    (count,) = question.counts()[:1]
+    counts = question.counts()
+    if len(counts) > 1:
+        raise InputError(f"--devices {arguments.devices}: one plan is explained at a time, so give one number")
+    (count,) = counts
     plan = question.plan(count)
     stages = [_explain_stage(plan, n, question.profile.costs) for n in range(len(plan.stages))]
     cuts = [_explain_cut(question, count, plan, n) for n in range(1, len(plan.stages))]
@@ -32,7 +40,9 @@ def main(arguments: argparse.Namespace) -> int:
         note = ", the slowest" if stage["load"] == plan.bottleneck_ms else ""
         print(f"\nstage {n}: {stage['load']:.4f} ms{note}, {100 * stage['transfer_share']:.0f} % of it transfers")
         for name, share in stage["largest"].items():
-            print(f"  {name:<40}{100 * share:>6.1f} % of its computing")
+            print(f"  {_describe_node(question, name):<40}{100 * share:>6.1f} % of its computing")
+    for line in _explain_idle(question, count, plan):
+        print(line)
     for n, cut in enumerate(cuts, 1):
         nominal = question.profile.nominal_bytes_per_ms
         print(f"\ncut {n}, between stage {n - 1} and {n}: {_format_amount(cut['bytes'], nominal)} forward and back")
@@ -58,6 +68,30 @@ def _explain_stage(plan: Plan, number: int, costs: Costs) -> dict[str, Any]:
     }
 
 
+def _explain_idle(question: Question, count: int | None, plan: Plan) -> list[str]:
+    """Return why devices are idle, if some are, and from which bandwidth on more of them would pay, in a line each."""
+    machine = question.machine(count)
+    used = {device for stage in plan.stages for device in stage.devices}
+    idle = [device.name for d, device in enumerate(machine.devices) if d not in used]
+    if not idle:
+        return []
+    known = "no plan that uses them is faster" if plan.optimal else "no faster plan that uses them was found"
+    lines = [f"\nidle: {', '.join(idle[:SHOWN])}{' ...' if len(idle) > SHOWN else ''}: {known}"]
+    begin, bandwidth = time.perf_counter(), question.arguments.bandwidth or question.profile.bytes_per_s
+    faster = 2.0 * bandwidth
+    # Links of a machine are not one figure, and on unlimited links no bandwidth would help.
+    while not question.arguments.machine and faster <= MOST_TIMES * bandwidth < inf:
+        if time.perf_counter() - begin > PATIENCE_S:
+            break
+        other = build_machine(question.profile, count, faster)
+        workload = lay_out(other, question.arguments.schedule, question.arguments.n_microbatches)
+        found = question.planner.plan(*workload, question.options)
+        if sum(len(stage.devices) for stage in found.stages) > len(used):
+            return [*lines, f"  links of {faster:.3g} bytes/s and more would make another device pay"]
+        faster *= 2.0
+    return lines
+
+
 def _explain_cut(question: Question, count: int | None, plan: Plan, number: int) -> dict[str, Any]:
     """Return what crosses the cut before stage `number`, and the objective of the best plan that does not cut there."""
     costs = question.profile.costs
@@ -75,11 +109,19 @@ def _explain_cut(question: Question, count: int | None, plan: Plan, number: int)
         if before & set(exchange.nodes) and not before.issuperset(exchange.nodes):
             crossing[exchange.nodes[0]] = crossing.get(exchange.nodes[0], 0.0) + exchange.output_bytes
     largest = sorted(crossing, key=lambda n: (-crossing[n], n))[:SHOWN]
+    other = _find_next_best(question, count, before)
     return {
         "bytes": sum(crossing.values()),
         "largest": {n: crossing[n] for n in largest},
-        "next_best": _find_next_best(question, count, before),
+        "next_best": None if other is None else other.bottleneck_ms,
+        "next_best_lower_bound": None if other is None else other.lower_bound_ms,
     }
+
+
+def _describe_node(question: Question, name: str) -> str:
+    """Return a node's name, with what it does where the name does not say so: PipeDream numbers its nodes."""
+    op = question.profile.costs.by_name[name].op
+    return f"{name} {op}"[:39] if question.profile.format == "pipedream" else name
 
 
 def _format_amount(bytes_: float, nominal: float) -> str:
@@ -87,12 +129,12 @@ def _format_amount(bytes_: float, nominal: float) -> str:
     return f"{bytes_ / nominal:.4g} ms" if nominal else format_bytes(bytes_)
 
 
-def _find_next_best(question: Question, count: int | None, before: set[str]) -> float | None:
-    """Return the objective of the best plan without a cut right behind the nodes `before`; None if there is none."""
+def _find_next_best(question: Question, count: int | None, before: set[str]) -> Plan | None:
+    """Return the best plan without a cut right behind the nodes `before`; None if there is none."""
     # The search leaves out this one state as a cut; what else it may cut is as before.
     planner = replace(question.planner, never=(*question.planner.never, frozenset(before)))
     try:
-        return question.plan(count, planner).bottleneck_ms
+        return question.plan(count, planner)
     except PlanError:
         return None
 
@@ -102,4 +144,7 @@ def _format_next_best(cut: dict[str, Any], plan: Plan) -> str:
     if cut["next_best"] is None:
         return "no plan"
     more = cut["next_best"] / plan.bottleneck_ms - 1.0 if plan.bottleneck_ms else 0.0
-    return f"{cut['next_best']:.4f} ms, {100 * more:+.2f} %"
+    # Another plan may be as good: a cut that nothing depends on is told by that.
+    proven = cut["next_best_lower_bound"] >= cut["next_best"] * (1 - PROVEN)
+    bound = "" if proven else f" (not less than {cut['next_best_lower_bound']:.4f} ms)"
+    return f"{cut['next_best']:.4f} ms, {100 * more:+.2f} %{bound}"

@@ -23,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     # What a command needs is loaded when it runs: torch takes seconds, and --help or a plan needs none of it.
     from fxsplit.cli import explain, plan, simulate, verify
+    from fxsplit.cli.words import speak_command
     from fxsplit.errors import FxsplitError, NoFit
 
     def add(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
@@ -41,7 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(arguments.run(arguments))
     # Errors that fxsplit raises on purpose name what to do. Any other is a fault, and its traceback is of use.
     except FxsplitError as error:
-        print(f"fxsplit {arguments.command}: {error}", file=sys.stderr)
+        # `verify` takes passes as their text, so that it speaks of them as Python does.
+        text = str(error) if arguments.command == "verify" else speak_command(str(error))
+        print(f"fxsplit {arguments.command}: {text}", file=sys.stderr)
         return NO_FIT if isinstance(error, NoFit) else BAD_INPUT
     # Where the command is called from Python: run from a shell, `fxsplit.__main__` hears of it first.
     except KeyboardInterrupt:

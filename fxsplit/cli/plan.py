@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 import time
 from dataclasses import replace
 from math import inf, isfinite
 from typing import Any
 
-from fxsplit.api.plan import build_machine, lay_out
+from fxsplit.api.plan import build_machine, check_can_run, lay_out
 from fxsplit.cli.output import print_json
 from fxsplit.errors import InputError, NoFit
 from fxsplit.formats import Profile, read
@@ -38,7 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--free-order", action="store_true", help="take devices in any order")
     parser.add_argument("--recompute", default="never", choices=RECOMPUTE, help="trade activations for time")
     parser.add_argument("--schedule", default="1F1B", help="what decides the activations held (default: 1F1B)")
-    parser.add_argument("--microbatches", type=int, metavar="N", help="default: two a device")
+    parser.add_argument("--n-microbatches", type=int, metavar="N", help="default: two a device")
+    parser.add_argument("--microbatches", type=int, help=argparse.SUPPRESS)  # its name until version 0.1
     parser.add_argument("--optimizer-factor", type=float, default=2.0, metavar="X", help="bytes per parameter byte")
     parser.add_argument(
         "--pin", action="append", default=[], metavar="NAME=DEVICE", help="put a submodule or node there"
@@ -66,8 +68,11 @@ class Question:
         # Turned round, so that a bandwidth that is not a number is refused too.
         if arguments.bandwidth is not None and not arguments.bandwidth >= LEAST_BYTES_PER_S:
             raise InputError(f"--bandwidth {arguments.bandwidth}: give bytes per second, more than zero")
-        if arguments.microbatches is not None and arguments.microbatches < 1:
-            raise InputError(f"--microbatches {arguments.microbatches}: give at least 1")
+        if arguments.microbatches is not None:
+            if arguments.n_microbatches is not None:
+                raise InputError("--n-microbatches and --microbatches are one option: give --n-microbatches alone")
+            print("note: --microbatches is deprecated, write --n-microbatches", file=sys.stderr)
+            arguments.n_microbatches = arguments.microbatches
         if arguments.max_states < 1:
             raise InputError(f"--max-states {arguments.max_states}: give at least 1")
         self.arguments = arguments
@@ -119,14 +124,20 @@ class Question:
 
     def lay_out(self, count: int | None) -> tuple[Machine, Workload]:
         """Return the machine with a device for each stage, and what the schedule asks of each stage."""
-        return lay_out(self.machine(count), self.arguments.schedule, self.arguments.microbatches)
+        return lay_out(self.machine(count), self.arguments.schedule, self.arguments.n_microbatches)
+
+    def costs_no_transfers(self, count: int | None) -> bool:
+        """Return whether transfers would cost something, and take no time since nothing was said about links."""
+        machine = self.machine(count)
+        unlimited = all(d.bytes_per_s == inf for d in machine.devices) and set(machine.links) == {inf}
+        return unlimited and self.options.traffic
 
     def plan(self, count: int | None, planner: Planner | None = None) -> Plan:
         """Return the best plan for `count` devices, by the question's planner or by another one.
 
         Raises NoFit where none fits, or where every plan runs a node where it cannot run.
         """
-        plan = (planner or self.planner).plan(*self.lay_out(count), self.options)
+        plan = check_can_run((planner or self.planner).plan(*self.lay_out(count), self.options))
         # A node that cannot run is given a time beyond all others, so it is the bottleneck where it cannot be avoided.
         if plan.bottleneck_ms >= self.profile.never_ms:
             raise NoFit("no plan fits: some node runs on hosts alone, and there is no host for it")
@@ -159,6 +170,8 @@ def main(arguments: argparse.Namespace) -> int:
         return 0
     (_, plan) = plans[0]
     print(plan)
+    if question.costs_no_transfers(counts[0]):
+        print("links are unlimited, so that transfers take no time: --bandwidth prices them")
     if arguments.baselines:
         print(_price_baselines(question, counts[0], plan))
     seconds = {"load": question.load_s, **question.planner.seconds}

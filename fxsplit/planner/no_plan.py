@@ -16,7 +16,7 @@ from fxsplit.planner.search import Found, minimise
 
 
 def explain_misfit(
-    problems: Sequence[Problem], chains: Antichains, machine: Machine, clock: Clock, *, complete: bool
+    problems: Sequence[Problem], chains: Antichains, machine: Machine, schedule: str, clock: Clock, *, complete: bool
 ) -> PlanError:
     """Return the error that says why no plan exists: contradictory pins, or how much memory is missing and where.
 
@@ -51,12 +51,14 @@ def explain_misfit(
     worst = int(np.argmax(loads))
     # The replicas of a stage hold the same, so the first will do as an example.
     device = machine.devices[found.path[worst][1].devices[0]]
+    # 1F1B holds the fewest microbatches of all schedules.
+    earlier = "" if schedule == "1F1B" else "schedule='1F1B', "
     need = device.memory_bytes + loads[worst]
     return NoFit(
         f"no plan fits in memory{some}: even the best leaves stage {worst} of {len(loads)} on {device.name} short by "
         f"{format_bytes(loads[worst])} ({loads[worst]:.0f} bytes): "
         f"it needs {format_bytes(need)} of {format_bytes(device.memory_bytes)}; use "
-        "more devices, more and smaller microbatches, schedule='1F1B', or partition{optimizer_factor=} if your "
-        "optimizer keeps less than Adam",
+        f"more devices, more and smaller microbatches, {earlier}or partition{{optimizer_factor=}} if your optimizer "
+        "keeps less than Adam",
         short_bytes=float(loads[worst]),
     )

@@ -15,7 +15,7 @@ from fxsplit.errors import PlanError
 from fxsplit.ir.facts.antichains import Antichains
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.machine import Machine
-from fxsplit.ir.facts.pins import Pins
+from fxsplit.ir.facts.pins import Pins, find_nodes, suggest_names
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.states import States
 from fxsplit.ir.facts.workload import Workload
@@ -101,8 +101,11 @@ class Planner:
     def _constrained(self) -> Costs:
         """The costs with what the user keeps together."""
         self.costs.check()
+        for name in (name for names in self.keep for name in names):
+            if not find_nodes(self.costs, name):
+                raise PlanError(f"cannot keep {name!r} together with others: {suggest_names(self.costs, name)}")
         # A path of a submodule means all its nodes, as for pins.
-        sets = [tuple(Pins(dict.fromkeys(names, 0)).nodes(self.costs)) for names in self.keep]
+        sets = [tuple(dict.fromkeys(n for path in names for n in find_nodes(self.costs, path))) for names in self.keep]
         return replace(self.costs, together=(*self.costs.together, *(s for s in sets if len(s) > 1)))
 
     @cached_property

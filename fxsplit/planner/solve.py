@@ -162,7 +162,7 @@ def partition(task: Task, chains: Antichains, states: States, clock: Clock | Non
     if best is None and hurried:
         raise PlanError(f"no plan was found within time_limit={options.time_limit} s: allow more time, or fewer states")
     if best is None:
-        raise explain_misfit(posed, chains, machine, clock, complete=complete)
+        raise explain_misfit(posed, chains, machine, task.workload.schedule, clock, complete=complete)
     if chains.complete and not complete:
         lower = min(lower, _bound_any_idle(task, chains, states, clock))
     if not chains.complete:
@@ -284,9 +284,13 @@ def _check_size(task: Task, chains: Antichains) -> None:
     if not chains.blocks.members:
         raise PlanError("the graph has no nodes, so there is nothing to plan: does the model compute its outputs?")
     largest = max(chains.blocks.members, key=len)
-    raise NoFit(
-        f"{len(task.machine)} devices, and the graph has only {blocks} nodes that can be parted "
-        f"({len(task.costs.nodes)} before those that must stay together were joined; the largest group has "
+    joined = (
+        f" ({len(task.costs.nodes)} before those that must stay together were joined; the largest group has "
         f"{len(largest)}, {largest[0]!r} .. {largest[-1]!r}, which share a parameter or memory, or lie between "
-        f"nodes that do): use {blocks} devices or fewer"
+        "nodes that do)"
+    )
+    raise NoFit(
+        f"{len(task.machine)} devices, and the graph has only {blocks} nodes that can be parted"
+        f"{joined if len(largest) > 1 else ''}: use {blocks} devices or fewer, or leave some idle "
+        "(partition{use_all=false})"
     )

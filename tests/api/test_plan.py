@@ -24,6 +24,7 @@ from fxsplit.passes import Augment, Order, Partition
 from fxsplit.planner import Options
 from fxsplit.planner.planner import Planner
 from fxsplit.schedule import SCHEDULES
+from fxsplit.schedule.generate import REPLICABLE
 from tests.graphs import ir_of, machines, node, profiles
 from tests.models import FAST, Residual
 
@@ -85,8 +86,10 @@ def test_the_passes_give_the_plan_of_a_profile(schedule: str) -> None:
         memory = data.draw(st.sampled_from([inf, inf, 3e4, 3e3]))
         alike = Machine.planned(data.draw(st.sampled_from([2, 4] if schedule == "Chimera" else [1, 2, 3])), 1e5, memory)
         machine = alike if schedule == "Chimera" or data.draw(st.booleans()) else data.draw(machines(3))
+        # Other schedules run no stages with several devices, and plan() refuses such a plan.
+        several = ["replicated"] * (schedule in REPLICABLE)
         free = len(set(machine.links)) <= 1 and data.draw(st.integers(0, 4)) == 0
-        model = data.draw(st.sampled_from(["forwarded", "overlapped", "direct"] + ["replicated"] * (not free)))
+        model = data.draw(st.sampled_from(["forwarded", "overlapped", "direct", *several[free:]]))
         recompute = data.draw(st.sampled_from(["never", "never", "auto"]))
         options = Options(use_all=data.draw(st.booleans()), model=model, free=free, recompute=recompute)
         pinned = data.draw(st.lists(st.sampled_from([n.name for n in costs.nodes]), max_size=1))
@@ -138,3 +141,12 @@ def test_numbers_that_a_schedule_is_not_made_for_are_refused() -> None:
         fxsplit.plan(costs, 2, n_microbatches=0)
     plan = fxsplit.plan(costs, 2, schedule="Interleaved1F1B")
     assert plan.device_names == ("device0/0", "device1/0", "device0/1", "device1/1") and plan.bottleneck_ms == 6.0
+
+
+def test_replicas_under_a_schedule_that_runs_none_are_refused() -> None:
+    """A plan was made that compile() would not take."""
+    costs = Costs((node("a", ms=9.0),), (), ("a",))
+    options = Options(use_all=False, model="replicated")
+    assert fxsplit.plan(costs, 2, options=options).stages[0].devices == (0, 1)
+    with pytest.raises(ScheduleError, match="ZBVZeroBubble: the plan gives a stage several devices, which run under"):
+        fxsplit.plan(costs, 2, schedule="ZBVZeroBubble", options=options)

@@ -72,3 +72,19 @@ def test_files_that_state_times_are_explained_in_times(capsys: pytest.CaptureFix
     assert "cut 1, between stage 0 and 1: 1 ms forward and back" in printed
     told = explain(capsys, path)
     assert len(told["cuts"]) == 1 and len(told["cuts"][0]["largest"]) == 2
+
+
+def test_a_range_of_devices_is_refused(capsys: pytest.CaptureFixture[str], profile: str) -> None:
+    """The first number was taken in silence."""
+    assert main(["explain", profile, "--devices", "1..4"]) == 2
+    assert "--devices 1..4: one plan is explained at a time" in capsys.readouterr().err
+
+
+def test_idle_devices_are_explained(capsys: pytest.CaptureFixture[str], profile: str) -> None:
+    """Nothing was said of devices that a plan leaves idle. From 1 kB/s on the 2,010 bytes take seconds."""
+    assert main(["explain", profile, "--devices", "4", "--bandwidth", "1e4"]) == 0
+    printed = capsys.readouterr().out
+    assert "idle: device1, device2, device3: no plan that uses them is faster" in printed
+    assert "bytes/s and more would make another device pay" in printed
+    assert main(["explain", profile, "--devices", "2", "--no-traffic"]) == 0
+    assert "idle" not in capsys.readouterr().out

@@ -109,19 +109,19 @@ def test_baselines_and_explanation(capsys: pytest.CaptureFixture[str], profile: 
         (["--bandwidth", "-1"], "--bandwidth -1.0: give bytes per second"),
         (["--bandwidth", "nan"], "--bandwidth nan: give bytes per second"),
         (["--schedule", "GPipes"], "unknown schedule 'GPipes'"),
-        (["--time-limit", "0"], "time_limit=0.0"),
+        (["--time-limit", "0"], "--time-limit 0.0"),
         (["--pin", "n9=0"], "cannot pin 'n9'"),
         (["--pin", "n1"], "--pin n1: give a submodule or node and the number of a device"),
         (["--pin", "n0=1", "--pin", "n3=0"], "satisfies the pins"),
-        (["--together", "n0,n7"], "'n7': no such submodule or node"),
+        (["--together", "n0,n7"], "cannot keep 'n7' together with others: no such submodule or node"),
         (["--machine", "nothing.toml"], "cannot read a machine from 'nothing.toml'"),
         (["--max-states", "0"], "--max-states 0"),
         (["--devices", "1000000000"], "give at most 512"),
         (["--devices", "1..999999999"], "999999999 devices: give at most 512"),
         (["--devices", "9" * 5000], "--devices 999"),
         (["--pin", "a=" + "9" * 5000], "--pin a=999"),
-        (["--microbatches", "9" * 400], "give at most 1000000"),
-        (["--optimizer-factor", "1e300"], "optimizer_factor=1e+300}: give a number, zero or more and at most 1000"),
+        (["--n-microbatches", "9" * 400], "give at most 1000000"),
+        (["--optimizer-factor", "1e300"], "--optimizer-factor 1e+300: give a number, zero or more and at most 1000"),
         (["--bandwidth", "5e-324"], "--bandwidth 5e-324: give bytes per second"),
     ],
 )
@@ -240,3 +240,35 @@ def test_a_small_plan_loads_neither_torch_nor_numba(profile: str) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_old_name_of_an_option_still_counts(capsys: pytest.CaptureFixture[str], profile: str) -> None:
+    assert cli.main(["plan", profile, "--microbatches", "6", "--json"]) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)["n_microbatches"] == 6 and "--microbatches is deprecated" in told.err
+    assert answer(capsys, "plan", profile, "--n-microbatches", "6")["n_microbatches"] == 6
+    assert cli.main(["plan", profile, "--microbatches", "6", "--n-microbatches", "6"]) == 2
+    assert "one option" in capsys.readouterr().err
+
+
+def test_errors_speak_of_options(capsys: pytest.CaptureFixture[str], profile: str, tmp_path: Path) -> None:
+    """They spoke of partition{optimizer_factor=}, and advised the schedule that was asked for."""
+    machine = written(tmp_path, "[[devices]]\ncount = 2\nmemory_bytes = 1", "machine.toml")
+    assert cli.main(["plan", profile, "--machine", str(machine)]) == 3
+    told = capsys.readouterr().err
+    assert "--optimizer-factor" in told and "partition{" not in told and "1F1B" not in told
+    assert cli.main(["plan", profile, "--machine", str(machine), "--schedule", "GPipe"]) == 3
+    assert "--schedule 1F1B" in capsys.readouterr().err
+    assert cli.main(["plan", profile, "--together", "nodeX,n0"]) == 2
+    assert "cannot keep 'nodeX' together" in capsys.readouterr().err
+    assert (
+        cli.main(["plan", profile, "--devices", "5", "--cost-model", "replicated", "--schedule", "ZBVZeroBubble"]) == 2
+    )
+    assert "--cost-model forwarded" in capsys.readouterr().err
+
+
+def test_unlimited_links_are_said(capsys: pytest.CaptureFixture[str], profile: str) -> None:
+    """The table gave a speed-up without traffic, and did not say so."""
+    for arguments, said in (([], True), (["--bandwidth", "1e9"], False), (["--no-traffic"], False)):
+        assert cli.main(["plan", profile, "--devices", "2", *arguments]) == 0
+        assert ("links are unlimited" in capsys.readouterr().out) == said

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from fxsplit.errors import InputError
+from fxsplit.ir.facts.figures import show
 
 
 class Replicate:
@@ -23,6 +24,21 @@ UNJOINED = -1
 """In place of an output's dimension: its rows depend on each other, so that it is right for whole batches alone."""
 TARGET = "target"
 """What the target of `step` is called in `chunks`."""
+
+
+def check_chunks(chunks: object) -> None:
+    """Raise InputError for what no call could be cut by: what is no mapping, or holds what is no dimension."""
+    if chunks is None:
+        return
+    if not isinstance(chunks, Mapping):
+        raise InputError(
+            f"chunks={show(chunks)}: give a dimension for each argument by its name, such as {{'x': 1}}; the number of "
+            "microbatches is n_microbatches="
+        )
+    for name in chunks:
+        if not isinstance(name, str):
+            raise InputError(f"chunks={{{show(name)}: ...}}: give the name of an argument")
+        find_stated_dim(name, name, chunks)
 
 
 def find_batch_dims(tensors: Mapping[str, Tensor], roots: Mapping[str, str], chunks: Chunks) -> dict[str, int | None]:

@@ -167,9 +167,12 @@ class Costs(Fact):
             if not exchange.nodes:
                 raise ProfileError(f"exchange {number} has no nodes: give those that make or read the tensor")
         # What constraints name must be there too, or a misspelt name would drop a constraint in silence.
-        constraints = (self.outputs, *self.together, *self.ordered, *(e.nodes for e in self.exchanges))
-        for name in (n for names in constraints for n in names):
-            if not isinstance(name, str) or name not in known:
+        made = known - {i.name for i in self.inputs}
+        constraints = (*self.together, *self.ordered, *(e.nodes for e in self.exchanges))
+        # An input may be an output as it is, and is no node that could be kept together with others.
+        named = [(self.outputs, known), *((names, made) for names in constraints)]
+        for name, among in ((name, among) for names, among in named for name in names):
+            if not isinstance(name, str) or name not in among:
                 raise ProfileError(
                     f"the profile refers to {show(name)}, which is none of its nodes: profile the model again"
                 )

@@ -40,13 +40,9 @@ class Pins(GivenFact):
         """Return the stage of every pinned node; raises PlanError for a path that no node belongs to."""
         pinned: dict[str, int] = {}
         for path, stage in self.stages.items():
-            # The dot keeps "layer1" from matching "layer10".
-            found = [n.name for n in costs.nodes if n.name == path or f"{n.module}.".startswith(f"{path}.")]
+            found = find_nodes(costs, path)
             if not found and path not in self.optional:
-                known = sorted({n.module for n in costs.nodes if n.module})
-                # A misspelt path is the usual reason.
-                close = get_close_matches(path, known, n=3) or known[:3]
-                raise PlanError(f"cannot pin {path!r}: no such submodule or node in the graph; did you mean {close}?")
+                raise PlanError(f"cannot pin {path!r}: {suggest_names(costs, path)}")
             pinned.update(dict.fromkeys(found, stage))
         return pinned
 
@@ -58,3 +54,17 @@ class Pins(GivenFact):
 
     def __str__(self) -> str:
         return "\n".join(f"{path} on stage {stage}" for path, stage in self.stages.items())
+
+
+def find_nodes(costs: Costs, path: str) -> list[str]:
+    """Return the nodes of a submodule, or the node of that name; none where the graph has neither."""
+    # The dot keeps "layer1" from matching "layer10".
+    return [n.name for n in costs.nodes if n.name == path or f"{n.module}.".startswith(f"{path}.")]
+
+
+def suggest_names(costs: Costs, path: str) -> str:
+    """Return, for an error, that the graph has nothing of this name, and what was probably meant."""
+    # A misspelt path is the usual reason. A profile of another tool may have no submodules.
+    modules, nodes = sorted({n.module for n in costs.nodes if n.module}), [n.name for n in costs.nodes]
+    close = get_close_matches(path, [*modules, *nodes], n=3) or modules[:3] or nodes[:3]
+    return f"no such submodule or node in the graph; did you mean {', '.join(map(repr, close))}?"

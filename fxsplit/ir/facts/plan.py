@@ -167,7 +167,7 @@ class Plan(Fact):
         """A table of the stages, then the bottleneck with its lower bound and gap."""
         rows = [
             f"{'stage':<6}{'device':<10}{'nodes':>6}{'fwd ms':>10}{'bwd ms':>10}{'xfer ms':>9}"
-            f"{'in':>11}{'out':>11}{'memory':>11}  first .. last node"
+            f"{'in':>11}{'out':>11}{'memory':>11}  first .. last in graph order"
         ]
         for i, s in enumerate(self.stages):
             names = "+".join(self.device_names[d] for d in s.devices)

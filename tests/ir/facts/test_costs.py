@@ -80,6 +80,7 @@ def edited(path: Path, change: Any) -> Path:
         (lambda d: d.update(exchanges=[{"output_bytes": -3.0, "nodes": ["x"]}]), "exchange 0 has output_bytes=-3.0"),
         (lambda d: d.update(exchanges=[{"output_bytes": 3.0, "nodes": "x"}]), "'x' stands where a list belongs"),
         (lambda d: d.update(outputs="x"), "'x' stands where a list belongs"),
+        (lambda d: d["together"].append([d["inputs"][0]["name"]]), "refers to '.*', which is none of its nodes"),
         (lambda d: d.update(outputs=[[]]), r"refers to \[\]"),
         (lambda d: d.update(rows=3.7), "rows=3.7: give a whole number"),
         (lambda d: d.update(rows=-5), "rows=-5: give a whole number"),

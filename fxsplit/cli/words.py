@@ -1,0 +1,35 @@
+"""Errors in the words of the command: the planner speaks of arguments in Python, and the user has typed options."""
+
+from __future__ import annotations
+
+import re
+
+OPTIONS = {
+    "optimizer_factor": "--optimizer-factor",
+    "time_limit": "--time-limit",
+    "recompute": "--recompute",
+    "model": "--cost-model",
+    "use_all": "--use-all-devices",
+    "free": "--free-order",
+    "schedule": "--schedule",
+    "n_microbatches": "--n-microbatches",
+    "devices": "--devices",
+}
+"""The option of the command for each argument in Python, or field of the pass partition."""
+
+_PARTITION = re.compile(r"partition\{([^{}]*)\}")
+_ARGUMENT = re.compile(r"\b(schedule|n_microbatches|devices)=('?)([^\s:;,']*)\2")
+
+
+def speak_command(text: str) -> str:
+    """Return an error's text with the command's options: `partition{model=direct}` becomes `--cost-model direct`."""
+    text = _PARTITION.sub(lambda found: " and ".join(map(_name_option, found[1].split(","))), text)
+    return _ARGUMENT.sub(lambda found: f"{OPTIONS[found[1]]} {found[3]}".rstrip(), text)
+
+
+def _name_option(field: str) -> str:
+    """Return the option for a field of the pass partition, such as `model=direct`."""
+    name, _, value = field.partition("=")
+    option = OPTIONS.get(name.strip(), field)
+    # An option without a value is there or not.
+    return {"true": option, "false": f"no {option}"}.get(value, f"{option} {value}".rstrip())

@@ -1,0 +1,24 @@
+"""Errors speak of options to who has typed a command."""
+
+from __future__ import annotations
+
+import pytest
+
+from fxsplit.cli.words import speak_command
+
+
+@pytest.mark.parametrize(
+    ("text", "spoken"),
+    [
+        ("partition{optimizer_factor=-1}: give a number", "--optimizer-factor -1: give a number"),
+        ("or partition{optimizer_factor=} if", "or --optimizer-factor if"),
+        ("(partition{use_all=true})", "(--use-all-devices)"),
+        ("(partition{use_all=false})", "(no --use-all-devices)"),
+        ("partition{free=true,model=replicated}: drop", "--free-order and --cost-model replicated: drop"),
+        ("smaller microbatches, schedule='1F1B', or", "smaller microbatches, --schedule 1F1B, or"),
+        ("n_microbatches=0: give a number", "--n-microbatches 0: give a number"),
+        ("a cycle (a -> b)", "a cycle (a -> b)"),
+    ],
+)
+def test_the_words_of_the_command(text: str, spoken: str) -> None:
+    assert speak_command(text) == spoken
