@@ -12,15 +12,17 @@ class Names:
     """Names in one code object, each once and in the order of the code.
 
     loads: attributes that are read. stores: attributes and globals that are set or deleted, with the line of the first
-    time. globals: those that are read or set. texts: strings in the code, since `getattr(x, "scale")` and
-    `config["scale"]` read by a string. asks: whether the code asks which attributes there are, as hasattr() does.
+    time. globals: those of either kind, and whether they are read. texts: strings in the code, since
+    `getattr(x, "scale")` and `config["scale"]` read by a string. asks: whether the code asks which attributes there
+    are, as hasattr() does. installed: whether the code is of an installed package.
     """
 
     loads: tuple[str, ...]
     stores: dict[str, int]
-    globals: tuple[str, ...]
+    globals: dict[str, bool]
     texts: tuple[str, ...]
     asks: bool
+    installed: bool = False
 
     @property
     def attributes(self) -> list[str]:
@@ -30,14 +32,14 @@ class Names:
 
     def reads(self, name: str) -> bool:
         """Return whether the code reads what has this name."""
-        return name in self.loads or name in self.texts or (name in self.globals and name not in self.stores)
+        return name in self.loads or name in self.texts or self.globals.get(name, False)
 
 
 def read_names(code: CodeType) -> Names:
     """Return the names in a code object."""
     loads: dict[str, None] = {}
     stores: dict[str, int] = {}
-    globally: dict[str, None] = {}
+    globally: dict[str, bool] = {}
     for instruction in dis.get_instructions(code):
         if instruction.opcode not in dis.hasname:
             continue
@@ -46,11 +48,11 @@ def read_names(code: CodeType) -> Names:
             at = instruction.positions
             stores.setdefault(name, at.lineno if at and at.lineno else code.co_firstlineno)
         if kind.endswith(("_GLOBAL", "_NAME")):
-            globally[name] = None
+            globally[name] = globally.get(name, False) or kind.startswith("LOAD")
         elif not kind.startswith(("STORE", "DELETE")):
             loads[name] = None
     # In a tuple are, for example, the keys of a dict display.
     constants = [c for item in code.co_consts for c in (item if isinstance(item, tuple) else (item,))]
     texts = dict.fromkeys(c for c in constants if isinstance(c, str))
     asks = not {"hasattr", "getattr", "setattr", "vars"}.isdisjoint(globally)
-    return Names(tuple(loads), stores, tuple(globally), tuple(texts), asks)
+    return Names(tuple(loads), stores, globally, tuple(texts), asks, "site-packages" in code.co_filename)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -109,6 +109,11 @@ def copy_items(container: Any) -> tuple[Any, ...]:
     return (frozenset(container),) if isinstance(container, set) else tuple(container)
 
 
+def _copy_entries(container: Mapping[Any, Any], keys: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return what a dictionary holds under these keys."""
+    return tuple((key, container.get(key, ABSENT)) for key in keys)
+
+
 def _slot(mapping: Any, name: str, label: Label) -> Found:
     """Return the place of a key in a dictionary, such as that of an object's attributes."""
 
@@ -151,7 +156,11 @@ def _list_items(value: Any, names: Names, label: Label) -> Iterator[Found]:
 
     items = copy_items(value)
     if not isinstance(value, (tuple, frozenset)):
-        place = Place(str(label), partial(copy_items, value), put if isinstance(value, CONTAINERS) else None)
+        read = partial(copy_items, value)
+        if names.installed and label.kind != "attribute" and isinstance(value, Mapping):
+            # A registry of a package gets entries whenever another part of the package is imported.
+            read = partial(_copy_entries, value, tuple(value))
+        place = Place(str(label), read, put if isinstance(value, CONTAINERS) else None)
         yield Found(items, label, ITEMS, place, (id(value), ITEMS))
     pairs = items if isinstance(value, Mapping) else enumerate(items)
     yield from (Found(item, label.at(key)) for key, item in pairs if not is_plain(item))
@@ -212,14 +221,19 @@ def _list_attributes(value: Any, names: Names, label: Label) -> Iterator[Found]:
     held = _get_dict(value)
     if held is not None and "__dict__" in names.loads:
         yield Found(held, label)
-    registered = {**value._parameters, **value._buffers, **value._modules} if isinstance(value, nn.Module) else {}
+    weights = (value._parameters, value._buffers) if isinstance(value, nn.Module) else ()
+    submodules = value._modules if isinstance(value, nn.Module) else {}
     for name in names.attributes:
         at = label.of(name)
-        if name in registered:
+        registry = next((kept for kept in weights if name in kept), None)
+        if registry is not None:
             # Whether there is a weight changes the graph; which one it is, stages look up.
-            place = Place(str(at), partial(_read_presence, value, name))
+            place = Place(str(at), _ask_presence(registry, name))
             yield Found(place.read(), at, name, place, (id(value), name))
-            yield Found(registered[name], at)
+            yield Found(registry[name], at)
+        elif name in submodules:
+            # A submodule that is replaced makes another model of it, which the compiler notices by itself.
+            yield Found(submodules[name], at)
         elif held is not None and name in held:
             yield _slot(held, name, at)
         elif (base := _find_base(type(value), name)) is None:
@@ -269,7 +283,7 @@ def _read_state(value: Any) -> Any:
     return ABSENT
 
 
-def _read_presence(module: nn.Module, name: str) -> str | None:
-    """Return None where a module has no parameter, buffer or submodule under a name, and a text where it has one."""
-    registries = (module._parameters, module._buffers, module._modules)
-    return None if all(kept.get(name) is None for kept in registries) else "registered"
+def _ask_presence(registry: Mapping[str, Tensor | None], name: str) -> Callable[[], str | None]:
+    """Return what tells whether a module has a parameter or buffer under a name: a text where it has, else None."""
+    # A closure, since hundreds of them are asked before every call.
+    return lambda: None if registry.get(name) is None else "registered"

@@ -93,7 +93,7 @@ class Watch:
         for path, module in self._modules.items():
             if is_library(type(module).forward):
                 held = [name for name, value in vars(module).items() if is_plain(value) and name not in _OF_TORCH]
-                names = Names((*held, *module._parameters, *module._buffers), {}, (), (), asks=False)
+                names = Names((*held, *module._parameters, *module._buffers), {}, {}, (), asks=False)
                 self._visit(module, Label("attribute", path), _Frame(names, "", Home(path, frozenset()), in_hook=False))
 
     @contextmanager
@@ -266,7 +266,7 @@ def _find_method(kind: type, code: CodeType) -> Names:
     # It may have another name than it was defined with, if it was put into the class later, or into one object.
     held = (item for base in kind.__mro__ if not is_library(base) for item in vars(base).items())
     found = [name for name, method in held if code in _list_codes(method)]
-    return Names(tuple(found or [code.co_name, *(["forward"] * issubclass(kind, nn.Module))]), {}, (), (), asks=False)
+    return Names(tuple(found or [code.co_name, *(["forward"] * issubclass(kind, nn.Module))]), {}, {}, (), asks=False)
 
 
 def _list_codes(method: Any) -> list[CodeType]:

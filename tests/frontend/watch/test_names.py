@@ -23,10 +23,10 @@ def test_names_are_told_apart_by_what_is_done_with_them() -> None:
     first = use.__code__.co_firstlineno
     assert names.loads == ("start", "count")
     assert names.stores == {"count": first + 2, "LIMIT": first + 3, "scale": first + 5}
-    assert names.globals == ("LIMIT", "hasattr") and names.asks
+    assert names.globals == {"LIMIT": True, "hasattr": True} and names.asks
     assert {"scale", "rate"} <= set(names.texts)
     assert [name for name in names.attributes if name in ("count", "start", "rate")] == ["start", "count", "rate"]
-    assert names.reads("count") and names.reads("rate") and not names.reads("LIMIT") and names.reads("hasattr")
+    assert names.reads("count") and names.reads("rate") and names.reads("LIMIT") and names.reads("hasattr")
 
 
 def test_a_constant_tuple_has_texts_as_well() -> None:

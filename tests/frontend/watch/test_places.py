@@ -23,7 +23,7 @@ CFG = Label("attribute", "cfg")
 
 
 def names(*loads: str, stores: tuple[str, ...] = (), texts: tuple[str, ...] = (), asks: bool = False) -> Names:
-    return Names(loads, dict.fromkeys(stores, 1), loads, texts, asks)
+    return Names(loads, dict.fromkeys(stores, 1), dict.fromkeys(loads, True), texts, asks)
 
 
 def find(value: Any, **kept: Any) -> dict[str, Found]:
@@ -117,6 +117,19 @@ def test_contents_are_read_and_written(value: Any, change: Any) -> None:
     if found.place.write is not None:
         found.place.write(before)
         assert found.place.read() == before
+
+
+def test_a_registry_of_a_package_may_grow() -> None:
+    """The next model of the same library registers itself somewhere, which is no reason to compile again."""
+    registry = {"a": 1}
+    installed = Names((), {}, {}, (), asks=False, installed=True)
+    (found, *_) = list_places(registry, installed, Label("global", "REGISTRY"))
+    assert found.place is not None
+    before = found.place.read()
+    registry["b"] = 2
+    assert found.place.read() == before
+    registry["a"] = 3
+    assert found.place.read() != before
 
 
 def test_of_a_long_table_only_what_the_code_names() -> None:
