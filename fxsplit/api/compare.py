@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from fxsplit.api.differences import Difference, measure_difference, widen
 from fxsplit.api.pipeline import Pipeline
 from fxsplit.ir.facts.call import Inputs
-from fxsplit.runtime.loss import weigh_rows
+from fxsplit.ir.facts.meanings import MEAN, ROWS, Meaning
+from fxsplit.runtime.loss import find_reduction, weigh_rows
 from fxsplit.runtime.microbatches import divide_rows, join, split, split_target
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.containers import to_plain_outputs
@@ -53,11 +54,34 @@ class Outcome:
     buffers: Mapping[str, Tensor | None]
 
 
+@dataclass(frozen=True)
+class Joined:
+    """How outputs and losses of microbatches make those of the batch.
+
+    meanings: what each output means (None: rows on the first dimension, and the mean of numbers). reduction: whether
+        losses are a "mean" or a "sum" (None: as the loss function states). first: whether one loss is computed of the
+        outputs that are joined, as a loop around the model does.
+    """
+
+    meanings: Sequence[Meaning] | None = None
+    reduction: str | None = None
+    first: bool = False
+
+
 def run_pipeline_step(
     pipe: Pipeline, args: Sequence[Any], target: Any = None, kwargs: Mapping[str, Any] | None = None
 ) -> Outcome:
     """Run one training step of a pipeline; without a target its loss is the model's own."""
     _, outputs = pipe.step(*args, target=target, return_outputs=True, **(kwargs or {}))
+    return _read_outcome(pipe, outputs)
+
+
+def run_pipeline_loop(
+    pipe: Pipeline, args: Sequence[Any], loss_fn: Callable[..., Tensor], kwargs: Mapping[str, Any] | None = None
+) -> Outcome:
+    """Call a pipeline and run a loss of its joined outputs backward, as a loop around any model does."""
+    outputs = pipe(*args, **(kwargs or {}))
+    loss_fn(outputs).backward()
     return _read_outcome(pipe, outputs)
 
 
@@ -69,15 +93,16 @@ def run_unsplit_step(
     n_microbatches: int | Sequence[int],
     kwargs: Mapping[str, Any] | None = None,
     inputs: Inputs | None = None,
-    joined: Sequence[int | None] | None = None,
+    joined: Joined | None = None,
 ) -> Outcome:
     """Run the unsplit model forward and backward on one microbatch after another.
 
     n_microbatches: their number, or the rows of each. inputs: how the model is called (default: every tensor is cut on
-        its first dimension). joined: the dimension that each output is joined on (default: the first).
+        its first dimension). joined: how outputs and losses of microbatches make those of the batch.
 
     Without a target, `loss_fn` is called with the outputs alone. Gradients are added to `.grad`.
     """
+    joined = joined or Joined()
     inputs = inputs or Inputs.of(model, args, kwargs or {})[0]
     tensors = inputs.bind(args, kwargs or {}, None)
     batch = inputs.count_rows(tensors)
@@ -85,23 +110,28 @@ def run_unsplit_step(
     columns = [split(t, rows, spec.batch_dim) for t, spec in zip(tensors, inputs.specs, strict=True)]
     targets = [()] * len(rows) if target is None else [(t,) for t in split_target(target, rows, inputs)]
     outputs = []
-    for m, weight in enumerate(weigh_rows(loss_fn, rows)):
+    for m, weight in enumerate(weigh_rows(joined.reduction or find_reduction(loss_fn), rows)):
         call = inputs.make_call([column[m] for column in columns])
         output = model(*call.args, **call.kwargs)
         # Weighted by rows, the losses of microbatches add up to the loss of the batch, as in the pipeline's step.
-        (loss_fn(output, *targets[m]) * weight).backward()
-        outputs.append(pytree.tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, to_plain_outputs(output)))
-    return _read_outcome(model, _join_outputs(outputs, rows, joined))
+        if not joined.first:
+            (loss_fn(output, *targets[m]) * weight).backward()
+            output = pytree.tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, to_plain_outputs(output))
+        outputs.append(to_plain_outputs(output))
+    whole = _join_outputs(outputs, rows, joined.meanings)
+    if joined.first:
+        loss_fn(whole, *(() if target is None else (target,))).backward()
+    return _read_outcome(model, whole)
 
 
-def _join_outputs(outputs: Sequence[Any], rows: Sequence[int], dims: Sequence[int | None] | None) -> Any:
+def _join_outputs(outputs: Sequence[Any], rows: Sequence[int], meanings: Sequence[Meaning] | None) -> Any:
     """Return the outputs of all microbatches as those of one batch.
 
-    `dims` are the dimensions that tensors are joined on, one for each (None: the first dimension of each tensor).
+    `meanings` has one for each tensor (None: rows on the first dimension, and the mean of numbers).
     """
-    if dims is None:
-        dims = [0 if t.ndim else None for t in pytree.tree_leaves(outputs[0]) if isinstance(t, Tensor)]
-    of = iter(dims)
+    if meanings is None:
+        meanings = [ROWS if t.ndim else MEAN for t in pytree.tree_leaves(outputs[0]) if isinstance(t, Tensor)]
+    of = iter(meanings)
     # A constant among the outputs is the same for all microbatches.
     return pytree.tree_map(
         lambda *pieces: join(pieces, rows, next(of)) if isinstance(pieces[0], Tensor) else pieces[0], *outputs
@@ -136,7 +166,7 @@ def _read_outcome(module: nn.Module, outputs: Any) -> Outcome:
     """Return what a step that gave `outputs` left in `module`."""
     leaves = enumerate(pytree.tree_leaves(to_plain_outputs(outputs)))
     return Outcome(
-        outputs={str(i): t for i, t in leaves if isinstance(t, Tensor)},
+        outputs={str(i): t.detach() for i, t in leaves if isinstance(t, Tensor)},
         # Copies: the next step writes to gradients and buffers in place.
         gradients={name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()},
         buffers={name: b.clone() for name, b in module.named_buffers()},

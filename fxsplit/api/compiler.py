@@ -23,7 +23,6 @@ from fxsplit.errors import InputError, PlanError
 from fxsplit.formats.safetensors_files import WeightFiles
 from fxsplit.ir.dump import make_observers, show_progress
 from fxsplit.ir.facts.call import Call, Inputs
-from fxsplit.ir.facts.effects import CallEffects
 from fxsplit.ir.facts.example import Example
 from fxsplit.ir.facts.scope import Scope
 from fxsplit.ir.graph import Mode, name_pass
@@ -85,7 +84,6 @@ class Compiler:
         rows = program.inputs.count_rows(tensors)
         count = self.options.count_microbatches(program.scheduler, rows, compiled.found_count)
         divided = divide_rows(rows, count)
-        compiled.captured[CallEffects].check_cut(count)
         compiled.captured[Scope].check_rows(divided)
         return Batch(program, tensors, divided)
 

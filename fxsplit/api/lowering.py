@@ -13,12 +13,13 @@ from fxsplit import passes as standard
 from fxsplit.api.options import Candidate, Options
 from fxsplit.api.rewrites import Rewrites
 from fxsplit.errors import TraceError
-from fxsplit.frontend.capture import capture
+from fxsplit.frontend.capture import Stated, capture
 from fxsplit.ir.facts.call import Call
 from fxsplit.ir.facts.costs import Costs, KnownCosts
 from fxsplit.ir.facts.detached import Detached
 from fxsplit.ir.facts.effects import CallEffects
 from fxsplit.ir.facts.example import Example
+from fxsplit.ir.facts.meanings import ROWS, Meaning
 from fxsplit.ir.facts.pins import Pins
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.stages import Ref, Stages, list_weights
@@ -42,14 +43,15 @@ def capture_model(
     """
     # Whether a submodule stays whole is decided by tracing, which comes before every pass.
     leaves = [step.path for step in options.chain if isinstance(step, standard.Leaf)]
+    stated = Stated(options.chunks, leaves, joined=options.n_microbatches != 1)
     try:
-        return capture(model, *call, rows, options.chunks, leaves, from_shapes=from_shapes, grad_enabled=grad_enabled)
+        return capture(model, *call, rows, stated, from_shapes=from_shapes, grad_enabled=grad_enabled)
     except TraceError:
         # Weights on several devices belong to another mode's stages, and the model cannot run as one.
         together = len({w.device for w in list_weights(model)}) == 1
         if not from_shapes or not together or lacks_values(model):
             raise
-        return capture(model, *call, rows, options.chunks, leaves, grad_enabled=grad_enabled)
+        return capture(model, *call, rows, stated, grad_enabled=grad_enabled)
 
 
 def lower(
@@ -138,7 +140,7 @@ def build_program(model: nn.Module, options: Options, candidate: Candidate, capt
         scheduler=candidate.scheduler,
         inputs=example.inputs,
         returns=effects.containers,
-        joined=list_joined_dims(captured, stages),
+        joined=list_joined(captured, stages),
         writes_inputs=effects.writes_inputs,
         rewritten=find_rewritten(model, stages, effects.saved_buffers),
         puts_hooks=effects.sets_hooks,
@@ -151,13 +153,13 @@ def build_program(model: nn.Module, options: Options, candidate: Candidate, capt
     return program
 
 
-def list_joined_dims(captured: IR, stages: Stages) -> tuple[int | None, ...]:
-    """Return, for each output of the last stage, the dimension that its microbatches are joined on."""
+def list_joined(captured: IR, stages: Stages) -> tuple[Meaning, ...]:
+    """Return, for each output of the last stage, what it means by microbatches."""
     # The graph may return one value twice, and constants besides; the last stage gives each value once. Places and not
     # names tell which is which, since a pass may have named a node anew.
     places = [leaf.position for leaf in pytree.tree_leaves(stages.result) if isinstance(leaf, Ref)]
-    dims = dict(zip(places, captured[CallEffects].output_dims, strict=True))
-    return tuple(dims.get(position, 0) for position in range(len(stages[-1].outputs)))
+    meanings = dict(zip(places, captured[CallEffects].meanings, strict=True))
+    return tuple(meanings.get(position, ROWS) for position in range(len(stages[-1].outputs)))
 
 
 def find_rewritten(model: nn.Module, stages: Stages, paths: Sequence[str]) -> tuple[tuple[int, str], ...]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import Optimizer
@@ -28,7 +29,8 @@ from fxsplit.ir.facts.scope import Scope
 from fxsplit.ir.facts.stages import Stages
 from fxsplit.ir.graph import IR
 from fxsplit.runtime.engine import Engine
-from fxsplit.runtime.loss import BatchLoss, take_model_loss
+from fxsplit.runtime.loss import BatchLoss, find_own_reduction, find_reduction, take_model_loss
+from fxsplit.runtime.loss_meaning import LossMeaning
 from fxsplit.runtime.microbatches import split_target
 from fxsplit.runtime.program import Batch, Program
 from fxsplit.runtime.stage.weight_versions import Stepper, make_stepper
@@ -65,6 +67,7 @@ class Pipeline(Facade):
         super().__init__(compiler.model)
         self.__dict__["compiler"] = compiler
         self._engine: Engine | None = None
+        self._loss_meanings: WeakKeyDictionary[Program, LossMeaning] = WeakKeyDictionary()
         self._starting = Turn()  # the first batches of several threads share one engine
         self._closed = False
         self._process = os.getpid()
@@ -171,6 +174,7 @@ class Pipeline(Facade):
         """Return what the model returns, computed microbatch by microbatch; differentiable."""
         batch = self._prepare(args, kwargs)
         program = batch.program
+        program.check_joinable(len(batch.rows))
         with nullcontext() if program.detached is None else self._give_no_gradients(program.detached):
             return program.build_result(self._start_engine(program).forward(batch))
 
@@ -188,11 +192,14 @@ class Pipeline(Facade):
 
         `target` is a tensor, or tuple or dict of tensors, with one row for each row of the input. Without a loss_fn the
         loss is the one that the model itself returns, as Hugging Face's models do for `labels=`. The loss is that of
-        the whole batch: microbatches are weighted by their rows, or summed where `loss_fn.reduction` is "sum". With
-        `return_outputs` the result is (loss, outputs), both detached. No `.grad` changes when a step fails, in a
-        gradient hook of yours too. Buffers, such as batch norm's statistics, may have changed. An interrupt that comes
-        when all gradients have been added says so in a note. Raises StepTimeout, which says what each worker does,
-        where forwards and backwards take longer than `timeout_s` seconds.
+        the whole batch: microbatches are weighted by their rows where it is a mean, and summed where it is a sum, as
+        `loss_fn.reduction` says or the first step finds out, which computes the loss on pieces of each microbatch for
+        it. A loss that is neither, as one that divides by a count of labels or compares rows, is averaged by rows with
+        a warning; one that the model returns is refused where it compares rows. With `return_outputs` the result is
+        (loss, outputs), both detached. No `.grad` changes when a step fails, in a gradient hook of yours too. Buffers,
+        such as batch norm's statistics, may have changed. An interrupt that comes when all gradients have been added
+        says so in a note. Raises StepTimeout, which says what each worker does, where forwards and backwards take
+        longer than `timeout_s` seconds.
 
         Under PipeDream and PipeDream-2BW the batch is a stream, and `optimizer` steps as its microbatches come back:
         after each of them, or after each n_devices of them, whose mean loss is then what that step minimises. It
@@ -201,6 +208,8 @@ class Pipeline(Facade):
         if timeout_s is not None and not timeout_s > 0:
             raise InputError(f"timeout_s={timeout_s!r} is no time: give seconds, such as 60.0, or None for no limit")
         batch, loss, stepper = self._prepare_step(args, kwargs, target, optimizer)
+        if return_outputs:
+            batch.program.check_joinable(len(batch.rows))
         engine, receipt = self._start_engine(batch.program), Receipt()
         try:
             return engine.step(
@@ -263,7 +272,20 @@ class Pipeline(Facade):
         schedule = batch.program.schedule(len(batch.rows))
         stepper = make_stepper(schedule, optimizer)
         targets = None if loss_fn is None else split_target(target, batch.rows, batch.program.inputs)
-        return batch, BatchLoss(loss_fn or take_model_loss, targets, batch.rows, schedule.steps), stepper
+        meaning = self._find_loss_meaning(batch)
+        return batch, BatchLoss(loss_fn or take_model_loss, targets, batch.rows, schedule.steps, meaning), stepper
+
+    def _find_loss_meaning(self, batch: Batch) -> LossMeaning:
+        """Return what is known of the loss of a step; raises InputError for one that microbatches do not make."""
+        loss_fn, program = self.compiler.options.loss_fn, batch.program
+        if loss_fn is None:
+            return LossMeaning(take_model_loss, find_own_reduction(program, len(batch.rows)), looks=False)
+        if len(batch.rows) == 1:  # any loss is right for a batch that stays whole
+            return LossMeaning(loss_fn, find_reduction(loss_fn), looks=False)
+        # The same function may mean something else of the outputs of another program.
+        meaning = self._loss_meanings.setdefault(program, LossMeaning(loss_fn, find_reduction(loss_fn)))
+        meaning.begin_step()
+        return meaning
 
     @contextmanager
     def _give_no_gradients(self, reason: str) -> Iterator[None]:

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
+from functools import cached_property, wraps
 from typing import Any
 
 import torch
@@ -18,7 +18,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.rnn import RNNBase
 
-from fxsplit.api.compare import Outcome, list_differences, run_pipeline_step, run_unsplit_step
+from fxsplit.api.compare import (
+    Joined,
+    Outcome,
+    list_differences,
+    run_pipeline_loop,
+    run_pipeline_step,
+    run_unsplit_step,
+)
 from fxsplit.api.compile import recompile_like
 from fxsplit.api.compiled import get_mode
 from fxsplit.api.differences import Difference, widen_dtype
@@ -26,10 +33,13 @@ from fxsplit.api.pipeline import Pipeline
 from fxsplit.errors import InputError
 from fxsplit.ir.facts.call import Call, parse_example_inputs
 from fxsplit.ir.facts.effects import CallEffects
-from fxsplit.runtime.loss import find_own_loss, sum_squares, take_model_loss
+from fxsplit.ir.facts.meanings import Meaning
+from fxsplit.runtime.loss import LossFn, find_own_loss, find_own_reduction, sum_squares, take_model_loss
+from fxsplit.runtime.program import Batch
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.containers import to_plain_outputs
-from fxsplit.torch_internals.fake_weights import lacks_values
+from fxsplit.torch_internals.expectations import normalise_rows_alone
+from fxsplit.torch_internals.fake_weights import Snapshot, lacks_values
 from fxsplit.torch_internals.interpret import preserve
 from fxsplit.torch_internals.undo import leave_no_trace, undo_after
 
@@ -52,8 +62,10 @@ STEP_SIZE = 0.01
 class Verification:
     """What was compared, the largest relative difference of each over all steps, and what the pipeline is.
 
-    `by_nature` are names of gradients and buffers in which the unsplit model itself, run on microbatches, differs from
-    its run on the whole batch, as batch norm does.
+    `by_nature` are names of outputs, gradients and buffers in which the unsplit model itself, run on microbatches,
+    differs from its run on the whole batch for a reason that lies in the model: batch norm, buffers that every call
+    writes, or a loss that divides by a count other than that of rows. They are compared with the model on microbatches,
+    and all others with the model on the whole batch.
     """
 
     differences: tuple[Difference, ...]
@@ -72,7 +84,7 @@ class Verification:
 
     @property
     def equal(self) -> bool:
-        """Whether the pipeline is the model."""
+        """Whether the pipeline is the model on the whole batch, or on microbatches in what is named `by_nature`."""
         return not self.offending
 
     @property
@@ -112,9 +124,9 @@ def _train_copies(pipe: Pipeline, model: nn.Module, call: Call, dtype: torch.dty
 
     Raises InputError for a model without a float output, or one that draws random numbers besides dropout.
     """
-    # `model` itself becomes the pipeline's. The others run unsplit: on the pipeline's microbatches; on the whole batch,
-    # to tell what differs by the model's nature; and with weights off by rounding, to tell what rounding makes.
-    unsplit, whole, shaken = (copy.deepcopy(model) for _ in range(3))
+    # `model` itself becomes the pipeline's. The others run unsplit, and one has weights off by rounding, to tell what
+    # rounding makes.
+    unsplit, shaken = copy.deepcopy(model), copy.deepcopy(model)
     _shake_weights(shaken)
     first = _run_without_trace(unsplit, call, dtype)
     if not all(_are_equal(first, _run_without_trace(unsplit, call, dtype)) for _ in range(RUNS)):
@@ -126,38 +138,116 @@ def _train_copies(pipe: Pipeline, model: nn.Module, call: Call, dtype: torch.dty
     if not any(isinstance(t, Tensor) and t.is_floating_point() for t in pytree.tree_leaves(to_plain_outputs(first))):
         raise InputError(f"{type(model).__name__} returns no floating-point tensor, so it has no gradients to compare")
     # Largest over all steps, by kind and name: the pipeline's differences, and those that rounding makes.
-    found: dict[tuple[str, str], float] = {}
-    rounding: dict[tuple[str, str], float] = {}
+    found: dict[Key, float] = {}
+    rounding: dict[Key, float] = {}
+    natural: dict[Key, None] = {}
     with recompile_like(pipe, model, loss_fn) as split:
         batch = split.compiler.prepare(get_mode(model), call)
-        how, rows = batch.program.inputs, batch.rows
-        joined = split.traced[CallEffects].output_dims
-        target = () if loss_fn else None
-
-        def step(trained: nn.Module, pieces: Sequence[int]) -> Outcome:
-            own, named = _clone_call(call)
-            return run_unsplit_step(trained, own, target, loss_fn or take_model_loss, pieces, named, how, joined)
-
-        # Copies are compared after each step, and then all take the step.
+        trial = _Trial(call, batch, split.traced[CallEffects].meanings, loss_fn)
+        # All start every step from the same weights and buffers, those of the unsplit model on microbatches.
         for _ in range(STEPS):
-            expected = step(unsplit, rows)
-            own, named = _clone_call(call)
-            _keep_largest(found, list_differences(run_pipeline_step(split, own, target, named), expected))
-            _keep_largest(rounding, list_differences(step(shaken, rows), expected))
-            others = list_differences(step(whole, [sum(rows)]), expected)
-            for trained in (model, unsplit, whole, shaken):
+            whole = copy.deepcopy(unsplit)
+            neutral = _Neutral(trial, unsplit, 1e3 * TOLERANCE[dtype])
+            by_pieces = trial.run(unsplit, batch.rows)
+            by_pipeline = trial.run_pipeline(split)
+            by_whole = trial.run(whole, [sum(batch.rows)])
+            _keep_largest(rounding, list_differences(trial.run(shaken, batch.rows), by_pieces))
+            # What microbatches leave as it is must be that of the whole batch, which the model has without fxsplit.
+            apart = neutral.find_apart(by_pieces, by_whole)
+            mine, others = list_differences(by_pipeline, by_pieces), list_differences(by_pipeline, by_whole)
+            kept = (b if apart.get((a.kind, a.name)) == "wrong" else a for a, b in zip(mine, others, strict=True))
+            _keep_largest(found, list(kept))
+            natural |= dict.fromkeys(key for key, why in apart.items() if why == "nature")
+            for trained in (model, unsplit, shaken):
                 _take_step(trained)
-        tolerance = 1e3 * TOLERANCE[dtype]
         nodes = sum(n.op not in ("placeholder", "output") for n in split.traced.gm.graph.nodes)
         return Verification(
             tuple(Difference(*key, value, rounding.get(key, 0.0)) for key, value in found.items()),
-            tuple(d.name for d in others if d.kind != "output" and d.value > tolerance),
+            tuple(f"output {name}" if kind == "output" else name for kind, name in natural),
             dtype,
             split.front_end,
             nodes,
             len(split.stages),
-            len(rows),
+            len(batch.rows),
         )
+
+
+Key = tuple[str, str]
+"""The kind and name of what is compared."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Trial:
+    """One call of a model, and how its loss and outputs follow from those of microbatches.
+
+    `loss_fn` is None for the model's own loss.
+    """
+
+    call: Call
+    batch: Batch
+    meanings: Sequence[Meaning]
+    loss_fn: LossFn | None
+
+    @cached_property
+    def joins_first(self) -> bool:
+        """Whether the loss is of joined outputs: the squares of means and sums do not add up over microbatches."""
+        return self.loss_fn is not None and any(meaning.kind != "rows" for meaning in self.meanings)
+
+    @cached_property
+    def reduction(self) -> str | None:
+        """How the losses of microbatches make the batch's; None where the loss function says it."""
+        return find_own_reduction(self.batch.program, len(self.batch.rows)) if self.loss_fn is None else None
+
+    def run(self, model: nn.Module, rows: Sequence[int]) -> Outcome:
+        """Return what a step of the unsplit model leaves, on microbatches of so many rows."""
+        args, kwargs = _clone_call(self.call)
+        target = () if self.loss_fn else None
+        loss_fn, how = self.loss_fn or take_model_loss, self.batch.program.inputs
+        joined = Joined(self.meanings, self.reduction, self.joins_first)
+        return run_unsplit_step(model, args, target, loss_fn, rows, kwargs, how, joined)
+
+    def run_pipeline(self, split: Pipeline) -> Outcome:
+        """Return what a step of the pipeline leaves."""
+        args, kwargs = _clone_call(self.call)
+        if self.joins_first:
+            return run_pipeline_loop(split, args, sum_squares, kwargs)
+        return run_pipeline_step(split, args, () if self.loss_fn else None, kwargs)
+
+
+class _Neutral:
+    """Tells what microbatches change by nature: batch norm, buffers that calls write, and means by other counts.
+
+    A copy of the model, as it is before a step, is run with batch norms that normalise each row by itself, and buffers
+    that every microbatch finds as they were. What still differs between microbatches and the whole batch is a fault.
+    """
+
+    def __init__(self, trial: _Trial, model: nn.Module, tolerance: float) -> None:
+        self._trial = trial
+        self._model = copy.deepcopy(model)
+        self._tolerance = tolerance
+
+    def find_apart(self, by_pieces: Outcome, by_whole: Outcome) -> dict[Key, str]:
+        """Return what differs between microbatches and the whole batch, and whether by "nature" or as "wrong"."""
+        apart = self._list_apart(by_pieces, by_whole)
+        # An output that is averaged by other counts is named when the model is compiled.
+        counted = [str(i) for i, meaning in enumerate(self._trial.meanings) if meaning.kind == "counted"]
+        if not apart or (counted and self._trial.loss_fn is None):
+            return dict.fromkeys(apart, "nature")
+        rows = self._trial.batch.rows
+        with normalise_rows_alone():
+            wrong = self._list_apart(self._run(rows), self._run([sum(rows)]))
+        return {key: "wrong" if key in wrong and key[0] != "buffer" else "nature" for key in apart}
+
+    def _run(self, rows: Sequence[int]) -> Outcome:
+        """Return what a step leaves of a copy whose buffers are as before for every microbatch."""
+        model = copy.deepcopy(self._model)
+        before = Snapshot(model.buffers())
+        model.register_forward_pre_hook(lambda *_: before.restore())
+        return self._trial.run(model, rows)
+
+    def _list_apart(self, a: Outcome, b: Outcome) -> list[Key]:
+        """Return what differs by more than rounding."""
+        return [(d.kind, d.name) for d in list_differences(a, b) if d.value > self._tolerance]
 
 
 def _keep_largest(found: dict[tuple[str, str], float], more: Sequence[Difference]) -> None:

@@ -139,6 +139,6 @@ def _show(found: Verification) -> None:
     )
     if found.by_nature:
         print(
-            f"{len(found.by_nature)} gradients or buffers differ from the model on the whole batch by nature, as the "
-            f"unsplit model on microbatches does (batch norm): {', '.join(found.by_nature[:3])} ..."
+            f"{len(found.by_nature)} values differ from the model on the whole batch by nature, as the unsplit model "
+            f"on microbatches does (batch norm, buffers, other counts): {', '.join(found.by_nature[:3])} ..."
         )

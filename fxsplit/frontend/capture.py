@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
 from torch.nn.parameter import is_lazy
 
 from fxsplit.errors import InputError, TraceError
+from fxsplit.frontend.check.meanings import find_meanings
+from fxsplit.frontend.check.wrong_cuts import explain_failure
 from fxsplit.frontend.choose import Checked, choose_graph
 from fxsplit.frontend.no_trace_left import restore_model
 from fxsplit.frontend.subject import Subject
@@ -44,36 +46,52 @@ LATE = (
 """What torch itself imports while it traces or exports a model for the first time in a process."""
 
 
+class Stated(NamedTuple):
+    """What the user states of a model.
+
+    chunks: by argument where the batch is, see `Inputs.of`. leaves: paths of submodules that stay whole. joined:
+        outputs of microbatches are to be joined, unlike where every batch stays whole.
+    """
+
+    chunks: Chunks | None = None
+    leaves: Sequence[str] = ()
+    joined: bool = True
+
+
+NOTHING_STATED = Stated()
+
+
 def capture(
     model: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     rows: int,
-    chunks: Chunks | None = None,
-    leaves: Sequence[str] = (),
+    stated: Stated = NOTHING_STATED,
     from_shapes: bool = False,
     grad_enabled: bool = True,
 ) -> IR:
     """Return the IR of `model(*args, **kwargs)` in its present mode, for microbatches of its first `rows` rows.
 
-    The IR knows its Example, Scope, CallEffects and PythonState. `chunks` states by argument where the batch is,
-    see `Inputs.of`. `leaves` are paths of submodules that stay whole. `from_shapes`: nothing is computed, and the
-    graph is checked as far as shapes tell; a model with weights on the meta device is always captured so.
-    `grad_enabled`: the caller's grad mode, for a model that asks; any other graph must be right for training too.
+    The IR knows its Example, Scope, CallEffects and PythonState. `from_shapes`: nothing is computed, and the graph is
+    checked as far as shapes tell; a model with weights on the meta device is always captured so. `grad_enabled`: the
+    caller's grad mode, for a model that asks; any other graph must be right for training too.
 
-    Warns of Python values that each call changes. Raises TraceError when no front end can follow the model, or when a
-    graph computes anything else than the model does; InputError when an output is no batch.
+    Warns of Python values that each call changes, and of outputs that microbatches do not make. Raises TraceError when
+    no front end can follow the model, or when a graph computes anything else than the model does; InputError for a
+    model that does not run on microbatches.
     """
     import_whole(LATE, if_there=True)
     _refuse_unknown_weights(model)
-    inputs, tensors = Inputs.of(model, args, kwargs, chunks)
-    subject = Subject(model, inputs, tensors, rows, tuple(leaves), from_shapes or lacks_values(model))
+    inputs, tensors = Inputs.of(model, args, kwargs, stated.chunks)
+    subject = Subject(model, inputs, tensors, rows, tuple(stated.leaves), from_shapes or lacks_values(model))
     # Copied before anything runs: forward() may write to its arguments.
     sample = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in subject.take_rows(rows))
     watch = Watch(model)
     # Every attempt runs forward(), which may write to more than the model.
     with undo_after(watch.put_back):
         graph, effects = _choose_watched(subject, watch, grad_enabled)
+        with restore_model(model):
+            effects = replace(effects, meanings=find_meanings(subject, joined=stated.joined))
     _set_modes(graph.gm, model)
     # What stays whole reads and writes by itself.
     state = watch.list_reads(graph.gm)
@@ -89,7 +107,7 @@ def _choose_watched(subject: Subject, watch: Watch, grad_enabled: bool) -> Check
     try:
         # Around all attempts: a check runs the model as well.
         with restore_model(subject.model), torch.set_grad_enabled(grad_enabled or not subject.asks_for_gradients):
-            checked = choose_graph(subject)
+            checked = _choose_explained(subject)
     except TraceError as error:
         if not changes:
             raise
@@ -98,6 +116,18 @@ def _choose_watched(subject: Subject, watch: Watch, grad_enabled: bool) -> Check
     if changes:
         warn_user(_say_changes(subject, changes))
     return checked
+
+
+def _choose_explained(subject: Subject) -> Checked:
+    """Return the checked graph of a subject; raises InputError for a model that runs on whole batches alone."""
+    try:
+        return choose_graph(subject)
+    except Exception as error:
+        # Front ends blame what they could not follow, which may be a number of rows that the model itself refuses.
+        explained = explain_failure(subject, error)
+        if explained is None:
+            raise
+        raise explained from error
 
 
 def _say_changes(subject: Subject, changes: Sequence[str]) -> str:

@@ -53,18 +53,14 @@ def choose_graph(subject: Subject) -> Checked:
 def _attempt(front_end: FrontEnd, subject: Subject) -> Checked:
     """Return the checked graph of one front end; raises TraceError where it makes none, or one that is not the model.
 
-    InputError, for an output that is no batch, is the model's fault: no other front end would help.
+    InputError, for an output that no pipeline can hand on, is the model's fault: no other front end would help.
     """
     graph = front_end.attempt(subject)
     # torch.export takes one row for a constant, so it has only looked at two rows or more.
     least, most = graph.scope.bounds
     if least == LEAST_ROWS and _runs_on_one_row(subject, graph):
         graph = replace(graph, scope=replace(graph.scope, bounds=(1, most)))
-    effects = check_graph(subject, graph.gm, subject.rows)
-    # An output of shape (1, 3) for one row may hold a row, or a mean over rows: two rows tell which.
-    if subject.rows == 1 and subject.is_cut:
-        effects = replace(effects, output_dims=check_graph(subject, graph.gm, rows=2).output_dims)
-    return graph, effects
+    return graph, check_graph(subject, graph.gm, subject.rows)
 
 
 def _attempt_around(front_end: FrontEnd, subject: Subject, failed: TraceError, reasons: str) -> Checked | None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fxsplit.errors import FxsplitError, InputError
+from fxsplit.ir.facts.meanings import Meaning
 from fxsplit.runtime.autograd_node import Backward, PipelineFunction
 from fxsplit.runtime.backends.threads import Workers
 from fxsplit.runtime.job import Job, Tape, Work
@@ -89,6 +90,7 @@ class Engine:
         program = batch.program
 
         def finish(m: int, outputs: tuple[Any, ...]) -> Tensor:
+            loss.look_at(m, program, outputs)
             return loss(m, program.build_result(outputs))
 
         # No input gets a gradient, and a packet that wants none spares the first stage's backward its share.
@@ -124,8 +126,8 @@ class Engine:
                     "pipeline again, or add the losses and call backward() once (retain_graph is not supported)"
                 )
             columns = [
-                [None] * len(rows) if g is None else split_gradient(g, rows, dim)
-                for g, dim in zip(gradients, program.joined, strict=True)
+                [None] * len(rows) if g is None else split_gradient(g, rows, meaning)
+                for g, meaning in zip(gradients, program.joined, strict=True)
             ]
             work = Work(seeds=lambda m: [column[m] for column in columns], trained=trained, tape=tape)
             job = Job(program, program.passes(len(rows)).only(BACKWARD), work)
@@ -167,22 +169,19 @@ def cut_packets(batch: Batch) -> list[Packet]:
     return [Packet(tuple(c[m] for c in columns), wanted) for m in range(len(rows))]
 
 
-def join_outputs(job: Job, rows: Sequence[int], dims: Sequence[int | None]) -> tuple[list[Any], list[bool]]:
+def join_outputs(job: Job, rows: Sequence[int], meanings: Sequence[Meaning]) -> tuple[list[Any], list[bool]]:
     """Return a job's outputs over all microbatches, and which of them want a gradient.
 
-    Raises InputError for an output that has not one row for each row of the input.
+    Raises InputError for an output that microbatches do not make.
     """
     packets = [p for p in job.outputs if p is not None]
     outputs = []
-    for i, (column, dim) in enumerate(zip(zip(*(p.values for p in packets), strict=True), dims, strict=True)):
-        for m, (piece, count) in enumerate(zip(column, rows, strict=True)):
-            if len(rows) > 1 and dim is not None and piece.shape[dim : dim + 1] != (count,):
-                raise InputError(
-                    f"output {i} has shape {tuple(piece.shape)} for microbatch {m} of {count} rows: outputs of "
-                    f"microbatches are joined on dimension {dim}; return one row for each row of the input"
-                )
+    for i, (column, meaning) in enumerate(zip(zip(*(p.values for p in packets), strict=True), meanings, strict=True)):
         hand_over(column)
-        outputs.append(join(column, rows, dim))
+        try:
+            outputs.append(join(column, rows, meaning))
+        except InputError as error:
+            raise InputError(f"output {i}: {error}") from error
     return outputs, [any(flags) for flags in zip(*(p.wanted for p in packets), strict=True)]
 
 

@@ -10,12 +10,16 @@ import itertools
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fxsplit.errors import InputError
+from fxsplit.ir.facts.meanings import MEAN
+from fxsplit.runtime.loss_meaning import LossMeaning
+from fxsplit.runtime.program import Program
 from fxsplit.runtime.streams import hand_over
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.containers import to_plain_outputs
@@ -43,6 +47,19 @@ def find_own_loss(outputs: Any) -> Tensor | None:
     return outputs if number else None
 
 
+def find_own_reduction(program: Program, n_microbatches: int) -> str:
+    """Return how the losses that a model returns for its microbatches make the batch's: "mean", or "sum".
+
+    Raises InputError where the batch's loss follows from none of them, as of one that compares rows with each other.
+    """
+    places = [torch.empty(()) for _ in program.joined]
+    loss = find_own_loss(program.build_result(places))
+    meaning = next((m for m, place in zip(program.joined, places, strict=True) if place is loss), MEAN)
+    if meaning.kind == "unjoined" and n_microbatches > 1:
+        raise InputError(meaning.why)
+    return "sum" if meaning.kind == "sum" else "mean"
+
+
 def take_model_loss(outputs: Any) -> Tensor:
     """Return the loss that is in the outputs. Raises InputError where there is none."""
     loss = find_own_loss(outputs)
@@ -64,23 +81,24 @@ def sum_squares(outputs: Any, target: Any = None) -> Tensor:
 sum_squares.reduction = "sum"  # type: ignore[attr-defined]
 
 
-def find_reduction(loss_fn: LossFn) -> str:
-    """Return how a loss function reduces the losses of rows to one number: "mean", "sum", or what else it says.
+def find_reduction(loss_fn: LossFn) -> str | None:
+    """Return how a loss function says that it reduces the losses of rows to one number; None where it says nothing.
 
-    That is its attribute `reduction`, as torch's loss modules have, or the argument that functools.partial has bound.
+    That is its attribute `reduction`, as torch's loss modules have, or the argument that functools.partial has bound:
+    "mean", "sum", or what else it says.
     """
-    bound = getattr(loss_fn, "keywords", {}).get("reduction")
-    return str(bound or getattr(loss_fn, "reduction", "mean"))
+    stated = getattr(loss_fn, "keywords", {}).get("reduction") or getattr(loss_fn, "reduction", None)
+    return None if stated is None else str(stated)
 
 
-def weigh_rows(loss_fn: LossFn, rows: Sequence[int]) -> list[float]:
+def weigh_rows(reduction: str | None, rows: Sequence[int]) -> list[float]:
     """Return the weight of each microbatch's loss in the loss of all of them; `rows` has the rows of each.
 
-    A mean over rows has the microbatch's share of the rows, a sum 1.
+    A mean over rows, which is assumed where nothing is known, has the microbatch's share of the rows, a sum 1.
     """
     # Added up once: this runs at the start of every step.
     total = sum(rows)
-    return [1.0] * len(rows) if find_reduction(loss_fn) == "sum" else [count / total for count in rows]
+    return [1.0] * len(rows) if reduction == "sum" else [count / total for count in rows]
 
 
 def describe_loss(error: BaseException) -> str:
@@ -99,26 +117,33 @@ def describe_loss(error: BaseException) -> str:
 class BatchLoss:
     """Computes the loss of each microbatch, on the last stage's worker, and its weight in the batch's loss.
 
-    A loss function that averages over rows (reduction "mean", or none stated) is weighted by the microbatch's share of
-    the rows: of 7 rows in 3 microbatches, the weights are 3/7, 2/7 and 2/7. A loss with `reduction == "sum"` has weight
-    1. Either way the microbatches add up to the whole batch's loss.
+    A loss function that averages over rows (reduction "mean", or none known) is weighted by the microbatch's share of
+    the rows: of 7 rows in 3 microbatches, the weights are 3/7, 2/7 and 2/7. A loss with reduction "sum" has weight 1.
+    Either way the microbatches add up to the whole batch's loss.
 
-    `rows` has the rows of each microbatch. Where the optimizer steps between microbatches, `ends` are the last
-    microbatches before each step, and the microbatches of one step count as a batch of their own.
-    `targets` are None for a loss of the outputs alone. Raises InputError for a loss that is not reduced to one number.
+    `meaning` is what is known of the loss function; it may come to know the reduction when it looks at the first
+    microbatch, before any backward. `rows` has the rows of each microbatch. Where the optimizer steps between
+    microbatches, `ends` are the last microbatches before each step, and the microbatches of one step count as a batch
+    of their own. `targets` are None for a loss of the outputs alone. Raises InputError for a loss that is not reduced
+    to one number.
     """
 
     def __init__(
-        self, loss_fn: LossFn, targets: Sequence[Any] | None, rows: Sequence[int], ends: Sequence[int] = ()
+        self,
+        loss_fn: LossFn,
+        targets: Sequence[Any] | None,
+        rows: Sequence[int],
+        ends: Sequence[int] = (),
+        meaning: LossMeaning | None = None,
     ) -> None:
-        if (reduction := find_reduction(loss_fn)) not in ("mean", "batchmean", "sum"):
+        self.meaning = LossMeaning(loss_fn, find_reduction(loss_fn) or "mean") if meaning is None else meaning
+        if self.meaning.reduction not in (None, "mean", "batchmean", "sum"):
+            reduction = self.meaning.reduction
             raise InputError(f"loss_fn has reduction={reduction!r}: a step needs one number, use 'mean' or 'sum'")
         self._loss_fn = loss_fn
         self._targets = targets
-        # Gradients are those of one optimizer step's loss, and the loss that is reported is that of the whole batch.
-        self._weights_in_batch = weigh_rows(loss_fn, rows)
-        bounds = itertools.pairwise([0, *(m + 1 for m in ends), len(rows)])
-        self._weights_in_step = [w for begin, end in bounds for w in weigh_rows(loss_fn, rows[begin:end])]
+        self._rows = rows
+        self._ends = ends
         self._losses: list[Tensor | None] = [None] * len(rows)
         # A weight as a tensor, made once. Each worker has its own: on a GPU another worker's stream may be behind.
         self._gradients: dict[tuple[float, int], Tensor] = {}
@@ -128,6 +153,23 @@ class BatchLoss:
         """The name of the loss function, for errors; empty where the model computes its loss itself."""
         function = getattr(self._loss_fn, "func", self._loss_fn)  # functools.partial
         return "" if function is take_model_loss else f" of loss_fn {getattr(function, '__name__', repr(function))!r}"
+
+    def look_at(self, microbatch: int, program: Program, outputs: Sequence[Any]) -> None:
+        """Let the first steps find out what the loss means, from the last stage's outputs for a microbatch."""
+        if self.meaning.is_open:
+            target = () if self._targets is None else (self._targets[microbatch],)
+            self.meaning.look_at(program, outputs, target, self._rows[microbatch])
+
+    @cached_property
+    def _weights_in_batch(self) -> list[float]:
+        """The weight of each microbatch's loss in the loss that is reported, which is that of the whole batch."""
+        return weigh_rows(self.meaning.reduction, self._rows)
+
+    @cached_property
+    def _weights_in_step(self) -> list[float]:
+        """The weight of each microbatch's loss in that of one optimizer step, whose gradients are computed."""
+        bounds = itertools.pairwise([0, *(m + 1 for m in self._ends), len(self._rows)])
+        return [w for begin, end in bounds for w in weigh_rows(self.meaning.reduction, self._rows[begin:end])]
 
     def __call__(self, microbatch: int, outputs: Any) -> Tensor:
         """Return the loss of one microbatch, a number that autograd knows, from the model's outputs for it.
@@ -161,7 +203,11 @@ class BatchLoss:
         return [self._gradients[key]]
 
     def compute_total(self) -> Tensor:
-        """Return the loss of the whole batch, detached, once all microbatches have theirs."""
+        """Return the loss of the whole batch, detached, once all microbatches have theirs.
+
+        Warns where it differs from the loss function's value for the whole batch.
+        """
+        self.meaning.end_step()
         hand_over(self._losses)
         losses = [loss for loss in self._losses if loss is not None]
         found = torch.stack([loss.to(losses[0].device) for loss in losses])

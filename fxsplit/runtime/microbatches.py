@@ -15,6 +15,7 @@ from torch import Tensor
 from fxsplit.errors import InputError
 from fxsplit.ir.facts.call import Inputs
 from fxsplit.ir.facts.chunks import TARGET, Replicate, find_stated_dim
+from fxsplit.ir.facts.meanings import ROWS, Meaning
 from fxsplit.torch_internals import pytree
 
 
@@ -44,41 +45,83 @@ def split_target(target: Any, rows: Sequence[int], inputs: Inputs | None = None)
     Raises InputError when a tensor has another number of rows than the batch.
     """
     leaves, structure = pytree.tree_flatten(target)
+    dims = find_target_dims(leaves, sum(rows), inputs)
+    columns = [
+        [leaf] * len(rows) if dim is None else split(leaf, rows, dim) for leaf, dim in zip(leaves, dims, strict=True)
+    ]
+    return [pytree.tree_unflatten([c[m] for c in columns], structure) for m in range(len(rows))]
+
+
+def find_target_dims(leaves: Sequence[Any], rows: int, inputs: Inputs | None = None) -> list[int | None]:
+    """Return the dimension of each part of a target that has so many rows; None for what is repeated.
+
+    Raises InputError as `split_target` does.
+    """
     stated = find_stated_dim(TARGET, TARGET, inputs.chunks) if inputs else None
     elsewhere = inputs is not None and any(s.batch_dim for s in inputs.specs)
-    columns: list[Sequence[Any]] = []
+    found: list[int | None] = []
     for leaf in leaves:
         if not isinstance(leaf, Tensor) or stated is Replicate:
-            columns.append([leaf] * len(rows))
+            found.append(None)
             continue
-        dims = [d for d, length in enumerate(leaf.shape) if length == sum(rows)]
+        dims = [d for d, length in enumerate(leaf.shape) if length == rows]
         wanted = [d for d in dims if d == (stated or 0)] if isinstance(stated, int) or not elsewhere else dims
         # Two dimensions of the right length leave open which has the rows.
         if len(wanted) != 1:
             raise InputError(
-                f"target has shape {tuple(leaf.shape)} and the batch has {sum(rows)} rows: give one row of target for "
+                f"target has shape {tuple(leaf.shape)} and the batch has {rows} rows: give one row of target for "
                 "each row of the input, or state the dimension that holds them, chunks={'target': 1}"
             )
-        columns.append(split(leaf, rows, wanted[0]))
-    return [pytree.tree_unflatten([c[m] for c in columns], structure) for m in range(len(rows))]
+        found.append(wanted[0])
+    return found
 
 
-def join(pieces: Sequence[Tensor], rows: Sequence[int], dim: int | None = 0) -> Tensor:
-    """Return the microbatches of one tensor as one. Numbers without rows, such as losses, give their weighted mean.
+def join(pieces: Sequence[Tensor], rows: Sequence[int], meaning: Meaning = ROWS) -> Tensor:
+    """Return one output of all microbatches as that of the batch. In a mean, a microbatch weighs by its rows.
 
-    The weight of a microbatch is its share of the rows.
+    Raises InputError for pieces that do not have what their meaning says: so many rows, or the same values.
     """
     if len(pieces) == 1:
         return pieces[0]
-    if dim is None:
-        return torch.stack([piece * (count / sum(rows)) for piece, count in zip(pieces, rows, strict=True)]).sum()
-    return torch.cat(list(pieces), dim)
+    if meaning.kind == "rows":
+        for m, (piece, count) in enumerate(zip(pieces, rows, strict=True)):
+            if piece.shape[meaning.dim : meaning.dim + 1] != (count * meaning.each,):
+                raise InputError(
+                    f"it has shape {tuple(piece.shape)} for microbatch {m} of {count} rows: outputs of microbatches "
+                    f"are joined on dimension {meaning.dim}; return one row for each row of the input"
+                )
+        return torch.cat(list(pieces), meaning.dim)
+    if meaning.kind == "unjoined":
+        raise InputError(meaning.why)
+    if meaning.kind == "same":
+        if not all(_is_same(piece, pieces[0]) for piece in pieces[1:]):
+            raise InputError(
+                "every microbatch of the example had the same, and those of this batch have not, so that nothing tells "
+                "whether it is a sum: compile with n_microbatches=1, or with an example that shows it"
+            )
+        return pieces[0]
+    stacked = torch.stack(list(pieces))
+    if meaning.kind in ("all", "any"):
+        return stacked.all(0) if meaning.kind == "all" else stacked.any(0)
+    if meaning.kind == "sum":
+        return stacked.sum(0, dtype=stacked.dtype)
+    return torch.stack([piece * (count / sum(rows)) for piece, count in zip(pieces, rows, strict=True)]).sum(0)
 
 
-def split_gradient(gradient: Tensor, rows: Sequence[int], dim: int | None = 0) -> Sequence[Tensor]:
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors are equal but for rounding."""
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    return a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, equal_nan=True)
+
+
+def split_gradient(gradient: Tensor, rows: Sequence[int], meaning: Meaning = ROWS) -> Sequence[Tensor]:
     """Return the gradient of each piece that `join` was given, from the gradient of its result."""
     if len(rows) == 1:
         return [gradient]
-    if dim is None:
-        return [gradient * (count / sum(rows)) for count in rows]
-    return split(gradient, rows, dim)
+    if meaning.kind == "rows":
+        return split(gradient, [count * meaning.each for count in rows], meaning.dim)
+    if meaning.kind == "sum":
+        return [gradient] * len(rows)
+    # What is the same for all microbatches is made by each of them: their shares add up to one.
+    return [gradient * (count / sum(rows)) for count in rows]

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fxsplit.errors import InputError
 from fxsplit.ir.facts.call import Inputs
 from fxsplit.ir.facts.machine import Machine
+from fxsplit.ir.facts.meanings import Meaning
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.stages import Stages, list_weights
 from fxsplit.runtime.stage.recompute import POLICIES
@@ -38,8 +40,7 @@ class Program:
 
     inputs: how the model is called, and on which dimension each tensor is cut into microbatches.
     returns: the model's own containers for its outputs (None: plain tuples, lists and dicts).
-    joined: for each output of the last stage the dimension that microbatches are joined on; None for a number, of which
-        they are averaged by rows.
+    joined: for each output of the last stage, what that of the batch is in terms of those of its microbatches.
     writes_inputs: whether the graph writes to its inputs in place.
     rewritten: buffers, as (stage, path in the stage's module), that every call writes and autograd may save.
     puts_hooks: whether modules put hooks on activations as they run.
@@ -54,7 +55,7 @@ class Program:
     scheduler: Scheduler
     inputs: Inputs
     returns: pytree.TreeSpec | None
-    joined: tuple[int | None, ...]
+    joined: tuple[Meaning, ...]
     writes_inputs: bool
     rewritten: tuple[tuple[int, str], ...]
     puts_hooks: bool
@@ -131,6 +132,12 @@ class Program:
         """Whether two stages have one parameter."""
         held = [id(p) for stage in self.stages.stages for p in stage.module.parameters()]
         return len(set(held)) < len(held)
+
+    def check_joinable(self, n_microbatches: int) -> None:
+        """Raise InputError where the outputs of so many microbatches do not make those of the batch."""
+        lost = next((meaning for meaning in self.joined if meaning.kind == "unjoined"), None)
+        if n_microbatches > 1 and lost is not None:
+            raise InputError(lost.why)
 
     def build_result(self, outputs: Sequence[Any]) -> Any:
         """Return the last stage's outputs in the containers that the model returns."""

@@ -16,7 +16,7 @@ from fxsplit.api.lowering import (
     capture_model,
     find_rewritten,
     list_facts,
-    list_joined_dims,
+    list_joined,
     lower,
     pin_weights,
 )
@@ -28,6 +28,7 @@ from fxsplit.ir.facts.call import Call
 from fxsplit.ir.facts.costs import KnownCosts
 from fxsplit.ir.facts.example import Example
 from fxsplit.ir.facts.machine import Machine
+from fxsplit.ir.facts.meanings import ROWS
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.workload import Workload
 from fxsplit.passes import PASSES
@@ -49,7 +50,7 @@ def test_a_captured_model_becomes_stages_and_a_program() -> None:
     assert costs is not None and costs.rows == 2
     assert final[Plan].n_microbatches == 4
     program = build_program(model, options, candidate, captured, final)
-    assert program.joined == (0,) == list_joined_dims(captured, program.stages)
+    assert program.joined == (ROWS,) == list_joined(captured, program.stages)
     assert not program.writes_inputs and program.returns is None and program.recompute == "plan"
     with torch.no_grad():
         values: Any = X.args

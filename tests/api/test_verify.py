@@ -67,6 +67,7 @@ def rows(count: int = 8) -> Tensor:
     return torch.randn(count, 4)
 
 
+@pytest.mark.filterwarnings("ignore:submodule .* is one node and takes")
 def test_the_proof_has_no_false_alarms() -> None:
     """A hidden state as long as a microbatch; deferred batch norm; a model that is frozen; the caller's generator."""
 

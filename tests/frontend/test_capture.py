@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import fxsplit
-from fxsplit.errors import InputError, TraceError
+from fxsplit.errors import TraceError
 from tests.refusals import refused
 
 
@@ -41,12 +41,17 @@ class Sums(nn.Module):
 def test_models_that_cannot_be_captured() -> None:
     with refused(TraceError, "the graph of Random computes output 0 differently from the model"):
         fxsplit.compile(Random(), 2, example_inputs=x())
-    with refused(InputError, r"output 0 of Sums has shape \(3,\) for 4 rows"):
-        fxsplit.compile(Sums(), 2, example_inputs=x())
+
+
+def test_a_sum_over_rows_is_added_up() -> None:
+    """Once a model that returns other than rows was refused, sums and means too."""
+    model, batch = Sums(), x()
+    with fxsplit.compile(model, 2, example_inputs=batch, n_microbatches=2) as pipe:
+        torch.testing.assert_close(pipe(batch), model(batch))
 
 
 def test_a_model_that_raises_by_itself_says_on_what() -> None:
     model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
     with pytest.raises(ValueError, match="Expected more than 1 value per channel") as caught:
         fxsplit.compile(model, 2, example_inputs=x(4), n_microbatches=4)
-    assert "one microbatch of 1 rows" in caught.value.__notes__[0]
+    assert "not on microbatches of 1" in str(caught.value) and "n_microbatches=1" in str(caught.value)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import fxsplit
 from fxsplit.api.compare import compare, run_pipeline_step, run_unsplit_step
 from fxsplit.errors import InputError
+from fxsplit.ir.facts.meanings import MEAN, Meaning
 from fxsplit.runtime.microbatches import divide_rows, join, split, split_gradient, split_target
 from tests.models import FAST, Mlp
 
@@ -92,29 +93,52 @@ def test_pieces_join_to_the_whole_on_any_dimension() -> None:
     x, rows = torch.arange(21.0).reshape(3, 7), [3, 2, 2]
     pieces = split(x, rows, 1)
     assert [p.shape[1] for p in pieces] == rows and pieces[1].data_ptr() == x[:, 3:].data_ptr(), "views"
-    assert torch.equal(join(pieces, rows, 1), x) and split(x, rows, None) == (x, x, x)
+    assert torch.equal(join(pieces, rows, Meaning(dim=1)), x) and split(x, rows, None) == (x, x, x)
     assert torch.equal(join(split(x.t(), rows), rows), x.t()) and join([x], [7]) is x
 
 
-@pytest.mark.parametrize("dim", [0, 1, None])
-def test_gradients_of_pieces_are_those_of_joining(dim: int | None) -> None:
+@pytest.mark.parametrize(
+    ("meaning", "shapes"),
+    [
+        (Meaning(), [(3, 2), (2, 2), (2, 2)]),
+        (Meaning(dim=1), [(2, 3), (2, 2), (2, 2)]),
+        (Meaning(each=4), [(12, 2), (8, 2), (8, 2)]),
+        (Meaning("mean"), [()] * 3),
+        (Meaning("counted"), [(5,)] * 3),
+        (Meaning("sum"), [(5,)] * 3),
+    ],
+)
+def test_gradients_of_pieces_are_those_of_joining(meaning: Meaning, shapes: list[tuple[int, ...]]) -> None:
     rows = [3, 2, 2]
-    shapes: dict[int | None, list[tuple[int, ...]]] = {
-        0: [(n, 2) for n in rows],
-        1: [(2, n) for n in rows],
-        None: [()] * 3,
-    }
-    pieces = [torch.randn(shape, requires_grad=True) for shape in shapes[dim]]
-    whole = join(pieces, rows, dim)
+    pieces = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    whole = join(pieces, rows, meaning)
     gradient = torch.randn_like(whole)
     whole.backward(gradient)
-    for piece, found in zip(pieces, split_gradient(gradient, rows, dim), strict=True):
+    for piece, found in zip(pieces, split_gradient(gradient, rows, meaning), strict=True):
         torch.testing.assert_close(found, piece.grad)
-    assert split_gradient(gradient, [7], dim)[0] is gradient
+    assert split_gradient(gradient, [7], meaning)[0] is gradient
 
 
 def test_numbers_join_to_their_mean_by_rows() -> None:
-    assert float(join([torch.tensor(7.0), torch.tensor(14.0)], [5, 2], None)) == pytest.approx(5 + 4)
+    assert float(join([torch.tensor(7.0), torch.tensor(14.0)], [5, 2], MEAN)) == pytest.approx(5 + 4)
+
+
+def test_what_is_the_same_for_all_microbatches_is_a_whole_gradient() -> None:
+    """Each microbatch makes it, and their gradients add up to that of one."""
+    ones = [torch.ones(2)] * 2
+    assert torch.equal(join(ones, [2, 1], Meaning("same")), ones[0])
+    assert torch.equal(torch.stack(list(split_gradient(torch.ones(2), [2, 1], Meaning("same")))).sum(0), ones[0])
+    with pytest.raises(InputError, match=r"every microbatch of the example had the same.*n_microbatches=1"):
+        join([torch.tensor(3), torch.tensor(4)], [2, 1], Meaning("same"))
+
+
+def test_counts_and_flags_join() -> None:
+    counts, flags = [torch.tensor(3), torch.tensor(4)], [torch.tensor(True), torch.tensor(False)]
+    found = join(counts, [2, 1], Meaning("sum"))
+    assert found.dtype == torch.int64 and int(found) == 7
+    assert not join(flags, [2, 1], Meaning("all")) and join(flags, [2, 1], Meaning("any"))
+    with pytest.raises(InputError, match="why"):
+        join(counts, [2, 1], Meaning("unjoined", why="why"))
 
 
 def test_targets_are_cut_where_they_have_the_rows() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from fxsplit.errors import FxsplitError, InputError, TraceError
 from fxsplit.frontend.check.gradients import TOLERANCE, check_gradients
-from fxsplit.frontend.check.outputs import find_output_dims, unpack_output
+from fxsplit.frontend.check.outputs import refuse_objects, unpack_output
 from fxsplit.frontend.check.run import Runner, describe, summarize
 from fxsplit.frontend.graph import list_fetched
 from fxsplit.frontend.no_trace_left import refuse_assignments
@@ -32,12 +32,12 @@ from fxsplit.torch_internals.user_lines import warn_user
 def check_graph(subject: Subject, gm: fx.GraphModule, rows: int) -> CallEffects:
     """Return what one call leaves behind; raises TraceError where model and graph differ on the first `rows` rows.
 
-    Raises InputError for an output that is no batch. The nodes of `gm` get the shapes of their values, for dumps, and
-    its output gets plain containers of tensors.
+    Raises InputError for an output that is neither a tensor nor a constant. The nodes of `gm` get the shapes of their
+    values, for dumps, and its output gets plain containers of tensors.
     """
     with refuse_assignments(subject.model), subject.make_runnable(rows, gm) as here:
         try:
-            effects = _compare(here, gm, subject.is_cut)
+            effects = _compare(here, gm)
         except (RuntimeError, ValueError, TypeError) as error:
             if not subject.from_shapes or isinstance(error, FxsplitError):
                 raise
@@ -51,7 +51,7 @@ def check_graph(subject: Subject, gm: fx.GraphModule, rows: int) -> CallEffects:
     return replace(effects, written_buffers=own)
 
 
-def _compare(here: Runnable, gm: fx.GraphModule, is_cut: bool) -> CallEffects:
+def _compare(here: Runnable, gm: fx.GraphModule) -> CallEffects:
     """Compare model and graph as they run `here`, perhaps as copies; return what a call leaves behind.
 
     `gm` is the graph that the IR will hold: it gets the shapes, and the plain containers of the output.
@@ -80,7 +80,7 @@ def _compare(here: Runnable, gm: fx.GraphModule, is_cut: bool) -> CallEffects:
         _compare_values(here, f"argument {spec.name!r}, which it writes to,", a, b)
     _run_code(here)
     sets_hooks = check_gradients(here)
-    output_dims = find_output_dims(here, wanted, is_cut)
+    refuse_objects(here, wanted)
     unpack_output(gm, got)
     containers = _find_own_containers(here, expected, got)
     if rewritten:
@@ -101,7 +101,6 @@ def _compare(here: Runnable, gm: fx.GraphModule, is_cut: bool) -> CallEffects:
         saved_buffers=saved,
         sets_hooks=sets_hooks,
         containers=containers,
-        output_dims=output_dims,
     )
 
 

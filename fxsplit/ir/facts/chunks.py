@@ -20,8 +20,6 @@ class Replicate:
 
 Chunks = Mapping[str, "int | type[Replicate]"]
 """By argument, or part of one: the dimension that is cut into microbatches, or Replicate."""
-UNJOINED = -1
-"""In place of an output's dimension: its rows depend on each other, so that it is right for whole batches alone."""
 TARGET = "target"
 """What the target of `step` is called in `chunks`."""
 

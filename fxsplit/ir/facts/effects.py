@@ -13,10 +13,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fxsplit.errors import BrokenFact, InputError
-from fxsplit.ir.facts.chunks import UNJOINED
+from fxsplit.errors import BrokenFact
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.example import Example
+from fxsplit.ir.facts.meanings import Meaning
 from fxsplit.ir.graph import IR, Fact, GivenFact
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.dependences import find_inseparable, find_ordered_pairs
@@ -101,8 +101,7 @@ class CallEffects(GivenFact):
     saved_buffers: paths of the buffers that every call writes and that an operator may have saved for its backward.
     sets_hooks: whether modules put gradient hooks on activations.
     containers: the model's own containers (an OrderedDict, for example), where the graph returns plain ones.
-    output_dims: for each output tensor, the dimension on which microbatches are joined; None for a single number, of
-        which the mean by rows is taken; or UNJOINED.
+    meanings: for each output tensor, what that of the batch is in terms of those of its microbatches.
     """
 
     writes_inputs: bool = False
@@ -110,17 +109,9 @@ class CallEffects(GivenFact):
     saved_buffers: tuple[str, ...] = ()
     sets_hooks: bool = False
     containers: pytree.TreeSpec | None = None
-    output_dims: tuple[int | None, ...] = ()
+    meanings: tuple[Meaning, ...] = ()
 
     made_by: ClassVar[str] = "trace"
-
-    def check_cut(self, n_microbatches: int) -> None:
-        """Raise InputError if the outputs of so many microbatches cannot be joined."""
-        if n_microbatches > 1 and UNJOINED in self.output_dims:
-            raise InputError(
-                f"output {self.output_dims.index(UNJOINED)} is not one row for each row of the input, and the pipeline "
-                f"was compiled for one microbatch a batch, not {n_microbatches}: compile with n_microbatches=1"
-            )
 
     def __str__(self) -> str:
         """One line for each field that says more than "nothing"."""
@@ -128,4 +119,4 @@ class CallEffects(GivenFact):
         lines = ["writes its inputs"] * self.writes_inputs + ["sets hooks"] * self.sets_hooks
         lines += [f"writes buffer {path}" for path in self.written_buffers]
         lines += [f"saves buffer {path}" for path in self.saved_buffers]
-        return "\n".join([*lines, f"outputs joined on {list(self.output_dims)}"])
+        return "\n".join([*lines, f"outputs: {', '.join(map(str, self.meanings)) or 'none'}"])

@@ -36,7 +36,7 @@ class Parity(Two):
 class Several(Two):
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
-        out: Tensor = self.b(h - h.mean(0) if x.shape[0] > 1 else h)
+        out: Tensor = self.b(h - h.mean(1, keepdim=True) if x.shape[0] > 1 else h)
         return out
 
 

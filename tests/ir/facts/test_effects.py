@@ -11,12 +11,12 @@ from torch import Tensor, fx, nn
 
 import fxsplit
 from fxsplit import IR
-from fxsplit.errors import BrokenFact, InputError, MissingFact
+from fxsplit.errors import BrokenFact, MissingFact
 from fxsplit.frontend.capture import capture
-from fxsplit.ir.facts.chunks import UNJOINED
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.effects import CallEffects, Effects, find_effects, observe_effects
 from fxsplit.ir.facts.machine import Machine
+from fxsplit.ir.facts.meanings import ROWS, Meaning
 from fxsplit.passes import Profile
 
 
@@ -110,12 +110,9 @@ def test_a_saved_profile_still_says_what_planning_needs(tmp_path: Path) -> None:
     assert any(node.draws for node in loaded.nodes) and loaded.together
 
 
-def test_a_batch_is_cut_only_where_its_outputs_can_be_joined() -> None:
-    whole = CallEffects(output_dims=(0, UNJOINED))
-    whole.check_cut(1)
-    CallEffects(output_dims=(0, None, 1)).check_cut(3)
-    with pytest.raises(InputError, match=r"output 1 is not one row.*one microbatch a batch, not 2: .*n_microbatches=1"):
-        whole.check_cut(2)
+def test_a_dump_says_what_outputs_mean() -> None:
+    effects = CallEffects(meanings=(Meaning(), Meaning(dim=1, each=4), Meaning("sum")))
+    assert str(effects) == "outputs: rows on 0, rows on 1, 4 each, sum" and str(CallEffects()) == "outputs: none"
 
 
 def test_what_a_call_leaves_behind() -> None:
@@ -135,12 +132,12 @@ def test_what_a_call_leaves_behind() -> None:
 
     model = Stateful()
     effects = capture(model, (torch.randn(4, 8),), {}, 2)[CallEffects]
-    assert effects.writes_inputs and not effects.sets_hooks and effects.output_dims == (0,)
+    assert effects.writes_inputs and not effects.sets_hooks and effects.meanings == (ROWS,)
     assert list(effects.written_buffers) == ["count"] and effects.written_buffers["count"] is model.count
     assert effects.saved_buffers == ("count",)
     assert str(effects).splitlines() == [
         "writes its inputs",
         "writes buffer count",
         "saves buffer count",
-        "outputs joined on [0]",
+        "outputs: rows on 0",
     ]

@@ -33,7 +33,7 @@ class Remembers(nn.Module):
         return copied
 
     def forward(self, x: Tensor) -> Tensor:
-        self.kept = x.mean()
+        self.kept = x.mean(1, keepdim=True)
         with suppress(threading.BrokenBarrierError):
             self.met.wait(timeout=0.02)
         self.met.reset()

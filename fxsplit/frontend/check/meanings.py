@@ -1,0 +1,267 @@
+"""Find what each output means by microbatches: rows, a mean, a sum, or what only the whole batch has.
+
+What holds between a batch and pieces of it of different sizes is taken to hold for microbatches. Where the example
+leaves it open, as a loss of zero does, other rows of the same kind are tried, with other weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fxsplit.errors import InputError
+from fxsplit.frontend.check.rows import cut_pieces, join_pieces, mix_rows
+from fxsplit.frontend.check.trial import (
+    Run,
+    choose_pieces,
+    copy_in_double,
+    divide_evenly,
+    run_model,
+    run_pieces,
+    take_batch,
+)
+from fxsplit.frontend.check.wrong_cuts import describe_wrong_cuts, explain_failure
+from fxsplit.frontend.subject import Runnable, Subject
+from fxsplit.ir.facts.agreement import find_rows_dim, is_close, is_weighted_mean, list_kinds
+from fxsplit.ir.facts.meanings import MEAN, Kind, Meaning
+from fxsplit.torch_internals.fake_weights import has_values
+from fxsplit.torch_internals.user_lines import warn_user
+
+TRIES = 3
+"""Batches that are made of the example where it leaves open what an output means."""
+ALONE = "compile with n_microbatches=1, or return one row for each row of the input and reduce outside of the model"
+WHOLE = Meaning("unjoined", why="the pipeline was compiled for one microbatch a batch: compile with n_microbatches=1")
+"""Of all outputs of a model whose batches stay whole."""
+
+
+def find_meanings(subject: Subject, *, joined: bool = True) -> tuple[Meaning, ...]:
+    """Return what each output tensor of the subject's model means by microbatches.
+
+    joined: whether outputs of microbatches are ever to be joined; where not, none means anything.
+
+    Warns of a meaning that is assumed, and of rows that depend on each other. Raises InputError for a Python value that
+    depends on the number of rows, and for an argument that is cut by mistake.
+    """
+    with subject.make_runnable(subject.batch) as here:
+        trial = _Trial(subject, here)
+        if not joined:
+            return trial.leave_whole()
+        run = trial.run()
+        if run is None:
+            return trial.leave_whole()
+        found = [trial.judge(name, run) for name in run.whole if trial.is_tensor(name, run)]
+        wrong = describe_wrong_cuts(subject, here) if trial.doubtful and not subject.from_shapes else None
+        # Outputs that are refused when somebody asks for them may wait until then.
+        if wrong and trial.said:
+            raise InputError(wrong)
+        for text in trial.said:
+            warn_user(text)
+    return tuple(replace(m, why=f"{m.why}. But {wrong}") if wrong and m.kind == "unjoined" else m for m in found)
+
+
+class _Trial:
+    """One trial of a subject; `here` is its model with the whole example.
+
+    `said` are texts to warn with. `doubtful`: whether an output is not what its microbatches make.
+    """
+
+    def __init__(self, subject: Subject, here: Runnable) -> None:
+        self._subject = subject
+        self._here = here
+        self.said: list[str] = []
+        self.doubtful = False
+        self._closer: dict[tuple[int, ...], Run] = {}
+
+    def run(self) -> Run | None:
+        """Return the first run that the model does not fail in.
+
+        None where the model takes the example's number of rows alone, and no batch is cut. Raises what it fails with.
+        """
+        failed: list[Exception] = []
+        for rows in self._list_sizes():
+            try:
+                run = self._run(self._here, rows)
+            except Exception as error:
+                failed.append(error)
+                continue
+            # A few rows show which dimension has them. What a number means, the whole example shows better.
+            whole = failed or self._subject.from_shapes or sum(rows) >= self._subject.batch
+            if whole or all(_is_batch(name, run) for name in run.whole):
+                return run
+        if not self._subject.is_cut:
+            return None
+        raise explain_failure(self._subject, failed[-1]) or failed[-1]
+
+    def leave_whole(self) -> tuple[Meaning, ...]:
+        """Return what the outputs mean where they are never joined: nothing."""
+        # Not `run`: the model may be right for its own number of rows only, which is all that it gets.
+        outputs = run_model(self._here, self._here.tensors, from_shapes=self._subject.from_shapes).values()
+        constants = [value for value in outputs if not isinstance(value, Tensor)]
+        # Numbers become part of the graph, and the next batch may have other rows.
+        if any(isinstance(value, (int, float)) for value in constants) and (run := self.run()):
+            for name in run.whole:
+                self.is_tensor(name, run)
+        return (WHOLE,) * (len(outputs) - len(constants))
+
+    def is_tensor(self, name: str, run: Run) -> bool:
+        """Return whether an output is a tensor; raises InputError for any other value that depends on the rows."""
+        whole, pieces = run.take(name)
+        if isinstance(whole, Tensor) and all(isinstance(piece, Tensor) for piece in pieces):
+            return True
+        for piece, rows in zip(pieces, run.rows, strict=True):
+            if type(piece) is not type(whole) or piece != whole:
+                raise InputError(
+                    f"{name} of {self._here.name} is {piece!r} for {rows} rows and {whole!r} for {sum(run.rows)}, and "
+                    "not the same for every microbatch: return tensors only"
+                )
+        return False
+
+    def judge(self, name: str, run: Run) -> Meaning:
+        """Return what an output tensor means."""
+        whole, pieces = run.take(name)
+        batched = find_rows_dim(whole.shape, [piece.shape for piece in pieces], run.rows)
+        if batched is not None:
+            return self._judge_rows(name, run, *batched)
+        if all(piece.shape == whole.shape for piece in pieces):
+            return self._judge_number(name, run)
+        return self._refuse(name, run, "it has not one row for each row of the input")
+
+    # The kinds of outputs
+
+    def _judge_rows(self, name: str, run: Run, dim: int, each: int) -> Meaning:
+        """Return the meaning of an output that is as long as there are rows, or `each` times as long."""
+        if self._subject.from_shapes:
+            unknown = "without weights it is unknown whether it is in the order of the rows"
+            return Meaning("rows", dim) if each == 1 else self._refuse(name, run, unknown)
+        for exact in (False, True):
+            found, loose = self._look_closer(run) if exact else (run, False)
+            whole, pieces = found.take(name)
+            if is_close(whole, torch.cat(pieces, dim), loose=loose):
+                return Meaning("rows", dim, each)
+        if each > 1:
+            return self._refuse(name, run, "it is not in the order of the rows, or they depend on each other")
+        self.doubtful = True
+        self.said.append(
+            f"the rows of {name} of {self._here.name} depend on each other: the pipeline computes them within "
+            "microbatches, which differs from the whole batch; compile with n_microbatches=1 for that"
+        )
+        return Meaning("rows", dim)
+
+    def _judge_number(self, name: str, run: Run) -> Meaning:
+        """Return the meaning of an output whose shape is the same for any number of rows, such as a loss."""
+        whole, pieces = run.take(name)
+        if self._subject.from_shapes:
+            if not whole.is_floating_point():
+                return self._refuse(name, run, "without weights it is unknown whether it is a sum")
+            self.said.append(
+                f"{name} of {self._here.name} has no rows, and without weights nothing tells what it means: the "
+                "pipeline takes it for a mean over rows; if it is a sum, or compares rows, compile with "
+                "n_microbatches=1, or once the weights are loaded"
+            )
+            return MEAN
+        kinds = list_kinds(whole, pieces, run.rows)
+        if not kinds:
+            closer, loose = self._look_closer(run)
+            kinds = list_kinds(*closer.take(name), closer.rows, loose=loose)
+        if not kinds and self._is_counted(name, whole):
+            self.doubtful = True
+            self.said.append(
+                f"{name} of {self._here.name} is divided by a count of its own, such as that of labels other than "
+                "ignore_index: the pipeline averages it by rows, which differs from the whole batch where microbatches "
+                "have other counts; hand the count to the model (Hugging Face: num_items_in_batch=), or compile with "
+                "n_microbatches=1"
+            )
+            return Meaning("counted")
+        if "same" in kinds and len(kinds) > 1:
+            kinds = self._try_others(name, kinds)
+        kind = next((k for k in ("same", "mean", "sum", "all", "any") if k in kinds), None)
+        return self._refuse(name, run, "its rows depend on each other") if kind is None else Meaning(kind)
+
+    def _refuse(self, name: str, run: Run, reason: str) -> Meaning:
+        """Return the meaning of an output that microbatches do not make, with the sentence that says so."""
+        whole, pieces = run.take(name)
+        self.doubtful = True
+        shown = list(dict.fromkeys(f"{_describe(p)} for {n}" for p, n in zip(pieces, run.rows, strict=True)))
+        found = f"{name} of {self._here.name} is {_describe(whole)} for {sum(run.rows)} rows, {' and '.join(shown)}"
+        return Meaning("unjoined", why=f"{found}: {reason}, so that microbatches do not make it; {ALONE}")
+
+    # More runs
+
+    def _list_sizes(self) -> Iterator[tuple[int, ...]]:
+        """Return the sizes of pieces to try, one list after another."""
+        batch, rows = self._subject.batch, self._subject.rows
+        small = (rows, rows // 2 or 2)
+        cut = [spec for spec in self._here.inputs.specs if spec.batch_dim is not None]
+        # Several arguments have to stay together: one may be no batch at all, and right at its full length only.
+        if sum(small) < batch and (len(cut) == 1 or self._subject.from_shapes):
+            yield small
+        yield choose_pieces(batch, rows)
+        if self._subject.is_cut:
+            yield divide_evenly(batch, rows)
+            yield small  # memory may not suffice for the whole example
+
+    def _run(self, here: Runnable, rows: tuple[int, ...]) -> Run:
+        """Return a run on the example's rows, or on some of them."""
+        shapes = self._subject.from_shapes
+        return run_pieces(here, take_batch(here, sum(rows), from_shapes=shapes), rows, from_shapes=shapes)
+
+    @cached_property
+    def _double(self) -> Runnable | None:
+        """A copy in double precision, where rounding is no reason for a difference."""
+        return copy_in_double(self._here, jitter=False)
+
+    def _look_closer(self, run: Run) -> tuple[Run, bool]:
+        """Return the same run in double precision; where that is impossible the run itself, to be compared loosely."""
+        if self._double is not None and run.rows not in self._closer:
+            with suppress(Exception):  # for example of a model that knows float32 alone
+                self._closer[run.rows] = self._run(self._double, run.rows)
+        return (self._closer[run.rows], False) if run.rows in self._closer else (run, True)
+
+    @cached_property
+    def _others(self) -> list[Run]:
+        """Runs on other rows of the same kind, with other weights."""
+        moved = copy_in_double(self._here, jitter=True) or self._here
+        rows = choose_pieces(self._subject.batch, self._subject.rows)
+        found = []
+        with suppress(Exception):  # a model may check what it is given
+            for shift in range(1, TRIES + 1):
+                found.append(run_pieces(moved, mix_rows(moved.inputs, take_batch(moved, sum(rows)), shift), rows))
+        return found
+
+    def _try_others(self, name: str, kinds: set[Kind]) -> set[Kind]:
+        """Return which of `kinds` an output still is on other rows."""
+        for run in self._others:
+            kinds = kinds & list_kinds(*run.take(name), run.rows)
+        return kinds
+
+    def _is_counted(self, name: str, whole: Tensor) -> bool:
+        """Return whether a number is a mean of microbatches, but with other weights than their rows."""
+        batch = self._subject.batch
+        if self._double is None or whole.ndim or not whole.is_floating_point() or batch < len("abc"):
+            return False
+        tensors = take_batch(self._double, batch)
+        a, b, c = cut_pieces(self._here.inputs, tensors, divide_evenly(batch, -(-batch // len("abc"))))
+        ab, bc = (join_pieces(self._here.inputs, pair) for pair in ((a, b), (b, c)))
+        parts = {"a": a, "b": b, "c": c, "ab": ab, "bc": bc, "abc": tensors}
+        try:
+            return is_weighted_mean({part: run_model(self._double, rows)[name] for part, rows in parts.items()})
+        except Exception:  # for example two rows that must stay together
+            return False
+
+
+def _is_batch(name: str, run: Run) -> bool:
+    """Return whether an output has a row for each row of the input, or is no tensor or number."""
+    whole, pieces = run.take(name)
+    if not isinstance(whole, Tensor):
+        return not isinstance(whole, (int, float)) or isinstance(whole, bool)
+    return find_rows_dim(whole.shape, [piece.shape for piece in pieces], run.rows) is not None
+
+
+def _describe(value: Tensor) -> str:
+    """Return a number itself, and the shape of any other tensor."""
+    return f"{value.item():.4g}" if value.ndim == 0 and has_values(value) else f"of shape {tuple(value.shape)}"

@@ -1,0 +1,87 @@
+"""Rows of a batch, to try a model on: pieces of it, more rows than there are, and others of the same kind."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from fxsplit.ir.facts.call import Inputs
+
+SHARE = 0.7
+"""The share of its own row in a mixed one."""
+
+
+def cut_pieces(
+    inputs: Inputs, tensors: Sequence[Tensor], rows: Sequence[int], whole: Collection[int] = ()
+) -> list[list[Tensor]]:
+    """Return the tensors of one microbatch after another, which have so many rows each.
+
+    Those whose positions are in `whole` are given to all of them as they are.
+    """
+    pieces, start = [], 0
+    dims = [None if i in whole else spec.batch_dim for i, spec in enumerate(inputs.specs)]
+    for count in rows:
+        pairs = zip(tensors, dims, strict=True)
+        pieces.append([t if dim is None else t.narrow(dim, start, count) for t, dim in pairs])
+        start += count
+    return pieces
+
+
+def join_pieces(inputs: Inputs, pieces: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Return the tensors of several pieces as those of one."""
+    columns = zip(inputs.specs, *pieces, strict=True)
+    return [column[0] if s.batch_dim is None else torch.cat(column, s.batch_dim) for s, *column in columns]
+
+
+def add_rows(inputs: Inputs, tensors: Sequence[Tensor], rows: int) -> list[Tensor]:
+    """Return the tensors with so many rows more, which are mixed from those there are."""
+    batch = inputs.count_rows(tensors)
+    mixed = mix_rows(inputs, tensors, 1)
+    # Cyclically, since there may be fewer rows than are to be added.
+    order = [i % batch for i in range(rows)]
+    return [
+        t if s.batch_dim is None else torch.cat([t, *(m.narrow(s.batch_dim, i, 1) for i in order)], s.batch_dim)
+        for s, t, m in zip(inputs.specs, tensors, mixed, strict=True)
+    ]
+
+
+def mix_rows(inputs: Inputs, tensors: Sequence[Tensor], shift: int) -> list[Tensor]:
+    """Return as many other rows of the same kind: floats between those of two rows, all else as in another row.
+
+    What lies between two probabilities, masks or images is one again. A single row is scaled.
+    """
+    made = []
+    for spec, t in zip(inputs.specs, tensors, strict=True):
+        if spec.batch_dim is None:
+            made.append(t)
+            continue
+        other = t.roll(shift, spec.batch_dim)
+        if not t.is_floating_point():
+            made.append(other)
+        elif t.shape[spec.batch_dim] == 1:
+            made.append(SHARE * t)
+        else:
+            # Where both are infinite, as in masks, their difference would be no number.
+            made.append(torch.where(t == other, t, SHARE * t + (1 - SHARE) * other))
+    return made
+
+
+def tell_rows_apart(inputs: Inputs, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors with rows that differ where all floats of a tensor are one number, as torch.ones makes them.
+
+    Of rows that are alike, the largest is also their mean. The new rows lie between half the number and the number, or
+    between 0.5 and 1 where it is zero.
+    """
+    made = []
+    for spec, t in zip(inputs.specs, tensors, strict=True):
+        alike = spec.batch_dim is not None and t.is_floating_point() and bool((t == t.flatten()[:1]).all())
+        if not alike:
+            made.append(t)
+            continue
+        rows = t.shape[spec.batch_dim or 0]
+        shape = [rows if d == spec.batch_dim else 1 for d in range(t.ndim)]
+        scale = torch.linspace(0.5, 1.0, rows, dtype=t.dtype, device=t.device).view(shape)
+        made.append((torch.ones_like(t) if not t.any() else t) * scale)
+    return made

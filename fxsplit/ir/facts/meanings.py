@@ -1,0 +1,38 @@
+"""Meanings: what an output of the whole batch is, in terms of that output of each microbatch.
+
+Logits are the microbatches' logits, one behind the other. A loss may be the mean of the microbatches' losses, or their
+sum. A contrastive loss is neither: it compares rows, and no microbatch knows the rows of another one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["rows", "mean", "counted", "sum", "same", "all", "any", "unjoined"]
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """How one output tensor of all microbatches becomes that of the batch.
+
+    kind: "rows": they are laid one behind the other along `dim`, where each row of the input has `each` entries.
+        "mean": their mean, weighted by rows. "counted": the same, although the model divides by a count other than that
+        of its rows, so that the batch's own number is another one. "sum": their sum. "same": every microbatch has the
+        same. "all", "any": whether all of these flags are set, or any. "unjoined": nothing can be made of them.
+    why: for "unjoined", the sentence that an error says of it.
+    """
+
+    kind: Kind = "rows"
+    dim: int = 0
+    each: int = 1
+    why: str = ""
+
+    def __str__(self) -> str:
+        """For example `rows on 0`, `rows on 0, 4 each` or `sum`."""
+        if self.kind != "rows":
+            return self.kind
+        return f"rows on {self.dim}" + f", {self.each} each" * (self.each > 1)
+
+
+ROWS, MEAN = Meaning(), Meaning("mean")

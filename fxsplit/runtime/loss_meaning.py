@@ -1,0 +1,161 @@
+"""Find out how a user's loss function reduces the losses of rows, on the microbatches of its first steps.
+
+A function says nothing of itself. If the loss of a microbatch is the mean of the losses of its pieces, by rows, then
+the loss of a batch is the mean of those of its microbatches. If it is their sum, so is that of a batch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxsplit.ir.facts.agreement import list_kinds
+from fxsplit.ir.facts.meanings import Kind, Meaning
+from fxsplit.runtime.microbatches import find_target_dims
+from fxsplit.runtime.program import Program
+from fxsplit.torch_internals import pytree
+from fxsplit.torch_internals.expectations import expect_averages
+from fxsplit.torch_internals.fake_weights import Snapshot
+from fxsplit.torch_internals.user_lines import warn_user
+
+MOST_STEPS = 3
+"""Steps after which a loss whose meaning is still open, such as one that is always zero, is left alone."""
+SHARE = 0.7
+"""The share of its own row in a mixed one."""
+
+
+class LossMeaning:
+    """What is known of one loss function, beside one program; its microbatches may be computed on several threads.
+
+    looks: whether microbatches are looked at, or what is stated is believed.
+    reduction: "mean" or "sum", as the function states it, or as it was found out; None while it is open.
+    """
+
+    def __init__(self, loss_fn: Callable[..., Any], stated: str | None, *, looks: bool = True) -> None:
+        self.reduction = "mean" if stated == "batchmean" else stated
+        self._loss_fn = loss_fn
+        self._steps = 0 if looks else MOST_STEPS
+        self._differs = ""
+        self._lock = threading.Lock()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether microbatches are still looked at."""
+        return self._steps < MOST_STEPS
+
+    def begin_step(self) -> None:
+        """Forget what a step noticed that then failed."""
+        self._differs = ""
+
+    def look_at(self, program: Program, outputs: Sequence[Any], target: tuple[Any, ...], rows: int) -> None:
+        """Compare the loss of a microbatch, from the last stage's `outputs` for its rows, with that of its pieces."""
+        with self._lock, torch.no_grad():
+            try:
+                kinds = _find_kinds(self._loss_fn, program, outputs, target, rows)
+            except Exception as error:  # a loss may be made for its number of rows alone
+                self._differs = self._differs or f"it does not run on pieces of a microbatch ({error})"
+                return
+            if len(kinds) > 1:
+                return  # a loss of zero is a mean as well as a sum
+            found = next(iter(kinds), None)
+            if self.reduction is None:
+                self.reduction = found
+            if found is None or found != self.reduction:
+                self._differs = "a microbatch's is neither the mean nor the sum of that of its rows"
+
+    def end_step(self) -> None:
+        """Warn, once, of a loss that is not for the batch what its microbatches make."""
+        if not self.is_open:
+            return
+        self._steps = MOST_STEPS if self.reduction is not None or self._differs else self._steps + 1
+        if self._differs:
+            warn_user(
+                f"loss_fn is no mean over rows and no sum: {self._differs}. The pipeline averages it over "
+                "microbatches, by rows, which differs from the loss of the whole batch: divide by the number of rows, "
+                "state loss_fn.reduction = 'sum', or compile with n_microbatches=1"
+            )
+
+
+def _find_kinds(
+    loss_fn: Callable[..., Any], program: Program, outputs: Sequence[Any], target: tuple[Any, ...], rows: int
+) -> set[Kind]:
+    """Return what the loss of rows is in terms of that of pieces of them: "mean" or "sum", both, or neither."""
+    kinds: set[Kind] = {"mean", "sum"}
+    buffers = Snapshot(loss_fn.buffers() if isinstance(loss_fn, nn.Module) else ())
+    leaves, structure = pytree.tree_flatten(target)
+    tensors, n_outputs = [*outputs, *leaves], len(outputs)
+    cuts = [*map(_find_cut, program.joined), *((dim, 1) for dim in find_target_dims(leaves, rows, program.inputs))]
+
+    def compute(part: Sequence[Any]) -> Tensor:
+        made = program.build_result(part[:n_outputs])
+        return _compute(loss_fn, made, pytree.tree_unflatten(part[n_outputs:], structure))
+
+    try:
+        with expect_averages():
+            # Equal losses of all pieces leave open what they mean: mixed rows may tell then.
+            for mixed in (False, True):
+                parts, sizes = _list_parts(tensors, cuts, rows, mixed=mixed)
+                whole, *pieces = map(compute, parts)
+                kinds &= list_kinds(whole, pieces, sizes, loose=whole.dtype is not torch.float64)
+                if len(kinds) < len(("mean", "sum")):
+                    break
+    finally:
+        buffers.restore()
+    return kinds
+
+
+def _find_cut(meaning: Meaning) -> tuple[int | None, int]:
+    """Return the dimension of an output that has the rows, and how many entries each row has there."""
+    return (meaning.dim, meaning.each) if meaning.kind == "rows" else (None, 1)
+
+
+def _list_parts(
+    tensors: Sequence[Any], cuts: Sequence[tuple[int | None, int]], rows: int, *, mixed: bool
+) -> tuple[list[list[Any]], tuple[int, int]]:
+    """Return outputs and target of a microbatch, or of rows mixed from it, then of two pieces of it, and their sizes.
+
+    The pieces differ in size, so that a mean is told from one weighted by rows. Fewer rows than three get more.
+    """
+    count = max(rows, 3)
+    first = count // 2 + 1
+    ranges = (range(count), range(first), range(first, count))
+    parts = []
+    for places in ranges:
+        part = []
+        for value, (dim, each) in zip(tensors, cuts, strict=True):
+            if not isinstance(value, Tensor) or dim is None:
+                part.append(value)
+                continue
+            other = _mix(value, dim, each)
+            pool = torch.cat([other if mixed else value, _mix(other, dim, each) if mixed else other], dim)
+            # Rows that are there first, and then those that are made of them.
+            chosen = [min(i, 2 * rows - 1) * each + k for i in places for k in range(each)]
+            part.append(pool.index_select(dim, torch.tensor(chosen, device=value.device)))
+        parts.append(part)
+    return parts, (first, count - first)
+
+
+def _mix(tensor: Tensor, dim: int, each: int) -> Tensor:
+    """Return other rows of the same kind: floats between those of two rows, all else as in another row."""
+    other = tensor.roll(each, dim)
+    if not tensor.is_floating_point():
+        return other
+    return SHARE * tensor if tensor.shape[dim] == each else SHARE * tensor + (1 - SHARE) * other
+
+
+def _compute(loss_fn: Callable[..., Any], outputs: Any, target: tuple[Any, ...]) -> Tensor:
+    """Return the loss of outputs and target in double precision, or in their own where it knows no other."""
+    try:
+        loss: Tensor = loss_fn(_widen(outputs), *_widen(target))
+    except (RuntimeError, TypeError):
+        loss = loss_fn(outputs, *target)
+    return loss.detach()
+
+
+def _widen(value: Any) -> Any:
+    """Return a tree with its floats in double precision."""
+    return pytree.tree_map(lambda t: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t, value)

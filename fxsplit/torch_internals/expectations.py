@@ -1,0 +1,130 @@
+"""Run a model so that no row depends on a draw or, through batch norm, on other rows; nothing else changes.
+
+Every random number is replaced by what it is on average: dropout keeps everything, and noise is zero. Batch norms that
+normalise by their batch normalise each row by itself. Then a batch and its microbatches differ only where the model
+itself lets rows depend on each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Given = dict[str, Any]
+
+
+def _pick(given: Given) -> Tensor:
+    """Return the most likely numbers of a multinomial draw."""
+    weights: Tensor = given["self"]
+    count: int = given["num_samples"]
+    if given.get("replacement"):
+        return weights.argmax(-1, keepdim=True).expand(*weights.shape[:-1], count)
+    return weights.topk(count, -1).indices
+
+
+def _read_options(given: Given) -> Given:
+    """Return dtype and device that a draw asks for."""
+    dtype = given.get("dtype")
+    # A schema's own default is a code, and always that of whole numbers.
+    return {"dtype": torch.int64 if isinstance(dtype, int) else dtype, "device": given.get("device")}
+
+
+def _make_like_draw(average: Any, given: Given) -> Tensor:
+    """Return a tensor with the shape and dtype of a draw, without drawing."""
+    if isinstance(average, Tensor):
+        return torch.empty_like(average)
+    like = next((given[name] for name in ("self", "std") if isinstance(given.get(name), Tensor)), None)
+    options = _read_options(given)
+    return torch.empty(given["size"], **options) if like is None else torch.empty_like(like, **options)
+
+
+AVERAGES: dict[str, Callable[[Given], Any]] = {
+    "bernoulli": lambda given: given["self"] if given.get("p") is None else given["p"],
+    "bernoulli_": lambda given: given["p"],
+    "uniform_": lambda given: (given["from"] + given["to"]) / 2,
+    "normal_": lambda given: given["mean"],
+    "normal": lambda given: given["mean"],
+    "exponential_": lambda given: 1 / given["lambd"],
+    "rand": lambda given: 0.5,
+    "rand_like": lambda given: 0.5,
+    "randn": lambda given: 0.0,
+    "randn_like": lambda given: 0.0,
+    "randint": lambda given: (given.get("low", 0) + given["high"] - 1) // 2,
+    "randint_like": lambda given: (given.get("low", 0) + given["high"] - 1) // 2,
+    "randperm": lambda given: torch.arange(given["n"], **_read_options(given)),
+    "multinomial": _pick,
+    "poisson": lambda given: given["self"],
+}
+"""What each operator draws on average, from its arguments by name."""
+
+
+class _Averages(TorchDispatchMode):
+    """Puts averages in place of what operators draw."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operator."""
+        kwargs = kwargs or {}
+        if not isinstance(func, torch._ops.OpOverload):  # torch.cond and the like, which run operators themselves
+            return func(*args, **kwargs)
+        names = [argument.name for argument in func._schema.arguments]
+        # Kernels of attention drop inside, where nothing could be put in place of it.
+        if "dropout_p" in names:
+            args = tuple(0.0 if name == "dropout_p" else a for name, a in zip(names, args, strict=False))
+            kwargs = {name: 0.0 if name == "dropout_p" else a for name, a in kwargs.items()}
+        name = func.overloadpacket.__name__
+        if name == "native_dropout":
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        if name not in AVERAGES:
+            return func(*args, **kwargs)
+        given: Given = {a.name: a.default_value for a in func._schema.arguments}
+        given |= {**dict(zip(names, args, strict=False)), **kwargs}
+        average = AVERAGES[name](given)
+        # Nothing is drawn: the generator is the caller's, and other threads may be drawing from it.
+        drawn = given["self"] if name.endswith("_") else _make_like_draw(average, given)
+        return drawn.copy_(average) if isinstance(average, Tensor) else drawn.fill_(average)
+
+
+class _RowsAlone(TorchFunctionMode):
+    """Lets batch norms that would use the statistics of their batch use each row's own root mean square."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Given | None = None
+    ) -> Any:
+        """Return what `func` returns; batch norm's module calls it with everything by position but eps and mode."""
+        if func is not F.batch_norm:
+            return func(*args, **(kwargs or {}))
+        names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+        given: Given = {"weight": None, "bias": None, "training": False, "eps": 1e-5}
+        given |= dict(zip(names, args, strict=False)) | (kwargs or {})
+        x: Any = given["input"]
+        if not given["training"] and given["running_mean"] is not None:
+            return func(*args, **(kwargs or {}))
+        # Not layer norm: of a single channel that would leave zeros.
+        x = x * (x.square().mean(tuple(range(1, x.ndim)), keepdim=True) + given["eps"]).rsqrt()
+        shape = (1, -1, *[1] * (x.ndim - 2))
+        for weight, join in ((given["weight"], torch.mul), (given["bias"], torch.add)):
+            x = x if weight is None else join(x, weight.view(shape))
+        return x
+
+
+@contextmanager
+def expect_averages() -> Iterator[None]:
+    """Replace random draws by their averages inside the block, on this thread."""
+    with _Averages():  # type: ignore[no-untyped-call]
+        yield
+
+
+@contextmanager
+def normalise_rows_alone() -> Iterator[None]:
+    """Let batch norms normalise each row by itself inside the block, on this thread."""
+    with _RowsAlone():
+        yield

@@ -1,0 +1,106 @@
+"""Arguments that are as long as the batch by accident, and models that run on whole batches alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxsplit
+from fxsplit.errors import InputError
+from tests.models import FAST
+
+
+class Weighs(nn.Module):
+    """Takes a number for each of 8 classes, and labels."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.a, self.b, self.how = nn.Linear(4, 8), nn.Linear(8, 8), how
+
+    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+        h: Tensor = self.b(torch.tanh(self.a(x)))
+        if self.how == "mean":
+            return h * w.mean()
+        if self.how == "loss":
+            return F.cross_entropy(h, h.detach().argmin(1), weight=w, reduction="sum")
+        return h * w
+
+
+class Masks(nn.Module):
+    """Attention with a mask for each pair of positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.o = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q = self.q(x)
+        out: Tensor = self.o(torch.softmax(q @ q.transpose(1, 2) + mask, -1) @ q)
+        return out
+
+
+X = torch.randn(8, 4)
+CASES: dict[str, tuple[nn.Module, tuple[Tensor, Tensor], str]] = {
+    "cut without an error": (Weighs("mean"), (X, torch.rand(8)), "w"),
+    "equal numbers": (Weighs("mean"), (X, torch.ones(8)), "w"),
+    "weights of classes": (Weighs("loss"), (X, torch.rand(8)), "w"),
+    "an error of shapes": (Weighs("row"), (X, torch.rand(8)), "w"),
+    "a mask as long as the batch": (Masks(), (torch.randn(8, 8, 4), torch.randn(8, 8)), "mask"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_argument_and_what_to_state_are_named(name: str) -> None:
+    """Once it was cut without a word, or torch's error about shapes came out."""
+    model, args, wrong = CASES[name]
+    options: Any = {"example_inputs": args, "n_microbatches": 4, "passes": FAST}
+    with pytest.raises(InputError, match=rf"argument '{wrong}' .*chunks={{'{wrong}': fxsplit.Replicate}}"):
+        fxsplit.compile(model, 2, **options)
+    with fxsplit.compile(model, 2, chunks={wrong: fxsplit.Replicate}, **options) as pipe:
+        torch.testing.assert_close(pipe(*args), model(*args))
+
+
+class Adds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(6, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x + self.rows)
+
+
+class Views(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.b(self.a(x).view(4, 8))
+        return out
+
+
+@pytest.mark.parametrize(
+    ("model", "x"),
+    [
+        (Adds(), torch.randn(6, 4)),
+        (Views(), torch.randn(4, 8)),
+        (nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)), torch.randn(3)),
+    ],
+)
+def test_a_model_for_its_own_number_of_rows_runs_in_one_piece(model: nn.Module, x: Tensor) -> None:
+    """Once it was called with every row twice, and torch's error for a shape came out that nobody had given."""
+    with fxsplit.compile(model, 2, n_microbatches=1, passes=FAST) as pipe:
+        found, wanted = pipe(x), model(x)
+        torch.testing.assert_close(found, wanted)
+    with pytest.raises(InputError, match=r"and not on microbatches of .*chunks=.*Replicate.*n_microbatches=1"):
+        fxsplit.compile(model, 2, example_inputs=x, n_microbatches=2, passes=FAST)
+
+
+def test_a_model_that_fails_by_itself_keeps_its_error() -> None:
+    with pytest.raises(RuntimeError, match="mat1 and mat2") as caught:
+        fxsplit.compile(nn.Linear(3, 3), 2, example_inputs=torch.randn(4, 5), n_microbatches=2, passes=FAST)
+    assert not isinstance(caught.value, InputError)

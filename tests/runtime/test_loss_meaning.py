@@ -1,0 +1,120 @@
+"""What a loss function of the user's means: a mean over rows, a sum, or what microbatches do not make."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxsplit
+from fxsplit.errors import FxsplitWarning
+from tests.models import FAST, Mlp
+
+
+def make_batch(rows: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(4)
+    return torch.randn(rows, 8).double(), torch.arange(rows) * 5 % 3
+
+
+class Scaled(nn.Module):
+    """A loss with a parameter in single precision, and dropout of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.drop = nn.Parameter(torch.tensor(2.0)), nn.Dropout(0.0)
+
+    def forward(self, outputs: Tensor, target: Tensor) -> Tensor:
+        loss: Tensor = self.drop(self.scale * F.cross_entropy(outputs, target, reduction="sum"))
+        return loss
+
+
+MEANS: dict[str, Any] = {
+    "cross entropy": F.cross_entropy,
+    "a lambda": lambda o, t: F.cross_entropy(o, t),
+    "tokens": lambda o, t: F.nll_loss(o.log_softmax(1), t) * 0.5,
+    "mean squares": lambda o, t: (o - t[:, None]).square().mean(),
+    "smoothed": lambda o, t: F.cross_entropy(o, t, label_smoothing=0.2),
+}
+SUMS: dict[str, Any] = {
+    "summed": lambda o, t: F.cross_entropy(o, t, reduction="sum"),
+    "over a constant": lambda o, t: F.cross_entropy(o, t, reduction="sum") / 20,
+    "times the rows": lambda o, t: F.cross_entropy(o, t) * len(t),
+    "a module": Scaled(),
+    "squares": lambda o, t: (o - t[:, None]).square().sum(),
+}
+
+
+@pytest.mark.parametrize("rows", [10, 3])
+@pytest.mark.parametrize("name", [*MEANS, *SUMS])
+def test_a_step_has_the_loss_and_gradients_of_the_whole_batch(name: str, rows: int) -> None:
+    """Once a function without `reduction` was averaged, also one that adds up: gradients were too small."""
+    loss_fn, model = (MEANS | SUMS)[name], Mlp().double()
+    unsplit, (x, y) = copy.deepcopy(model), make_batch(rows)
+    with fxsplit.compile(model, 2, loss_fn=loss_fn, n_microbatches=3, passes=FAST) as pipe:
+        for _ in range(2):
+            expected = loss_fn(unsplit(x), y)
+            expected.backward()
+            torch.testing.assert_close(pipe.step(x, target=y), expected.detach())
+            for a, b in zip(model.parameters(), unsplit.parameters(), strict=True):
+                torch.testing.assert_close(a.grad, b.grad)
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        lambda o, t: (o @ o.T).logsumexp(1).mean(),
+        lambda o, t: o.norm(),
+        lambda o, t: F.cross_entropy(o, t).exp(),
+        lambda o, t: F.cross_entropy(o, t, ignore_index=0),
+        nn.CrossEntropyLoss(ignore_index=0),
+        lambda o, t: F.cross_entropy(o.view(4, 3), t.view(4)),
+    ],
+)
+def test_a_loss_that_microbatches_do_not_make_is_said_once(loss_fn: Any) -> None:
+    x, y = make_batch(16)
+    with fxsplit.compile(Mlp().double(), 2, loss_fn=loss_fn, n_microbatches=4, passes=FAST) as pipe:
+        with pytest.warns(FxsplitWarning, match=r"loss_fn is no mean over rows and no sum.*n_microbatches=1") as said:
+            pipe.step(x, target=y)
+        assert said[0].filename == __file__
+        pipe.step(x, target=y)
+    with fxsplit.compile(Mlp().double(), 2, loss_fn=loss_fn, n_microbatches=1, passes=FAST) as pipe:
+        pipe.step(x[:4], target=y[:4])
+
+
+def test_a_loss_that_draws_or_keeps_state_is_left_as_it_was() -> None:
+    norm = nn.BatchNorm1d(3, affine=False).double()
+    x, y = make_batch(12)
+
+    def noisy(outputs: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(outputs + torch.randn_like(outputs), target)
+
+    for loss_fn in (noisy, lambda o, t: F.mse_loss(norm.eval()(o), torch.zeros_like(o))):
+        found = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            model = Mlp().double()
+            with fxsplit.compile(model, 2, loss_fn=loss_fn, n_microbatches=3, passes=FAST) as pipe:
+                torch.manual_seed(1)
+                found.append((float(pipe.step(x, target=y)), torch.get_rng_state().sum().item()))
+        assert found[0] == found[1]
+    assert not norm.num_batches_tracked
+
+
+def test_a_loss_of_zero_is_looked_at_again() -> None:
+    """Zeros are the mean and the sum of zeros: nothing is concluded from them."""
+    open_at_first = [0.0]
+
+    def hinge(outputs: Tensor, target: Tensor) -> Tensor:
+        return (F.relu(outputs - 100 + open_at_first[0])).sum()
+
+    model, (x, y) = Mlp().double(), make_batch(8)
+    with fxsplit.compile(model, 2, loss_fn=hinge, n_microbatches=2, passes=FAST) as pipe, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert pipe.step(x, target=y) == 0
+        open_at_first[0] = 200.0
+        torch.testing.assert_close(pipe.step(x, target=y), hinge(model(x), y).detach())
