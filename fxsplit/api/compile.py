@@ -131,5 +131,5 @@ def recompile_like(pipe: Pipeline, model: nn.Module, loss_fn: LossFn | None) -> 
             )
     # Deferred statistics are those of the whole batch, and the unsplit model runs microbatch by microbatch.
     chain = Chain(tuple(step for step in options.chain if not isinstance(step, standard.BatchNorm)))
-    options = replace(options, chain=chain, loss_fn=loss_fn, costs=None, dump=None, deferred_batch_norm=False)
+    options = replace(options, chain=chain, loss_fn=loss_fn, costs=None, observed=False, deferred_batch_norm=False)
     return Pipeline(pipe.compiler.recompile_like(model, options))

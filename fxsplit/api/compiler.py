@@ -7,6 +7,7 @@ program (lowering). Weights then move to the devices of their stages.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -22,10 +23,12 @@ from fxsplit.api.validity import Validity
 from fxsplit.errors import InputError, PlanError
 from fxsplit.formats.safetensors_files import WeightFiles
 from fxsplit.ir.dump import make_observers, show_progress
+from fxsplit.ir.dump_folder import DumpFolder
 from fxsplit.ir.facts.call import Call, Inputs
 from fxsplit.ir.facts.example import Example
 from fxsplit.ir.facts.scope import Scope
-from fxsplit.ir.graph import Mode, name_pass
+from fxsplit.ir.graph import Mode
+from fxsplit.ir.manager import Observer
 from fxsplit.passes import Leaf
 from fxsplit.runtime.microbatches import divide_rows
 from fxsplit.runtime.program import Batch, Program
@@ -62,6 +65,7 @@ class Compiler:
         # Programs of values that forward() read and that are others now, such as modes of torch; the latest last.
         self._outdated: deque[tuple[Mode, Compiled]] = deque(maxlen=MOST_OUTDATED)
         self._modules: list[int] = []
+        self._folder: DumpFolder | None = None
         self._turn = Turn()  # the first calls of several threads must not compile twice
 
     @leave_no_trace
@@ -189,11 +193,9 @@ class Compiler:
         like: what the model was compiled to before, in the other mode or for other shapes. Its stages are shared where
             the graph is the same; otherwise every weight stays on the stage that it has there.
         """
-        # Made first: a wrong name in FXSPLIT_PRINT_AFTER is refused before anything is measured.
-        # A second mode dumps into a folder of its own inside the first's.
-        inside = "" if like is None else get_mode(self.model)
-        observers = make_observers(self.options.dump, [name_pass(p) for p in self.options.passes], inside)
         inputs, tensors = Inputs.of(self.model, *call, self.options.chunks)
+        # Made before anything is measured: a folder that cannot be dumped to is refused.
+        observers = self._make_observers(inputs, tensors)
         rows = inputs.count_rows(tensors)
         from_shapes = self._from_shapes or (like is not None and like.captured[Example].from_shapes)
         capture_rows = partial(
@@ -239,6 +241,15 @@ class Compiler:
             moves_weights=moves_weights,
             versions={} if program.detached is None else read_versions(self.model),
         )
+
+    def _make_observers(self, inputs: Inputs, tensors: Sequence[Tensor]) -> Sequence[Observer]:
+        """Return what watches the chain for the model's present mode and these tensors."""
+        if not self.options.observed:
+            return []
+        self._folder = self._folder or DumpFolder(self.options.dump)
+        shapes = inputs.drop_rows(t.shape for t in tensors)
+        folder = self._folder.choose(type(self.model).__name__, get_mode(self.model), shapes)
+        return make_observers(folder, self.options.passes)
 
     def _forget_replaced_modules(self) -> None:
         """Forget all that was compiled if a submodule was replaced since: it is of another model."""

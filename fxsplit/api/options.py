@@ -69,6 +69,8 @@ class Options:
     chunks: Chunks | None = None
     costs: Costs | None = None
     dump: str | os.PathLike[str] | None = None
+    # Not an argument of compile(): what verify() compiles by itself is neither dumped nor printed.
+    observed: bool = True
 
     def __post_init__(self) -> None:
         if self.n_microbatches not in (None, AUTO):

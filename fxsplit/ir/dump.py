@@ -9,18 +9,25 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import TextIO
 
-from fxsplit.errors import ChainError, FileError
-from fxsplit.ir.files import make_folder, write_whole
-from fxsplit.ir.graph import IR
+import torch
+
+from fxsplit.errors import FileError
+from fxsplit.ir.chain import Chain
+from fxsplit.ir.dump_folder import clear_folder, mark_folder
+from fxsplit.ir.facts.example import Example
+from fxsplit.ir.files import write_whole
+from fxsplit.ir.graph import IR, name_pass
 from fxsplit.ir.manager import Observer
 from fxsplit.ir.progress import listen
 from fxsplit.ir.text import render
+from fxsplit.torch_internals.user_lines import warn_user
 
 PATIENCE_S = 1.0
 """Work that takes fewer seconds shows no progress bar."""
@@ -31,14 +38,19 @@ class DumpTo(Observer):
     """Writes `00-trace.txt` before the first pass, and `01-profile.txt` and so on after each pass.
 
     An IR in which something does not hold after a pass is written as `04-partition.failed.txt`, below the error.
+    `chain.json` says what the dump is of, and how long each pass took. `chain` is the chain as text.
     """
 
     folder: Path
+    chain: str = ""
     _count: int = field(default=0, init=False)
 
     def start(self, ir: IR) -> None:
-        """Write the IR as it was traced; raises FileError where the folder or the file cannot be made."""
-        make_folder(self.folder)
+        """Write the IR as it was traced, in place of an earlier dump.
+
+        Raises FileError where the folder or the file cannot be made, and for a folder with other files.
+        """
+        clear_folder(self.folder)
         # Each chain that runs numbers its files from 0, also where one observer watches several.
         self._count = 0
         self.after("trace", ir)
@@ -51,11 +63,10 @@ class DumpTo(Observer):
         """
         try:
             self._write(name, render(ir))
+            self._mark(ir)
         except FileError as error:
             if self._count == 0:
                 raise
-            from fxsplit.torch_internals.user_lines import warn_user  # loads torch, which planning has no use for
-
             warn_user(f"the dump lacks the IR after pass {name!r}: {error}. The pipeline is compiled all the same")
         self._count += 1
 
@@ -63,6 +74,15 @@ class DumpTo(Observer):
         """Write an IR that does not hold, below the error that says why."""
         lines = "".join(f"# {line}\n" for line in f"{type(error).__name__}: {error}".splitlines())
         self._write(f"{name}.failed", lines + render(ir))
+        self._mark(ir, failed=f"after {name}: {type(error).__name__}: {error}")
+
+    def _mark(self, ir: IR, **more: str) -> None:
+        """Write what the dump is of, up to now."""
+        example = ir.get(Example)
+        told = {"model": ir.model, "mode": ir.mode, "shapes": {} if example is None else example.describe()}
+        passes = [{"pass": step.text, "seconds": round(step.seconds, 6)} for step in ir.steps]
+        versions = {"fxsplit": version("fxsplit"), "torch": torch.__version__}
+        mark_folder(self.folder, {**told, "chain": self.chain, "passes": passes, "versions": versions, **more})
 
     def _write(self, name: str, text: str) -> None:
         """Write the file of the next number."""
@@ -96,24 +116,27 @@ class PrintAfter(Observer):
             print(f"# failed after {name}: {error}\n{render(ir)}", file=self.file or sys.stdout)
 
 
-def make_observers(
-    dump: str | os.PathLike[str] | None, passes: Sequence[str], inside: str = ""
-) -> list[DumpTo | PrintAfter]:
-    """Return the observers asked for by `dump=` and by FXSPLIT_DUMP and FXSPLIT_PRINT_AFTER in the environment.
+_unmatched: set[str] = set()
 
-    `inside` is a folder to dump into, within the one that is asked for. Raises ChainError when a name in
-    FXSPLIT_PRINT_AFTER is none of `passes`.
+
+def make_observers(folder: Path | None, chain: Chain) -> list[DumpTo | PrintAfter]:
+    """Return an observer that dumps into `folder`, if one is given, and one that prints what FXSPLIT_PRINT_AFTER asks.
+
+    A name there that is no pass of the chain may be one of another pipeline's: of each such name a warning tells once.
     """
     observers: list[DumpTo | PrintAfter] = []
-    # What the program asks for goes before what its environment asks for.
-    folder = dump or os.environ.get("FXSPLIT_DUMP")
-    if folder:
-        observers.append(DumpTo(Path(folder) / inside))
+    if folder is not None:
+        observers.append(DumpTo(folder, str(chain)))
+    passes = [name_pass(step) for step in chain]
     names = tuple(filter(None, (n.strip() for n in os.environ.get("FXSPLIT_PRINT_AFTER", "").split(","))))
     for name in names:
         # A misspelt name would print nothing, and leave its user to wonder.
-        if name not in ("all", "trace", *passes):
-            raise ChainError(f"FXSPLIT_PRINT_AFTER names {name!r}: known are all, trace, {', '.join(passes)}")
+        if name not in ("all", "trace", *passes) and name not in _unmatched:
+            _unmatched.add(name)
+            warn_user(
+                f"nothing is printed after {name!r}, which FXSPLIT_PRINT_AFTER names: this chain has all, trace, "
+                f"{', '.join(passes)}"
+            )
     if names:
         observers.append(PrintAfter(names))
     return observers

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch import fx
 
 import fxsplit
 from fxsplit import DEFAULT, IR, Plan
-from fxsplit.errors import BrokenFact
+from fxsplit.errors import BrokenFact, ChainError
 from tests.models import Residual
 from tests.own_passes import copied
 
@@ -53,3 +55,58 @@ def test_a_pass_that_breaks_the_graph_is_named() -> None:
 
     with pytest.raises(BrokenFact, match=r"after pass 'call-a-ghost': the graph does not hold \(RuntimeError.*ghost"):
         fxsplit.compile(Residual(), 2, example_inputs=x(), passes=[call_a_ghost, *DEFAULT])
+
+
+def raise_key_error(ir: IR) -> IR:
+    return {}["nope"]  # type: ignore[no-any-return]
+
+
+def raise_in_the_model(ir: IR) -> IR:
+    ir.gm(torch.randn(2, 2))
+    return ir
+
+
+class Odd:
+    """A fact whose check fails in a way of its own."""
+
+    made_by = "odd"
+    given = False
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def verify(self, ir: IR) -> None:
+        """Fail."""
+        raise self.error
+
+    def __str__(self) -> str:
+        raise ZeroDivisionError("no text")
+
+
+@pytest.mark.parametrize(
+    ("step", "kind"),
+    [
+        (raise_key_error, KeyError),
+        (raise_in_the_model, RuntimeError),
+        (lambda ir: ir.learn(Odd(KeyError("a"))), BrokenFact),
+        (lambda ir: ir.learn(Odd(AssertionError("b"))), BrokenFact),
+        (lambda ir: None, ChainError),
+        (lambda ir: ir.gm, ChainError),
+        (lambda: None, TypeError),
+    ],
+)
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_every_error_of_a_pass_says_which_pass(step: Any, kind: type[Exception], mode: str) -> None:
+    """Of all errors only a broken fact named its pass."""
+    model = Residual().train(mode == "train")
+    with pytest.raises(kind) as caught:
+        fxsplit.compile(model, 2, example_inputs=x(), passes=DEFAULT.after("order", step))
+    name = getattr(step, "__name__", "").replace("_", "-")
+    assert f"in pass '{name}' (4 of 7) on Residual in {mode} mode" in caught.value.__notes__
+
+
+def test_an_ir_that_cannot_be_shown_hides_no_error(tmp_path: Path) -> None:
+    chain = DEFAULT.after("order", lambda ir: ir.learn(Odd(KeyError("a"))))
+    with pytest.raises(BrokenFact, match=r"Odd does not hold \(KeyError: 'a'\)") as caught:
+        fxsplit.compile(Residual(), 2, example_inputs=x(), passes=chain, dump=tmp_path)
+    assert caught.value.__notes__[0] == "DumpTo could not show the IR (ZeroDivisionError: no text)"

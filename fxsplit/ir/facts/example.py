@@ -30,8 +30,12 @@ class Example(GivenFact):
         """The microbatch size."""
         return self.inputs.count_rows(self.tensors)
 
+    def describe(self) -> dict[str, str]:
+        """Return the dtype and shape of each tensor by its name, such as `float32[4, 8]`."""
+        pairs = zip(self.inputs.specs, self.tensors, strict=True)
+        return {spec.name: f"{str(t.dtype)[6:]}{list(t.shape)}" for spec, t in pairs}
+
     def __str__(self) -> str:
         """One line a tensor, such as `x: float32[4, 8]`."""
         # Values would differ from run to run, and dumps are compared.
-        pairs = zip(self.inputs.specs, self.tensors, strict=True)
-        return "\n".join(f"{spec.name}: {str(t.dtype)[6:]}{list(t.shape)}" for spec, t in pairs)
+        return "\n".join(f"{name}: {text}" for name, text in self.describe().items())
