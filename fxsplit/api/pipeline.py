@@ -22,6 +22,7 @@ from fxsplit.api.compiler import Compiler
 from fxsplit.api.facade import Facade
 from fxsplit.errors import ClosedError, FxsplitError, InputError
 from fxsplit.formats.safetensors_files import WeightFiles
+from fxsplit.frontend.capture import load_torch
 from fxsplit.ir.facts.call import Call
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.plan import Plan
@@ -64,6 +65,8 @@ class Pipeline(Facade):
         if path is not None:
             what = f"submodule {path!r} of the model" if path else "model"
             raise InputError(f"{what} is a pipeline already: compile the model it was made from, its .model")
+        # Methods that keep torch.compile out make torch load the compiler when the first of them is called.
+        load_torch()
         super().__init__(compiler.model)
         self.__dict__["compiler"] = compiler
         self._engine: Engine | None = None

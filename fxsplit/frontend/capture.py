@@ -80,7 +80,7 @@ def capture(
     no front end can follow the model, or when a graph computes anything else than the model does; InputError for a
     model that does not run on microbatches.
     """
-    import_whole(LATE, if_there=True)
+    load_torch()
     _refuse_unknown_weights(model)
     inputs, tensors = Inputs.of(model, args, kwargs, stated.chunks)
     subject = Subject(model, inputs, tensors, rows, tuple(stated.leaves), from_shapes or lacks_values(model))
@@ -148,6 +148,11 @@ def _set_modes(gm: fx.GraphModule, model: nn.Module) -> None:
     for path, module in gm.named_modules():
         if id(module) not in known:
             module.training = own.get(path, model).training
+
+
+def load_torch() -> None:
+    """Import what torch imports while it traces, before anything that an interrupted import would cut short."""
+    import_whole(LATE, if_there=True)
 
 
 def _refuse_unknown_weights(model: nn.Module) -> None:

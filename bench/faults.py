@@ -1,0 +1,264 @@
+"""Interrupt fxsplit everywhere, and count what is not right afterwards: `python -m bench.faults lines|first|signals`.
+
+lines: an exception at every line (or every `--stride`-th) that steps, calls, compiles and profiles execute in fxsplit.
+first: the same in the first compile of a process, each in a process of its own (every tenth line by default).
+signals: real SIGINTs at random moments of first compiles, profiles, steps and commands.
+
+Prints the counts. The exit code is 1 where any fault was found. `lost`: the interrupt did not arrive, or as another
+error. `changed`: model or torch are not what they were. `poisoned`: what comes next is wrong or fails. `hung`: it took
+longer than two seconds (a first compile: ten, for what is being imported).
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+import fxsplit
+from tests.interrupted import Before, Scene, find_faults, interrupt, make_scene, set_gradients
+from tests.interrupts import interrupt_at, list_lines
+
+SCENES = ["step 1F1B", "step ZB-H1", "step 1F1B always", "call", "compile", "export", "profile", "verify"]
+KINDS = ("lost", "changed", "runs on", "poisoned", "hung")
+WATCHDOG_S = 60
+FIRST_S = 10.0
+Count = Counter[str]
+
+
+def count_faults(counts: Count, name: str, at: str, faults: list[str]) -> None:
+    """Count the faults of one interrupt, by kind, and print them."""
+    counts[f"{name}: tried"] += 1
+    for fault in faults:
+        counts[f"{name}: {next((kind for kind in KINDS if fault.startswith(kind)), 'other')}"] += 1
+        print(f"  {name} at {at}: {fault}", flush=True)
+
+
+def interrupt_lines(counts: Count, names: list[str], stride: int, seed: int, seconds: float) -> None:
+    """Interrupt scenes at every `stride`-th line, from a random first one, for at most so many seconds a scene."""
+    for name in names:
+        scene = make_scene(name)
+        scene.act()
+        lines, end = len(list_lines(scene.act)), time.monotonic() + seconds
+        for number in range(random.Random(seed).randrange(stride), lines, stride):
+            if time.monotonic() > end:
+                print(f"  {name}: stopped at line {number} of {lines}")
+                break
+            faulthandler.dump_traceback_later(WATCHDOG_S, exit=True)
+            at, faults = interrupt(scene, number)
+            if at != "not reached":
+                count_faults(counts, name, at, faults)
+        faulthandler.cancel_dump_traceback_later()
+        scene.pipe.close()
+
+
+def run_in_fork(work: Callable[[], Any]) -> Any:
+    """Return what `work` returns in a process of its own, or None where it takes too long."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        faulthandler.dump_traceback_later(WATCHDOG_S, exit=True)
+        try:
+            result = work()
+        except BaseException as error:
+            result = {"error": f"{type(error).__name__}: {error}"[:500]}
+        os.write(write, json.dumps(result).encode())
+        os._exit(0)
+    os.close(write)
+    there, _, _ = select.select([read], [], [], WATCHDOG_S)
+    data = os.read(read, 1 << 16) if there else b""
+    os.close(read)
+    if not there:
+        os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return json.loads(data) if data else None
+
+
+def compile_and_step() -> Scene:
+    """Compile for the first time in this process, and take a step."""
+    return make_scene("compile")
+
+
+def interrupt_first(counts: Count, stride: int, count: int | None, seed: int) -> None:
+    """Interrupt first compiles at every `stride`-th line, or at `count` random ones, each in a process of its own."""
+    lines = run_in_fork(lambda: len(list_lines(compile_and_step)))
+    numbers = list(range(random.Random(seed).randrange(stride), lines, stride))
+    if count is not None:
+        numbers = random.Random(seed).sample(range(lines), count)
+    for number in numbers:
+
+        def work(number: int = number) -> list[str]:
+            begin = time.monotonic()
+            where: list[Any] = []
+            try:
+                with interrupt_at(number) as where:
+                    compile_and_step()
+                faults = ["lost"] if where else []
+            except KeyboardInterrupt:
+                faults = []
+            except BaseException as error:
+                faults = [f"lost: {type(error).__name__}: {str(error)[:200]}"]
+            return [str(where[0] if where else "not reached"), *faults, *check_again(begin)]
+
+        report(counts, "first compile, lines", run_in_fork(work))
+
+
+def check_again(begin: float) -> list[str]:
+    """Return what is wrong with the second compile of a process whose first one was interrupted, since `begin`."""
+    faults = [f"hung for {s:.1f} s" for s in (time.monotonic() - begin,) if s > FIRST_S]
+    scene = make_scene("compile")
+    set_gradients(scene)
+    before = Before.read(scene)
+    scene.act()
+    return faults + find_faults(scene, before, KeyboardInterrupt(), KeyboardInterrupt, 0.0)
+
+
+def report(counts: Count, name: str, result: Any) -> None:
+    """Count the faults that a forked process has sent: a place, then its faults."""
+    if result is None:
+        count_faults(counts, name, "?", ["hung"])
+    elif isinstance(result, dict):
+        count_faults(counts, name, "?", [f"poisoned: {result['error']}"])
+    else:
+        count_faults(counts, name, result[0], result[1:])
+
+
+def interrupt_after(seconds: float, work: Callable[[], object]) -> tuple[BaseException | None, float]:
+    """Run `work` and send this process a SIGINT after so many seconds; return what was raised, and how long it took.
+
+    The time is that from the signal to the error.
+    """
+    sent: list[float] = []
+
+    def send() -> None:
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    timer = threading.Timer(seconds, send)
+    error: BaseException | None = None
+    try:
+        timer.start()
+        try:
+            work()
+        except BaseException as caught:
+            error = caught
+        took = time.monotonic() - sent[0] if sent else 0.0
+        timer.cancel()
+        timer.join()
+        # Python runs a handler between two instructions, perhaps only now.
+        time.sleep(0.005)
+    except KeyboardInterrupt as late:
+        return error or late, 0.0
+    return error, took
+
+
+def send_signals(counts: Count, count: int, seed: int) -> None:
+    """Send real SIGINTs: `count` to steps, profiles, compiles, first compiles and commands together."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    draw = random.Random(seed)
+    first_s = run_in_fork(lambda: time_once(compile_and_step))
+    for _ in range(count // 5):
+        report(counts, "first compile, signals", run_in_fork(partial(hit_first, draw.uniform(0, 0.9 * first_s))))
+    for _ in range(count // 5):
+        hit_command(counts, draw)
+    for name in ("step 1F1B", "compile", "convolutions"):
+        scene = make_scene(name)
+        scene.act()
+        whole_s = time_once(scene.act)
+        for _ in range(count // 5):
+            faulthandler.dump_traceback_later(WATCHDOG_S, exit=True)
+            set_gradients(scene)
+            before, wait_s = Before.read(scene), draw.uniform(0, whole_s)
+            error, took = interrupt_after(wait_s, scene.act)
+            # Nothing was raised: the scene was over before the signal.
+            if error is not None:
+                faults = find_faults(scene, before, error, KeyboardInterrupt, took)
+                count_faults(counts, f"{name}, signals", f"{wait_s:.3f} s", faults)
+        faulthandler.cancel_dump_traceback_later()
+        scene.pipe.close()
+
+
+def hit_first(seconds: float) -> list[str]:
+    """Send a signal to a first compile; return when, and what is wrong afterwards."""
+    error, took = interrupt_after(seconds, compile_and_step)
+    faults = [] if error is None or isinstance(error, KeyboardInterrupt) else [f"lost: {type(error).__name__}: {error}"]
+    return [f"{seconds:.2f} s", *faults, *check_again(time.monotonic() - took)]
+
+
+def hit_command(counts: Count, draw: random.Random) -> None:
+    """Send a signal to a command, which must end with one line and exit code 130."""
+    program = "import sys; from fxsplit.__main__ import main; print('up', flush=True); sys.exit(main())"
+    which = draw.choice([["passes"], ["verify", "tests.models:NoSuchFactory"]])
+    with subprocess.Popen(
+        [sys.executable, "-c", program, *which], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as running:
+        assert running.stdout is not None
+        running.stdout.readline()
+        seconds = draw.uniform(0.05, 1.5)
+        try:
+            running.wait(seconds)
+            return
+        except subprocess.TimeoutExpired:
+            running.send_signal(signal.SIGINT)
+        try:
+            said = running.communicate(timeout=WATCHDOG_S)[1]
+        except subprocess.TimeoutExpired:
+            running.kill()
+            count_faults(counts, "command, signals", f"{seconds:.2f} s", ["hung"])
+            return
+    # It may have been over just before the signal.
+    right = (running.returncode, said) == (130, "fxsplit: interrupted\n") or running.returncode in (0, 2)
+    faults = [] if right else [f"lost: exit code {running.returncode}, {said[-300:]!r}"]
+    count_faults(counts, "command, signals", f"{seconds:.2f} s", faults)
+
+
+def time_once(work: Callable[[], object]) -> float:
+    """Return the seconds that a run takes."""
+    begin = time.monotonic()
+    work()
+    return time.monotonic() - begin
+
+
+def main() -> int:
+    """Run what is asked for, and print the counts."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["lines", "first", "signals"])
+    parser.add_argument("--scenes", nargs="*", default=SCENES, help=f"of lines: {', '.join(SCENES)}")
+    parser.add_argument("--stride", type=int, help="every so manieth line (default: 1, of first compiles 10)")
+    parser.add_argument("--count", type=int, help="how many lines of first compiles, or signals (default: 400)")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="at most, for each scene of lines")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    counts: Count = Counter()
+    if given.what == "lines":
+        interrupt_lines(counts, given.scenes, given.stride or 1, given.seed, given.seconds)
+    elif given.what == "first":
+        assert callable(fxsplit.compile)  # loads the compiler, whose imports no interrupt reaches
+        interrupt_first(counts, given.stride or 10, given.count, given.seed)
+    else:
+        send_signals(counts, given.count or 400, given.seed)
+    for key in sorted(counts):
+        print(f"{key:<40} {counts[key]}")
+    tried = sum(n for key, n in counts.items() if key.endswith(": tried"))
+    faults = sum(counts.values()) - tried
+    print(f"{tried} interrupts, {faults} faults")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
