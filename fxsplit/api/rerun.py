@@ -34,15 +34,19 @@ SCALE = 1e-2
 """A tensor smaller than this share of the largest of its kind is compared on the scale of that share: the gradient of a
 bias before batch norm is zero, and what is computed for it is rounding of larger numbers."""
 
+Cut = tuple[fx.GraphModule, Stages | None]
+"""A graph, with its stages if it has been cut into some."""
+
 
 def compare_graphs(before: IR, after: IR) -> list[Difference]:
     """Return the difference of every output, argument, buffer and gradient between two graphs of one model.
 
     With each comes what rounding may make of it.
 
-    A graph that draws random numbers draws them in the order of its nodes, and if that changes anything, for each node
-    by its name. Raises BrokenFact where the outputs are of other shapes or in other containers; without values, where
-    weights have none, that is all that is compared.
+    Both run on the example, and on twice as many rows, where the graph before allows that: a number of rows may have
+    become a constant. A graph that draws random numbers draws them in the order of its nodes, and if that changes
+    anything, for each node by its name. Raises BrokenFact where the outputs are of other shapes or in other containers;
+    without values, where weights have none, that is all that is compared.
     """
     example = before[Example]
     pair = nn.ModuleList([before.gm, after.gm])
@@ -52,18 +56,32 @@ def compare_graphs(before: IR, after: IR) -> list[Difference]:
             with preserve(here), torch.no_grad():
                 _check_alike(*(_flatten(Interpreter(gm).run(*(t.clone() for t in tensors))) for gm in (old, new)))
             return []
-        for by_name in (False, True):
-            run = _Run(here, old, tensors, by_name)
-            expected = run(old, before.get(Stages))
-            try:
-                found = run(new, after.get(Stages))
-            except Exception as error:
-                line = (str(error).strip().splitlines() or [""])[0]
-                raise BrokenFact(f"the graph does not run any more ({type(error).__name__}: {line})") from error
-            differences = _list_differences(expected, found)
-            # Draws that came out alike, or none: there is nothing that another order would explain.
-            if not (expected.drew or found.drew) or not any(d.value for d in differences):
-                break
+        pairs = (old, before.get(Stages)), (new, after.get(Stages))
+        differences = _compare_runs(here, *pairs, tensors, example.rows)
+        doubled = example.inputs.double_rows(tensors)
+        try:
+            _Run(here, old, doubled, by_name=False)(*pairs[0])
+        except Exception:
+            return differences  # a captured graph may be for one number of rows
+        return differences + _compare_runs(here, *pairs, doubled, 2 * example.rows)
+
+
+def _compare_runs(here: nn.Module, old: Cut, new: Cut, tensors: Sequence[Tensor], rows: int) -> list[Difference]:
+    """Return the differences between two graphs, each with its stages if it has been cut, on copies of some rows."""
+    for by_name in (False, True):
+        run = _Run(here, old[0], tensors, by_name)
+        expected = run(*old)
+        try:
+            found = run(*new)
+        except Exception as error:
+            line = (str(error).strip().splitlines() or [""])[0]
+            raise BrokenFact(
+                f"the graph does not run any more for {rows} rows ({type(error).__name__}: {line})"
+            ) from error
+        differences = _list_differences(expected, found)
+        # Draws that came out alike, or none: there is nothing that another order would explain.
+        if not (expected.drew or found.drew) or not any(d.value for d in differences):
+            break
     return differences
 
 

@@ -152,8 +152,36 @@ def crash(ir: IR) -> IR:
 
 
 def test_a_graph_that_does_not_run_is_refused() -> None:
-    with pytest.raises(BrokenFact, match=r"after pass 'crash': the graph does not run any more \(RuntimeError: "):
+    with pytest.raises(BrokenFact, match=r"after pass 'crash': the graph does not run any more .*\(RuntimeError: "):
         compile_with(crash)
+
+
+def keep_rows(ir: IR) -> IR:
+    """Make the number of rows of the example a constant."""
+    graph, _ = copied(ir.gm.graph)
+    output = graph.output_node()
+    with graph.inserting_before(output):
+        output.args = (graph.call_method("reshape", (output.args[0], 4, 4)),)
+    return ir.rewrite(fx.GraphModule(ir.gm, graph))
+
+
+def keep_count(ir: IR) -> IR:
+    """Subtract the mean of all rows, and add it again as if there were four of them."""
+    graph, _ = copied(ir.gm.graph)
+    output = graph.output_node()
+    with graph.inserting_before(output):
+        mean = graph.call_method("mean", (output.args[0], 0))
+        total = graph.call_method("sum", (output.args[0], 0))
+        less = graph.call_function(torch.sub, (output.args[0], mean))
+        output.args = (graph.call_function(torch.add, (less, graph.call_function(torch.div, (total, 4)))),)
+    return ir.rewrite(fx.GraphModule(ir.gm, graph))
+
+
+@pytest.mark.parametrize(("rewrite", "message"), [(keep_rows, "not run any more for 8 rows"), (keep_count, "output 0")])
+def test_a_number_of_rows_that_became_a_constant_is_found(rewrite: fxsplit.Pass, message: str) -> None:
+    """Such a graph is right for the example's microbatch, and wrong for a batch of another size."""
+    with pytest.raises(BrokenFact, match=message):
+        compile_with(rewrite)
 
 
 @dataclass(frozen=True)
