@@ -21,6 +21,10 @@ class FxsplitWarning(UserWarning):
     """
 
 
+class UnsteadyProfileWarning(FxsplitWarning):
+    """Times were measured while the machine was busy with something else; the warning says by how much they vary."""
+
+
 class FxsplitDeprecationWarning(FxsplitWarning, DeprecationWarning):
     """An option has another name now; the warning gives that name."""
 

@@ -102,7 +102,7 @@ def damage_json(r: random.Random, text: bytes) -> bytes:
             del parent[place]
         elif how < 0.25 and isinstance(parent, list):
             parent.insert(r.randrange(len(parent) + 1), copy.deepcopy(value))
-        elif how < 0.35 and type(value) in (int, float):
+        elif how < 0.35 and type(value) in (int, float) and abs(value) < 1e100:
             parent[place] = value * r.choice((-1, 1e10, 1e-10, 1e100, 0))
         elif how < 0.4:
             parent[place] = copy.deepcopy(r.choice(list(data.values())))

@@ -20,7 +20,7 @@ from fxsplit.api.lowering import build_program, capture_model, lower
 from fxsplit.api.microbatch_count import AUTO
 from fxsplit.api.options import Options
 from fxsplit.api.validity import Validity
-from fxsplit.errors import InputError, PlanError
+from fxsplit.errors import InputError, PlanError, UnsteadyProfileWarning
 from fxsplit.formats.safetensors_files import WeightFiles
 from fxsplit.ir.dump import make_observers, show_progress
 from fxsplit.ir.dump_folder import DumpFolder
@@ -230,6 +230,8 @@ class Compiler:
                 final, costs = lower(self.options, captured, candidate, known, observers=observers)
         if like is None and "kept whole" not in captured[Scope].front_end:  # of those a warning has told already
             warn_of_heavy_module(captured, costs, [p.path for p in self.options.chain if isinstance(p, Leaf)])
+        if like is None and costs is not None and costs.noise is not None:
+            warn_user(costs.noise, UnsteadyProfileWarning)
         program = build_program(self.model, self.options, candidate, captured, final)
         return Compiled(
             captured=captured,

@@ -25,7 +25,7 @@ from fxsplit.formats.safetensors_files import WeightFiles
 from fxsplit.frontend.capture import load_torch
 from fxsplit.ir.facts.call import Call
 from fxsplit.ir.facts.costs import Costs
-from fxsplit.ir.facts.plan import Plan
+from fxsplit.ir.facts.plan import Plan, format_spread
 from fxsplit.ir.facts.scope import Scope
 from fxsplit.ir.facts.stages import Stages
 from fxsplit.ir.graph import IR
@@ -241,7 +241,8 @@ class Pipeline(Facade):
         simulation = simulate(schedule, read_times(program.plan, schedule))
         names = tuple(d.name for d in program.machine.devices[: schedule.n_devices])
         predicted = Timeline.of(simulation, names, trace_memory(simulation, read_footprints(program.plan)))
-        return watch.make_timeline(names), replace(predicted, title=f"{schedule.name}, predicted")
+        title = f"{schedule.name}, predicted{format_spread(program.plan.spread)}"
+        return watch.make_timeline(names), replace(predicted, title=title)
 
     def _prepare_step(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, optimizer: Optimizer | None

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from math import inf
 from typing import TYPE_CHECKING, Any
 
 from fxsplit.api.microbatch_count import check_microbatch_count, choose_microbatch_count
-from fxsplit.errors import InputError
+from fxsplit.errors import InputError, UnsteadyProfileWarning
 from fxsplit.formats import Profile, read
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.machine import Device, Machine, check_device_count
@@ -63,6 +64,8 @@ def plan(
     costs = profile if isinstance(profile, Costs) else getattr(profile, "costs", None)
     if not isinstance(costs, Costs):
         costs = _measure(profile, example_inputs, choose_microbatch_count(len(where), stated=n_microbatches))
+    if costs.noise is not None:
+        warnings.warn(costs.noise, UnsteadyProfileWarning, stacklevel=2)
     found = Planner(costs, pins or {}, keep).plan(*lay_out(where, schedule, n_microbatches), options or Options())
     return check_can_run(found)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+import warnings
 from dataclasses import dataclass
 from statistics import median
 from timeit import timeit
@@ -18,8 +19,9 @@ from fxsplit.api.compare import Differences, compare, run_pipeline_step, run_uns
 from fxsplit.api.compile import compile
 from fxsplit.api.options import Candidate
 from fxsplit.api.pipeline import Pipeline
-from fxsplit.errors import FxsplitError
+from fxsplit.errors import FxsplitError, UnsteadyProfileWarning
 from fxsplit.ir.facts.machine import Machine
+from fxsplit.ir.facts.plan import format_spread
 from fxsplit.schedule.catalogue import Scheduler
 from fxsplit.torch_internals.torchvision_operators import declare_detection_operators
 
@@ -69,10 +71,14 @@ def main(console: Console) -> int:
     x, y = digits.train_x[:BATCH], digits.train_y[:BATCH]
     console.print(f"ResNet-18 on {len(digits.train_y)} training and {len(digits.test_y)} test images, 2 CPU devices")
     begin = time.perf_counter()
+    # The demo says so itself, in a line.
+    warnings.simplefilter("ignore", UnsteadyProfileWarning)
     with compile(
         model, ["cpu", "cpu"], example_inputs=x, n_microbatches=MICROBATCHES, schedule=SCHEDULE, loss_fn=F.cross_entropy
     ) as pipe:
         seconds = time.perf_counter() - begin
+        if pipe.costs.noise is not None:
+            console.print(f"note: {pipe.costs.noise}")
         console.print(f"compiled in {seconds:.1f} s ({', '.join(f'{s.text} {s.seconds:.2f}' for s in pipe.ir.steps)})")
         console.print(f"\n{pipe.plan}\n", highlight=False, soft_wrap=True)
         proof = prove(model, x, y)
@@ -163,6 +169,7 @@ def time_steps(pipe: Pipeline, model: nn.Module, x: Tensor, y: Tensor) -> str:
     return (
         f"throughput {BATCH / split_s:.0f} images/s: {unsplit_s / split_s:.2f} x the unsplit model on one "
         f"device ({threads} thread), {all_threads_s / split_s:.2f} x the unsplit model "
-        f"on all threads\nstep time predicted {1000.0 * predicted_s:.1f} ms, measured {1000.0 * split_s:.1f} ms "
+        f"on all threads\nstep time predicted {1000.0 * predicted_s:.1f} ms{format_spread(pipe.plan.spread)}, "
+        f"measured {1000.0 * split_s:.1f} ms "
         f"({split_s / predicted_s - 1:+.0%})"
     )

@@ -83,6 +83,8 @@ class Question:
         keep = [text.split(",") for text in arguments.together]
         self.planner = Planner(self.profile.costs, pins, keep, arguments.max_states)
         self.load_s = time.perf_counter() - begin
+        if self.profile.costs.noise is not None:
+            print(f"note: {self.profile.costs.noise}", file=sys.stderr)
         # These files' own solver takes devices in any order. Links of a machine, and replicas, need them in theirs.
         foreign = self.profile.format == "dnn-partitioning"
         self.options = Options(

@@ -63,7 +63,7 @@ def main(arguments: argparse.Namespace) -> int:
         except Exception as error:  # most are the model's own, and nothing has been shown about its pipeline
             raise InputError(f"{arguments.factory}: {type(error).__name__}: {error}") from error
     # Each warning once, on standard error: standard output may be JSON.
-    for text in dict.fromkeys(str(w.message) for w in said if w.category is UserWarning):
+    for text in dict.fromkeys(str(w.message) for w in said if issubclass(w.category, UserWarning)):
         print(f"fxsplit verify: {text}", file=sys.stderr)
     if arguments.json:
         print_json(describe(found))

@@ -55,6 +55,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "schedule": plan.schedule,
         "n_microbatches": plan.n_microbatches,
         "rows": plan.rows,
+        "spread": plan.spread,
     }
 
 
@@ -99,6 +100,8 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
             model=CostModel(
                 data["cost_model"], _truth(data["traffic"], "traffic"), _number(data["optimizer_factor"], "factor")
             ),
+            # Files of earlier versions, and plans of other tools' profiles, do not have it.
+            spread=None if data.get("spread") is None else _number(data["spread"], "spread"),
         )
         return plan.prove(proof)
     except (KeyError, TypeError, ValueError, AttributeError, PlanError) as error:

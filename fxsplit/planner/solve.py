@@ -163,9 +163,9 @@ def partition(task: Task, chains: Antichains, states: States, clock: Clock | Non
         raise PlanError(f"no plan was found within time_limit={options.time_limit} s: allow more time, or fewer states")
     if best is None:
         raise explain_misfit(posed, chains, machine, task.workload.schedule, clock, complete=complete)
-    if chains.complete and not complete:
+    if task.choose_idle(len(states)) != task.idle:
         lower = min(lower, _bound_any_idle(task, chains, states, clock))
-    if not chains.complete:
+    elif not chains.complete:
         lower = min(lower, *(_bound(problem, chains, best.load) for problem in posed))
     # Price from the definition, on the graph: so no error of the search's sums reaches the plan.
     priced = price_split(costs, machine, task.workload, _split(costs, chains, best.path), options.costs)
@@ -204,7 +204,8 @@ def _bound_any_idle(task: Task, chains: Antichains, states: States, clock: Clock
     devices = tuple(replace(d, memory_bytes=inf) for d in task.machine.devices)
     unbounded = replace(task, machine=replace(task.machine, devices=devices))
     least = bound_by_work(task.costs, task.machine)
-    if unbounded.choose_idle(len(states)) != unbounded.idle:
+    # The states of one order, and searches that leave only the last devices idle, say nothing of others.
+    if not chains.complete or unbounded.choose_idle(len(states)) != unbounded.idle:
         return least
     problems = pose_problems(unbounded, chains, states)
     return max(least, min(_lower_bound(problem, chains, clock) for problem in problems))

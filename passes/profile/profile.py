@@ -152,7 +152,7 @@ def _build_costs(
             held = [w for w in list_node_weights(ir.gm, node) if get_storage_id(w) not in counted]
             # Users that are in one stage have the parameter once. In several stages, each has it.
             counted |= {get_storage_id(w) for w in held if tied == "together"}
-            nodes.append(_build_node_cost(node, held, seen, key, times.get(key, (0.0, 0.0, 0.0))))
+            nodes.append(_build_node_cost(node, held, seen, key, times.get(key, (0.0, 0.0, 0.0, None))))
     machine = ir[Machine]
     return Costs(
         nodes=tuple(nodes),
@@ -172,7 +172,7 @@ def _build_costs(
 
 def _build_node_cost(node: fx.Node, held: Sequence[Tensor], seen: Observation, key: str, times: Times) -> NodeCost:
     """Return the cost of one node, which holds the weights `held`."""
-    forward_ms, backward_ms, weight_ms = times
+    forward_ms, backward_ms, weight_ms, spread_ms = times
     return NodeCost(
         name=node.name,
         op=name_operator(node),
@@ -189,6 +189,7 @@ def _build_node_cost(node: fx.Node, held: Sequence[Tensor], seen: Observation, k
         buffer_bytes=sum(w.nbytes for w in held if not w.requires_grad),
         draws=seen.draws,
         weight_ms=weight_ms,
+        spread_ms=spread_ms,
     )
 
 

@@ -35,8 +35,8 @@ WARM_UP = 1
 """Steps that are run first and not counted: kernels are loaded, memory is allocated."""
 HALVED = 2
 """Further steps whose backwards run in two halves, to know what share of a backward the gradients of weights take."""
-Times = tuple[float, float, float]
-"""Milliseconds: forward, backward, and the part of backward that may wait, the gradients of weights alone."""
+Times = tuple[float, float, float, float | None]
+"""Milliseconds: forward, backward, the part of backward that may wait (the gradients of weights), and the spread."""
 Halves = tuple[float, float]
 """Milliseconds of a backward's two halves: the gradients of inputs, and those of weights left for later."""
 NodeTimes = dict[str, Times]
@@ -264,7 +264,7 @@ def time_nodes(
 
 
 def take_medians(forward: list[float], backward: list[float], halves: list[Halves], repeats: int) -> Times:
-    """Return the median forward and backward time, and the part of backward that is for weights alone.
+    """Return the median forward and backward time, the part of backward that is for weights alone, and the spread.
 
     forward, backward: the times of all steps, of which `repeats` after the warm-up count. halves: the times of the
         backward's two halves, whose ratio says how large that part is. A node without a backward has none of either.
@@ -272,7 +272,23 @@ def take_medians(forward: list[float], backward: list[float], halves: list[Halve
     counted = slice(WARM_UP, WARM_UP + repeats)
     late, both = sum(second for _, second in halves), sum(first + second for first, second in halves)
     backward_ms = median(backward[counted] or [0.0])
-    return median(forward[counted]), backward_ms, backward_ms * late / both if both else 0.0
+    late_ms = backward_ms * late / both if both else 0.0
+    steps = forward[counted]
+    # A node whose backward torch refused to run has none of them, or not in every step.
+    if len(backward[counted]) == len(steps):
+        steps = [a + b for a, b in zip(steps, backward[counted], strict=True)]
+    return median(forward[counted]), backward_ms, late_ms, find_spread(steps)
+
+
+def find_spread(samples: Sequence[float]) -> float | None:
+    """Return half the distance between the quartiles of some times, None for a single one.
+
+    One slow step of five does not count, since it does not move the median either; two do.
+    """
+    if len(samples) < 2:
+        return None
+    ordered, cut = sorted(samples), (len(samples) - 1) // 4
+    return (ordered[-1 - cut] - ordered[cut]) / 2
 
 
 def run_in_worker_thread(run: Callable[[], R], intraop_threads: int) -> R:

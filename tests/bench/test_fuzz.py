@@ -12,6 +12,7 @@ def test_files(seed: int) -> None:
     assert files.try_case(seed).fault is None
 
 
-@pytest.mark.parametrize("seed", range(100))
+# The last five had a lower bound above the optimum: few states, and only the last devices were tried to be left idle.
+@pytest.mark.parametrize("seed", [*range(100), 1013787, 1017033, 1017227, 1019776, 2018881])
 def test_plans(seed: int) -> None:
     assert planner.try_case(seed).fault is None

@@ -23,6 +23,8 @@ if TYPE_CHECKING:  # planning from a profile needs no torch
 
 FORMAT = "fxsplit-profile"
 VERSION = 1
+UNSTEADY, LEAST_MS = 0.15, 5.0
+"""From which spread on a profile is called unsteady, if its nodes take so long together: less makes no difference."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class NodeCost:
       parameters, which get no gradient
     - `draws` says that the node takes random numbers
     - `weight_ms` is the part of `backward_ms` that computes gradients of weights (None: not measured, half is assumed)
+    - `spread_ms` is half the distance between the quartiles of the measured times, forward and backward together (None:
+      not measured more than once)
     """
 
     name: str
@@ -56,6 +60,7 @@ class NodeCost:
     draws: bool = False
     host_ms: float = 0.0
     weight_ms: float | None = None
+    spread_ms: float | None = None
 
     @property
     def late_ms(self) -> float:
@@ -110,6 +115,24 @@ class Costs(Fact):
     def total_ms(self) -> float:
         """The time of one microbatch, forward and backward, on one device."""
         return sum(n.forward_ms + n.backward_ms for n in self.nodes)
+
+    @cached_property
+    def spread(self) -> float | None:
+        """By what share the measured times vary: 0.02 on a machine at rest, for example. None where that is unknown."""
+        known = [n for n in self.nodes if n.spread_ms is not None]
+        total = sum(n.forward_ms + n.backward_ms for n in known)
+        return sum(n.spread_ms or 0.0 for n in known) / total if total else None
+
+    @property
+    def noise(self) -> str | None:
+        """What to say of times that were measured on a busy machine; None where they are steady or nothing is known."""
+        if self.spread is None or self.spread < UNSTEADY or self.total_ms < LEAST_MS:
+            return None
+        return (
+            f"the measured times vary by ±{100 * self.spread:.0f} % from repeat to repeat: another program ran, "
+            "or the machine slowed down. The plan is the best for their medians, which may be wrong by as much. "
+            "Measure again on a machine at rest, or with more repeats: profile{repeats=20}"
+        )
 
     @cached_property
     def values(self) -> tuple[tuple[str, float, float, tuple[str, ...], bool], ...]:
@@ -296,9 +319,9 @@ class KnownCosts(GivenFact):
     made_by: ClassVar[str] = "compile(costs=)"
 
     @cached_property
-    def times(self) -> dict[str, tuple[float, float, float]]:
-        """Milliseconds by signature: forward, backward, and the part of backward for gradients of weights."""
-        return {n.signature: (n.forward_ms, n.backward_ms, n.late_ms) for n in self.costs.nodes}
+    def times(self) -> dict[str, tuple[float, float, float, float | None]]:
+        """Milliseconds by signature: forward, backward, the part of backward for gradients of weights, the spread."""
+        return {n.signature: (n.forward_ms, n.backward_ms, n.late_ms, n.spread_ms) for n in self.costs.nodes}
 
     def __str__(self) -> str:
         return f"{len(self.times)} operator signatures, {'complete' if self.complete else 'others are measured'}"

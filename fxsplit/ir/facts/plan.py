@@ -28,7 +28,7 @@ class Plan(Fact):
 
     `lower_bound_ms` is a load that the slowest stage of no plan can beat; `single_ms` is the time of one microbatch on
     one device; `n_states` is how many states were searched; `rows` is the size of a microbatch; `model` is what stages
-    pay for.
+    pay for; `spread` is the share by which the measured times vary (see Costs), and so all that follows from them.
 
     `proof` says how that bound is known: "search" where all plans were searched, "bound" where it is less sure to be
     reached, None where nobody has proven it. Only the planner fills it in: a plan that a pass makes or changes is not
@@ -44,6 +44,7 @@ class Plan(Fact):
     rows: int
     n_states: int
     model: CostModel = field(default_factory=CostModel)
+    spread: float | None = None
     proof: Proof | None = field(default=None, init=False)
 
     derives_from: ClassVar[tuple[type, ...]] = (Costs, Machine, Workload, Pins)
@@ -64,7 +65,7 @@ class Plan(Fact):
         """Return the plan of priced stages."""
         names, single_ms = tuple(d.name for d in machine.devices), costs.total_ms
         schedule, count = workload.schedule, workload.n_microbatches
-        return cls(stages, names, lower_bound_ms, single_ms, schedule, count, costs.rows, n_states, model)
+        return cls(stages, names, lower_bound_ms, single_ms, schedule, count, costs.rows, n_states, model, costs.spread)
 
     def prove(self, proof: Proof | None) -> Plan:
         """Note how the lower bound was proven, and return the plan; for the planner, and for plans read from files."""
@@ -182,7 +183,13 @@ class Plan(Fact):
         # A bound that nobody has proven is no bound.
         proof = self.standing if self.standing == "not proven" else bound
         rows.append(
-            f"bottleneck {self.bottleneck_ms:.3f} ms, {proof}; steady-state speed-up {speedup:.2f} over one device"
+            f"bottleneck {self.bottleneck_ms:.3f} ms{format_spread(self.spread)}, {proof}; "
+            f"steady-state speed-up {speedup:.2f} over one device"
         )
         rows.append(f"{self.schedule}, {self.n_microbatches} microbatches of {self.rows} rows")
         return "\n".join(rows)
+
+
+def format_spread(spread: float | None) -> str:
+    """Return by how much predicted times may vary, for people, to stand behind a time; nothing where it is unknown."""
+    return "" if spread is None else f" ± {100 * spread:.0f} %"

@@ -48,8 +48,9 @@ def test_what_a_clock_says_is_what_is_told() -> None:
     with patch.object(Clock, "now", lambda self: float(next(ticks) ** 2)):
         times = time_alone({"a": Call(layer, (x,), {})}, CPU, 1, lambda: told.append(1))
     # The second turn is the one that counts: the clock says 16, 25, 36, 49.
-    forward, backward, weight = times["a"]
+    forward, backward, weight, spread = times["a"]
     assert (WARM_UP, HALVED, told) == (1, 2, [1]) and (forward, backward) == (25 - 16, 49 - 36)
+    assert spread is None, "one repeat says nothing of noise"
     assert 0 < weight < backward
 
 
@@ -83,7 +84,7 @@ def test_the_models_own_weights_stay_on_the_meta_device() -> None:
 def test_an_operator_without_a_derivative_is_timed_forward() -> None:
     """torch's error ended the profile, though no backward of a detached value ever runs."""
     x = torch.empty(2, 4, device="meta", requires_grad=True)
-    forward_ms, backward_ms, _ = time_alone(
+    forward_ms, backward_ms, *_ = time_alone(
         {"a": Call("bernoulli", (x,), {"p": 0.5}), "b": Call(torch.floor_divide, (x, 2), {})}, CPU, 1, lambda: None
     )["b"]
     assert forward_ms > 0 and backward_ms >= 0
