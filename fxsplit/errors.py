@@ -33,6 +33,10 @@ class InputError(FxsplitError, ValueError):
     """An argument of a public function, or of the command, cannot be used."""
 
 
+class CallError(InputError, TypeError):
+    """The arguments of a call do not fit the model's forward(); a module called so raises a TypeError too."""
+
+
 class TraceError(FxsplitError):
     """The model cannot be captured as a graph; the message names the file, line and submodule of the user's code."""
 

@@ -32,6 +32,7 @@ from fxsplit.ir.manager import Observer
 from fxsplit.passes import Leaf
 from fxsplit.runtime.microbatches import divide_rows
 from fxsplit.runtime.program import Batch, Program
+from fxsplit.schedule.catalogue import Scheduler
 from fxsplit.torch_internals.thread_modes import keep_modes
 from fxsplit.torch_internals.undo import Turn, leave_no_trace
 from fxsplit.torch_internals.user_lines import warn_user
@@ -65,6 +66,7 @@ class Compiler:
         # Programs of values that forward() read and that are others now, such as modes of torch; the latest last.
         self._outdated: deque[tuple[Mode, Compiled]] = deque(maxlen=MOST_OUTDATED)
         self._modules: list[int] = []
+        self._said_fewer = False
         self._folder: DumpFolder | None = None
         self._turn = Turn()  # the first calls of several threads must not compile twice
 
@@ -87,9 +89,27 @@ class Compiler:
         tensors = self._bind(program.inputs, call)
         rows = program.inputs.count_rows(tensors)
         count = self.options.count_microbatches(program.scheduler, rows, compiled.found_count)
+        if rows < count:
+            count = self._take_fewer(program.scheduler, rows, count)
         divided = divide_rows(rows, count)
         compiled.captured[Scope].check_rows(divided)
         return Batch(program, tensors, divided)
+
+    def _take_fewer(self, scheduler: Scheduler, rows: int, stated: int) -> int:
+        """Return the largest number of microbatches, up to one a row, that the schedule is made for; warn of it once.
+
+        Where there is none, it is the number stated, for which the rows do not suffice.
+        """
+        fewer = scheduler.nearest(rows)
+        if fewer > rows:
+            return stated
+        if not self._said_fewer:
+            self._said_fewer = True
+            warn_user(
+                f"a batch of {rows} rows is cut into {fewer} microbatches, and not into n_microbatches={stated}: give "
+                f"at least {stated} rows (a DataLoader's last batch: drop_last=True) for the plan to hold"
+            )
+        return fewer
 
     def get_compiled(self, mode: Mode) -> Compiled | None:
         """Return what was compiled first in a mode, or in the other mode where only that is compiled."""

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from fxsplit.api.compiled import Compiled, get_mode
@@ -187,6 +188,7 @@ class Pipeline(Facade):
         *args: Any,
         target: Any = None,
         return_outputs: bool = False,
+        losses: list[Tensor] | None = None,
         optimizer: Optimizer | None = None,
         timeout_s: float | None = None,
         **kwargs: Any,
@@ -204,6 +206,8 @@ class Pipeline(Facade):
         says so in a note. Raises StepTimeout, which says what each worker does, where forwards and backwards take
         longer than `timeout_s` seconds.
 
+        `losses` is a list to which the loss of each microbatch is appended, detached and as it is before weighting.
+
         Under PipeDream and PipeDream-2BW the batch is a stream, and `optimizer` steps as its microbatches come back:
         after each of them, or after each n_devices of them, whose mean loss is then what that step minimises. It
         starts by setting every `.grad` to None. One that fails has stepped as far as it came.
@@ -215,13 +219,16 @@ class Pipeline(Facade):
             batch.program.check_joinable(len(batch.rows))
         engine, receipt = self._start_engine(batch.program), Receipt()
         try:
-            return engine.step(
+            found = engine.step(
                 batch, loss, keep_outputs=return_outputs, stepper=stepper, receipt=receipt, timeout_s=timeout_s
             )
         except BaseException as error:
             if receipt.added:
                 error.add_note("the step was over: its gradients have been added to .grad")
             raise
+        if losses is not None:
+            losses += loss.list_losses()
+        return found
 
     @leave_uncompiled
     def trace(

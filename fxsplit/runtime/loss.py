@@ -35,16 +35,17 @@ Finish = Callable[[int, tuple[Any, ...]], Tensor]
 def find_own_loss(outputs: Any) -> Tensor | None:
     """Return the loss that a model has computed itself, or None where there is none.
 
-    It is a float of no dimension: the only output, the first one, or the one called `loss`.
+    It is a float of no dimension: the only output, the first one, or the one called `loss`, which may also be a tensor
+    of one element, as a sum is that was divided by such a tensor.
     """
-    if isinstance(outputs, Mapping):
-        outputs = outputs.get("loss")
-    elif not isinstance(outputs, Tensor) and hasattr(outputs, "loss"):
-        outputs = outputs.loss
+    named = isinstance(outputs, Mapping) or (not isinstance(outputs, Tensor) and hasattr(outputs, "loss"))
+    if named:
+        outputs = outputs.get("loss") if isinstance(outputs, Mapping) else outputs.loss
     elif isinstance(outputs, (tuple, list)) and outputs:
         outputs = outputs[0]
-    number = isinstance(outputs, Tensor) and outputs.ndim == 0 and outputs.is_floating_point()
-    return outputs if number else None
+    if not isinstance(outputs, Tensor) or not outputs.is_floating_point():
+        return None
+    return outputs if outputs.ndim == 0 or (named and outputs.numel() == 1) else None
 
 
 def find_own_reduction(program: Program, n_microbatches: int) -> str:
@@ -68,7 +69,7 @@ def take_model_loss(outputs: Any) -> Tensor:
             "step() needs a loss, and the model returns none of its own: compile with loss_fn=, for example "
             "fxsplit.compile(model, 2, loss_fn=torch.nn.functional.cross_entropy)"
         )
-    return loss
+    return loss if loss.ndim == 0 else loss.reshape(())
 
 
 def sum_squares(outputs: Any, target: Any = None) -> Tensor:
@@ -202,6 +203,10 @@ class BatchLoss:
             self._gradients[key] = torch.full_like(self._losses[microbatch], weight)  # type: ignore[arg-type]
         return [self._gradients[key]]
 
+    def list_losses(self) -> list[Tensor]:
+        """Return the loss of each microbatch, detached, once all of them have theirs."""
+        return [loss for loss in self._losses if loss is not None]
+
     def compute_total(self) -> Tensor:
         """Return the loss of the whole batch, detached, once all microbatches have theirs.
 
@@ -209,7 +214,7 @@ class BatchLoss:
         """
         self.meaning.end_step()
         hand_over(self._losses)
-        losses = [loss for loss in self._losses if loss is not None]
+        losses = self.list_losses()
         found = torch.stack([loss.to(losses[0].device) for loss in losses])
         # In double precision: a share such as 1/3 would lose digits in a loss of half precision.
         weights = torch.tensor(self._weights_in_batch, dtype=torch.float64, device=found.device)

@@ -145,8 +145,9 @@ def test_a_call_is_prepared_with_its_rows() -> None:
     x = torch.randn(10, 8)
     batch = compiler.prepare("train", call(x))
     assert batch.rows == [3, 3, 2, 2] and batch.tensors == [x]
-    with pytest.raises(InputError, match="a batch of 3 rows cannot be cut into n_microbatches=4"):
-        compiler.prepare("train", call(torch.randn(3, 8)))
+    with pytest.warns(fxsplit.FxsplitWarning, match="a batch of 3 rows is cut into 3 microbatches, .*drop_last=True"):
+        assert compiler.prepare("train", call(torch.randn(3, 8))).rows == [1, 1, 1]
+    assert compiler.prepare("train", call(torch.randn(2, 8))).rows == [1, 1], "said once"
 
 
 def test_what_cannot_be_compiled_is_refused() -> None:

@@ -157,10 +157,29 @@ def compiled(**options: Any) -> fxsplit.Pipeline:
     return fxsplit.compile(Mlp(), 2, **{"example_inputs": x(), "passes": FAST, **options})
 
 
+def test_arguments_that_do_not_fit_are_a_type_error_too() -> None:
+    """As of any module that is called so."""
+    with compiled() as pipe, pytest.raises(TypeError, match="the arguments do not fit forward") as caught:
+        pipe(x(), x())
+    assert isinstance(caught.value, InputError)
+
+
+def test_losses_of_microbatches_are_appended() -> None:
+    with compiled(n_microbatches=4, loss_fn=torch.nn.functional.mse_loss) as pipe:
+        batch, target, losses = x(), torch.zeros(8, 3), [torch.tensor(1.0)]
+        total = pipe.step(batch, target=target, losses=losses)
+        assert len(losses) == 5 and not losses[4].requires_grad
+        torch.testing.assert_close(torch.stack(losses[1:]).mean(), total)
+        expected = torch.nn.functional.mse_loss(pipe.model(batch[2:4]), target[2:4])
+        torch.testing.assert_close(losses[2], expected.detach())
+
+
 def test_later_batches() -> None:
     with compiled(n_microbatches=4) as pipe:
-        with refused(InputError, "a batch of 3 rows cannot be cut into n_microbatches=4: give at least 4 rows"):
-            pipe(x(3))
+        few = x(3)
+        with pytest.warns(fxsplit.FxsplitWarning, match="3 rows is cut into 3 microbatches, and not into n_micro"):
+            torch.testing.assert_close(pipe(few), pipe.model(few))
+        assert len(pipe(few)) == 3, "said once"
         with refused(InputError, r"'x' is torch.float64 and the pipeline takes torch.float32: .*\.to\(torch.float32"):
             pipe(x().double())
         with refused(InputError, "argument 'x' is on meta and the pipeline takes it on cpu: move it with"):

@@ -161,7 +161,16 @@ def test_a_loss_may_be_an_attribute() -> None:
     assert find_own_loss(outputs) is outputs.loss
 
 
-@pytest.mark.parametrize("outputs", [torch.ones(2), torch.tensor(1), {"other": number(1.0)}, (), "text", [3.0]])
+def test_a_named_loss_may_have_one_element() -> None:
+    """Hugging Face divides by `num_items_in_batch`, which may be a tensor of one element."""
+    for outputs in ({"loss": torch.ones(1)}, SimpleNamespace(loss=torch.ones(1, 1))):
+        assert take_model_loss(outputs).shape == ()
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [torch.ones(1), (torch.ones(1),), torch.ones(2), torch.tensor(1), {"other": number(1.0)}, (), "text", [3.0]],
+)
 def test_what_is_no_loss(outputs: Any) -> None:
     assert find_own_loss(outputs) is None
     with pytest.raises(InputError, match="returns none of its own"):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fxsplit.errors import InputError
+from fxsplit.errors import CallError, InputError
 from fxsplit.ir.facts.chunks import Chunks, find_batch_dims
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.containers import register_dataclasses
@@ -224,12 +224,12 @@ def flatten_call(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapp
 
     `model(x, extra={"bias": b, "gain": 2.0})` is the values [x, b, 2.0] under the names x, extra_bias and extra_gain.
     Defaults are values too, so that leaving an argument out is the same as passing its default.
-    Raises InputError where the arguments do not fit the signature.
+    Raises CallError where the arguments do not fit the signature.
     """
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise InputError(
+        raise CallError(
             f"the arguments do not fit forward{_shorten(str(signature), 400)}: {error}; as example inputs, a tuple is "
             "positional arguments and a dict keyword arguments"
         ) from error
