@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import math
 import os
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 
@@ -27,6 +29,8 @@ from fxsplit.torch_internals.undo import call_all, leave_no_trace, undo_after
 
 GRACE_S = 1.5
 """How long an interrupted caller waits for workers to finish the action they are in."""
+LOOK_S = 5.0
+"""How often a caller that waits looks whether the workers are still there."""
 EXIT_S = 10.0
 """How long an interpreter that ends waits for workers: one that ran on while it is taken down would abort it."""
 
@@ -53,14 +57,15 @@ class Workers:
         self._threads: list[threading.Thread] = []
         # The job that was given to the workers last, which may be gone, and who is still at it.
         self._last: tuple[weakref.ref[Job], _Course] | None = None
-        # Before any thread runs: those of workers that are dropped, or never got ready, end too.
-        weakref.finalize(self, _end, self._tasks)
-        _running.add(self)
+        _note_running(self)
         up: SimpleQueue[None] = SimpleQueue()
         # What a worker sets for itself is also what threads that start later would get.
         with undo_after(partial(torch.set_num_threads, torch.get_num_threads())), undo_after(self._end_unless_started):
             for i, (tasks, device) in enumerate(zip(self._tasks, devices, strict=True)):
-                name, arguments = f"fxsplit-worker-{i}", (tasks, device, intraop_threads, up)
+                # Workers that are dropped, or never got ready, end too. This calls put(None, ...) in C: of an interrupt
+                # in a finaliser written in Python nobody would hear.
+                dropped = weakref.ref(self, partial(tasks.put, None))
+                name, arguments = f"fxsplit-worker-{i}", (tasks, device, intraop_threads, up, dropped)
                 self._threads.append(threading.Thread(target=_serve, args=arguments, name=name, daemon=True))
                 self._threads[-1].start()
             # All workers have set their number of threads when this loop ends.
@@ -90,7 +95,7 @@ class Workers:
                 call_all([partial(setattr, course, "begun", True), *hand_out])
                 # close() may have come in between, and then some worker never sees its task.
                 self._check_open()
-                if not course.over.wait(timeout_s):
+                if not self._wait(course, math.inf if timeout_s is None else timeout_s):
                     raise StepTimeout(
                         f"the step takes longer than timeout_s={timeout_s:g}:\n{self.get_status()}\n"
                         "No gradient has changed. The pipeline can be used again when these actions are over"
@@ -102,6 +107,16 @@ class Workers:
         if job.error is not None:
             raise job.error
         make_caller_wait(list(zip(self._devices, job.marks, strict=False)))
+
+    def _wait(self, course: _Course, timeout_s: float) -> bool:
+        """Wait until a job is over, and return whether it is; raises ClosedError where a worker that is at it ended."""
+        deadline = time.monotonic() + timeout_s
+        while (rest := deadline - time.monotonic()) > 0:
+            if course.over.wait(min(rest, LOOK_S)):
+                return True
+            if not all(self._threads[device].is_alive() for device in list(course.left)):
+                raise ClosedError("a worker has ended in the middle of its work: close the pipeline, and compile again")
+        return False
 
     def get_status(self) -> Status:
         """Return what each worker does now."""
@@ -204,8 +219,13 @@ def _give_up(job: Job, course: _Course) -> None:
         course.over.wait(GRACE_S)
 
 
-def _serve(tasks: Tasks, device: torch.device, intraop_threads: int, up: SimpleQueue[None]) -> None:
-    """Do tasks until None comes. `up` is told when the worker is ready."""
+def _serve(
+    tasks: Tasks, device: torch.device, intraop_threads: int, up: SimpleQueue[None], dropped: weakref.ref[Workers]
+) -> None:
+    """Do tasks until None comes. `up` is told when the worker is ready. `dropped` puts None when nobody can give tasks.
+
+    It does so for as long as it is held here.
+    """
     # torch sets up a thread's number in its first call, which would undo the second line.
     torch.get_num_threads()
     torch.set_num_threads(intraop_threads)
@@ -225,11 +245,21 @@ def _end(queues: Sequence[Tasks]) -> None:
         tasks.put(None)
 
 
-_running: weakref.WeakSet[Workers] = weakref.WeakSet()
+_running: list[weakref.ref[Workers]] = []
+
+
+def _note_running(workers: Workers) -> None:
+    """Keep in mind that these workers may run when Python ends."""
+    for gone in [ref for ref in _running if ref() is None]:
+        # Another thread may have removed it.
+        with suppress(ValueError):
+            _running.remove(gone)
+    _running.append(weakref.ref(workers))
 
 
 @atexit.register
 def _end_all() -> None:
     """End all workers when Python ends."""
-    for workers in list(_running):
-        workers.end_at_exit()
+    for ref in _running:
+        if (workers := ref()) is not None:
+            workers.end_at_exit()

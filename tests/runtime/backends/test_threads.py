@@ -103,6 +103,21 @@ def test_a_worker_may_close_them() -> None:
         assert not any(thread.is_alive() for thread, _, _ in job.ran.values())
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_worker_that_ends_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its caller would wait for ever, and so would every later one."""
+    monkeypatch.setattr(threads, "LOOK_S", 0.05)
+    monkeypatch.setattr(threads, "GRACE_S", 0.05)
+
+    def end(*_: Any) -> None:
+        raise SystemExit
+
+    with workers() as made:
+        monkeypatch.setattr(threads, "_run_task", end)
+        with pytest.raises(ClosedError, match="ended in the middle of its work"):
+            made.run(Job(2))
+
+
 def test_a_fork_has_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     with workers() as made:
         monkeypatch.setattr("os.getpid", lambda: -1)
