@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -22,6 +23,7 @@ from fxsplit.api.options import Options
 from fxsplit.api.validity import Validity
 from fxsplit.errors import InputError, PlanError, UnsteadyProfileWarning
 from fxsplit.formats.safetensors_files import WeightFiles
+from fxsplit.frontend.other_shapes import fit_to_shapes
 from fxsplit.ir.dump import make_observers, show_progress
 from fxsplit.ir.dump_folder import DumpFolder
 from fxsplit.ir.facts.call import Call, Inputs
@@ -41,7 +43,9 @@ Shapes = tuple[tuple[int, ...], ...]
 """The shapes of a call's tensors, without their rows."""
 
 MOST_SHAPES = 16
-"""Shapes besides the first for which a model is compiled that has to be exported for each shape anew."""
+"""So many programs for other shapes are kept of a model that has to be exported for each shape anew."""
+MOST_FITTED = 1000
+"""So many shapes are remembered on which the first program is right."""
 MOST_OUTDATED = 4
 """So many programs are kept for Python values that may return, as modes of torch do from training to evaluation."""
 
@@ -168,24 +172,40 @@ class Compiler:
             kept = self._kept.get((mode, shapes))
             # Other shapes may take another way through forward(), which reads other values.
             if kept is not None and not self._is_outdated(kept):
+                self._kept[mode, shapes] = self._kept.pop((mode, shapes))  # the last to be forgotten
                 return kept
             # Modes that share the first program share those for other shapes as well.
             other = self._kept.get((OTHER_MODE[mode], None))
             if other is not None and other.program is first.program and (OTHER_MODE[mode], shapes) in self._kept:
                 return self._kept[OTHER_MODE[mode], shapes]
-            if sum(m == mode and s is not None for m, s in self._kept) == MOST_SHAPES:
-                raise InputError(
-                    f"the model could only be exported, which makes a graph for every shape, and {shapes} (without "
-                    f"rows) is more than {MOST_SHAPES + 1} of them: pad to fewer shapes"
-                )
-            compiled = self._compile(call, first)
+            compiled = self._fit(call, first) or self._compile(call, first)
             compiled.place()
             # No other program finds its weights where it expects them then.
             if compiled.moves_weights:
                 self._kept = {(mode, None): compiled}
             else:
-                self._kept[mode, shapes] = compiled
+                self._keep_for_shapes(mode, shapes, compiled)
             return compiled
+
+    def _fit(self, call: Call, first: Compiled) -> Compiled | None:
+        """Return the record of a mode for the shapes of another call, where its graph is the model there as well."""
+        inputs, tensors = Inputs.of(self.model, *call, self.options.chunks)
+        count = first.adapt_candidate(self.options, inputs.count_rows(tensors)).n_microbatches
+        rows = divide_rows(inputs.count_rows(tensors), count)[0]
+        leaves = [step.path for step in self.options.chain if isinstance(step, Leaf)]
+        with keep_modes(), torch.inference_mode(False), torch.enable_grad():
+            captured = fit_to_shapes(first.captured, self.model, call, rows, leaves)
+        return None if captured is None else replace(first, captured=captured)
+
+    def _keep_for_shapes(self, mode: Mode, shapes: Shapes, compiled: Compiled) -> None:
+        """Keep a record for shapes of its own; of many, those that were made last."""
+        self._kept[mode, shapes] = compiled
+        # Records of one program cost little, and programs of their own hold stages and what was measured.
+        first = self._kept[mode, None].program
+        for most, own in ((MOST_SHAPES, True), (MOST_FITTED, False)):
+            alike = [k for k, c in self._kept.items() if k[0] == mode and k[1] and (c.program is not first) == own]
+            for key in alike[:-most]:
+                del self._kept[key]
 
     def _compile_first(self, mode: Mode, call: Call, outdated: Compiled | None) -> Compiled:
         """Return a mode compiled for a call, with all weights on their devices; keep it as the mode's first.

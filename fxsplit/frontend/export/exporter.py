@@ -12,8 +12,8 @@ import inspect
 import io
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass
 from functools import partial
 from traceback import walk_tb
@@ -60,19 +60,25 @@ class TorchExport:
         model = subject.model
         # Draws of torch's own generators are operators, which the graph holds; Python's would be constants in it.
         with restore_model(model), refuse_assignments(model), refuse_draws(model, read_python_generators):
-            return _export(subject, self.name)
+            # A submodule that stays whole has outputs of the shapes that were recorded.
+            if not subject.whole:
+                # Any failure: exported for its own lengths alone, the model fails again for any other reason.
+                with suppress(TraceError):
+                    return _export(subject, self.name, lengths_vary=True)
+            return _export(subject, self.name, lengths_vary=False)
 
 
-def _export(subject: Subject, front_end: str) -> Graph:
-    """Return the exported graph, with the model's own parameters, buffers and modules in it."""
+def _export(subject: Subject, front_end: str, *, lengths_vary: bool) -> Graph:
+    """Return the exported graph, with the model's own parameters, buffers and modules in it.
+
+    `lengths_vary`: sizes other than the number of rows become symbols in the graph where forward() allows it.
+    """
     model, specs = subject.model, subject.inputs.specs
     with subject.make_runnable(max(subject.rows, LEAST_ROWS)) as here:
         if subject.whole and subject.from_shapes:
             raise TraceError(
                 f"submodule {subject.whole[0]!r} can stay whole in an exported graph only once it has weights"
             )
-        # Only the number of rows may vary: for other lengths the model is compiled again.
-        shapes = tuple({s.batch_dim: torch.export.Dim.DYNAMIC} if s.batch_dim is not None else None for s in specs)
         try:
             wholes = WholeModules(here, subject.whole)
             with one_trace.take(), _take_tensors(here, wholes), enter_function_mode(NeverDropped()), _be_quiet():
@@ -83,9 +89,7 @@ def _export(subject: Subject, front_end: str) -> Graph:
                     _skip_idle_conversions(),
                     watch_hooks(_refuse_hook),
                 ):
-                    # Clones: a tensor that is given twice would become one argument.
-                    tensors = tuple(here.clone_tensors())
-                    program = torch.export.export(here.model, tensors, strict=False, dynamic_shapes=shapes)
+                    program = _run_export(here, lengths_vary=lengths_vary)
                 # Without guards the module is the bare graph; the guards are asked once per number of rows.
                 module = program.module(check_guards=False)
                 guard = getattr(program.module(), "_guards_fn", None)
@@ -95,6 +99,7 @@ def _export(subject: Subject, front_end: str) -> Graph:
         assert returns is not None
         writer = GraphWriter(module, here.model, functions, wholes.calls)
         writer.write_program([spec.name for spec in specs], returns)
+        bounds = _read_bounds(program, [spec.batch_dim for spec in specs])
     if checkpoints:
         warn_user(
             f"forward() of {subject.name} changes what is saved for backward, as checkpoint() does, which its "
@@ -104,7 +109,20 @@ def _export(subject: Subject, front_end: str) -> Graph:
     gm = fx.GraphModule(_find_own(model, writer.held), writer.graph, class_name=subject.name)
     # A model on several devices was exported from a copy in host memory.
     move_constants(gm, here.tensors[0].device, subject.tensors[0].device)
-    return Graph(gm, Scope(subject.inputs, front_end, fixed=True, bounds=_read_bounds(program), guard=guard))
+    return Graph(gm, Scope(subject.inputs, front_end, fixed=True, bounds=bounds, guard=guard))
+
+
+def _run_export(here: Runnable, *, lengths_vary: bool) -> torch.export.ExportedProgram:
+    """Return the model as torch.export has made it, for any number of rows."""
+    # Clones: a tensor that is given twice would become one argument.
+    tensors = tuple(here.clone_tensors())
+    # AUTO is a symbol, or a constant where forward() asks for one; DYNAMIC fails there.
+    other = torch.export.Dim.AUTO if lengths_vary else None
+    shapes = tuple(
+        {d: torch.export.Dim.DYNAMIC if d == spec.batch_dim else other for d in range(t.ndim)}
+        for spec, t in zip(here.inputs.specs, tensors, strict=True)
+    )
+    return torch.export.export(here.model, tensors, strict=False, dynamic_shapes=shapes)
 
 
 def _find_own(model: nn.Module, held: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,9 +142,16 @@ def _find_own(model: nn.Module, held: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _read_bounds(program: torch.export.ExportedProgram) -> tuple[int, int | None]:
-    """Return the fewest and the most rows that the program is right for; forward() takes another branch beyond."""
-    ranges = program.range_constraints.values()
+def _read_bounds(program: torch.export.ExportedProgram, dims: Sequence[int | None]) -> tuple[int, int | None]:
+    """Return the fewest and the most rows that the program is right for; forward() takes another branch beyond.
+
+    `dims` are the dimensions of its inputs that hold the rows.
+    """
+    placeholders = program.graph.find_nodes(op="placeholder")
+    given = placeholders[len(placeholders) - len(dims) :]  # weights come first
+    lengths = [n.meta["val"].shape[d] for n, d in zip(given, dims, strict=True) if d is not None]
+    symbols = {length.node.expr for length in lengths if isinstance(length, torch.SymInt)}
+    ranges = [found for symbol, found in program.range_constraints.items() if symbol in symbols]
     # torch writes "no limit" as a number near 2**63.
     limits = (int(found.upper) for found in ranges if not found.upper > 2**31)
     return max([LEAST_ROWS, *(int(found.lower) for found in ranges)]), min(limits, default=None)

@@ -1,0 +1,72 @@
+"""Other shapes: whether a graph that was captured for one shape of its inputs is the model on another one too.
+
+An exported graph has symbols for lengths where forward() allows it. torch.export says that such a graph is right for
+other lengths, and the model itself has the last word: on each new shape both run and are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import fx, nn
+
+from fxsplit.errors import FxsplitError
+from fxsplit.frontend.check.values import check_graph
+from fxsplit.frontend.no_trace_left import restore_model
+from fxsplit.frontend.subject import Subject
+from fxsplit.frontend.watch.watch import Watch
+from fxsplit.ir.facts.call import Call, Inputs
+from fxsplit.ir.facts.effects import CallEffects
+from fxsplit.ir.facts.example import Example
+from fxsplit.ir.facts.scope import Scope
+from fxsplit.ir.graph import IR
+from fxsplit.torch_internals.undo import undo_after
+
+DIFFER = (FxsplitError, RuntimeError, ValueError, TypeError, IndexError, AssertionError)
+"""What a graph, or a model, raises on a shape that it is not made for."""
+
+
+def fit_to_shapes(captured: IR, model: nn.Module, call: Call, rows: int, leaves: Sequence[str]) -> IR | None:
+    """Return the IR as one for the shapes of `call`, if its graph is the model there; None where a new one is needed.
+
+    rows: the size of the call's largest microbatch. leaves: paths of submodules that stay whole.
+    """
+    scope, example, known = captured[Scope], captured[Example], captured[CallEffects]
+    # Shapes alone tell nothing of a branch that forward() takes.
+    if example.from_shapes or scope.guard is None:
+        return None
+    inputs, tensors = Inputs.of(model, *call, example.inputs.chunks)
+    fitted = replace(scope, inputs=inputs, _passed=set())
+    subject = Subject(model, inputs, tensors, rows, tuple(leaves))
+    watch = Watch(model)
+    try:
+        fitted.check_rows([rows])
+        with undo_after(watch.put_back), restore_model(model):
+            effects = check_graph(subject, _copy_graph(captured.gm), rows)
+            # Of a single row nobody can tell whether an output of one row is a batch.
+            if rows == 1 and subject.is_cut:
+                dims = check_graph(subject, _copy_graph(captured.gm), rows=2).output_dims
+                effects = replace(effects, output_dims=dims)
+    except torch.OutOfMemoryError:
+        raise
+    except DIFFER:
+        return None
+    return captured.learn(fitted) if _are_alike(effects, known) else None
+
+
+def _are_alike(a: CallEffects, b: CallEffects) -> bool:
+    """Return whether two calls leave the same behind."""
+
+    def list_parts(e: CallEffects) -> tuple[object, ...]:
+        return e.writes_inputs, set(e.written_buffers), e.saved_buffers, e.sets_hooks, e.containers, e.output_dims
+
+    return list_parts(a) == list_parts(b)
+
+
+def _copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
+    """Return a graph of the same nodes on the same modules: a check notes shapes in the nodes."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    return fx.GraphModule(gm, graph, class_name=type(gm).__name__)
