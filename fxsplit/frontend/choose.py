@@ -6,7 +6,11 @@ value), or for both. In the last case the submodules that decide stay whole, as 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
+
+from torch import nn
 
 from fxsplit.errors import FxsplitError, TraceError
 from fxsplit.frontend.check.values import check_graph
@@ -19,7 +23,8 @@ from fxsplit.ir.facts.effects import CallEffects
 from fxsplit.torch_internals.user_lines import warn_user
 
 MOST_LEAVES = 16
-"""After so many submodules that have to stay whole there is little left to split."""
+"""After so many attempts, each with one more class of submodules that have to stay whole, there is little to split."""
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 Checked = tuple[Graph, CallEffects]
 """A graph that computes what the model computes, and what the check has found a call to leave behind."""
@@ -28,8 +33,9 @@ Checked = tuple[Graph, CallEffects]
 def choose_graph(subject: Subject) -> Checked:
     """Return the first graph that is the model; raises TraceError, with every front end's reason, if there is none.
 
-    A GraphModule is taken as it is. Any other model is traced symbolically; exported where that fails; traced with the
-    submodules whole in which tracing failed, where exporting fails too; and at last exported with submodules whole.
+    A GraphModule is taken as it is. Any other model is traced symbolically; exported where that fails, with lengths
+    that vary and then with those of the example; traced with the submodules whole in which tracing failed, where
+    exporting fails too; and at last exported with submodules whole.
     """
     if GivenGraph.takes(subject.model):
         return _attempt(GivenGraph(), subject)
@@ -38,6 +44,10 @@ def choose_graph(subject: Subject) -> Checked:
         return _attempt(SymbolicTrace(), subject)
     except TraceError as error:
         untraced = error
+    # The outputs of a submodule that stays whole are recorded, at one length.
+    if not subject.whole:
+        with suppress(TraceError):
+            return _attempt(TorchExport(lengths_vary=True), subject)
     try:
         return _attempt(TorchExport(), subject)
     except TraceError as error:
@@ -70,23 +80,47 @@ def _attempt_around(front_end: FrontEnd, subject: Subject, failed: TraceError, r
     because its caller reads a value that it returns; then the next error names the submodule around it.
     """
     whole: list[str] = []
-    while failed.submodule and failed.submodule not in (*subject.whole, *whole) and len(whole) < MOST_LEAVES:
+    kinds: list[type[nn.Module]] = []
+    while failed.submodule and failed.submodule not in (*subject.whole, *whole) and len(kinds) < MOST_LEAVES:
+        kind = type(subject.model.get_submodule(failed.submodule))
+        # The second of a class fails for the first one's reason, and so will all others.
+        found = _list_alike(subject.model, kind) if kind in kinds else [failed.submodule]
+        kinds.append(kind)
         # What lies inside of a submodule that stays whole is never seen, so its path would match nothing.
-        whole = [path for path in whole if not path.startswith(f"{failed.submodule}.")]
-        whole.append(failed.submodule)
+        whole = _drop_inner([*whole, *(path for path in found if path not in whole)])
         try:
             graph, effects = _attempt(front_end, replace(subject, whole=(*subject.whole, *whole)))
         except TraceError as error:
             failed = error
             continue
-        for path in whole:
-            warn_user(
-                f"submodule {path!r} of {subject.name} stays whole, as no front end can follow it ({reasons}); "
-                f"fxsplit.leaf({path!r}) in passes= says that this is meant"
-            )
+        _warn_of_whole(subject, whole, reasons)
         scope = replace(graph.scope, front_end=f"{front_end.name}, with submodules kept whole")
         return replace(graph, scope=scope), effects
     return None
+
+
+def _list_alike(model: nn.Module, kind: type[nn.Module]) -> list[str]:
+    """Return the paths of all submodules of one class, but of the containers that any module may use."""
+    named = model.named_modules(remove_duplicate=False)
+    return [path for path, m in named if path and type(m) is kind and not isinstance(m, CONTAINERS)]
+
+
+def _drop_inner(paths: Sequence[str]) -> list[str]:
+    """Return those of the paths that lie inside of no other one."""
+    return [path for path in paths if not any(path.startswith(f"{other}.") for other in paths)]
+
+
+def _warn_of_whole(subject: Subject, whole: Sequence[str], reasons: str) -> None:
+    """Warn of submodules that stay whole, once for each class."""
+    kinds: dict[str, list[str]] = {}
+    for path in whole:
+        kinds.setdefault(type(subject.model.get_submodule(path)).__name__, []).append(path)
+    for kind, (path, *more) in kinds.items():
+        others = f" ({kind}), and so do {len(more)} more of its class" if more else ""
+        warn_user(
+            f"submodule {path!r} of {subject.name} stays whole{others}, as no front end can follow it ({reasons}); "
+            f"fxsplit.leaf({path!r}) in passes= says that this is meant"
+        )
 
 
 def _runs_on_one_row(subject: Subject, graph: Graph) -> bool:

@@ -37,7 +37,8 @@ class Fake:
 
 def attempt(monkeypatch: pytest.MonkeyPatch, symbolic: Fake, export: Fake, subject: Subject) -> Graph:
     monkeypatch.setattr(choose, "SymbolicTrace", lambda: symbolic)
-    monkeypatch.setattr(choose, "TorchExport", lambda: export)
+    never = Fake("export for every length", None)
+    monkeypatch.setattr(choose, "TorchExport", lambda lengths_vary=False: never if lengths_vary else export)
     return choose.choose_graph(subject)[0]
 
 
@@ -114,3 +115,12 @@ def test_a_model_that_refuses_one_row_keeps_its_bounds(monkeypatch: pytest.Monke
 def test_a_graph_module_is_taken_as_it_is() -> None:
     graph, _ = choose.choose_graph(make_subject(trace(Scale())))
     assert graph.scope.front_end == "graph_module"
+
+
+def test_all_of_a_class_stay_whole_once_two_have_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of twenty was an attempt of its own, and after sixteen the model was refused."""
+    model = nn.Sequential(*(nn.Sequential(Scale(), nn.Tanh()) for _ in range(20)))
+    symbolic = Fake("symbolic", tuple(f"{i}.0" for i in range(20)))
+    with pytest.warns(UserWarning, match=r"'0.0' of Sequential stays whole \(Scale\), and so do 19 more of its class"):
+        attempt(monkeypatch, symbolic, Fake("export", None), make_subject(model))
+    assert [len(whole) for whole in symbolic.attempts] == [0, 1, 20]

@@ -2,8 +2,9 @@
 
 torch.export runs forward() on tensors without values and records the operators that they pass through. So `if
 x.shape[1] > 4` leaves the branch that was taken, with a guard that other calls take it too, and `if x.sum() > 0` fails.
-The exported program is called with the tensors of the example, one argument each, and takes any number of rows; its
-other sizes, its dtypes and its mode are the example's. It fetches the model's own parameters and buffers.
+The exported program is called with the tensors of the example, one argument each, and takes any number of rows. Other
+sizes vary where the model allows it and nothing stays whole; dtypes and mode are the example's. It fetches the model's
+own parameters and buffers.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import io
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, suppress
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import partial
 from traceback import walk_tb
@@ -48,9 +49,10 @@ LEAST_ROWS = 2
 
 @dataclass(frozen=True)
 class TorchExport:
-    """Exports a model with torch.export."""
+    """Exports a model with torch.export, for the lengths of the example or (`lengths_vary`) as many as it can."""
 
     name: str = "export"
+    lengths_vary: bool = False
 
     def attempt(self, subject: Subject) -> Graph:
         """Return the exported graph; raises TraceError naming the line and submodule that torch.export cannot follow.
@@ -60,12 +62,7 @@ class TorchExport:
         model = subject.model
         # Draws of torch's own generators are operators, which the graph holds; Python's would be constants in it.
         with restore_model(model), refuse_assignments(model), refuse_draws(model, read_python_generators):
-            # A submodule that stays whole has outputs of the shapes that were recorded.
-            if not subject.whole:
-                # Any failure: exported for its own lengths alone, the model fails again for any other reason.
-                with suppress(TraceError):
-                    return _export(subject, self.name, lengths_vary=True)
-            return _export(subject, self.name, lengths_vary=False)
+            return _export(subject, self.name, lengths_vary=self.lengths_vary)
 
 
 def _export(subject: Subject, front_end: str, *, lengths_vary: bool) -> Graph:
