@@ -32,6 +32,7 @@ from fxsplit.frontend.graph import Graph
 from fxsplit.frontend.layer_drop import NeverDropped
 from fxsplit.frontend.no_trace_left import refuse_assignments, refuse_draws, restore_model
 from fxsplit.frontend.subject import Runnable, Subject
+from fxsplit.ir.facts.call import TensorSpec
 from fxsplit.ir.facts.scope import Scope
 from fxsplit.torch_internals.containers import to_plain_outputs
 from fxsplit.torch_internals.fake_weights import is_fake
@@ -113,13 +114,18 @@ def _run_export(here: Runnable, *, lengths_vary: bool) -> torch.export.ExportedP
     """Return the model as torch.export has made it, for any number of rows."""
     # Clones: a tensor that is given twice would become one argument.
     tensors = tuple(here.clone_tensors())
-    # AUTO is a symbol, or a constant where forward() asks for one; DYNAMIC fails there.
-    other = torch.export.Dim.AUTO if lengths_vary else None
-    shapes = tuple(
-        {d: torch.export.Dim.DYNAMIC if d == spec.batch_dim else other for d in range(t.ndim)}
-        for spec, t in zip(here.inputs.specs, tensors, strict=True)
-    )
+    shapes = tuple(_list_symbols(spec, t, lengths_vary) for spec, t in zip(here.inputs.specs, tensors, strict=True))
     return torch.export.export(here.model, tensors, strict=False, dynamic_shapes=shapes)
+
+
+def _list_symbols(spec: TensorSpec, tensor: Tensor, lengths_vary: bool) -> dict[int, Any] | None:
+    """Return which dimensions of a tensor are symbols in the program; None where none is."""
+    # AUTO is a constant where forward() asks for one, and DYNAMIC fails there. A length of 1 is always a constant.
+    lengths = [d for d, length in enumerate(tensor.shape) if length > 1] if lengths_vary else []
+    symbols = dict.fromkeys(lengths, torch.export.Dim.AUTO)
+    if spec.batch_dim is not None:
+        symbols[spec.batch_dim] = torch.export.Dim.DYNAMIC
+    return symbols or None
 
 
 def _find_own(model: nn.Module, held: Mapping[str, Any]) -> dict[str, Any]:
