@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fxsplit.api.auto import choose_candidate
 from fxsplit.api.compiled import OTHER_MODE, Compiled, get_mode, read_versions
 from fxsplit.api.heavy_modules import warn_of_heavy_module
-from fxsplit.api.lowering import build_program, capture_model, lower
+from fxsplit.api.lowering import build_program, capture_model, lower, read_stated
 from fxsplit.api.microbatch_count import AUTO
 from fxsplit.api.options import Options
 from fxsplit.api.validity import Validity
@@ -192,9 +192,8 @@ class Compiler:
         inputs, tensors = Inputs.of(self.model, *call, self.options.chunks)
         count = first.adapt_candidate(self.options, inputs.count_rows(tensors)).n_microbatches
         rows = divide_rows(inputs.count_rows(tensors), count)[0]
-        leaves = [step.path for step in self.options.chain if isinstance(step, Leaf)]
         with keep_modes(), torch.inference_mode(False), torch.enable_grad():
-            captured = fit_to_shapes(first.captured, self.model, call, rows, leaves)
+            captured = fit_to_shapes(first.captured, self.model, call, rows, read_stated(self.options))
         return None if captured is None else replace(first, captured=captured)
 
     def _keep_for_shapes(self, mode: Mode, shapes: Shapes, compiled: Compiled) -> None:

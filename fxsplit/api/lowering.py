@@ -32,6 +32,13 @@ from fxsplit.torch_internals.fake_weights import lacks_values
 from fxsplit.torch_internals.interpret import get_storage_id
 
 
+def read_stated(options: Options) -> Stated:
+    """Return what the options state of the model."""
+    # Whether a submodule stays whole is decided by tracing, which comes before every pass.
+    leaves = [step.path for step in options.chain if isinstance(step, standard.Leaf)]
+    return Stated(options.chunks, leaves, joined=options.n_microbatches != 1)
+
+
 def capture_model(
     model: nn.Module, options: Options, call: Call, rows: int, *, from_shapes: bool, grad_enabled: bool = True
 ) -> IR:
@@ -41,9 +48,7 @@ def capture_model(
     captured is captured with them where it has them on one device. Raises TraceError for a model that no front end can
     follow.
     """
-    # Whether a submodule stays whole is decided by tracing, which comes before every pass.
-    leaves = [step.path for step in options.chain if isinstance(step, standard.Leaf)]
-    stated = Stated(options.chunks, leaves, joined=options.n_microbatches != 1)
+    stated = read_stated(options)
     try:
         return capture(model, *call, rows, stated, from_shapes=from_shapes, grad_enabled=grad_enabled)
     except TraceError:

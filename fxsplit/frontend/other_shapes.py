@@ -6,13 +6,14 @@ other lengths, and the model itself has the last word: on each new shape both ru
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import fx, nn
 
 from fxsplit.errors import FxsplitError
+from fxsplit.frontend.capture import Stated
+from fxsplit.frontend.check.meanings import find_meanings
 from fxsplit.frontend.check.values import check_graph
 from fxsplit.frontend.no_trace_left import restore_model
 from fxsplit.frontend.subject import Subject
@@ -28,27 +29,24 @@ DIFFER = (FxsplitError, RuntimeError, ValueError, TypeError, IndexError, Asserti
 """What a graph, or a model, raises on a shape that it is not made for."""
 
 
-def fit_to_shapes(captured: IR, model: nn.Module, call: Call, rows: int, leaves: Sequence[str]) -> IR | None:
+def fit_to_shapes(captured: IR, model: nn.Module, call: Call, rows: int, stated: Stated) -> IR | None:
     """Return the IR as one for the shapes of `call`, if its graph is the model there; None where a new one is needed.
 
-    rows: the size of the call's largest microbatch. leaves: paths of submodules that stay whole.
+    rows: the size of the call's largest microbatch. stated: what the caller has stated of the model.
     """
     scope, example, known = captured[Scope], captured[Example], captured[CallEffects]
     # Shapes alone tell nothing of a branch that forward() takes.
     if example.from_shapes or scope.guard is None:
         return None
-    inputs, tensors = Inputs.of(model, *call, example.inputs.chunks)
+    inputs, tensors = Inputs.of(model, *call, stated.chunks)
     fitted = replace(scope, inputs=inputs, _passed=set())
-    subject = Subject(model, inputs, tensors, rows, tuple(leaves))
+    subject = Subject(model, inputs, tensors, rows, tuple(stated.leaves))
     watch = Watch(model)
     try:
         fitted.check_rows([rows])
         with undo_after(watch.put_back), restore_model(model):
             effects = check_graph(subject, _copy_graph(captured.gm), rows)
-            # Of a single row nobody can tell whether an output of one row is a batch.
-            if rows == 1 and subject.is_cut:
-                dims = check_graph(subject, _copy_graph(captured.gm), rows=2).output_dims
-                effects = replace(effects, output_dims=dims)
+            effects = replace(effects, meanings=find_meanings(subject, joined=stated.joined))
     except torch.OutOfMemoryError:
         raise
     except DIFFER:
@@ -60,7 +58,14 @@ def _are_alike(a: CallEffects, b: CallEffects) -> bool:
     """Return whether two calls leave the same behind."""
 
     def list_parts(e: CallEffects) -> tuple[object, ...]:
-        return e.writes_inputs, set(e.written_buffers), e.saved_buffers, e.sets_hooks, e.containers, e.output_dims
+        return (
+            e.writes_inputs,
+            set(e.written_buffers),
+            e.saved_buffers,
+            e.sets_hooks,
+            e.containers,
+            [(m.kind, m.dim, m.each) for m in e.meanings],
+        )
 
     return list_parts(a) == list_parts(b)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxsplit.frontend.capture import capture
+from fxsplit.frontend.capture import Stated, capture
 from fxsplit.frontend.other_shapes import fit_to_shapes
 from fxsplit.ir.facts.call import Call
 from fxsplit.ir.facts.scope import Scope
@@ -34,7 +34,7 @@ def sequences(length: int, rows: int = 6) -> Tensor:
 def test_a_graph_fits_where_it_is_the_model(length: int, fits: bool) -> None:
     model = ByLength()
     ir = capture(model, (sequences(5),), {}, 3)
-    found = fit_to_shapes(ir, model, Call((sequences(length),), {}), 3, ())
+    found = fit_to_shapes(ir, model, Call((sequences(length),), {}), 3, Stated())
     assert (found is not None) == fits
     if found is not None:
         assert found.gm is ir.gm and found[Scope].inputs.specs[0].shape == (6, length, 4)
@@ -46,7 +46,7 @@ def test_the_model_has_the_last_word() -> None:
     model = ByLength()
     ir = capture(model, (sequences(5),), {}, 3)
     trusting = ir.learn(replace(ir[Scope], guard=lambda *tensors: None))
-    assert fit_to_shapes(trusting, model, Call((sequences(4),), {}), 3, ()) is not None
-    assert fit_to_shapes(trusting, model, Call((sequences(9),), {}), 3, ()) is None
+    assert fit_to_shapes(trusting, model, Call((sequences(4),), {}), 3, Stated()) is not None
+    assert fit_to_shapes(trusting, model, Call((sequences(9),), {}), 3, Stated()) is None
     before = [p.clone() for p in model.parameters()]
     assert all(torch.equal(p, q) and p.grad is None for p, q in zip(model.parameters(), before, strict=True))
