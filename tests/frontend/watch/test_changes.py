@@ -94,7 +94,7 @@ def test_what_a_call_changes_is_named_and_put_back(change: Callable[[Any, Tensor
     ):
         assert said[0].filename == __file__ and len(said) == 1
         assert model.aux is None and not model.kept and not SEEN and COUNT == 0 and Changes.calls == 0
-        assert next(model.ids) in (0, 1, 2, 3, 4, 5, 6, 7) and model.nested == {"deep": [0]}
+        assert next(model.ids) < 20 and model.nested == {"deep": [0]}
         assert (model.meter.total, model.meter.by_name) == (0, {}) and not hasattr(model, "last_shape")
         with torch.no_grad():
             torch.testing.assert_close(pipe(x), model.b(torch.tanh(model.a(x))))
