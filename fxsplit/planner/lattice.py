@@ -47,6 +47,8 @@ def _vouch(chains: Antichains) -> Antichains:
     return chains
 
 
+MOST_CELLS = 2**27
+"""Ideals times devices at most: a search keeps 16 bytes for each, so that its tables take two GiB at most."""
 LIGHT = (1e-5, 1e-4, 1e-3, 1e-2)
 """Shares of all work that nodes may take to count as light, tried in turn until the ideals are few enough."""
 
@@ -60,7 +62,7 @@ def enumerate_ideals(
     join: bool,
     ms_per_byte: float = 0.0,
 ) -> Antichains:
-    """Return the ideals to plan on for a machine, at most `max_states` of them.
+    """Return the ideals to plan on for a machine, at most `max_states` of them, and fewer for very many devices.
 
     With `join`, costless nodes join neighbours first, and light ones too where there are too many ideals. That may
     empty a stage, so that all later stages move up a device: the devices must be interchangeable (see moves.py).
@@ -68,6 +70,8 @@ def enumerate_ideals(
     plan may have replicas: nodes with many parameters are not light then.
     """
     blocks = Blocks.of(costs)
+    if machine is not None:
+        max_states = max(1, min(max_states, MOST_CELLS // len(machine)))
     memory_bytes = min(d.memory_bytes for d in machine.devices) if machine else inf
     fewer = contract_costless_nodes(costs, blocks, pinned, memory_bytes) if join else blocks
     at_least = len(machine) if machine and join else len(fewer)

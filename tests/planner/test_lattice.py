@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from fxsplit.ir.facts.costs import Costs, InputCost
 from fxsplit.ir.facts.machine import Machine
 from fxsplit.planner.lattice import antichains, enumerate_ideals
@@ -57,3 +59,12 @@ def test_costless_nodes_join_and_are_named() -> None:
     assert enumerate_ideals(costs, machine, ("free",), 77, join=True).joined == frozenset()
     assert len(enumerate_ideals(costs, machine, (), 77, join=False).blocks) == 3
     assert len(enumerate_ideals(costs, None, (), 77, join=False).blocks) == 3
+
+
+def test_very_many_devices_get_fewer_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables of devices times ideals filled the memory."""
+    costs = Costs(tuple(node(f"n{i}") for i in range(8)), (), ())
+    assert len(enumerate_ideals(costs, Machine.planned(4), (), 1000, join=False)) == 256
+    monkeypatch.setattr("fxsplit.planner.lattice.MOST_CELLS", 4 * 200)
+    fewer = enumerate_ideals(costs, Machine.planned(4), (), 1000, join=False)
+    assert len(fewer) == 9 and not fewer.complete
