@@ -107,7 +107,8 @@ class IR:
         Known facts that derive from a type learnt anew are forgotten. Raises ChainError for what is no fact.
         """
         for fact in facts:
-            if isinstance(fact, type) or not isinstance(fact, Fact):
+            # Not isinstance(fact, Fact), which takes a tenth of a millisecond for a protocol.
+            if isinstance(fact, type) or not all(hasattr(fact, name) for name in ("verify", "made_by", "given")):
                 raise ChainError(f"{fact!r} is no fact: give an object with verify(ir), made_by and given")
         learnt: dict[type, Fact] = {type(f): f for f in facts}
         # The reason for which each fact falls, which may be another one that falls.
