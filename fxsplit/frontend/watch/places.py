@@ -132,8 +132,13 @@ def _inherited(kind: type, base: type, name: str) -> Found:
     """Return the place of an attribute that instances of a class have from `base`, the class itself or one above."""
     label = Label("class attribute", f"{base.__qualname__}.{name}")
     # Asked of the class itself: it may be given an attribute that hides the one of its base.
-    place = Place(str(label), partial(getattr, kind, name, ABSENT), partial(setattr, base, name))
+    place = Place(str(label), partial(_look_up, kind, name), partial(setattr, base, name))
     return Found(vars(base)[name], label, name, place, (id(kind), name))
+
+
+def _look_up(kind: type, name: str) -> Any:
+    """Return an attribute of a class as the class holds it: a property of its metaclass may make another each time."""
+    return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), ABSENT)
 
 
 def _list_items(value: Any, names: Names, label: Label) -> Iterator[Found]:
