@@ -54,9 +54,10 @@ class _MutableHook:
         self._hook = hook
         self._key = key
 
-    def __call__(self, gradient: Tensor) -> Any:
+    def __call__(self, gradient: Tensor | None) -> Any:
         """Return the gradient that the hook makes of a gradient, or None where that stays as it is."""
-        return None if _is_muted(self._key) else self._hook(gradient)
+        # Where a part of a model gets no gradient, autograd has none to hand on, and torch calls no hook for a leaf.
+        return None if gradient is None or _is_muted(self._key) else self._hook(gradient)
 
     def __eq__(self, other: object) -> bool:
         return self._hook == (other._hook if isinstance(other, _MutableHook) else other)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.fuzz import files, planner
+from bench.fuzz import files, models, planner
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -16,3 +16,8 @@ def test_files(seed: int) -> None:
 @pytest.mark.parametrize("seed", [*range(100), 1013787, 1017033, 1017227, 1019776, 2018881])
 def test_plans(seed: int) -> None:
     assert planner.try_case(seed).fault is None
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_models(seed: int) -> None:
+    assert models.try_case(seed).fault is None

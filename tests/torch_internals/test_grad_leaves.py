@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -95,3 +96,24 @@ def test_hooks_that_a_block_puts_on_tensors_are_seen(mode: AbstractContextManage
     weight.sum().backward()
     assert weight.grad is not None and weight.grad.tolist() == [3, 3], "the hook was registered"
     handle.remove()
+
+
+def test_a_hook_is_not_called_without_a_gradient() -> None:
+    """A weight behind a detached stage has no gradient, and its hook was called with None."""
+
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> None:
+            return None
+
+    leaf = torch.ones(2, requires_grad=True)
+    seen: list[Tensor] = []
+    leaf.register_hook(seen.append)
+    with mute([leaf]):
+        pass
+    Nothing.apply(leaf).sum().backward()  # type: ignore[no-untyped-call]
+    assert not seen

@@ -24,10 +24,11 @@ def list_changes(subject: Subject, watch: Watch) -> list[str]:
         again = _run(here, watch) if first else {}
         found = [s for s, v in first.items() if not s.loaded or s not in again or not same(v, again[s])]
         words = [seen.describe_change(first[seen]) for seen in found if not seen.by_hooks]
-    for seen in found:
-        # What forward() itself goes on filling is no setting that a graph would depend on.
-        seen.loaded &= not seen.is_content
     watch.put_back()
+    for seen in found:
+        # A graph depends on what else is in a container that forward() fills.
+        if seen.container is not None:
+            seen.leave_out(first[seen])
     return words
 
 

@@ -12,13 +12,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from fxsplit.frontend.watch.names import Names
 from fxsplit.frontend.watch.settings import is_question, list_answers
-from fxsplit.ir.facts.python_state import ABSENT, Place, is_plain
+from fxsplit.ir.facts.python_state import ABSENT, Place, is_plain, same
 
 MOST_ITEMS = 1000
 """A container with more items is not compared before every call: only its entries under texts of the code are."""
@@ -109,6 +110,18 @@ def copy_items(container: Any) -> tuple[Any, ...]:
     return (frozenset(container),) if isinstance(container, set) else tuple(container)
 
 
+def keep_entries(container: Any, before: tuple[Any, ...], now: tuple[Any, ...]) -> Callable[[], Any]:
+    """Return what reads of a container only that which is in it `before` a call of forward() and after it, `now`."""
+    if isinstance(container, Mapping):
+        changed = dict(now)
+        keys = tuple(key for key, value in before if key in changed and same(value, changed[key]))
+        return partial(_copy_entries, container, keys)
+    if isinstance(container, (list, deque)):
+        count = next((i for i, (a, b) in enumerate(zip(before, now, strict=False)) if not same(a, b)), len(before))
+        return lambda: tuple(islice(container, count))
+    return tuple
+
+
 def _copy_entries(container: Mapping[Any, Any], keys: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return what a dictionary holds under these keys."""
     return tuple((key, container.get(key, ABSENT)) for key in keys)
@@ -166,7 +179,7 @@ def _list_items(value: Any, names: Names, label: Label) -> Iterator[Found]:
             # A registry of a package gets entries whenever another part of the package is imported.
             read = partial(_copy_entries, value, tuple(value))
         place = Place(str(label), read, put if isinstance(value, CONTAINERS) else None)
-        yield Found(items, label, ITEMS, place, (id(value), ITEMS))
+        yield Found(value, label, ITEMS, place, (id(value), ITEMS))
     pairs = items if isinstance(value, Mapping) else enumerate(items)
     yield from (Found(item, label.at(key)) for key, item in pairs if not is_plain(item))
 

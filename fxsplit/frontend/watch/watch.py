@@ -20,7 +20,17 @@ from typing import Any, NamedTuple
 from torch import fx, nn
 
 from fxsplit.frontend.watch.names import Names, read_names
-from fxsplit.frontend.watch.places import ITEMS, STATE, VARIABLE, Found, Label, is_library, list_globals, list_places
+from fxsplit.frontend.watch.places import (
+    ITEMS,
+    STATE,
+    VARIABLE,
+    Found,
+    Label,
+    is_library,
+    keep_entries,
+    list_globals,
+    list_places,
+)
 from fxsplit.ir.facts.python_state import ABSENT, Place, PythonState, describe_change, is_plain, same
 from fxsplit.torch_internals.undo import undo_after
 from fxsplit.torch_internals.user_lines import FXSPLIT, TORCH
@@ -52,22 +62,28 @@ class _Frame:
 class Seen:
     """A place, and what was there before the call.
 
-    homes: what the code is part of that names the place. loaded: whether the code reads it. stored: the line
-    that sets it, if one does. by_hooks: whether only hooks name it. is_content: whether it is what a container holds.
+    container: what the place is the content of, if it is one's. homes: what the code is part of that names the place.
+    loaded: whether the code reads it. stored: the line that sets it, if one does. by_hooks: whether only hooks name it.
+    lasting: the part of a container that the code does not change, in place of all of it.
     """
 
     place: Place
     before: Any
-    is_content: bool = False
+    container: Any = None
     homes: set[Home] = field(default_factory=set)
     loaded: bool = False
     stored: str | None = None
     by_hooks: bool = True
+    lasting: Place | None = None
+
+    def leave_out(self, now: Any) -> None:
+        """Leave out of a container's content what a call has changed to what it holds `now`."""
+        self.lasting = Place(self.place.name, keep_entries(self.container, self.before, now))
 
     def describe_change(self, now: Any) -> str:
         """Return in words what the place holds now, and what it held."""
         before, after = describe_change(self.before, now)
-        if self.is_content and len(self.before) != len(now):
+        if self.container is not None and len(self.before) != len(now):
             before, after = f"{len(self.before)} items", str(len(now))
         line = f", {self.stored}" if self.stored else ""
         return f"{self.place.name} (from {before} to {after}{line})"
@@ -145,7 +161,8 @@ class Watch:
         every = {home for seen in self._seen.values() for home in seen.homes}
         inside = {home for home in every if _is_inside(home.path, whole) or not called.isdisjoint(home.codes)}
         found = [seen for seen in self._seen.values() if seen.loaded and not seen.homes <= inside]
-        return PythonState(tuple((seen.place, seen.before) for seen in found))
+        parts = ((seen.lasting, seen.lasting.read()) if seen.lasting else (seen.place, seen.before) for seen in found)
+        return PythonState(tuple(parts))
 
     def _enter(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
         """Note the start of a call; return what traces it further, or None where the code is not the user's."""
@@ -229,7 +246,9 @@ class Watch:
         """Note a place, and go on with the object that is in it."""
         name = found.name
         if found.place is not None:
-            seen = self._seen.setdefault(found.key, Seen(found.place, found.place.read(), name == ITEMS))
+            seen = self._seen.setdefault(
+                found.key, Seen(found.place, found.place.read(), found.value if name == ITEMS else None)
+            )
             seen.homes.add(own.home)
             seen.by_hooks &= own.in_hook
             seen.loaded |= name in (ITEMS, VARIABLE) or own.names.reads(name)

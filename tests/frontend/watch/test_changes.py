@@ -94,10 +94,42 @@ def test_what_a_call_changes_is_named_and_put_back(change: Callable[[Any, Tensor
     ):
         assert said[0].filename == __file__ and len(said) == 1
         assert model.aux is None and not model.kept and not SEEN and COUNT == 0 and Changes.calls == 0
-        assert next(model.ids) < 20 and model.nested == {"deep": [0]}
+        assert model.nested == {"deep": [0]}
         assert (model.meter.total, model.meter.by_name) == (0, {}) and not hasattr(model, "last_shape")
         with torch.no_grad():
             torch.testing.assert_close(pipe(x), model.b(torch.tanh(model.a(x))))
+
+
+class Fills(Two):
+    """Reads an entry of a table and of a list, and fills both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: dict[str, Any] = {"rate": 1.0}
+        self.rates = [1.0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        self.table["last"] = h
+        self.rates.append(0.0)
+        out: Tensor = self.b(h) * self.table["rate"] * self.rates[0]
+        return out
+
+
+@pytest.mark.filterwarnings("ignore:forward.* changes attribute 'table'")
+def test_what_forward_reads_is_followed_in_a_container_that_it_fills() -> None:
+    """Nothing was followed any more in a dict or list that forward() itself adds to."""
+    model, x = Fills(), torch.randn(8, 4)
+    with fxsplit.compile(model, 2, example_inputs=x, passes=FAST) as pipe:
+        pipe(x)
+        model.table["rate"] = 3.0
+        with pytest.warns(fxsplit.FxsplitWarning, match="compiling again, because attribute 'table'"):
+            found = pipe(x)
+        torch.testing.assert_close(found, model(x))
+        model.rates[0] = 2.0
+        with pytest.warns(fxsplit.FxsplitWarning, match="compiling again, because attribute 'rates'"):
+            found = pipe(x)
+        torch.testing.assert_close(found, model(x))
 
 
 @pytest.mark.parametrize("change", [build_once, lambda m, h: None, lambda m, h: setattr(m, "kept", m.kept)])
