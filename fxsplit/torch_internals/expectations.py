@@ -7,6 +7,7 @@ itself lets rows depend on each other.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -52,6 +53,10 @@ AVERAGES: dict[str, Callable[[Given], Any]] = {
     "normal_": lambda given: given["mean"],
     "normal": lambda given: given["mean"],
     "exponential_": lambda given: 1 / given["lambd"],
+    "log_normal_": lambda given: math.exp(given["mean"] + given["std"] ** 2 / 2),
+    "geometric_": lambda given: 1 / given["p"],
+    "cauchy_": lambda given: given["median"],
+    "_standard_gamma": lambda given: given["self"],
     "rand": lambda given: 0.5,
     "rand_like": lambda given: 0.5,
     "randn": lambda given: 0.0,
@@ -81,6 +86,9 @@ class _Averages(TorchDispatchMode):
             args = tuple(0.0 if name == "dropout_p" else a for name, a in zip(names, args, strict=False))
             kwargs = {name: 0.0 if name == "dropout_p" else a for name, a in kwargs.items()}
         name = func.overloadpacket.__name__
+        # Leaky with a random slope in training, and with the average one otherwise.
+        if name.startswith("rrelu_with_noise") and "training" in names:
+            args, kwargs = args[: names.index("training")], {**kwargs, "training": False}
         if name == "native_dropout":
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
         if name not in AVERAGES:

@@ -19,6 +19,8 @@ def attend(q: Tensor) -> Tensor:
 DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "dropout": lambda x: F.dropout(x, 0.3),
     "dropout of channels": lambda x: F.dropout1d(x[:, None], 0.3),
+    "random slopes": lambda x: F.rrelu(x, training=True),
+    "made up": lambda x: x + torch.empty_like(x).log_normal_() + torch.empty_like(x).geometric_(0.5),
     "noise": lambda x: x + torch.randn_like(x) * torch.rand_like(x),
     "noise of a shape": lambda x: x + torch.randn(4) + torch.randint(0, 9, (4,)) + torch.randint_like(x, 5),
     "normal": lambda x: torch.normal(x, 1.0) + torch.normal(0.0, torch.ones(4)) + torch.normal(1.0, 2.0, (4,)),

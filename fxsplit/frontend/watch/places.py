@@ -33,6 +33,10 @@ ITEMS, VARIABLE, STATE = "[items]", "[variable]", "[state]"
 Whoever holds the object reads the first two, and changes the last by reading it."""
 
 
+TORCHS = ("torch", "functorch", "torchgen", "numpy", "sympy", "mpmath", "triton")
+"""torch and the packages that it computes with: what they keep for themselves is no user's."""
+
+
 class Label(NamedTuple):
     """What kind of place something was reached from, such as "attribute" of the model, and the path from there."""
 
@@ -94,12 +98,12 @@ def list_globals(namespace: dict[str, Any], names: Names) -> Iterator[Found]:
 
 
 def is_library(value: Any) -> bool:
-    """Return whether a value is a module, class or function of torch or of Python itself, which nobody changes."""
+    """Return whether a value is a module, class or function of torch's or of Python's own, which nobody changes."""
     if not isinstance(value, (types.ModuleType, type, types.FunctionType, types.BuiltinFunctionType)):
         return False
     home = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
     top = str(home or "torch").partition(".")[0]
-    return top == "torch" or top in sys.stdlib_module_names
+    return top in TORCHS or top in sys.stdlib_module_names
 
 
 def copy_items(container: Any) -> tuple[Any, ...]:

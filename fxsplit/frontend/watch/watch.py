@@ -8,12 +8,14 @@ counts as read. So nothing is missed because it is of an unforeseen type.
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import sysconfig
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -23,6 +25,7 @@ from fxsplit.frontend.watch.names import Names, read_names
 from fxsplit.frontend.watch.places import (
     ITEMS,
     STATE,
+    TORCHS,
     VARIABLE,
     Found,
     Label,
@@ -36,6 +39,7 @@ from fxsplit.torch_internals.undo import undo_after
 from fxsplit.torch_internals.user_lines import FXSPLIT, TORCH
 
 _PYTHON = sysconfig.get_path("stdlib")
+_TORCHS = tuple(str(Path(TORCH).parent / name) + os.sep for name in TORCHS)
 _CALLS_OF_MODULES = ("_call_impl", "inner")
 """The functions of torch's in which nn.Module calls hooks and forward()."""
 _OF_TORCH = vars(nn.Module()).keys() - {"training"}
@@ -64,7 +68,8 @@ class Seen:
 
     container: what the place is the content of, if it is one's. homes: what the code is part of that names the place.
     loaded: whether the code reads it. stored: the line that sets it, if one does. by_hooks: whether only hooks name it.
-    lasting: the part of a container that the code does not change, in place of all of it.
+    lasting: the part of a container that the code does not change, in place of all of it. asked: whether the value is
+    an answer of torch's.
     """
 
     place: Place
@@ -75,6 +80,14 @@ class Seen:
     stored: str | None = None
     by_hooks: bool = True
     lasting: Place | None = None
+    asked: bool = False
+
+    def settle(self) -> tuple[Place, Any]:
+        """Return the place that a graph depends on, and its value."""
+        if self.lasting is not None:
+            return self.lasting, self.lasting.read()
+        # What is another value by now has been changed by capturing, and not by the user: a cache of a library, say.
+        return self.place, self.before if self.asked else self.place.read()
 
     def leave_out(self, now: Any) -> None:
         """Leave out of a container's content what a call has changed to what it holds `now`."""
@@ -136,7 +149,7 @@ class Watch:
             yield
         # Code may ask torch inside of a block that changes the answer, so the answers outside of it are noted.
         for seen in self._seen.values():
-            if seen.before is ABSENT and seen.place.write is None:
+            if seen.asked:
                 seen.before = seen.place.read()
 
     def find_changes(self) -> dict[Seen, Any]:
@@ -161,8 +174,7 @@ class Watch:
         every = {home for seen in self._seen.values() for home in seen.homes}
         inside = {home for home in every if _is_inside(home.path, whole) or not called.isdisjoint(home.codes)}
         found = [seen for seen in self._seen.values() if seen.loaded and not seen.homes <= inside]
-        parts = ((seen.lasting, seen.lasting.read()) if seen.lasting else (seen.place, seen.before) for seen in found)
-        return PythonState(tuple(parts))
+        return PythonState(tuple(seen.settle() for seen in found))
 
     def _enter(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
         """Note the start of a call; return what traces it further, or None where the code is not the user's."""
@@ -249,6 +261,8 @@ class Watch:
             seen = self._seen.setdefault(
                 found.key, Seen(found.place, found.place.read(), found.value if name == ITEMS else None)
             )
+            # torch alone keeps no value in a place that nobody can write to.
+            seen.asked = found.value is ABSENT and found.place.write is None
             seen.homes.add(own.home)
             seen.by_hooks &= own.in_hook
             seen.loaded |= name in (ITEMS, VARIABLE) or own.names.reads(name)
@@ -266,7 +280,7 @@ def _is_watched(code: CodeType) -> bool:
     """Return whether code is neither torch's, nor fxsplit's, nor of Python itself."""
     file = code.co_filename
     # What is typed in has a name in brackets as well, so only the names of generated code are left out.
-    if file.startswith((TORCH, FXSPLIT, "<frozen", "<eval_with_key")):
+    if file.startswith((*_TORCHS, FXSPLIT, "<frozen", "<eval_with_key")):
         return False
     return not file.startswith(_PYTHON) or "site-packages" in file
 
