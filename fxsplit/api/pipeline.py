@@ -222,13 +222,13 @@ class Pipeline(Facade):
             found = engine.step(
                 batch, loss, keep_outputs=return_outputs, stepper=stepper, receipt=receipt, timeout_s=timeout_s
             )
+            if losses is not None:
+                losses += loss.list_losses()
+            return found
         except BaseException as error:
             if receipt.added:
                 error.add_note("the step was over: its gradients have been added to .grad")
             raise
-        if losses is not None:
-            losses += loss.list_losses()
-        return found
 
     @leave_uncompiled
     def trace(

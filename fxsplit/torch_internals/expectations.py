@@ -18,6 +18,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxsplit.torch_internals.thread_modes import enter_dispatch_mode, enter_function_mode
+
 Given = dict[str, Any]
 
 
@@ -127,12 +129,12 @@ class _RowsAlone(TorchFunctionMode):
 @contextmanager
 def expect_averages() -> Iterator[None]:
     """Replace random draws by their averages inside the block, on this thread."""
-    with _Averages():  # type: ignore[no-untyped-call]
+    with enter_dispatch_mode(_Averages()):  # type: ignore[no-untyped-call]
         yield
 
 
 @contextmanager
 def normalise_rows_alone() -> Iterator[None]:
     """Let batch norms normalise each row by itself inside the block, on this thread."""
-    with _RowsAlone():
+    with enter_function_mode(_RowsAlone()):
         yield

@@ -66,6 +66,16 @@ def _enter(mode: AbstractContextManager[Any], count: Callable[[], int]) -> Itera
         yield
 
 
+@contextmanager
+def disable_compilers() -> Iterator[None]:
+    """Let torch.compile compile nothing inside the block, on any thread: functions run as they are written."""
+    from torch._dynamo import eval_frame  # takes seconds to load, and compile() has loaded it
+
+    with undo_after(partial(eval_frame._set_stance, eval_frame._stance)):
+        eval_frame._set_stance(eval_frame.DynamoStance("force_eager"))
+        yield
+
+
 def refuse_foreign_modes() -> None:
     """Raise InputError for a mode of this thread that is called with each operator or function of torch's.
 

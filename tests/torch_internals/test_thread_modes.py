@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fxsplit.torch_internals.thread_modes import NO_CONTEXT, ThreadModes
+from fxsplit.torch_internals.thread_modes import NO_CONTEXT, ThreadModes, disable_compilers
 
 word = contextvars.ContextVar("word", default="none")
 
@@ -111,3 +111,19 @@ def test_whether_autograd_records() -> None:
             assert not ThreadModes.read().keeps_graph
     with torch.inference_mode(), torch.enable_grad():
         assert not ThreadModes.read().keeps_graph
+
+
+def test_a_compiler_is_asked_for_nothing_inside_the_block() -> None:
+    """An interrupt in the block once left torch.compile without effect for the rest of the process."""
+    calls: list[int] = []
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        calls.append(1)
+        return gm.forward
+
+    compiled = torch.compile(lambda x: x + 1, backend=backend)
+    with disable_compilers():
+        compiled(torch.ones(2))
+    assert not calls
+    compiled(torch.ones(2))
+    assert calls == [1]

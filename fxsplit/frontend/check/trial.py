@@ -23,6 +23,7 @@ from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.containers import to_plain_outputs
 from fxsplit.torch_internals.expectations import expect_averages, normalise_rows_alone
 from fxsplit.torch_internals.interpret import preserve
+from fxsplit.torch_internals.thread_modes import disable_compilers
 
 JITTER = 0.1
 """How far weights are moved, as a share of their size, to tell what is always equal from what happens to be."""
@@ -53,7 +54,7 @@ def run_model(here: Runnable, tensors: Sequence[Tensor], *, from_shapes: bool = 
         if not from_shapes:  # stand-ins draw nothing, and have no values to average
             around.enter_context(restore_model(here.modules))
             # torch.cond compiles itself, and what it keeps of a call in the modes below fails outside of them.
-            around.enter_context(torch.compiler.set_stance("force_eager"))
+            around.enter_context(disable_compilers())
             around.enter_context(expect_averages())
             around.enter_context(normalise_rows_alone())
         returned = here.run_model(*(t.detach().clone() for t in tensors))
