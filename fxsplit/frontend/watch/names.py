@@ -32,7 +32,11 @@ class Names:
 
     def reads(self, name: str) -> bool:
         """Return whether the code reads what has this name."""
-        return name in self.loads or name in self.texts or self.globals.get(name, False)
+        return name in self.loads or name in self.texts or self.globals.get(name, False) or self.may_build(name)
+
+    def may_build(self, name: str) -> bool:
+        """Return whether the code may put a name together at run time, as `getattr(x, f"rate_{i}")` does."""
+        return self.asks and any(name.startswith(text) or name.endswith(text) for text in self.texts if text)
 
 
 def read_names(code: CodeType) -> Names:

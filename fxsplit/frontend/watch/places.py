@@ -245,7 +245,8 @@ def _list_attributes(value: Any, names: Names, label: Label) -> Iterator[Found]:
         yield Found(held, label)
     weights = (value._parameters, value._buffers) if isinstance(value, nn.Module) else ()
     submodules = value._modules if isinstance(value, nn.Module) else {}
-    for name in names.attributes:
+    built = [name for name in held or () if names.may_build(name) and not name.startswith("__")]
+    for name in dict.fromkeys((*names.attributes, *built)):
         at = label.of(name)
         registry = next((kept for kept in weights if name in kept), None)
         if registry is not None:

@@ -125,6 +125,11 @@ def patch_class(model: Any) -> None:
 READS: dict[str, tuple[dict[str, Any], Callable[[Any, Tensor], Any], Callable[[Any], Any]]] = {
     "attribute": ({"rate": 1.0}, lambda m, h: m.rate, lambda m: setattr(m, "rate", 2.0)),
     "attribute by getattr": ({"rate": 1.0}, lambda m, h: m.get("rate"), lambda m: setattr(m, "rate", 2.0)),
+    "attribute by a name put together": (
+        {"rate_1": 1.0, "index": 1},
+        lambda m, h: getattr(m, f"rate_{m.index}"),
+        lambda m: setattr(m, "rate_1", 2.0),
+    ),
     "class attribute": ({}, lambda m, h: m.factor, lambda m: setattr(m, "factor", 2.0)),
     "property": ({"hidden": 1.0}, lambda m, h: m.doubled, lambda m: setattr(m, "hidden", 2.0)),
     "global": ({}, lambda m, h: RATE, change_global),
