@@ -32,6 +32,7 @@ No other room but `frontend/` names a private part of torch. Those in use here, 
 - torch.nn.modules.batchnorm._BatchNorm: batch_norm
 - torch.nn.modules.dropout._DropoutNd: rng
 - torch._disable_dynamo: uncompiled
+- torch._dynamo.eval_frame: thread_modes
 - torch.utils._device.DeviceContext: thread_modes
 - torch._C._get_dispatch_stack_at: thread_modes
 - torch._C._get_function_stack_at: thread_modes

@@ -19,9 +19,10 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxsplit.errors import InputError
-from fxsplit.torch_internals.undo import undo_after
+from fxsplit.torch_internals.undo import Turn, undo_after
 
 AUTOCAST_DEVICES = ("cpu", "cuda")
+_compilers = Turn()
 NO_CONTEXT = nullcontext()
 """A context manager that does nothing. It has no state, so all threads may enter this one."""
 
@@ -71,7 +72,8 @@ def disable_compilers() -> Iterator[None]:
     """Let torch.compile compile nothing inside the block, on any thread: functions run as they are written."""
     from torch._dynamo import eval_frame  # takes seconds to load, and compile() has loaded it
 
-    with undo_after(partial(eval_frame._set_stance, eval_frame._stance)):
+    # The whole process has one stance, so threads take turns.
+    with _compilers.take(), undo_after(partial(eval_frame._set_stance, eval_frame._stance)):
         eval_frame._set_stance(eval_frame.DynamoStance("force_eager"))
         yield
 

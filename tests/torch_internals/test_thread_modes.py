@@ -127,3 +127,20 @@ def test_a_compiler_is_asked_for_nothing_inside_the_block() -> None:
     assert not calls
     compiled(torch.ones(2))
     assert calls == [1]
+
+
+def test_blocks_of_two_threads_do_not_overlap() -> None:
+    """Two models compiled at once left torch.compile without effect: each put back what it had found."""
+    order: list[str] = []
+
+    def enter() -> None:
+        with disable_compilers():
+            order.append("second")
+
+    with disable_compilers():
+        thread = threading.Thread(target=enter)
+        thread.start()
+        thread.join(0.05)
+        order.append("first")
+    thread.join()
+    assert order == ["first", "second"]
