@@ -17,6 +17,7 @@ from fxsplit.frontend.check.meanings import find_meanings
 from fxsplit.frontend.check.values import check_graph
 from fxsplit.frontend.no_trace_left import restore_model
 from fxsplit.frontend.subject import Subject
+from fxsplit.frontend.watch.changes import list_changes
 from fxsplit.frontend.watch.watch import Watch
 from fxsplit.ir.facts.call import Call, Inputs
 from fxsplit.ir.facts.effects import CallEffects
@@ -44,6 +45,8 @@ def fit_to_shapes(captured: IR, model: nn.Module, call: Call, rows: int, stated:
     watch = Watch(model)
     try:
         fitted.check_rows([rows])
+        # Noted once, since the check runs forward(), which may write to more than the model.
+        list_changes(subject, watch)
         with undo_after(watch.put_back), restore_model(model):
             effects = check_graph(subject, _copy_graph(captured.gm), rows)
             effects = replace(effects, meanings=find_meanings(subject, joined=stated.joined))

@@ -50,3 +50,21 @@ def test_the_model_has_the_last_word() -> None:
     assert fit_to_shapes(trusting, model, Call((sequences(9),), {}), 3, Stated()) is None
     before = [p.clone() for p in model.parameters()]
     assert all(torch.equal(p, q) and p.grad is None for p, q in zip(model.parameters(), before, strict=True))
+
+
+CALLS = 0
+
+
+class Counts(ByLength):
+    def forward(self, x: Tensor) -> Tensor:
+        global CALLS
+        CALLS += 1
+        return super().forward(x)
+
+
+@pytest.mark.filterwarnings("ignore:forward.* changes global 'CALLS'")
+def test_what_forward_counts_is_as_before() -> None:
+    """Only capturing put back globals that forward() writes, and the next call then compiled again."""
+    model = Counts()
+    ir = capture(model, (sequences(5),), {}, 3)
+    assert fit_to_shapes(ir, model, Call((sequences(3),), {}), 3, Stated()) is not None and CALLS == 0
