@@ -18,6 +18,7 @@ from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.effects import CallEffects, find_effects
 from fxsplit.ir.graph import IR, Mode
 from fxsplit.runtime.program import Program
+from fxsplit.torch_internals.interpret import count_writes
 from fxsplit.torch_internals.rng import Draw
 
 OTHER_MODE: dict[Mode, Mode] = {"train": "eval", "eval": "train"}
@@ -28,11 +29,10 @@ def get_mode(model: nn.Module) -> Mode:
     return "train" if model.training else "eval"
 
 
-def read_versions(model: nn.Module) -> dict[str, tuple[int, int]]:
+def read_versions(model: nn.Module) -> dict[str, tuple[int, int | None]]:
     """Return the identity of each weight and how often it has been written to, by path."""
     named = (*model.named_parameters(), *model.named_buffers())
-    # A tensor made in inference mode counts no writes.
-    return {path: (id(w), -1 if w.is_inference() else w._version) for path, w in named}
+    return {path: (id(w), count_writes(w)) for path, w in named}
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +52,7 @@ class Compiled:
     validity: Validity
     found_count: int | None = None
     moves_weights: bool = False
-    versions: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    versions: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)
 
     def adapt_candidate(self, options: Options, rows: int) -> Candidate:
         """Return this record's schedule, with the number of microbatches for a batch of `rows`."""

@@ -35,7 +35,7 @@ from fxsplit.passes import Leaf
 from fxsplit.runtime.microbatches import divide_rows
 from fxsplit.runtime.program import Batch, Program
 from fxsplit.schedule.catalogue import Scheduler
-from fxsplit.torch_internals.thread_modes import keep_modes
+from fxsplit.torch_internals.thread_modes import enable_gradients
 from fxsplit.torch_internals.undo import Turn, leave_no_trace
 from fxsplit.torch_internals.user_lines import warn_user
 
@@ -170,8 +170,9 @@ class Compiler:
         """Return what is compiled for other shapes than the example's: an exported graph is for its own alone."""
         with self._turn.take():
             kept = self._kept.get((mode, shapes))
-            # Other shapes may take another way through forward(), which reads other values.
-            if kept is not None and not self._is_outdated(kept):
+            # Other shapes may take another way through forward(), which reads other values. A record of the first
+            # program has no values of its own, and those have been looked at.
+            if kept is not None and (kept.validity is first.validity or not self._is_outdated(kept)):
                 self._kept[mode, shapes] = self._kept.pop((mode, shapes))  # the last to be forgotten
                 return kept
             # Modes that share the first program share those for other shapes as well.
@@ -192,7 +193,7 @@ class Compiler:
         inputs, tensors = Inputs.of(self.model, *call, self.options.chunks)
         count = first.adapt_candidate(self.options, inputs.count_rows(tensors)).n_microbatches
         rows = divide_rows(inputs.count_rows(tensors), count)[0]
-        with keep_modes(), torch.inference_mode(False), torch.enable_grad():
+        with enable_gradients():
             captured = fit_to_shapes(first.captured, self.model, call, rows, read_stated(self.options))
         return None if captured is None else replace(first, captured=captured)
 
@@ -245,8 +246,7 @@ class Compiler:
             from_shapes=from_shapes,
             grad_enabled=torch.is_grad_enabled(),
         )
-        # The first call may come under no_grad or inference_mode; what is learnt then must hold for training too.
-        with keep_modes(), torch.inference_mode(False), torch.enable_grad(), show_progress():
+        with enable_gradients(), show_progress():
             # The second mode keeps the first one's schedule, whose devices hold the weights already.
             if like is None:
                 candidate, known = choose_candidate(self.options, rows, capture_rows)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from fxsplit.api.microbatch_count import check_microbatch_count, choose_microbatch_count
@@ -17,7 +16,7 @@ from fxsplit.ir.facts.machine import DeviceLike, Machine
 from fxsplit.ir.manager import run_chain
 from fxsplit.passes import Profile
 from fxsplit.runtime.microbatches import divide_rows
-from fxsplit.torch_internals.thread_modes import keep_modes
+from fxsplit.torch_internals.thread_modes import enable_gradients
 from fxsplit.torch_internals.undo import leave_no_trace
 
 
@@ -41,7 +40,7 @@ def profile(
     # Costs depend on the size of a microbatch, so the profile is of one of these rows, and not of the whole batch.
     batch = inputs.count_rows(tensors)
     rows = divide_rows(batch, choose_microbatch_count(1, rows=batch, stated=n_microbatches))[0]
-    # The caller may have switched gradients off, and backwards are to be measured too.
-    with keep_modes(), torch.inference_mode(False), torch.enable_grad(), show_progress():
+    # Backwards are to be measured too.
+    with enable_gradients(), show_progress():
         traced = capture(model, args, kwargs, rows)
         return run_chain(traced.learn(Machine.of([device])), [Profile(repeats)])[Costs]

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 
 from fxsplit.api.differences import Difference, measure_difference
 from fxsplit.errors import BrokenFact
+from fxsplit.frontend.check.run import summarize
 from fxsplit.frontend.no_trace_left import restore_model
 from fxsplit.ir.facts.example import Example
 from fxsplit.ir.facts.stages import Stages
@@ -74,10 +75,8 @@ def _compare_runs(here: nn.Module, old: Cut, new: Cut, tensors: Sequence[Tensor]
         try:
             found = run(*new)
         except Exception as error:
-            line = (str(error).strip().splitlines() or [""])[0]
-            raise BrokenFact(
-                f"the graph does not run any more for {rows} rows ({type(error).__name__}: {line})"
-            ) from error
+            why = f"{type(error).__name__}: {summarize(error)}"
+            raise BrokenFact(f"the graph does not run any more for {rows} rows ({why})") from error
         differences = _list_differences(expected, found)
         # Draws that came out alike, or none: there is nothing that another order would explain.
         if not (expected.drew or found.drew) or not any(d.value for d in differences):

@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 
 from fxsplit.ir.graph import IR
 from fxsplit.torch_internals.fake_weights import has_values
+from fxsplit.torch_internals.interpret import count_writes
 
 MOST_READ = 100_000
 """Of a weight with more elements than this, so many are read, evenly spread."""
@@ -76,8 +77,7 @@ def _list_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _read_values(weight: Tensor) -> tuple[Any, ...]:
     """Return what differs after a write to a weight: its count of writes, and a hash and a sum of values in it."""
-    # A tensor made in inference mode counts no writes.
-    version = None if weight.is_inference() else weight._version
+    version = count_writes(weight)
     if not has_values(weight) or weight.layout is not torch.strided or weight.is_complex() or not weight.numel():
         return version, weight.requires_grad
     values = weight.detach()

@@ -13,19 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxsplit.ir.facts.agreement import list_kinds
+from fxsplit.ir.facts.agreement import list_kinds, mix_rows
 from fxsplit.ir.facts.meanings import Kind, Meaning
 from fxsplit.runtime.microbatches import find_target_dims
 from fxsplit.runtime.program import Program
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.expectations import expect_averages
-from fxsplit.torch_internals.fake_weights import Snapshot
+from fxsplit.torch_internals.fake_weights import keep_values
 from fxsplit.torch_internals.user_lines import warn_user
 
 MOST_STEPS = 3
 """Steps after which a loss whose meaning is still open, such as one that is always zero, is left alone."""
-SHARE = 0.7
-"""The share of its own row in a mixed one."""
 
 
 class LossMeaning:
@@ -85,7 +83,7 @@ def _find_kinds(
 ) -> set[Kind]:
     """Return what the loss of rows is in terms of that of pieces of them: "mean" or "sum", both, or neither."""
     kinds: set[Kind] = {"mean", "sum"}
-    buffers = Snapshot(loss_fn.buffers() if isinstance(loss_fn, nn.Module) else ())
+    buffers = loss_fn.buffers() if isinstance(loss_fn, nn.Module) else ()
     leaves, structure = pytree.tree_flatten(target)
     tensors, n_outputs = [*outputs, *leaves], len(outputs)
     cuts = [*map(_find_cut, program.joined), *((dim, 1) for dim in find_target_dims(leaves, rows, program.inputs))]
@@ -94,17 +92,14 @@ def _find_kinds(
         made = program.build_result(part[:n_outputs])
         return _compute(loss_fn, made, pytree.tree_unflatten(part[n_outputs:], structure))
 
-    try:
-        with expect_averages():
-            # Equal losses of all pieces leave open what they mean: mixed rows may tell then.
-            for mixed in (False, True):
-                parts, sizes = _list_parts(tensors, cuts, rows, mixed=mixed)
-                whole, *pieces = map(compute, parts)
-                kinds &= list_kinds(whole, pieces, sizes, loose=whole.dtype is not torch.float64)
-                if len(kinds) < len(("mean", "sum")):
-                    break
-    finally:
-        buffers.restore()
+    with keep_values(buffers), expect_averages():
+        # Equal losses of all pieces leave open what they mean: mixed rows may tell then.
+        for mixed in (False, True):
+            parts, sizes = _list_parts(tensors, cuts, rows, mixed=mixed)
+            whole, *pieces = map(compute, parts)
+            kinds &= list_kinds(whole, pieces, sizes, loose=whole.dtype is not torch.float64)
+            if len(kinds) < 2:
+                break
     return kinds
 
 
@@ -130,21 +125,13 @@ def _list_parts(
             if not isinstance(value, Tensor) or dim is None:
                 part.append(value)
                 continue
-            other = _mix(value, dim, each)
-            pool = torch.cat([other if mixed else value, _mix(other, dim, each) if mixed else other], dim)
+            other = mix_rows(value, dim, each)
+            pool = torch.cat([other if mixed else value, mix_rows(other, dim, each) if mixed else other], dim)
             # Rows that are there first, and then those that are made of them.
             chosen = [min(i, 2 * rows - 1) * each + k for i in places for k in range(each)]
             part.append(pool.index_select(dim, torch.tensor(chosen, device=value.device)))
         parts.append(part)
     return parts, (first, count - first)
-
-
-def _mix(tensor: Tensor, dim: int, each: int) -> Tensor:
-    """Return other rows of the same kind: floats between those of two rows, all else as in another row."""
-    other = tensor.roll(each, dim)
-    if not tensor.is_floating_point():
-        return other
-    return SHARE * tensor if tensor.shape[dim] == each else SHARE * tensor + (1 - SHARE) * other
 
 
 def _compute(loss_fn: Callable[..., Any], outputs: Any, target: tuple[Any, ...]) -> Tensor:

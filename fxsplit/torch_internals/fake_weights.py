@@ -121,6 +121,14 @@ class Snapshot:
                 tensor.copy_(value)
 
 
+@contextmanager
+def keep_values(tensors: Iterable[Tensor]) -> Iterator[Snapshot]:
+    """Restore the values of tensors after the block, whichever line an interrupt comes at; yields what they are now."""
+    snapshot = Snapshot(tensors)
+    with undo_after(snapshot.restore):
+        yield snapshot
+
+
 def _differs(tensor: Tensor, version: int, value: Tensor | None) -> bool:
     """Return whether a tensor has been written to since it had this version and this value (None for a fake one)."""
     if value is None:

@@ -13,10 +13,9 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
-from fxsplit.torch_internals.fake_weights import Snapshot, is_fake
+from fxsplit.torch_internals.fake_weights import is_fake, keep_values
 from fxsplit.torch_internals.grad_leaves import mute
 from fxsplit.torch_internals.rng import keep_torch_generators
-from fxsplit.torch_internals.undo import undo_after
 
 
 class Interpreter(fx.Interpreter):
@@ -34,13 +33,12 @@ class Interpreter(fx.Interpreter):
 @contextmanager
 def preserve(module: nn.Module) -> Iterator[None]:
     """Restore the buffers of `module` and the random generators after the block, and run no gradient hooks in it."""
-    buffers = Snapshot(module.buffers())
     gpus = sorted({b.device.index for b in module.buffers() if b.device.type == "cuda"})
     # Fake tensors come with a block that restores generators itself, and a generator's state cannot be read there.
     imagined = any(is_fake(w) for w in (*module.parameters(), *module.buffers()))
     # Hooks on parameters are the user's, and the gradients here are of no batch.
     with (
-        undo_after(buffers.restore),
+        keep_values(module.buffers()),
         nullcontext() if imagined else keep_torch_generators(gpus),
         mute(module.parameters()),
     ):
@@ -59,6 +57,11 @@ def get_storage_id(tensor: Tensor) -> int:
     """
     # The address of the storage object: unlike that of the data, it is not 0 for tensors on the meta device.
     return int(tensor.untyped_storage()._cdata)
+
+
+def count_writes(tensor: Tensor) -> int | None:
+    """Return how often a tensor has been written to, as far as torch counts; None for one made in inference mode."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def describe_tensor(tensor: Tensor) -> str:

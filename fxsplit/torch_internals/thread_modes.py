@@ -43,6 +43,16 @@ def keep_modes() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def enable_gradients() -> Iterator[None]:
+    """Let gradients be computed inside the block, whichever modes the caller is in.
+
+    A first call may come under no_grad or inference_mode, and what is learnt then must hold for training too.
+    """
+    with keep_modes(), torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
 def enter_dispatch_mode(mode: TorchDispatchMode) -> AbstractContextManager[None]:
     """Return a block whose operators go to a mode, which is left once, also where an interrupt skips its end."""
     return _enter(mode, torch._C._len_torch_dispatch_stack)

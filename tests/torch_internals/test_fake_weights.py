@@ -19,6 +19,7 @@ from fxsplit.torch_internals.fake_weights import (
     fill_like,
     has_values,
     is_fake,
+    keep_values,
     lacks_values,
     make_runnable,
 )
@@ -339,3 +340,13 @@ def test_filled_tensors_are_of_the_same_kind() -> None:
     assert made.stride() == weight.stride() and torch.equal(made, value) and made.data_ptr() != value.data_ptr()
     buffer = fill_like(torch.empty(2, device="meta", requires_grad=True), torch.ones(2, dtype=torch.float64))
     assert type(buffer) is Tensor and buffer.requires_grad and buffer.dtype == torch.float64
+
+
+def test_values_are_kept_whatever_ends_the_block() -> None:
+    """An interrupt while the model ran once left parameters that forward() writes to changed."""
+    weight = torch.zeros(3)
+    with pytest.raises(KeyboardInterrupt), keep_values([weight]) as before:
+        weight.add_(1)
+        assert len(before.changed()) == 1
+        raise KeyboardInterrupt
+    assert torch.equal(weight, torch.zeros(3))

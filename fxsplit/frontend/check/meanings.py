@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fxsplit.errors import InputError
-from fxsplit.frontend.check.rows import cut_pieces, join_pieces, mix_rows
+from fxsplit.frontend.check.rows import cut_pieces, join_pieces, mix_batch
 from fxsplit.frontend.check.trial import (
     Run,
     choose_pieces,
@@ -230,7 +230,7 @@ class _Trial:
         found = []
         with suppress(Exception):  # a model may check what it is given
             for shift in range(1, TRIES + 1):
-                found.append(run_pieces(moved, mix_rows(moved.inputs, take_batch(moved, sum(rows)), shift), rows))
+                found.append(run_pieces(moved, mix_batch(moved.inputs, take_batch(moved, sum(rows)), shift), rows))
         return found
 
     def _try_others(self, name: str, kinds: set[Kind]) -> set[Kind]:
@@ -242,10 +242,10 @@ class _Trial:
     def _is_counted(self, name: str, whole: Tensor) -> bool:
         """Return whether a number is a mean of microbatches, but with other weights than their rows."""
         batch = self._subject.batch
-        if self._double is None or whole.ndim or not whole.is_floating_point() or batch < len("abc"):
+        if self._double is None or whole.ndim or not whole.is_floating_point() or batch < 3:
             return False
         tensors = take_batch(self._double, batch)
-        a, b, c = cut_pieces(self._here.inputs, tensors, divide_evenly(batch, -(-batch // len("abc"))))
+        a, b, c = cut_pieces(self._here.inputs, tensors, divide_evenly(batch, -(-batch // 3)))
         ab, bc = (join_pieces(self._here.inputs, pair) for pair in ((a, b), (b, c)))
         parts = {"a": a, "b": b, "c": c, "ab": ab, "bc": bc, "abc": tensors}
         try:

@@ -7,10 +7,8 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
+from fxsplit.ir.facts.agreement import mix_rows
 from fxsplit.ir.facts.call import Inputs
-
-SHARE = 0.7
-"""The share of its own row in a mixed one."""
 
 
 def cut_pieces(
@@ -38,7 +36,7 @@ def join_pieces(inputs: Inputs, pieces: Sequence[Sequence[Tensor]]) -> list[Tens
 def add_rows(inputs: Inputs, tensors: Sequence[Tensor], rows: int) -> list[Tensor]:
     """Return the tensors with so many rows more, which are mixed from those there are."""
     batch = inputs.count_rows(tensors)
-    mixed = mix_rows(inputs, tensors, 1)
+    mixed = mix_batch(inputs, tensors, 1)
     # Cyclically, since there may be fewer rows than are to be added.
     order = [i % batch for i in range(rows)]
     return [
@@ -47,25 +45,10 @@ def add_rows(inputs: Inputs, tensors: Sequence[Tensor], rows: int) -> list[Tenso
     ]
 
 
-def mix_rows(inputs: Inputs, tensors: Sequence[Tensor], shift: int) -> list[Tensor]:
-    """Return as many other rows of the same kind: floats between those of two rows, all else as in another row.
-
-    What lies between two probabilities, masks or images is one again. A single row is scaled.
-    """
-    made = []
-    for spec, t in zip(inputs.specs, tensors, strict=True):
-        if spec.batch_dim is None:
-            made.append(t)
-            continue
-        other = t.roll(shift, spec.batch_dim)
-        if not t.is_floating_point():
-            made.append(other)
-        elif t.shape[spec.batch_dim] == 1:
-            made.append(SHARE * t)
-        else:
-            # Where both are infinite, as in masks, their difference would be no number.
-            made.append(torch.where(t == other, t, SHARE * t + (1 - SHARE) * other))
-    return made
+def mix_batch(inputs: Inputs, tensors: Sequence[Tensor], shift: int) -> list[Tensor]:
+    """Return as many other rows of the same kind, see `mix_rows`."""
+    pairs = zip(inputs.specs, tensors, strict=True)
+    return [t if s.batch_dim is None else mix_rows(t, s.batch_dim, shift=shift) for s, t in pairs]
 
 
 def tell_rows_apart(inputs: Inputs, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -24,7 +24,7 @@ from fxsplit.ir.facts.effects import CallEffects
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.batch_norm import is_batch_norm
 from fxsplit.torch_internals.containers import drop_foreign_fields, rebuild, to_plain_outputs
-from fxsplit.torch_internals.fake_weights import Snapshot, has_values
+from fxsplit.torch_internals.fake_weights import Snapshot, has_values, keep_values
 from fxsplit.torch_internals.interpret import get_storage_id, preserve
 from fxsplit.torch_internals.user_lines import warn_user
 
@@ -127,9 +127,8 @@ def _run_model(here: Runnable, tensors: Sequence[Tensor]) -> tuple[Any, list[Ten
     InputError for a buffer that it has resized.
     """
     shapes = {path: tuple(b.shape) for path, b in here.model.named_buffers()}
-    # A snapshot, since preserve() restores buffers alone.
-    weights = Snapshot(here.model.parameters())
-    with preserve(here.modules):
+    # Parameters too, since preserve() restores buffers alone.
+    with keep_values(here.model.parameters()) as weights, preserve(here.modules):
         try:
             call = here.inputs.make_call(tensors)
             returned = here.run_call(call)
@@ -138,9 +137,8 @@ def _run_model(here: Runnable, tensors: Sequence[Tensor]) -> tuple[Any, list[Ten
             raise
         buffers = [b.clone() for b in here.model.buffers()]
         _refuse_resized(here, shapes)
-    changed = {id(p) for p in weights.changed()}
-    written = [path for path, p in here.model.named_parameters() if id(p) in changed]
-    weights.restore()
+        changed = {id(p) for p in weights.changed()}
+        written = [path for path, p in here.model.named_parameters() if id(p) in changed]
     if written:
         raise TraceError(
             f"forward() of {here.name} writes to parameter {written[0]!r}, which a training step must not: write to it "

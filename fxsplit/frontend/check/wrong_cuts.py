@@ -18,7 +18,7 @@ from fxsplit.frontend.check.trial import Run, divide_evenly, run_pieces
 from fxsplit.frontend.no_trace_left import refuse_assignments
 from fxsplit.frontend.subject import Runnable, Subject
 from fxsplit.ir.facts.agreement import find_rows_dim, is_close, list_kinds
-from fxsplit.torch_internals.fake_weights import Snapshot
+from fxsplit.torch_internals.fake_weights import keep_values
 from fxsplit.torch_internals.interpret import preserve
 
 
@@ -55,16 +55,14 @@ def explain_failure(subject: Subject, error: Exception) -> InputError | None:
 
 def _runs(here: Runnable, rows: int) -> bool:
     """Return whether the model runs on the first rows of the example, as it is."""
-    # It may be one that no graph can be made of, because it writes to its weights.
-    weights = Snapshot(here.model.parameters())
     tensors = (t.detach().clone() for t in here.inputs.take_rows(here.tensors, rows))
-    try:
-        with torch.no_grad(), preserve(here.modules), refuse_assignments(here.modules):
-            here.run_model(*tensors)
-    except Exception:
-        return False
-    finally:
-        weights.restore()
+    # It may be one that no graph can be made of, because it writes to its weights.
+    with keep_values(here.model.parameters()):
+        try:
+            with torch.no_grad(), preserve(here.modules), refuse_assignments(here.modules):
+                here.run_model(*tensors)
+        except Exception:
+            return False
     return True
 
 

@@ -9,7 +9,7 @@ from fxsplit.frontend.no_trace_left import restore_assigned, restore_model
 from fxsplit.frontend.subject import Runnable, Subject
 from fxsplit.frontend.watch.watch import Seen, Watch
 from fxsplit.ir.facts.python_state import same
-from fxsplit.torch_internals.fake_weights import Snapshot
+from fxsplit.torch_internals.fake_weights import keep_values
 from fxsplit.torch_internals.interpret import preserve
 
 
@@ -34,9 +34,12 @@ def list_changes(subject: Subject, watch: Watch) -> list[str]:
 
 def _run(here: Runnable, watch: Watch) -> dict[Seen, Any]:
     """Call the model and leave its weights as they were; return what other places hold now than before all calls."""
-    weights = Snapshot(here.model.parameters())
-    # A model that fails here fails in the check too, which says what is wrong.
-    with preserve(here.modules), restore_assigned(here.model), suppress(Exception), watch.note():
+    with (
+        keep_values(here.model.parameters()),
+        preserve(here.modules),
+        restore_assigned(here.model),
+        suppress(Exception),  # a model that fails here fails in the check too, which says what is wrong
+        watch.note(),
+    ):
         here.run_model(*here.clone_tensors())
-    weights.restore()
     return watch.find_changes()

@@ -54,12 +54,16 @@ class Home(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Frame:
-    """A running piece of the user's code: its names and its file, what it is part of, and whether that is a hook."""
+    """A running piece of the user's code: its names and its file, what it is part of, and whether that is a hook.
+
+    caller: the piece that called it, with code of others in between perhaps; None for forward() itself.
+    """
 
     names: Names
     file: str
     home: Home
     in_hook: bool
+    caller: _Frame | None = None
 
 
 @dataclass(eq=False)
@@ -189,7 +193,7 @@ class Watch:
         path = outer.path if module is None else self._paths.get(id(module), "")
         home = Home(path, outer.codes | {code})
         in_hook = bool(parent and parent.in_hook) or _is_hook(frame, module)
-        own = self._frames[frame] = _Frame(names, code.co_filename, home, in_hook)
+        own = self._frames[frame] = _Frame(names, code.co_filename, home, in_hook, parent)
         for found in list_globals(frame.f_globals, own.names):
             self._take(found, own)
         self._look(frame, own)
@@ -201,9 +205,8 @@ class Watch:
         if own is not None:
             self._look(frame, own)
             if event == "return":
-                parent, _ = self._find_caller(frame)
-                if parent is not None and id(arg) in self._known:
-                    self._visit(arg, self._known[id(arg)][1], parent)
+                if own.caller is not None and id(arg) in self._known:
+                    self._visit(arg, self._known[id(arg)][1], own.caller)
                 del self._frames[frame]
         return self._trace
 
@@ -258,11 +261,7 @@ class Watch:
         """Note a place, and go on with the object that is in it."""
         name = found.name
         if found.place is not None:
-            seen = self._seen.setdefault(
-                found.key, Seen(found.place, found.place.read(), found.value if name == ITEMS else None)
-            )
-            # torch alone keeps no value in a place that nobody can write to.
-            seen.asked = found.value is ABSENT and found.place.write is None
+            seen = self._seen.get(found.key) or self._begin(found)
             seen.homes.add(own.home)
             seen.by_hooks &= own.in_hook
             seen.loaded |= name in (ITEMS, VARIABLE) or own.names.reads(name)
@@ -274,6 +273,15 @@ class Watch:
         if value is not ABSENT and not is_plain(value) and not (is_library(value) and not isinstance(value, type(sys))):
             label = self._known.setdefault(id(value), (value, found.label))[1]
             self._visit(value, label, own)
+
+    def _begin(self, found: Found) -> Seen:
+        """Return the record of a place that no code has named before, with what is there now."""
+        assert found.place is not None
+        container = found.value if found.name == ITEMS else None
+        # torch alone keeps no value in a place that nobody can write to.
+        asked = found.value is ABSENT and found.place.write is None
+        seen = self._seen[found.key] = Seen(found.place, found.place.read(), container, asked=asked)
+        return seen
 
 
 def _is_watched(code: CodeType) -> bool:

@@ -1,4 +1,7 @@
-"""Agreement: which meanings an output has on one batch, from its values for the whole batch and for its pieces."""
+"""Agreement: which meanings an output has on one batch, from its values for the whole batch and for its pieces.
+
+Where the batch leaves that open, `mix_rows` makes other rows of the same kind to try.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ TOLERANCE = 2e-6
 What a model of lower precision computes is compared in double precision, or else within `LOOSE`."""
 LOOSE = 1e-4
 LOOSE_IN_HALF = 5e-2
+SHARE = 0.7
+"""The share of its own row in a mixed one."""
 
 
 def is_close(a: Tensor, b: Tensor, largest: float | None = None, *, loose: bool = False) -> bool:
@@ -82,6 +87,21 @@ def find_rows_dim(whole: Sequence[int], pieces: Sequence[Sequence[int]], rows: S
     each, rest = divmod(whole[changed[0]], sum(rows))
     held = all(piece[changed[0]] == each * count for piece, count in zip(pieces, rows, strict=True))
     return (changed[0], each) if held and each and not rest else None
+
+
+def mix_rows(tensor: Tensor, dim: int, each: int = 1, shift: int = 1) -> Tensor:
+    """Return as many other rows of the same kind: floats between those of two rows, all else as in another row.
+
+    Each row has `each` entries along `dim`. What lies between two probabilities, masks or images is one again. A single
+    row is scaled.
+    """
+    other = tensor.roll(shift * each, dim)
+    if not tensor.is_floating_point():
+        return other
+    if tensor.shape[dim] == each:
+        return SHARE * tensor
+    # Where both are infinite, as in masks, their difference would be no number.
+    return torch.where(tensor == other, tensor, SHARE * tensor + (1 - SHARE) * other)
 
 
 def _find_largest(*tensors: Tensor) -> float:

@@ -33,15 +33,15 @@ def as_list(value: object) -> tuple[Any, ...]:
     return tuple(value)
 
 
-def show(value: object) -> str:
-    """Return a wrong value for an error, cut where it is long."""
+def show(value: object, most: int = SHOWN) -> str:
+    """Return a value for a message, cut where it has more than so many characters."""
     try:
         text = repr(value)
     except ValueError:  # Python writes no whole number of more than 4,300 digits
         return "a number of thousands of digits"
     except RecursionError:
         return "a deeply nested value"
-    return text if len(text) <= SHOWN else text[:SHOWN] + "..."
+    return text if len(text) <= most else text[:most] + "..."
 
 
 KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {

@@ -8,15 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import date, time, timedelta
 from enum import Enum
 from operator import is_
-from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, ClassVar, Final
+from uuid import UUID
 
+from fxsplit.ir.facts.figures import show
 from fxsplit.ir.graph import GivenFact
+from fxsplit.torch_internals.objects import VALUES, same_constant
 
 MOST_LETTERS = 80
 """The longest text of a value in a message."""
+
+
+DATES = (date, time, timedelta, UUID)
+"""Values that compare as their users expect, besides those that may be arguments of a call."""
 
 
 class _Absent:
@@ -68,35 +75,18 @@ def same(then: Any, now: Any) -> bool:
     Numbers, texts and the like are compared by value, tuples item by item, all other objects by identity: what an
     `__eq__` of the user's says of two objects is not whether forward() computes the same with both.
     """
-    if then is now:
-        return True
-    if type(then) is not type(now):
-        return False
-    if isinstance(then, MethodType):
-        return then.__func__ is now.__func__ and then.__self__ is now.__self__
-    if isinstance(then, (tuple, frozenset)):
-        if len(then) != len(now):
-            return False
-        return all(map(is_, then, now)) or all(map(same, then, now))
-    # repr() tells 0.0 from -0.0, and takes NaN for NaN.
-    return repr(then) == repr(now) if isinstance(then, (float, complex)) else is_plain(then) and bool(then == now)
-
-
-_COMPARED = ("datetime", "decimal", "fractions", "numpy", "pathlib", "torch", "uuid")
-"""The modules of types that compare by value as their users expect."""
-_BY_IDENTITY = (type, FunctionType, BuiltinFunctionType, MethodType)
+    if not isinstance(then, (tuple, frozenset)) or type(then) is not type(now):
+        return same_constant(then, now) or (isinstance(then, DATES) and bool(then == now))
+    if isinstance(then, frozenset):
+        return then == now if is_plain(then) else set(map(id, then)) == set(map(id, now))
+    return len(then) == len(now) and (all(map(is_, then, now)) or all(map(same, then, now)))
 
 
 def is_plain(value: Any) -> bool:
     """Return whether a value is a number, a text, a dtype or the like, or a tuple of those, which nobody can change."""
-    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, range, Enum)) or value is ...:
-        return True
     if isinstance(value, (tuple, frozenset)):
         return all(map(is_plain, value))
-    if isinstance(value, _BY_IDENTITY) or type(value).__module__.partition(".")[0] not in _COMPARED:
-        return False
-    # Only what can be a key of a dict never changes. A tensor can be one, but compares by its values.
-    return type(value).__hash__ is not None and not hasattr(value, "__dict__") and not hasattr(value, "__next__")
+    return value is ... or isinstance(value, (*VALUES, *DATES, Enum))
 
 
 def describe_change(then: Any, now: Any) -> tuple[str, str]:
@@ -108,8 +98,7 @@ def describe_change(then: Any, now: Any) -> tuple[str, str]:
 def describe(value: Any) -> str:
     """Return a value in words, short enough for a message."""
     if value is ABSENT or is_plain(value):
-        text = repr(value)
-        return text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]}..."
+        return show(value, MOST_LETTERS)
     name = getattr(value, "__qualname__", None)
     if isinstance(name, str):
         return name

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import linecache
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -112,25 +111,20 @@ def backward(
     if not roots or not (leaves or edges):
         return of_inputs, [], []
     # The stage's own leaves are muted in all workers; which leaves a loss has is known only now.
-    with mute(saved.extra) if saved.extra else NO_CONTEXT, _explain_second_backward():
-        found = differentiate(roots, arrived, [*leaves, *edges], retain_graph=bool(edges))
+    try:
+        with mute(saved.extra) if saved.extra else NO_CONTEXT:
+            found = differentiate(roots, arrived, [*leaves, *edges], retain_graph=bool(edges))
+    except RuntimeError as error:
+        # torch does not know who else may have run a backward, and has freed the graph.
+        if "a second time" not in str(error):
+            raise
+        raise FxsplitError(KEPT) from error
     unshared = find_unshared(found) if first else [False] * len(found)
     for i, gradient in zip(wanted, found, strict=False):
         of_inputs[i] = gradient
     at, end = len(wanted), len(leaves)
     shares = make_shares(leaves[at:], found[at:end], unshared[at:end])
     return of_inputs, shares, collect_weight_backwards(nodes, found[end:])
-
-
-@contextmanager
-def _explain_second_backward() -> Iterator[None]:
-    """Let torch's error for a graph that a backward has freed already say who else may have run one."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "a second time" not in str(error):
-            raise
-        raise FxsplitError(KEPT) from error
 
 
 def compute_weight_gradients(left: list[WeightBackward], sums: Sums) -> None:

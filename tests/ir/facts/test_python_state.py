@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+from datetime import datetime
 from fractions import Fraction
 from typing import Any
 
@@ -40,6 +41,9 @@ SAME: list[tuple[Any, Any]] = [
     (Fraction(1, 3), Fraction(1, 3)),
     (np.float32(2), np.float32(2)),
     (frozenset({1, 2}), frozenset({2, 1})),
+    (frozenset({"a", 8, 0}), frozenset({0, 8, "a"})),
+    (datetime(2026, 1, 1), datetime(2026, 1, 1)),
+    (np.float32("nan"), np.float32("nan")),
     (ONE.method, ONE.method),
     ((ONE,), (ONE,)),
 ]
