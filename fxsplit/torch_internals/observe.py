@@ -17,7 +17,7 @@ from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.fake_weights import Snapshot, make_runnable
 from fxsplit.torch_internals.grad_leaves import find_leaves
 from fxsplit.torch_internals.interpret import Interpreter, describe_tensor, find_target, get_storage_id, preserve
-from fxsplit.torch_internals.rng import can_draw, read_generators
+from fxsplit.torch_internals.rng import can_draw, notice_draws
 
 CUTS = ("detach_", "requires_grad_")
 """Methods that write to what autograd knows of a tensor, and not to its memory."""
@@ -73,8 +73,8 @@ class ObservingInterpreter(Interpreter):
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         before = [t._version for t in tensors]
         buffers = Snapshot(t for t in tensors if get_storage_id(t) in self._buffers)
-        generators = read_generators()
-        value, saved = self._run_and_list_saved(n, tensors)
+        with notice_draws() as drew:
+            value, saved = self._run_and_list_saved(n, tensors)
         # Views and writes are told by memory: two values with one storage are in one memory.
         seen = _describe(value)
         written = [t for t, version in zip(tensors, before, strict=True) if t._version != version]
@@ -82,8 +82,9 @@ class ObservingInterpreter(Interpreter):
         written += buffers.changed()
         written += tensors[:1] if n.op == "call_method" and n.target in CUTS else []
         seen.mutates = tuple(dict.fromkeys(self._owners.get(get_storage_id(t), n.name) for t in written))
+        # A weight that is fetched draws nothing: if a generator moved, another thread drew.
         # A dropout in evaluation draws nothing now, and will once the same graph serves training.
-        seen.draws = generators != read_generators() or can_draw(call)
+        seen.draws = call is not None and (drew() or can_draw(call))
         made = [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
         seen.owners = tuple(dict.fromkeys(self._owners.setdefault(get_storage_id(t), n.name) for t in made))
         self._alive += [t.untyped_storage() for t in made]

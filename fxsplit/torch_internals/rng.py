@@ -79,6 +79,23 @@ def isolate_draws(seed: int, microbatch: int, key: str, arguments: Any) -> Itera
 
 
 @contextmanager
+def notice_draws() -> Iterator[Callable[[], bool]]:
+    """Yield a function that says, after the block, whether a default generator of torch moved meanwhile.
+
+    No other thread draws in `isolate_draws` during the block, which would hide a draw by putting the state back. Draws
+    of other threads that know nothing of fxsplit count as well.
+    """
+    with _one_at_a_time.take():
+        before = read_generators()
+        after = before
+        # `after` is read when the block has ended: the function is called after that.
+        try:
+            yield lambda: before != after
+        finally:
+            after = read_generators()
+
+
+@contextmanager
 def take_turn(seed: int, microbatch: int) -> Iterator[None]:
     """Let this thread draw in the block for one microbatch of the batch with `seed`; blocks may be nested."""
     # By thread: workers run different microbatches at the same time.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxsplit.errors import TraceError
+from fxsplit.torch_internals import rng
 from fxsplit.torch_internals.observe import Observation, observe
 
 FLOATS = 4 * 8 * 4  # bytes of float32[4, 8]
@@ -78,6 +80,21 @@ def test_writes_and_draws(from_shapes: bool) -> None:
     assert seen["detach_"].mutates == ("rand_like",)
     draws = {name for name, node in seen.items() if node.draws}
     assert draws == {"drop", "rand_like"}, "a dropout draws in training, whatever the mode is now"
+
+
+def test_weights_draw_nothing_while_other_threads_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.weight
+
+    moves = itertools.count()
+    monkeypatch.setattr(rng, "read_generators", lambda: [bytes(next(moves))])
+    draws = {name for name, node in observe(trace(Model()), [x()]).items() if node.draws}
+    assert draws == {"mul"}, "only a call can draw; a stage holds each node that draws as a module"
 
 
 def test_visits_see_what_is_called() -> None:

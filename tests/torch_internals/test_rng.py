@@ -20,6 +20,7 @@ from fxsplit.torch_internals.rng import (
     isolate_draws,
     keep_generators,
     new_seed,
+    notice_draws,
     read_generators,
     read_python_generators,
     take_turn,
@@ -56,6 +57,26 @@ def test_a_block_says_whether_it_drew(call: Callable[[int], Tensor], expected: b
     with isolate_draws(1, 0, "a", ()) as drew:
         call(1)
     assert drew() is expected
+    with notice_draws() as moved:
+        call(1)
+    assert moved() is expected
+
+
+def test_a_draw_is_noticed_beside_blocks_of_other_threads() -> None:
+    """A block of another thread that begins before a draw and ends after it would put the state back."""
+    entered = threading.Event()
+
+    def wait_in_block() -> None:
+        with isolate_draws(1, 0, "a", ()):
+            entered.set()
+
+    thread = threading.Thread(target=wait_in_block)
+    with notice_draws() as drew:
+        thread.start()
+        assert not entered.wait(0.1)
+        torch.rand(1)
+    thread.join()
+    assert drew() and entered.is_set()
 
 
 def test_turns_nest_and_belong_to_one_thread() -> None:
