@@ -85,6 +85,10 @@ class NoFit(PlanError):
         self.short_bytes = short_bytes
 
 
+class TooFewParts(NoFit):
+    """There are more devices, or more stages of the schedule, than parts that the graph can be cut into."""
+
+
 class ScheduleError(FxsplitError, ValueError):
     """A schedule is unknown, illegal, or cannot run in the way that is asked for."""
 

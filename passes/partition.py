@@ -5,9 +5,10 @@ The last pass of planning: `emit` then makes a module of each stage.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from fxsplit.errors import TooFewParts
 from fxsplit.ir.facts.antichains import Antichains
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.machine import Machine
@@ -20,6 +21,7 @@ from fxsplit.planner.lattice import enumerate_ideals
 from fxsplit.planner.planner import plan_stages
 from fxsplit.planner.sequence import sequence_states
 from fxsplit.planner.solve import Options, Task
+from fxsplit.torch_internals.user_lines import warn_user
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,10 @@ class Partition(Options):
     ignores_mode: ClassVar[bool] = True
 
     def __call__(self, ir: IR) -> IR:
-        """Learn Plan from States; raises PlanError when none fits, saying by how much and where."""
+        """Learn Plan from States; raises PlanError when none fits, saying by how much and where.
+
+        Where the graph cannot be cut into as many stages as there are to be, some have no node and only pass values on.
+        """
         costs, pins = ir[Costs], ir.get(Pins)
         pinned = pins.nodes(costs) if pins else {}
         task = Task(costs, ir[Machine], ir[Workload], self, pinned)
@@ -44,4 +49,9 @@ class Partition(Options):
 
         # The time limit is for this pass alone: the ideals were enumerated before.
         clock = Clock.limited(self.time_limit)
+        try:
+            return ir.learn(plan_stages(task, chains, ir[States], enumerate_again, clock))
+        except TooFewParts as error:
+            warn_user(f"some stages only pass values on, since the model takes fewer: {error}")
+        task = replace(task, workload=replace(task.workload, may_idle=True))
         return ir.learn(plan_stages(task, chains, ir[States], enumerate_again, clock))

@@ -18,7 +18,7 @@ from fxsplit.api.pipeline import Pipeline
 from fxsplit.ir.facts.call import Inputs
 from fxsplit.ir.facts.meanings import MEAN, ROWS, Meaning
 from fxsplit.runtime.loss import find_reduction, weigh_rows
-from fxsplit.runtime.microbatches import divide_rows, join, split, split_target
+from fxsplit.runtime.microbatches import divide_rows, join, split_target
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.containers import to_plain_outputs
 
@@ -107,7 +107,7 @@ def run_unsplit_step(
     tensors = inputs.bind(args, kwargs or {}, None)
     batch = inputs.count_rows(tensors)
     rows = divide_rows(batch, n_microbatches) if isinstance(n_microbatches, int) else n_microbatches
-    columns = [split(t, rows, spec.batch_dim) for t, spec in zip(tensors, inputs.specs, strict=True)]
+    columns = [spec.cut.split(t, rows) for t, spec in zip(tensors, inputs.specs, strict=True)]
     targets = [()] * len(rows) if target is None else [(t,) for t in split_target(target, rows, inputs)]
     outputs = []
     for m, weight in enumerate(weigh_rows(joined.reduction or find_reduction(loss_fn), rows)):

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import pairwise
 from math import inf, isclose, isfinite
 
-from fxsplit.errors import ChainError, NoFit, PlanError
+from fxsplit.errors import ChainError, PlanError, TooFewParts
 from fxsplit.ir.facts.antichains import Antichains, Slack
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.figures import show
@@ -290,8 +290,8 @@ def _check_size(task: Task, chains: Antichains) -> None:
         f"{len(largest)}, {largest[0]!r} .. {largest[-1]!r}, which share a parameter or memory, or lie between "
         "nodes that do)"
     )
-    raise NoFit(
-        f"{len(task.machine)} devices, and the graph has only {blocks} nodes that can be parted"
-        f"{joined if len(largest) > 1 else ''}: use {blocks} devices or fewer, or leave some idle "
+    raise TooFewParts(
+        f"a plan of {len(task.machine)} stages, and the graph has only {blocks} nodes that can be parted"
+        f"{joined if len(largest) > 1 else ''}: use {blocks} devices or fewer, with a stage each, or leave some idle "
         "(partition{use_all=false})"
     )

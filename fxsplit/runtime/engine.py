@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from fxsplit.errors import FxsplitError, InputError
+from fxsplit.ir.facts.chunks import Cut
 from fxsplit.ir.facts.meanings import Meaning
 from fxsplit.runtime.autograd_node import Backward, PipelineFunction
 from fxsplit.runtime.backends.threads import Workers
 from fxsplit.runtime.job import Job, Tape, Work
 from fxsplit.runtime.loss import BatchLoss
-from fxsplit.runtime.microbatches import join, split, split_gradient
+from fxsplit.runtime.microbatches import join, split_gradient
 from fxsplit.runtime.program import Batch
 from fxsplit.runtime.stage.run import Packet
 from fxsplit.runtime.stage.weight_versions import Stepper
@@ -140,7 +141,7 @@ class Engine:
             finally:
                 tape.clear()
             of_inputs = [
-                join_gradients([g[i] for g in job.returned], split(t, rows, spec.batch_dim), spec.batch_dim)
+                join_gradients([g[i] for g in job.returned], spec.cut.split(t, rows), spec.cut)
                 for i, (t, spec) in enumerate(zip(tensors, program.inputs.specs, strict=True))
                 if t.requires_grad
             ]
@@ -160,7 +161,7 @@ def list_leaves(trained: Sequence[Sequence[Tensor]]) -> list[Tensor]:
 def cut_packets(batch: Batch) -> list[Packet]:
     """Return what the first stage gets for each microbatch: views, or copies where the graph writes to its inputs."""
     program, tensors, rows = batch
-    columns = [split(t.detach(), rows, s.batch_dim) for t, s in zip(tensors, program.inputs.specs, strict=True)]
+    columns = [s.cut.split(t.detach(), rows) for t, s in zip(tensors, program.inputs.specs, strict=True)]
     if program.writes_inputs:
         # Autograd would take a write to one piece of a tensor for a write to all of its pieces.
         copies = {id(t): tuple(piece.clone() for piece in column) for t, column in zip(tensors, columns, strict=True)}
@@ -185,10 +186,10 @@ def join_outputs(job: Job, rows: Sequence[int], meanings: Sequence[Meaning]) -> 
     return outputs, [any(flags) for flags in zip(*(p.wanted for p in packets), strict=True)]
 
 
-def join_gradients(pieces: Sequence[Tensor | None], like: Sequence[Tensor], dim: int | None) -> Tensor | None:
+def join_gradients(pieces: Sequence[Tensor | None], like: Sequence[Tensor], cut: Cut) -> Tensor | None:
     """Return the gradient of a whole batch, zero for microbatches that got none; their sum where all share a tensor."""
     if all(p is None for p in pieces):
         return None
     found = [torch.zeros_like(t) if p is None else p for p, t in zip(pieces, like, strict=True)]
     hand_over(found)
-    return torch.stack(found).sum(0) if dim is None else torch.cat(found, dim)
+    return torch.stack(found).sum(0) if cut.dim is None else cut.join(found)

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from fxsplit.ir.facts.agreement import list_kinds, mix_rows
-from fxsplit.ir.facts.meanings import Kind, Meaning
-from fxsplit.runtime.microbatches import find_target_dims
+from fxsplit.ir.facts.chunks import Cut
+from fxsplit.ir.facts.meanings import Kind
+from fxsplit.runtime.microbatches import find_target_cuts
 from fxsplit.runtime.program import Program
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.expectations import expect_averages
@@ -86,7 +87,7 @@ def _find_kinds(
     buffers = loss_fn.buffers() if isinstance(loss_fn, nn.Module) else ()
     leaves, structure = pytree.tree_flatten(target)
     tensors, n_outputs = [*outputs, *leaves], len(outputs)
-    cuts = [*map(_find_cut, program.joined), *((dim, 1) for dim in find_target_dims(leaves, rows, program.inputs))]
+    cuts = [*(meaning.cut for meaning in program.joined), *find_target_cuts(leaves, rows, program.inputs)]
 
     def compute(part: Sequence[Any]) -> Tensor:
         made = program.build_result(part[:n_outputs])
@@ -103,13 +104,8 @@ def _find_kinds(
     return kinds
 
 
-def _find_cut(meaning: Meaning) -> tuple[int | None, int]:
-    """Return the dimension of an output that has the rows, and how many entries each row has there."""
-    return (meaning.dim, meaning.each) if meaning.kind == "rows" else (None, 1)
-
-
 def _list_parts(
-    tensors: Sequence[Any], cuts: Sequence[tuple[int | None, int]], rows: int, *, mixed: bool
+    tensors: Sequence[Any], cuts: Sequence[Cut], rows: int, *, mixed: bool
 ) -> tuple[list[list[Any]], tuple[int, int]]:
     """Return outputs and target of a microbatch, or of rows mixed from it, then of two pieces of it, and their sizes.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fxsplit.errors import InputError
 from fxsplit.ir.facts.call import Inputs
-from fxsplit.ir.facts.chunks import TARGET, Replicate, find_stated_dim
+from fxsplit.ir.facts.chunks import TARGET, Cut, Replicate, find_stated_dim
 from fxsplit.ir.facts.meanings import ROWS, Meaning
 from fxsplit.torch_internals import pytree
 
@@ -32,47 +32,41 @@ def divide_rows(rows: int, n_microbatches: int) -> list[int]:
     return [rows // n_microbatches + (m < rows % n_microbatches) for m in range(n_microbatches)]
 
 
-def split(tensor: Tensor, rows: Sequence[int], dim: int | None = 0) -> tuple[Tensor, ...]:
-    """Return the microbatches of one tensor, as views. Where it has no rows, each microbatch gets all of it."""
-    return (tensor,) * len(rows) if dim is None else torch.split(tensor, list(rows), dim)
-
-
 def split_target(target: Any, rows: Sequence[int], inputs: Inputs | None = None) -> list[Any]:
     """Return one target for each microbatch: tensors are cut where they have the rows, everything else is repeated.
 
-    Tensors have them on their first dimension, or on the one that `chunks=` states for "target". Where an input has its
-    rows on another dimension than the first, and `chunks=` states none, it is the only dimension of the rows' length.
-    Raises InputError when a tensor has another number of rows than the batch.
+    Tensors have them on their first dimension, or on the one that `chunks=` states for "target", which may have several
+    entries for each row. Where an input has its rows on another dimension than the first, and `chunks=` states none, it
+    is the only dimension of the rows' length. Raises InputError for a tensor with another number of rows.
     """
     leaves, structure = pytree.tree_flatten(target)
-    dims = find_target_dims(leaves, sum(rows), inputs)
-    columns = [
-        [leaf] * len(rows) if dim is None else split(leaf, rows, dim) for leaf, dim in zip(leaves, dims, strict=True)
-    ]
+    cuts = find_target_cuts(leaves, sum(rows), inputs)
+    columns = [cut.split(leaf, rows) for leaf, cut in zip(leaves, cuts, strict=True)]
     return [pytree.tree_unflatten([c[m] for c in columns], structure) for m in range(len(rows))]
 
 
-def find_target_dims(leaves: Sequence[Any], rows: int, inputs: Inputs | None = None) -> list[int | None]:
-    """Return the dimension of each part of a target that has so many rows; None for what is repeated.
-
-    Raises InputError as `split_target` does.
-    """
+def find_target_cuts(leaves: Sequence[Any], rows: int, inputs: Inputs | None = None) -> list[Cut]:
+    """Return where each part of a target has so many rows. Raises InputError as `split_target` does."""
     stated = find_stated_dim(TARGET, TARGET, inputs.chunks) if inputs else None
-    elsewhere = inputs is not None and any(s.batch_dim for s in inputs.specs)
-    found: list[int | None] = []
+    elsewhere = inputs is not None and any(s.cut.dim for s in inputs.specs)
+    found: list[Cut] = []
     for leaf in leaves:
         if not isinstance(leaf, Tensor) or stated is Replicate:
-            found.append(None)
+            found.append(Cut(None))
             continue
-        dims = [d for d, length in enumerate(leaf.shape) if length == rows]
-        wanted = [d for d in dims if d == (stated or 0)] if isinstance(stated, int) or not elsewhere else dims
+        if isinstance(stated, int):
+            each, rest = divmod(leaf.shape[stated], rows) if stated < leaf.ndim else (0, 0)
+            cuts = [Cut(stated, each)] if each and not rest else []
+        else:
+            dims = [d for d, length in enumerate(leaf.shape) if length == rows]
+            cuts = [Cut(d) for d in dims if elsewhere or d == 0]
         # Two dimensions of the right length leave open which has the rows.
-        if len(wanted) != 1:
+        if len(cuts) != 1:
             raise InputError(
                 f"target has shape {tuple(leaf.shape)} and the batch has {rows} rows: give one row of target for "
                 "each row of the input, or state the dimension that holds them, chunks={'target': 1}"
             )
-        found.append(wanted[0])
+        found += cuts
     return found
 
 
@@ -120,7 +114,7 @@ def split_gradient(gradient: Tensor, rows: Sequence[int], meaning: Meaning = ROW
     if len(rows) == 1:
         return [gradient]
     if meaning.kind == "rows":
-        return split(gradient, [count * meaning.each for count in rows], meaning.dim)
+        return meaning.cut.split(gradient, rows)
     if meaning.kind == "sum":
         return [gradient] * len(rows)
     # What is the same for all microbatches is made by each of them: their shares add up to one.

@@ -39,6 +39,10 @@ CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, tuple, set, frozenset, d
 """What a class may be derived from, besides object: how many items there are is part of the structure."""
 
 
+BLOCK_MASK = "BlockMask"
+"""The class of torch's masks for `flex_attention`. Importing it takes long, and few models use it."""
+
+
 @dataclass(frozen=True)
 class Opaque:
     """In place of a value of which nothing can be said. `kind` is the name of its type, `name` that of the argument.
@@ -55,6 +59,11 @@ class Opaque:
         what = f"argument {self.name!r} is a {self.kind}"
         if self.kind == "ndarray":
             return f"{what}, and a pipeline takes tensors: give torch.from_numpy(...) of the array"
+        if self.kind == BLOCK_MASK:
+            return (
+                f"{what}, whose mask_mod counts the rows of the whole batch: call create_block_mask in the submodule "
+                "that attends, from tensors that forward() is given"
+            )
         return (
             f"{what}, which a pipeline can neither cut into microbatches nor see change: give the tensors and numbers "
             "in it as arguments, or make it an attribute of the model"
@@ -100,7 +109,7 @@ def take_apart(value: Any, around: tuple[int, ...] = ()) -> Any:
     if isinstance(value, types.MethodType) and isinstance(value.__self__, NAMED):
         return value
     # An object that holds itself has no end, and the class of an opaque one makes no objects out of attributes.
-    if id(value) in around or len(around) > 20 or not _can_be_made(kind):
+    if id(value) in around or len(around) > 20 or not _can_be_made(kind) or kind.__name__ == BLOCK_MASK:
         return Opaque(kind.__qualname__, inside=bool(around))
     attributes = _read_attributes(value)
     inside = (*around, id(value))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 import fxsplit
 from fxsplit.api.plan import lay_out
-from fxsplit.errors import InputError, PlanError, ScheduleError
+from fxsplit.errors import FxsplitWarning, InputError, PlanError, ScheduleError, TooFewParts
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.facts.pins import Pins
@@ -40,7 +41,12 @@ def describe(plan: Plan | str) -> object:
 
 def plan_profile(costs: Costs, machine: Machine, schedule: str, options: Options, pins: dict[str, int]) -> Plan | str:
     try:
-        return fxsplit.plan(costs, machine, schedule=schedule, options=options, pins=pins)
+        try:
+            return fxsplit.plan(costs, machine, schedule=schedule, options=options, pins=pins)
+        except TooFewParts:
+            # A pipeline then has stages that only pass values on, and plan() leaves the choice to its caller.
+            unrolled, work = lay_out(machine, schedule)
+            return Planner(costs, pins).plan(unrolled, replace(work, may_idle=True), options)
     except PlanError as error:
         return str(error)
 
@@ -58,7 +64,8 @@ def run_passes(
     chain: list[Any] = [Augment(free=options.free), Order(), Partition(**fields)]
     chain.insert(2 if late else 0, pin)
     try:
-        return run_chain(ir, chain)[Plan]
+        with warnings.catch_warnings(action="ignore", category=FxsplitWarning):
+            return run_chain(ir, chain)[Plan]
     except PlanError as error:
         return str(error)
 

@@ -13,8 +13,10 @@ from torch.nn import functional as F
 import fxsplit
 from fxsplit.api.compare import compare, run_pipeline_step, run_unsplit_step
 from fxsplit.errors import InputError
+from fxsplit.ir.facts.call import Inputs
+from fxsplit.ir.facts.chunks import Cut
 from fxsplit.ir.facts.meanings import MEAN, Meaning
-from fxsplit.runtime.microbatches import divide_rows, join, split, split_gradient, split_target
+from fxsplit.runtime.microbatches import divide_rows, join, split_gradient, split_target
 from tests.models import FAST, Mlp
 
 mse = F.mse_loss
@@ -91,10 +93,10 @@ def test_rows_are_divided_evenly_the_larger_ones_first() -> None:
 
 def test_pieces_join_to_the_whole_on_any_dimension() -> None:
     x, rows = torch.arange(21.0).reshape(3, 7), [3, 2, 2]
-    pieces = split(x, rows, 1)
+    pieces = Cut(1).split(x, rows)
     assert [p.shape[1] for p in pieces] == rows and pieces[1].data_ptr() == x[:, 3:].data_ptr(), "views"
-    assert torch.equal(join(pieces, rows, Meaning(dim=1)), x) and split(x, rows, None) == (x, x, x)
-    assert torch.equal(join(split(x.t(), rows), rows), x.t()) and join([x], [7]) is x
+    assert torch.equal(join(pieces, rows, Meaning(dim=1)), x) and Cut(None).split(x, rows) == (x, x, x)
+    assert torch.equal(join(Cut(0).split(x.t(), rows), rows), x.t()) and join([x], [7]) is x
 
 
 @pytest.mark.parametrize(
@@ -147,3 +149,11 @@ def test_targets_are_cut_where_they_have_the_rows() -> None:
     assert [t["label"].tolist() for t in found] == [[0, 1, 2], [3, 4]] and [t["weight"] for t in found] == [0.5, 0.5]
     with pytest.raises(InputError, match=r"shape \(4,\) and the batch has 5 rows"):
         split_target(torch.arange(4), [3, 2])
+
+
+def test_a_target_may_have_several_entries_for_each_row() -> None:
+    inputs, _ = Inputs.of(nn.Identity(), [torch.zeros(3, 2)], {}, {"target": 0})
+    assert [t.tolist() for t in split_target(torch.arange(6), [2, 1], inputs)] == [[0, 1, 2, 3], [4, 5]]
+    for odd in (torch.arange(7), torch.arange(2), torch.tensor(1)):
+        with pytest.raises(InputError, match="the batch has 3 rows"):
+            split_target(odd, [2, 1], inputs)

@@ -138,3 +138,11 @@ def test_a_stand_in_refuses_to_be_read() -> None:
     ):
         with pytest.raises(InputError, match="argument 'batch_lock' is a lock, which"):
             read(stand_in)
+
+
+def test_a_block_mask_is_refused_with_what_to_do() -> None:
+    """Once the advice was to keep a module whole, which could not be handed the mask either."""
+
+    # It stands for torch's, which takes seconds to import.
+    found = take_apart(type("BlockMask", (), {})())
+    assert isinstance(found, Opaque) and "call create_block_mask in the submodule" in found.explain()

@@ -196,7 +196,7 @@ class _Trial:
         """Return the sizes of pieces to try, one list after another."""
         batch, rows = self._subject.batch, self._subject.rows
         small = (rows, rows // 2 or 2)
-        cut = [spec for spec in self._here.inputs.specs if spec.batch_dim is not None]
+        cut = [spec for spec in self._here.inputs.specs if spec.cut.dim is not None]
         # Several arguments have to stay together: one may be no batch at all, and right at its full length only.
         if sum(small) < batch and (len(cut) == 1 or self._subject.from_shapes):
             yield small

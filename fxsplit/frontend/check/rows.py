@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,26 +11,15 @@ from fxsplit.ir.facts.agreement import mix_rows
 from fxsplit.ir.facts.call import Inputs
 
 
-def cut_pieces(
-    inputs: Inputs, tensors: Sequence[Tensor], rows: Sequence[int], whole: Collection[int] = ()
-) -> list[list[Tensor]]:
-    """Return the tensors of one microbatch after another, which have so many rows each.
-
-    Those whose positions are in `whole` are given to all of them as they are.
-    """
-    pieces, start = [], 0
-    dims = [None if i in whole else spec.batch_dim for i, spec in enumerate(inputs.specs)]
-    for count in rows:
-        pairs = zip(tensors, dims, strict=True)
-        pieces.append([t if dim is None else t.narrow(dim, start, count) for t, dim in pairs])
-        start += count
-    return pieces
+def cut_pieces(inputs: Inputs, tensors: Sequence[Tensor], rows: Sequence[int]) -> list[list[Tensor]]:
+    """Return the tensors of one microbatch after another, which have so many rows each."""
+    columns = [spec.cut.split(t, rows) for spec, t in zip(inputs.specs, tensors, strict=True)]
+    return [[column[m] for column in columns] for m in range(len(rows))]
 
 
 def join_pieces(inputs: Inputs, pieces: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """Return the tensors of several pieces as those of one."""
-    columns = zip(inputs.specs, *pieces, strict=True)
-    return [column[0] if s.batch_dim is None else torch.cat(column, s.batch_dim) for s, *column in columns]
+    return [spec.cut.join(column) for spec, *column in zip(inputs.specs, *pieces, strict=True)]
 
 
 def add_rows(inputs: Inputs, tensors: Sequence[Tensor], rows: int) -> list[Tensor]:
@@ -40,15 +29,15 @@ def add_rows(inputs: Inputs, tensors: Sequence[Tensor], rows: int) -> list[Tenso
     # Cyclically, since there may be fewer rows than are to be added.
     order = [i % batch for i in range(rows)]
     return [
-        t if s.batch_dim is None else torch.cat([t, *(m.narrow(s.batch_dim, i, 1) for i in order)], s.batch_dim)
-        for s, t, m in zip(inputs.specs, tensors, mixed, strict=True)
+        spec.cut.join([t, *(spec.cut.narrow(m, i, 1) for i in order)])
+        for spec, t, m in zip(inputs.specs, tensors, mixed, strict=True)
     ]
 
 
 def mix_batch(inputs: Inputs, tensors: Sequence[Tensor], shift: int) -> list[Tensor]:
     """Return as many other rows of the same kind, see `mix_rows`."""
     pairs = zip(inputs.specs, tensors, strict=True)
-    return [t if s.batch_dim is None else mix_rows(t, s.batch_dim, shift=shift) for s, t in pairs]
+    return [t if s.cut.dim is None else mix_rows(t, s.cut.dim, s.cut.each, shift) for s, t in pairs]
 
 
 def tell_rows_apart(inputs: Inputs, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -59,12 +48,12 @@ def tell_rows_apart(inputs: Inputs, tensors: Sequence[Tensor]) -> list[Tensor]:
     """
     made = []
     for spec, t in zip(inputs.specs, tensors, strict=True):
-        alike = spec.batch_dim is not None and t.is_floating_point() and bool((t == t.flatten()[:1]).all())
+        alike = spec.cut.dim is not None and t.is_floating_point() and bool((t == t.flatten()[:1]).all())
         if not alike:
             made.append(t)
             continue
-        rows = t.shape[spec.batch_dim or 0]
-        shape = [rows if d == spec.batch_dim else 1 for d in range(t.ndim)]
+        rows = t.shape[spec.cut.dim or 0]
+        shape = [rows if d == spec.cut.dim else 1 for d in range(t.ndim)]
         scale = torch.linspace(0.5, 1.0, rows, dtype=t.dtype, device=t.device).view(shape)
         made.append((torch.ones_like(t) if not t.any() else t) * scale)
     return made

@@ -7,7 +7,7 @@ batch and its pieces is what the model itself makes of them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -68,19 +68,12 @@ def _name_key(path: Sequence[Any]) -> str:
     return f" ({'.'.join(keys)!r})" if keys else ""
 
 
-def run_pieces(
-    here: Runnable,
-    tensors: Sequence[Tensor],
-    rows: tuple[int, ...],
-    *,
-    whole: Collection[int] = (),
-    from_shapes: bool = False,
-) -> Run:
+def run_pieces(here: Runnable, tensors: Sequence[Tensor], rows: tuple[int, ...], *, from_shapes: bool = False) -> Run:
     """Return what the model makes of a batch of `tensors`, and of its pieces of so many `rows`.
 
-    Arguments whose positions are in `whole` are not cut. Raises InputError where one returns more values than another.
+    Raises InputError where one returns more values than another.
     """
-    pieces = cut_pieces(here.inputs, tensors, rows, whole)
+    pieces = cut_pieces(here.inputs, tensors, rows)
     run = Run(
         run_model(here, tensors, from_shapes=from_shapes),
         [run_model(here, piece, from_shapes=from_shapes) for piece in pieces],

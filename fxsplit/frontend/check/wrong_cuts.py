@@ -1,13 +1,15 @@
-"""Wrong cuts: arguments that are as long as the batch by accident, and so are cut although they have no rows.
+"""Wrong cuts: arguments that are as long as the batch by accident, or a multiple of it on purpose.
 
-A weight for each of 8 classes beside 8 rows is one. Where the model is not that of its microbatches, it is run again
-with such an argument whole.
+A weight for each of 8 classes beside 8 rows is cut, although it has no rows. Of 16 words for 8 rows every microbatch
+gets all, although each row has two. Where the model is not that of its microbatches, it is run again with such an
+argument cut otherwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,18 +20,20 @@ from fxsplit.frontend.check.trial import Run, divide_evenly, run_pieces
 from fxsplit.frontend.no_trace_left import refuse_assignments
 from fxsplit.frontend.subject import Runnable, Subject
 from fxsplit.ir.facts.agreement import find_rows_dim, is_close, list_kinds
+from fxsplit.ir.facts.call import Inputs
+from fxsplit.ir.facts.chunks import Cut
 from fxsplit.torch_internals.fake_weights import keep_values
 from fxsplit.torch_internals.interpret import preserve
 
 
 def describe_wrong_cuts(subject: Subject, here: Runnable) -> str | None:
-    """Return what to state of an argument that all microbatches need whole, so that their outputs make the batch's."""
-    names = _find_uncut(subject, here)
-    if not names:
+    """Return what to state of arguments that must be cut otherwise, so that microbatches make the batch's outputs."""
+    cuts = _find_cuts(subject, here)
+    if not cuts:
         return None
     return (
-        f"argument {names[0]!r} of {here.name} is as long as the batch and was cut with it, but the outputs of the "
-        f"batch are those of its microbatches only if each gets all of it: state {_write_chunks(names)}"
+        f"{_describe_cuts(cuts, here.inputs)}: the outputs of the batch are those of its microbatches only then; "
+        f"state {_write_chunks(cuts)}"
     )
 
 
@@ -40,10 +44,10 @@ def explain_failure(subject: Subject, error: Exception) -> InputError | None:
     with subject.make_runnable(subject.batch) as here:
         if _runs(here, subject.rows) or not _runs(here, subject.batch):
             return None
-        names = _find_uncut(subject, here)
+        cuts = _find_cuts(subject, here)
     way = (
-        f"argument {names[0]!r} has no rows, although it is as long as the batch: state {_write_chunks(names)}"
-        if names
+        f"{_describe_cuts(cuts, here.inputs)}: state {_write_chunks(cuts)}"
+        if cuts
         else "state which arguments have rows and which every microbatch needs whole, chunks={'name': 0} or "
         "chunks={'name': fxsplit.Replicate}, or compile for larger microbatches, such as with n_microbatches=1"
     )
@@ -66,30 +70,42 @@ def _runs(here: Runnable, rows: int) -> bool:
     return True
 
 
-def _find_uncut(subject: Subject, here: Runnable) -> list[str]:
-    """Return the arguments to give whole to every microbatch, which then make the batch; empty where none is found."""
-    specs = here.inputs.specs
-    rows = divide_evenly(subject.batch, subject.rows)
-    for places in _list_guesses(subject):
+def _find_cuts(subject: Subject, here: Runnable) -> dict[str, Cut]:
+    """Return where arguments may have their rows instead, so that microbatches make the batch; empty for nowhere."""
+    count = -(-subject.batch // subject.rows)
+    for cuts in _list_guesses(subject):
+        other = replace(here, inputs=here.inputs.cut_otherwise(cuts))
         with suppress(Exception):  # the model does not run in this way
-            run = run_pieces(here, here.tensors, rows, whole=places, from_shapes=subject.from_shapes)
+            batch = other.inputs.count_rows(here.tensors)
+            rows = divide_evenly(batch, -(-batch // count))
+            run = run_pieces(other, here.tensors, rows, from_shapes=subject.from_shapes)
             if subject.from_shapes or _is_joined(run):
-                return [specs[i].name for i in places]
-    return []
+                return cuts
+    return {}
 
 
-def _list_guesses(subject: Subject) -> Iterator[list[int]]:
-    """Return positions of cut arguments that may have no rows: each alone, the later ones first, and all but one."""
+def _list_guesses(subject: Subject) -> Iterator[dict[str, Cut]]:
+    """Return other cuts of arguments: none for each alone, the later ones first, then for all but one; then multiples.
+
+    Where one argument is several times as long as another, each row may have several entries.
+    """
     inputs = subject.inputs
-    cut = [i for i, spec in enumerate(inputs.specs) if spec.batch_dim is not None]
-    if len(cut) == 1 or not subject.is_cut:
+    if not subject.is_cut:
         return
-    names = {i: f"{inputs.specs[i].name}_" for i in cut}
-    guessed = [i for i in cut if not any(names[i].startswith(f"{stated}_") for stated in inputs.chunks)]
-    for i in reversed(guessed):
-        yield [i]
-    if len(guessed) > 1:
-        yield guessed[1:]
+    free = [s for s in inputs.specs if not any(f"{s.name}_".startswith(f"{stated}_") for stated in inputs.chunks)]
+    cut = [spec.name for spec in free if spec.cut.dim is not None]
+    if sum(spec.cut.dim is not None for spec in inputs.specs) > 1:
+        for name in reversed(cut):
+            yield {name: Cut(None)}
+        if len(cut) > 1:
+            yield dict.fromkeys(cut[1:], Cut(None))
+    if len(free) < len(inputs.specs):
+        return  # with some of them stated, the number of rows is stated too
+    lengths = {spec.name: spec.shape[0] for spec in free if spec.shape}
+    for rows in sorted(set(lengths.values()) - {1}, reverse=True):
+        cuts = {name: Cut(0, length // rows) for name, length in lengths.items() if length % rows == 0}
+        if any(each > 1 for _, each in cuts.values()):
+            yield cuts
 
 
 def _is_joined(run: Run) -> bool:
@@ -111,6 +127,16 @@ def _is_joined(run: Run) -> bool:
     return depends
 
 
-def _write_chunks(names: list[str]) -> str:
-    """Return the option that gives arguments whole to every microbatch."""
-    return f"chunks={{{', '.join(f'{name!r}: fxsplit.Replicate' for name in names)}}}, or compile with n_microbatches=1"
+def _describe_cuts(cuts: Mapping[str, Cut], inputs: Inputs) -> str:
+    """Return what is said of arguments that are to be cut otherwise."""
+    name, (dim, each) = max(cuts.items(), key=lambda entry: entry[1].each)
+    if dim is None:
+        return f"argument {name!r} has no rows, although it is as long as the batch, and was cut with it"
+    shape = next(spec.shape for spec in inputs.specs if spec.name == name)
+    return f"argument {name!r} has shape {shape}, which is {each} entries for each row of the batch"
+
+
+def _write_chunks(cuts: Mapping[str, Cut]) -> str:
+    """Return the option that cuts arguments in this way."""
+    places = (f"{name!r}: {'fxsplit.Replicate' if dim is None else dim}" for name, (dim, _) in cuts.items())
+    return f"chunks={{{', '.join(places)}}}, or compile with n_microbatches=1"

@@ -33,6 +33,7 @@ from fxsplit.frontend.layer_drop import NeverDropped
 from fxsplit.frontend.no_trace_left import refuse_assignments, refuse_draws, restore_model
 from fxsplit.frontend.subject import Runnable, Subject
 from fxsplit.ir.facts.call import TensorSpec
+from fxsplit.ir.facts.chunks import Cut
 from fxsplit.ir.facts.scope import Scope
 from fxsplit.torch_internals.containers import to_plain_outputs
 from fxsplit.torch_internals.fake_weights import is_fake
@@ -97,7 +98,7 @@ def _export(subject: Subject, front_end: str, *, lengths_vary: bool) -> Graph:
         assert returns is not None
         writer = GraphWriter(module, here.model, functions, wholes.calls)
         writer.write_program([spec.name for spec in specs], returns)
-        bounds = _read_bounds(program, [spec.batch_dim for spec in specs])
+        bounds = _read_bounds(program, [spec.cut for spec in specs])
     if checkpoints:
         warn_user(
             f"forward() of {subject.name} changes what is saved for backward, as checkpoint() does, which its "
@@ -123,8 +124,8 @@ def _list_symbols(spec: TensorSpec, tensor: Tensor, lengths_vary: bool) -> dict[
     # AUTO is a constant where forward() asks for one, and DYNAMIC fails there. A length of 1 is always a constant.
     lengths = [d for d, length in enumerate(tensor.shape) if length > 1] if lengths_vary else []
     symbols = dict.fromkeys(lengths, torch.export.Dim.AUTO)
-    if spec.batch_dim is not None:
-        symbols[spec.batch_dim] = torch.export.Dim.DYNAMIC
+    if spec.cut.dim is not None:
+        symbols[spec.cut.dim] = torch.export.Dim.DYNAMIC
     return symbols or None
 
 
@@ -145,19 +146,19 @@ def _find_own(model: nn.Module, held: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _read_bounds(program: torch.export.ExportedProgram, dims: Sequence[int | None]) -> tuple[int, int | None]:
+def _read_bounds(program: torch.export.ExportedProgram, cuts: Sequence[Cut]) -> tuple[int, int | None]:
     """Return the fewest and the most rows that the program is right for; forward() takes another branch beyond.
 
-    `dims` are the dimensions of its inputs that hold the rows.
+    `cuts` say where its inputs have the rows.
     """
     placeholders = program.graph.find_nodes(op="placeholder")
-    given = placeholders[len(placeholders) - len(dims) :]  # weights come first
-    lengths = [n.meta["val"].shape[d] for n, d in zip(given, dims, strict=True) if d is not None]
-    symbols = {length.node.expr for length in lengths if isinstance(length, torch.SymInt)}
-    ranges = [found for symbol, found in program.range_constraints.items() if symbol in symbols]
+    given = placeholders[len(placeholders) - len(cuts) :]  # weights come first
+    lengths = [(n.meta["val"].shape[dim], each) for n, (dim, each) in zip(given, cuts, strict=True) if dim is not None]
+    symbols = {length.node.expr: each for length, each in lengths if isinstance(length, torch.SymInt)}
+    ranges = [(found, symbols[s]) for s, found in program.range_constraints.items() if s in symbols]
     # torch writes "no limit" as a number near 2**63.
-    limits = (int(found.upper) for found in ranges if not found.upper > 2**31)
-    return max([LEAST_ROWS, *(int(found.lower) for found in ranges)]), min(limits, default=None)
+    limits = (int(found.upper) // each for found, each in ranges if not found.upper > 2**31)
+    return max([LEAST_ROWS, *(-(-int(found.lower) // each) for found, each in ranges)]), min(limits, default=None)
 
 
 @contextmanager
@@ -171,7 +172,7 @@ def _take_tensors(here: Runnable, wholes: WholeModules) -> Iterator[None]:
     def forward(*tensors: Tensor) -> Any:
         pairs = zip(specs, tensors, strict=True)
         # While exporting this is a symbol, and not the number of rows of the example.
-        wholes.rows = next(t.shape[s.batch_dim] for s, t in pairs if s.batch_dim is not None)
+        wholes.rows = next(t.shape[s.cut.dim] // s.cut.each for s, t in pairs if s.cut.dim is not None)
         call = here.inputs.make_call(tensors)
         return to_plain_outputs(original(*call.args, **call.kwargs))
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fxsplit.errors import CallError, InputError
-from fxsplit.ir.facts.chunks import Chunks, find_batch_dims
+from fxsplit.ir.facts.chunks import Chunks, Cut, find_cuts
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.containers import register_dataclasses
 from fxsplit.torch_internals.objects import Opaque, StandIn, same_constant, take_apart
@@ -37,16 +37,13 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor argument of the example: its name, dtype, device and shape, and the dimension that holds the rows.
-
-    `batch_dim` is None for a tensor that all microbatches get whole.
-    """
+    """One tensor argument of the example: its name, dtype, device and shape, and where it has the rows."""
 
     name: str
     dtype: torch.dtype
     device: torch.device
     shape: tuple[int, ...]
-    batch_dim: int | None
+    cut: Cut
 
     def check(self, value: Tensor, dtype: torch.dtype | None) -> None:
         """Raise InputError unless the graph takes `value` in this place; `dtype` is what the model has become."""
@@ -95,9 +92,9 @@ class Inputs:
         refuse_opaque(values)
         # A tensor is cut or replicated; any other value becomes part of the graph.
         named = {n: v for n, v in zip(names, values, strict=True) if isinstance(v, Tensor)}
-        dims = find_batch_dims(named, dict(zip(names, roots, strict=True)), chunks or {})
+        cuts = find_cuts(named, dict(zip(names, roots, strict=True)), chunks or {})
         leaves = [
-            TensorSpec(name, v.dtype, v.device, tuple(v.shape), dims[name]) if isinstance(v, Tensor) else v
+            TensorSpec(name, v.dtype, v.device, tuple(v.shape), cuts[name]) if isinstance(v, Tensor) else v
             for name, v in zip(names, values, strict=True)
         ]
         inputs = cls(signature, structure, tuple(leaves), chunks or {})
@@ -164,6 +161,11 @@ class Inputs:
         self.count_rows(tensors)
         return tensors
 
+    def cut_otherwise(self, cuts: Mapping[str, Cut]) -> Inputs:
+        """Return the same call with the rows of some tensors elsewhere, by name."""
+        leaves = [replace(v, cut=cuts.get(v.name, v.cut)) if isinstance(v, TensorSpec) else v for v in self.leaves]
+        return replace(self, leaves=tuple(leaves))
+
     def find_rewritten(self, call: Call, tensors: Sequence[Tensor]) -> list[str]:
         """Return the arguments of which forward() has changed an object, a list or a dict that it was given.
 
@@ -185,38 +187,40 @@ class Inputs:
         Raises InputError where they do not share it, where it is 0, and where no tensor is cut.
         """
         pairs = zip(self.specs, tensors, strict=True)
-        batched = [(s, tuple(t.shape), int(t.shape[s.batch_dim])) for s, t in pairs if s.batch_dim is not None]
+        batched = [(s, tuple(t.shape), int(t.shape[s.cut.dim])) for s, t in pairs if s.cut.dim is not None]
         if not batched:
             raise InputError(
                 f"the model is called without any tensor to cut ({_list_leaves(self.leaves)}): a pipeline needs a "
                 "batch; torch.from_numpy and torch.tensor make one"
             )
-        # The first one is named in errors, since the caller knows best what it is.
-        first, given, rows = batched[0]
+        # The first one is named in errors, since the caller knows best what it is. One entry a row comes before more.
+        first, given, rows = min(batched, key=lambda entry: entry[0].cut.each)
         if rows == 0:
             raise InputError(f"argument {first.name!r} has shape {given}: give a batch of at least one row")
         for spec, shape, found in batched:
-            if found != rows:
+            each = spec.cut.each
+            if found != rows * each:
                 raise InputError(
-                    f"argument {spec.name!r} has shape {shape}, with the batch in dimension {spec.batch_dim}, and "
-                    f"{first.name!r} has shape {given}: give both as many rows"
+                    f"argument {spec.name!r} has shape {shape}, with the batch in dimension {spec.cut.dim}, and "
+                    f"{first.name!r} has shape {given}: give "
+                    f"{f'{each} entries for each row' if each > 1 else 'both as many rows'}"
                 )
         return rows
 
     def drop_rows(self, shapes: Iterable[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
         """Return the shapes of the tensors without the dimension that holds their rows."""
         pairs = zip(self.specs, shapes, strict=True)
-        return tuple(tuple(n for d, n in enumerate(shape) if d != spec.batch_dim) for spec, shape in pairs)
+        return tuple(tuple(n for d, n in enumerate(shape) if d != spec.cut.dim) for spec, shape in pairs)
 
     def double_rows(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return each tensor with every row twice: rows 0 and 1 become rows 0, 1, 0 and 1."""
         pairs = zip(self.specs, tensors, strict=True)
-        return [t if s.batch_dim is None else torch.cat([t, t], s.batch_dim) for s, t in pairs]
+        return [s.cut.join([t, t]) for s, t in pairs]
 
     def take_rows(self, tensors: Sequence[Tensor], rows: int) -> list[Tensor]:
         """Return the first rows of each tensor, as views."""
         pairs = zip(self.specs, tensors, strict=True)
-        return [t if s.batch_dim is None else t.narrow(s.batch_dim, 0, rows) for s, t in pairs]
+        return [s.cut.narrow(t, 0, rows) for s, t in pairs]
 
 
 def flatten_call(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> FlatCall:

@@ -6,8 +6,10 @@ What the caller does not state is found from the shapes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from fxsplit.errors import InputError
@@ -22,6 +24,30 @@ Chunks = Mapping[str, "int | type[Replicate]"]
 """By argument, or part of one: the dimension that is cut into microbatches, or Replicate."""
 TARGET = "target"
 """What the target of `step` is called in `chunks`."""
+
+
+class Cut(NamedTuple):
+    """Where a tensor has the rows: the dimension, and how many entries each row has there.
+
+    `dim` is None for a tensor without rows, which every microbatch gets whole.
+    """
+
+    dim: int | None
+    each: int = 1
+
+    def narrow(self, tensor: Tensor, start: int, rows: int) -> Tensor:
+        """Return so many rows of a tensor, from row `start` on, as a view."""
+        return tensor if self.dim is None else tensor.narrow(self.dim, start * self.each, rows * self.each)
+
+    def split(self, tensor: Tensor, rows: Sequence[int]) -> tuple[Tensor, ...]:
+        """Return the pieces of a tensor that have so many rows each, as views."""
+        if self.dim is None:
+            return (tensor,) * len(rows)
+        return torch.split(tensor, [count * self.each for count in rows], self.dim)
+
+    def join(self, pieces: Sequence[Tensor]) -> Tensor:
+        """Return the tensor that is made of pieces with its rows."""
+        return pieces[0] if self.dim is None else torch.cat(list(pieces), self.dim)
 
 
 def check_chunks(chunks: object) -> None:
@@ -39,13 +65,16 @@ def check_chunks(chunks: object) -> None:
         find_stated_dim(name, name, chunks)
 
 
-def find_batch_dims(tensors: Mapping[str, Tensor], roots: Mapping[str, str], chunks: Chunks) -> dict[str, int | None]:
-    """Return, for each tensor, the dimension that holds the batch; None where every microbatch gets all of it.
+def find_cuts(tensors: Mapping[str, Tensor], roots: Mapping[str, str], chunks: Chunks) -> dict[str, Cut]:
+    """Return where each tensor has the rows of the batch.
 
     `roots` is the argument that each tensor is in. What `chunks` does not state is found: the first tensor that has a
     dimension to cut tells the number of rows. A tensor with as many in its first dimension is cut there. A tensor with
-    that length nowhere is replicated. Raises InputError for a tensor that has the length in another dimension, which
-    may be either; for names in `chunks` that are no argument; and for dimensions that a tensor does not have.
+    that length nowhere is replicated. Where `chunks` states several dimensions, the shortest tells the number of rows;
+    one that is four times as long has four entries for each row.
+
+    Raises InputError for a tensor that has the length in another dimension, which may be either; for names in `chunks`
+    that are no argument; and for dimensions that a tensor does not have.
     """
     stated = {name: find_stated_dim(name, roots[name], chunks) for name in tensors}
     for key in chunks:
@@ -57,17 +86,19 @@ def find_batch_dims(tensors: Mapping[str, Tensor], roots: Mapping[str, str], chu
     # Stated dimensions first: the caller knows where the rows are, and the first tensor may be something else.
     known = [(n, d) for n, d in stated.items() if isinstance(d, int)]
     known += [(n, 0) for n, t in tensors.items() if stated[n] is None and t.ndim]
-    found: dict[str, int | None] = dict.fromkeys(tensors)
+    found = dict.fromkeys(tensors, Cut(None))
     if not known:
         return found
-    first, dim = known[0]
-    rows = tensors[first].shape[dim]
+    lengths = {n: tensors[n].shape[d] for n, d in known if stated[n] is not None}
+    first = min(lengths, key=lengths.__getitem__, default=known[0][0])
+    rows = lengths.get(first, tensors[first].shape[known[0][1]])
     for name, tensor in tensors.items():
         rule = stated[name]
         if rule is not None:
-            found[name] = rule if isinstance(rule, int) else None
+            # A length that is no multiple is refused when rows are counted, as it is in every later call.
+            found[name] = Cut(rule, max(lengths[name] // max(rows, 1), 1)) if isinstance(rule, int) else Cut(None)
         elif tensor.ndim and tensor.shape[0] == rows:
-            found[name] = 0
+            found[name] = Cut(0)
         # With one row every dimension of length 1 would be in doubt, which is seldom a batch.
         elif rows in tensor.shape and rows > 1:
             place = list(tensor.shape).index(rows)

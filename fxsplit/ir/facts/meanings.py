@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from fxsplit.ir.facts.chunks import Cut
+
 Kind = Literal["rows", "mean", "counted", "sum", "same", "all", "any", "unjoined"]
 
 
@@ -27,6 +29,11 @@ class Meaning:
     dim: int = 0
     each: int = 1
     why: str = ""
+
+    @property
+    def cut(self) -> Cut:
+        """Where the output has rows."""
+        return Cut(self.dim, self.each) if self.kind == "rows" else Cut(None)
 
     def __str__(self) -> str:
         """For example `rows on 0`, `rows on 0, 4 each` or `sum`."""

@@ -54,7 +54,10 @@ class Scope(GivenFact):
         # The guard runs the exporter's conditions, which takes milliseconds: each number of rows is asked about once.
         for count in set(rows) - self._passed:
             # It looks at shapes alone, so tensors on the meta device will do and cost nothing.
-            specs = [(s, [count if d == s.batch_dim else n for d, n in enumerate(s.shape)]) for s in self.inputs.specs]
+            specs = [
+                (s, [count * s.cut.each if d == s.cut.dim else n for d, n in enumerate(s.shape)])
+                for s in self.inputs.specs
+            ]
             try:
                 self.guard(*(torch.empty(shape, dtype=s.dtype, device="meta") for s, shape in specs))
             except AssertionError as error:

@@ -64,6 +64,48 @@ def test_the_argument_and_what_to_state_are_named(name: str) -> None:
         torch.testing.assert_close(pipe(*args), model(*args))
 
 
+class Pools(nn.Module):
+    """Takes several words for each image."""
+
+    def __init__(self, each: int) -> None:
+        super().__init__()
+        self.a, self.b, self.each = nn.Linear(4, 8), nn.Linear(5, 8), each
+
+    def forward(self, image: Tensor, words: Tensor) -> Tensor:
+        out: Tensor = torch.tanh(self.a(image)) + self.b(words).relu().view(-1, self.each, 8).sum(1)
+        return out
+
+
+class Sums(Pools):
+    def forward(self, image: Tensor, words: Tensor) -> Tensor:
+        out: Tensor = self.a(image).square().sum() + self.b(words).square().sum()
+        return out
+
+
+@pytest.mark.parametrize(("kind", "shapes"), [(Pools, (6, 18)), (Sums, (6, 18)), (Sums, (18, 6))])
+def test_several_entries_for_each_row(kind: type[Pools], shapes: tuple[int, int]) -> None:
+    """Once there was nothing to state, and what was refused was put down to the model."""
+    model, unsplit = kind(3).double(), kind(3).double()
+    unsplit.load_state_dict(model.state_dict())
+    args = [torch.randn(n, w, dtype=torch.float64, requires_grad=True) for n, w in zip(shapes, (4, 5), strict=True)]
+    copies = [t.detach().clone().requires_grad_() for t in args]
+    options: Any = {"example_inputs": tuple(args), "n_microbatches": 4, "passes": FAST}
+    with (
+        pytest.raises(InputError, match=r"3 entries for each row of the batch.*chunks={'image': 0, 'words': 0}"),
+        fxsplit.compile(model, 2, **options) as pipe,
+    ):
+        pipe(*args)
+    with fxsplit.compile(model, 2, chunks={"image": 0, "words": 0}, **options) as pipe:
+        found, expected = pipe(*args), unsplit(*copies)
+        torch.testing.assert_close(found, expected)
+        found.square().mean().backward()
+        expected.square().mean().backward()
+        with pytest.raises(InputError, match="give 3 entries for each row"):
+            pipe(torch.randn(5, 4).double(), torch.randn(5, 5).double())
+    for a, b in zip([*args, *model.parameters()], [*copies, *unsplit.parameters()], strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
 class Adds(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -60,7 +60,7 @@ X, Y = torch.arange(12.0).reshape(3, 4), torch.ones(3)
 
 def test_a_call_is_flat_and_back_again() -> None:
     inputs, tensors = bind(plain, X, extra={"a": Y, "b": 2})
-    assert [s.name for s in inputs.specs] == ["x", "extra_a"] and [s.batch_dim for s in inputs.specs] == [0, 0]
+    assert [s.name for s in inputs.specs] == ["x", "extra_a"] and [s.cut.dim for s in inputs.specs] == [0, 0]
     assert tensors[0] is X and tensors[1] is Y
     args, kwargs = inputs.make_call([X + 1, Y + 1])
     assert args == () and list(kwargs) == ["x", "extra"], "by name, and without defaults"

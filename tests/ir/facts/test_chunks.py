@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fxsplit
 from fxsplit.errors import InputError
-from fxsplit.ir.facts.chunks import Replicate, find_batch_dims
+from fxsplit.ir.facts.chunks import Cut, Replicate, find_cuts
 from tests.refusals import refused
 
 
@@ -35,7 +35,9 @@ def test_inputs_without_a_common_batch() -> None:
 
 
 def find(chunks: Any = None, **shapes: tuple[int, ...]) -> dict[str, int | None]:
-    return find_batch_dims({n: torch.empty(s) for n, s in shapes.items()}, {n: n[0] for n in shapes}, chunks or {})
+    found = find_cuts({n: torch.empty(s) for n, s in shapes.items()}, {n: n[0] for n in shapes}, chunks or {})
+    assert all(cut.each == 1 for cut in found.values())
+    return {name: cut.dim for name, cut in found.items()}
 
 
 def test_the_first_tensor_tells_the_rows() -> None:
@@ -51,6 +53,17 @@ def test_what_is_stated_counts_first() -> None:
     assert find({"e": 1}, x=(4,), e_a=(2, 4), e_b=(3, 4)) == {"x": 0, "e_a": 1, "e_b": 1}, "by its argument"
     assert find({"e": 1, "e_b": 0}, x=(4,), e_a=(2, 4), e_b=(4, 4)) == {"x": 0, "e_a": 1, "e_b": 0}, "by its own name"
     assert find({"target": 1}, x=(6,)) == {"x": 0}
+
+
+def test_a_row_may_have_several_entries() -> None:
+    shapes = {"x": torch.empty(4, 5), "y": torch.empty(3, 8), "z": torch.empty(6)}
+    found = find_cuts(shapes, {n: n for n in shapes}, {"x": 0, "y": 1})
+    assert found == {"x": Cut(0), "y": Cut(1, 2), "z": Cut(None)}, "the shortest that is stated tells the rows"
+    y = torch.arange(8).repeat(3, 1)
+    pieces = found["y"].split(y, [3, 1])
+    assert [p[0].tolist() for p in pieces] == [[0, 1, 2, 3, 4, 5], [6, 7]]
+    assert torch.equal(found["y"].join(pieces), y) and found["y"].narrow(y, 1, 2)[0].tolist() == [2, 3, 4, 5]
+    assert found["z"].split(y, [3, 1]) == (y, y) and found["z"].narrow(y, 1, 2) is y is found["z"].join([y, y])
 
 
 @pytest.mark.parametrize(
