@@ -1,6 +1,7 @@
-"""Interrupt fxsplit everywhere, and count what is not right afterwards: `python -m bench.faults lines|first|signals`.
+"""Interrupt fxsplit everywhere, and count what is not right afterwards: `python -m bench.faults KIND`.
 
 lines: an exception at every line (or every `--stride`-th) that steps, calls, compiles and profiles execute in fxsplit.
+dropped: the same with exceptions that Python drops, as they come in a finaliser.
 first: the same in the first compile of a process, each in a process of its own (every tenth line by default).
 signals: real SIGINTs at random moments of first compiles, profiles, steps and commands.
 
@@ -31,7 +32,7 @@ import torch
 
 import fxsplit
 from tests.interrupted import Before, Scene, find_faults, interrupt, make_scene, set_gradients
-from tests.interrupts import interrupt_at, list_lines
+from tests.interrupts import Dropped, interrupt_at, list_lines
 
 SCENES = ["step 1F1B", "step ZB-H1", "step 1F1B always", "call", "compile", "export", "profile", "verify"]
 SIGNALLED = ["first", "command", "step 1F1B", "compile", "convolutions"]
@@ -49,7 +50,9 @@ def count_faults(counts: Count, name: str, at: str, faults: list[str]) -> None:
         print(f"  {name} at {at}: {fault}", flush=True)
 
 
-def interrupt_lines(counts: Count, names: list[str], stride: int, seed: int, seconds: float) -> None:
+def interrupt_lines(
+    counts: Count, names: list[str], stride: int, seed: int, seconds: float, kind: type[BaseException]
+) -> None:
     """Interrupt scenes at every `stride`-th line, from a random first one, for at most so many seconds a scene."""
     for name in names:
         scene = make_scene(name)
@@ -60,7 +63,7 @@ def interrupt_lines(counts: Count, names: list[str], stride: int, seed: int, sec
                 print(f"  {name}: stopped at line {number} of {lines}")
                 break
             faulthandler.dump_traceback_later(WATCHDOG_S, exit=True)
-            at, faults = interrupt(scene, number)
+            at, faults = interrupt(scene, number, kind)
             if at != "not reached":
                 count_faults(counts, name, at, faults)
         faulthandler.cancel_dump_traceback_later()
@@ -242,7 +245,7 @@ def time_once(work: Callable[[], object]) -> float:
 def main() -> int:
     """Run what is asked for, and print the counts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["lines", "first", "signals"])
+    parser.add_argument("what", choices=["lines", "dropped", "first", "signals"])
     scenes = f"of lines: {', '.join(SCENES)}; of signals: {', '.join(SIGNALLED)}"
     parser.add_argument("--scenes", nargs="*", help=scenes)
     parser.add_argument("--stride", type=int, help="every so manieth line (default: 1, of first compiles 10)")
@@ -252,8 +255,9 @@ def main() -> int:
     given = parser.parse_args()
     torch.set_num_threads(1)
     counts: Count = Counter()
-    if given.what == "lines":
-        interrupt_lines(counts, given.scenes or SCENES, given.stride or 1, given.seed, given.seconds)
+    if given.what in ("lines", "dropped"):
+        kind = KeyboardInterrupt if given.what == "lines" else Dropped
+        interrupt_lines(counts, given.scenes or SCENES, given.stride or 1, given.seed, given.seconds, kind)
     elif given.what == "first":
         assert callable(fxsplit.compile)  # loads the compiler, whose imports no interrupt reaches
         interrupt_first(counts, given.stride or 10, given.count, given.seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -140,6 +141,7 @@ class Before:
     modules: tuple[Any, ...]
     threads: int
     hooks: list[Any]
+    handler: Any
 
     @classmethod
     def read(cls, scene: Scene) -> Before:
@@ -154,6 +156,7 @@ class Before:
                 dict(p._backward_hooks or {}) | dict(p._post_accumulate_grad_hooks or {})
                 for p in scene.model.parameters()
             ],
+            signal.getsignal(signal.SIGINT),
         )
 
 
@@ -180,7 +183,7 @@ def find_faults(
     """Return what is wrong after an interrupt, and of the next step."""
     found = []
     # Any other exception may be turned into an error that says more, or lead to another way of compiling.
-    if kind is KeyboardInterrupt and not isinstance(error, kind):
+    if issubclass(kind, KeyboardInterrupt) and not isinstance(error, KeyboardInterrupt):
         found.append("lost" if error is None else f"lost: {type(error).__name__}: {str(error)[:200]}")
     if seconds > SLOW_S:
         found.append(f"hung for {seconds:.1f} s")
@@ -215,6 +218,8 @@ def list_changes(scene: Scene, before: Before, error: BaseException | None) -> l
         found.append("number of threads")
     if not scene.changes_state and not torch.equal(torch.get_rng_state(), before.generator):
         found.append("random generator")
+    if signal.getsignal(signal.SIGINT) is not before.handler:
+        found.append("handler of SIGINT")
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         found.append("grad mode")
     if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,17 @@ ROOT = Path(fxsplit.__file__).resolve().parent.parent
 FILES = (f"{ROOT}/fxsplit/", f"{ROOT}/passes/", contextlib.__file__, f"{ROOT}/tests/torch_internals/test_undo.py")
 Line = tuple[str, int]
 """File and number of a line."""
+
+
+class Dropped(KeyboardInterrupt):
+    """Stands for a KeyboardInterrupt that Python drops, as it comes in a finaliser."""
+
+
+class Finalised:
+    """Ctrl-C is pressed when it is deleted."""
+
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGINT)
 
 
 @functools.cache
@@ -48,19 +60,33 @@ def list_lines(run: Callable[[], object]) -> list[Line]:
 
 @contextlib.contextmanager
 def interrupt_at(number: int, kind: type[BaseException] = KeyboardInterrupt) -> Iterator[list[Line]]:
-    """Raise at a line of the block, by its number in what `list_lines` returns; yields where that was, once it was."""
+    """Raise at a line of the block, by its number in what `list_lines` returns; yields where that was, once it was.
+
+    Dropped is what happens at the line, or at the first one after it at which fxsplit hears of it.
+    """
     left = [number]
     where: list[Line] = []
 
     def visit(frame: FrameType) -> None:
-        if left[0] == 0:
-            where.append((frame.f_code.co_filename, frame.f_lineno))
         left[0] -= 1
-        if left[0] == -1:
+        if left[0] >= 0 or where:
+            return
+        if kind is Dropped and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            return
+        where.append((frame.f_code.co_filename, frame.f_lineno))
+        if kind is not Dropped:
             raise kind
+        Finalised()
 
+    # Test processes may lack the first, and print what is dropped.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler), sys.unraisablehook
+    sys.unraisablehook = lambda dropped: None
     sys.settrace(trace(visit))
     try:
         yield where
     finally:
         sys.settrace(None)
+        # Another handler than this one was left behind, which is a fault to be found.
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, before[0])
+        sys.unraisablehook = before[1]

@@ -21,6 +21,7 @@ from fxsplit.ir.facts.chunks import Chunks
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.machine import Device, DeviceLike, Machine
 from fxsplit.ir.graph import Pass
+from fxsplit.ir.interrupts import lose_no_interrupt
 from fxsplit.runtime.loss import LossFn
 from fxsplit.schedule.catalogue import ASYNCHRONOUS
 from fxsplit.torch_internals.user_lines import warn_user
@@ -29,6 +30,7 @@ DEFAULT = Chain(standard.DEFAULT)
 """The chain that compile() runs: profile, augment, order, partition, emit, batch-norm."""
 
 
+@lose_no_interrupt
 def compile(
     model: nn.Module,
     devices: int | DeviceLike | Sequence[DeviceLike | Device] | Machine,

@@ -30,6 +30,7 @@ from fxsplit.ir.facts.call import Call, Inputs
 from fxsplit.ir.facts.example import Example
 from fxsplit.ir.facts.scope import Scope
 from fxsplit.ir.graph import Mode
+from fxsplit.ir.interrupts import raise_lost_interrupt
 from fxsplit.ir.manager import Observer
 from fxsplit.passes import Leaf
 from fxsplit.runtime.microbatches import divide_rows
@@ -156,6 +157,8 @@ class Compiler:
 
     def _keep_first(self, mode: Mode, compiled: Compiled) -> None:
         """Make a record the first of its mode. The one that was first may be right again, for values of then."""
+        # What was made after an interrupt that was lost may be another way through the model.
+        raise_lost_interrupt()
         replaced = self._kept.get((mode, None))
         if compiled.moves_weights:
             self._outdated.clear()
@@ -180,6 +183,7 @@ class Compiler:
             if other is not None and other.program is first.program and (OTHER_MODE[mode], shapes) in self._kept:
                 return self._kept[OTHER_MODE[mode], shapes]
             compiled = self._fit(call, first) or self._compile(call, first)
+            raise_lost_interrupt()
             compiled.place()
             # No other program finds its weights where it expects them then.
             if compiled.moves_weights:

@@ -30,6 +30,7 @@ from fxsplit.ir.facts.plan import Plan, format_spread
 from fxsplit.ir.facts.scope import Scope
 from fxsplit.ir.facts.stages import Stages
 from fxsplit.ir.graph import IR
+from fxsplit.ir.interrupts import lose_no_interrupt
 from fxsplit.runtime.engine import Engine
 from fxsplit.runtime.loss import BatchLoss, find_own_reduction, find_reduction, take_model_loss
 from fxsplit.runtime.loss_meaning import LossMeaning
@@ -124,6 +125,7 @@ class Pipeline(Facade):
         self.compiler.place_all()
         return self
 
+    @lose_no_interrupt
     def load_weights(self, path: str | os.PathLike[str], *, strict: bool = True) -> None:
         """Load a safetensors checkpoint, each tensor straight to the device of its stage, one after another.
 
@@ -168,12 +170,14 @@ class Pipeline(Facade):
     # What it does
 
     @leave_uncompiled
+    @lose_no_interrupt
     def compile_for(self, *args: Any, **kwargs: Any) -> None:
         """Compile the present mode for calls like this one, unless it is compiled already."""
         self._check_open()
         self.compiler.program(get_mode(self.model), Call(tuple(args), dict(kwargs)))
 
     @leave_uncompiled
+    @lose_no_interrupt
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model returns, computed microbatch by microbatch; differentiable."""
         batch = self._prepare(args, kwargs)
@@ -214,23 +218,19 @@ class Pipeline(Facade):
         """
         if timeout_s is not None and not timeout_s > 0:
             raise InputError(f"timeout_s={timeout_s!r} is no time: give seconds, such as 60.0, or None for no limit")
-        batch, loss, stepper = self._prepare_step(args, kwargs, target, optimizer)
-        if return_outputs:
-            batch.program.check_joinable(len(batch.rows))
-        engine, receipt = self._start_engine(batch.program), Receipt()
+        receipt = Receipt()
         try:
-            found = engine.step(
-                batch, loss, keep_outputs=return_outputs, stepper=stepper, receipt=receipt, timeout_s=timeout_s
-            )
-            if losses is not None:
-                losses += loss.list_losses()
-            return found
+            return self._step(
+                args, kwargs, target, optimizer, receipt,
+                keep_outputs=return_outputs, losses=losses, timeout_s=timeout_s,
+            )  # fmt: skip
         except BaseException as error:
             if receipt.added:
                 error.add_note("the step was over: its gradients have been added to .grad")
             raise
 
     @leave_uncompiled
+    @lose_no_interrupt
     def trace(
         self, *args: Any, target: Any = None, optimizer: Optimizer | None = None, **kwargs: Any
     ) -> tuple[Timeline, Timeline]:
@@ -250,6 +250,30 @@ class Pipeline(Facade):
         predicted = Timeline.of(simulation, names, trace_memory(simulation, read_footprints(program.plan)))
         title = f"{schedule.name}, predicted{format_spread(program.plan.spread)}"
         return watch.make_timeline(names), replace(predicted, title=title)
+
+    @lose_no_interrupt
+    def _step(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        target: Any,
+        optimizer: Optimizer | None,
+        receipt: Receipt,
+        *,
+        keep_outputs: bool,
+        losses: list[Tensor] | None,
+        timeout_s: float | None,
+    ) -> Any:
+        """Run one training step; `receipt` says whether its gradients were added, whatever this raises."""
+        batch, loss, stepper = self._prepare_step(args, kwargs, target, optimizer)
+        if keep_outputs:
+            batch.program.check_joinable(len(batch.rows))
+        found = self._start_engine(batch.program).step(
+            batch, loss, keep_outputs=keep_outputs, stepper=stepper, receipt=receipt, timeout_s=timeout_s
+        )
+        if losses is not None:
+            losses += loss.list_losses()
+        return found
 
     def _prepare_step(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, optimizer: Optimizer | None

@@ -20,6 +20,7 @@ from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.machine import Device, Machine, check_device_count
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.workload import Workload
+from fxsplit.ir.interrupts import lose_no_interrupt
 from fxsplit.planner import Options
 from fxsplit.planner.planner import Planner
 from fxsplit.schedule.catalogue import Scheduler, find_schedule
@@ -32,6 +33,7 @@ if TYPE_CHECKING:  # a model comes with torch; a profile does not need it
     from fxsplit.api.pipeline import Pipeline
 
 
+@lose_no_interrupt
 def plan(
     profile: Costs | Pipeline | nn.Module | str | os.PathLike[str],
     machine: int | Machine,

@@ -13,6 +13,7 @@ from fxsplit.ir.dump import show_progress
 from fxsplit.ir.facts.call import Inputs, parse_example_inputs
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.machine import DeviceLike, Machine
+from fxsplit.ir.interrupts import lose_no_interrupt
 from fxsplit.ir.manager import run_chain
 from fxsplit.passes import Profile
 from fxsplit.runtime.microbatches import divide_rows
@@ -20,6 +21,7 @@ from fxsplit.torch_internals.thread_modes import enable_gradients
 from fxsplit.torch_internals.undo import leave_no_trace
 
 
+@lose_no_interrupt
 @leave_no_trace
 def profile(
     model: nn.Module, example_inputs: Any, *, n_microbatches: int = 1, device: DeviceLike = "cpu", repeats: int = 5

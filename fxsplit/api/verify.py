@@ -34,6 +34,7 @@ from fxsplit.errors import InputError
 from fxsplit.ir.facts.call import Call, parse_example_inputs
 from fxsplit.ir.facts.effects import CallEffects
 from fxsplit.ir.facts.meanings import Meaning
+from fxsplit.ir.interrupts import lose_no_interrupt
 from fxsplit.runtime.loss import LossFn, find_own_loss, find_own_reduction, sum_squares, take_model_loss
 from fxsplit.runtime.program import Batch
 from fxsplit.torch_internals import pytree
@@ -93,6 +94,7 @@ class Verification:
         return max((d.value for d in self.differences), default=0.0)
 
 
+@lose_no_interrupt
 @leave_no_trace
 def verify(pipe: Pipeline, inputs: Any, more: Mapping[str, Any] | None = None) -> Verification:
     """Train copies of a pipeline and of its model for two steps on one batch, and compare all they leave behind.

@@ -13,6 +13,7 @@ from fxsplit.errors import BrokenFact, ChainError, FxsplitError
 from fxsplit.ir.chain import pass_text
 from fxsplit.ir.fingerprint import find_edit, take_fingerprint
 from fxsplit.ir.graph import IR, Pass, Step, is_own, name_pass
+from fxsplit.ir.interrupts import raise_lost_interrupt
 
 Check = Callable[[Pass, IR, IR], IR]
 """Looks at a pass with the IR before and after it, and returns the IR to go on with; raises BrokenFact."""
@@ -44,6 +45,7 @@ def run_chain(
         observer.start(ir)
     first, steps = ir, list(chain)
     for number, step in enumerate(steps, 1):
+        raise_lost_interrupt()
         try:
             result = _run_pass(step, ir, first)
             try:

@@ -13,6 +13,7 @@ from torch import Tensor
 from fxsplit.errors import FxsplitError, InputError
 from fxsplit.ir.facts.chunks import Cut
 from fxsplit.ir.facts.meanings import Meaning
+from fxsplit.ir.interrupts import lose_no_interrupt, raise_lost_interrupt
 from fxsplit.runtime.autograd_node import Backward, PipelineFunction
 from fxsplit.runtime.backends.threads import Workers
 from fxsplit.runtime.job import Job, Tape, Work
@@ -110,6 +111,7 @@ class Engine:
             result = (total, program.build_result(outputs)) if keep_outputs else total
             sums = job.total()
             hand_over(list(sums.totals.values()))
+            raise_lost_interrupt()
             # Last, so that a step that fails leaves every .grad as it was.
             accumulate(sums, receipt)
         return result
@@ -119,6 +121,7 @@ class Engine:
         program, tensors, rows = batch
         leaves = list_leaves(trained)
 
+        @lose_no_interrupt
         @leave_no_trace
         def backward(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
             if not tape:

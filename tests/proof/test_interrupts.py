@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.interrupted import interrupt, make_scene
-from tests.interrupts import list_lines
+from tests.interrupts import Dropped, list_lines
 
 SECONDS = 2.0
 SCENES = ["step 1F1B", "step ZB-H1", "step 1F1B always", "call", "compile", "export", "profile"]
@@ -29,10 +29,13 @@ def test_an_interrupt_at_any_line_leaves_no_trace(name: str) -> None:
         # The first run in a process takes ways that later ones do not.
         scene.act()
         lines = list_lines(scene.act)
+        kinds = [KeyboardInterrupt, KeyboardInterrupt, MemoryError, Dropped]
+        at, found = interrupt(scene, 0, Dropped)
+        assert (at != "not reached", found) == (True, []), "fxsplit hears what Python drops"
         draw, end = random.Random(0), time.monotonic() + SECONDS
         faults, tried = [], 0
         while time.monotonic() < end or not tried:
-            kind = draw.choice([KeyboardInterrupt, KeyboardInterrupt, MemoryError])
+            kind = draw.choice(kinds)
             at, found = interrupt(scene, draw.randrange(len(lines)), kind)
             faults += [(at, kind.__name__, what) for what in found]
             tried += 1

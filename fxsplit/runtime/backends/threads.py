@@ -21,6 +21,7 @@ from queue import SimpleQueue
 import torch
 
 from fxsplit.errors import BusyError, ClosedError, StepTimeout
+from fxsplit.ir.interrupts import raise_lost_interrupt
 from fxsplit.runtime.job import Job
 from fxsplit.runtime.status import Status, WorkerStatus
 from fxsplit.runtime.streams import Stream, make_caller_wait, make_stream, mark_caller
@@ -112,6 +113,7 @@ class Workers:
         """Wait until a job is over, and return whether it is; raises ClosedError where a worker that is at it ended."""
         deadline = time.monotonic() + timeout_s
         while (rest := deadline - time.monotonic()) > 0:
+            raise_lost_interrupt()
             if course.over.wait(min(rest, LOOK_S)):
                 return True
             if not all(self._threads[device].is_alive() for device in list(course.left)):

@@ -1,0 +1,94 @@
+"""Let no Ctrl-C be lost while fxsplit works.
+
+Python raises KeyboardInterrupt in whatever code runs just then. In a finaliser, in the callback of a weak reference or
+below some functions of C, every exception is dropped, that one too, and the program would go on as if nobody had
+pressed anything. So public functions are marked with `lose_no_interrupt`: while one runs, the handler of SIGINT raises
+as Python's own does, and also notes that it did. A noted interrupt that has not come out when the function ends, or at
+a call of `raise_lost_interrupt`, is raised there.
+
+Python's own handler alone is replaced, in the main thread, and for as long as the outermost of these functions runs. A
+program that has set a handler of its own keeps it, also where it sets one in the meantime.
+"""
+
+from __future__ import annotations
+
+# The module `signal` looks up each handler in an Enum, which takes longer than all else here: this is what it calls.
+import _signal as signal  # type: ignore[import-not-found]
+from collections.abc import Callable
+from contextlib import suppress
+from functools import wraps
+from threading import get_ident
+from types import FrameType
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class _Ear:
+    """The handler of SIGINT for the time of one call."""
+
+    def __init__(self) -> None:
+        self.open = True
+        self.noted = False
+        self.thread = get_ident()
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Raise KeyboardInterrupt, and note it."""
+        self.noted = True
+        signal.default_int_handler(number, frame)
+
+    def begin(self) -> None:
+        """Hear interrupts from now on; without effect in other threads than the main one, which alone can do so."""
+        with suppress(ValueError):
+            signal.signal(signal.SIGINT, self)
+
+    def end(self) -> None:
+        """Put Python's own handler back, unless another one was set meanwhile; to do so again changes nothing."""
+        if signal.getsignal(signal.SIGINT) is self:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        # A debugger that was entered during the call may put this handler back later, which is then like Python's own.
+        self.open = False
+
+
+def lose_no_interrupt(function: Callable[P, R]) -> Callable[P, R]:
+    """Return the function, out of which every Ctrl-C comes that was pressed while it ran, as one KeyboardInterrupt."""
+
+    @wraps(function)
+    def hearing(*args: P.args, **kwargs: P.kwargs) -> R:
+        handler = signal.getsignal(signal.SIGINT)
+        # The outermost call hears for those inside.
+        closed = isinstance(handler, _Ear) and not handler.open
+        if not closed and handler is not signal.default_int_handler:
+            return function(*args, **kwargs)
+        ear = _Ear()
+        # Twice: an interrupt may come in the middle of the first.
+        try:
+            try:
+                ear.begin()
+                result = function(*args, **kwargs)
+            finally:
+                ear.end()
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            if ear.noted:
+                raise KeyboardInterrupt from error
+            raise
+        finally:
+            ear.end()
+        if ear.noted:
+            raise KeyboardInterrupt
+        return result
+
+    return hearing
+
+
+def raise_lost_interrupt() -> None:
+    """Raise KeyboardInterrupt where one was lost since the outermost marked function began.
+
+    To be called in no handler of exceptions, where an interrupt may be on its way out.
+    """
+    ear = signal.getsignal(signal.SIGINT)
+    if isinstance(ear, _Ear) and ear.open and ear.noted and ear.thread == get_ident():
+        raise KeyboardInterrupt
