@@ -35,6 +35,7 @@ from fxsplit.torch_internals.patch import patch_method
 from fxsplit.torch_internals.rng import is_dropout, read_generators, read_python_generators
 from fxsplit.torch_internals.undo import undo_after
 from fxsplit.torch_internals.user_lines import FXSPLIT, TORCH, is_users
+from fxsplit.torch_internals.weight_reads import refuse_weight_reads
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class SymbolicTrace:
                     _undo_fx(),
                     _refuse_modes(),
                     record_functions(partial(tracer.create_proxy, "call_function")),
+                    refuse_weight_reads(model),
                 ):
                     graph = tracer.trace(model)
                 # Inside, since an argument may print as something that is no Python.

@@ -4,7 +4,7 @@ No other room but `frontend/` names a private part of torch. Those in use here, 
 
 - torch.utils._pytree: __init__, containers, objects, rng
 - torch._subclasses.fake_tensor: fake_weights, rng
-- torch.utils._python_dispatch.TorchDispatchMode: expectations
+- torch.utils._python_dispatch.TorchDispatchMode: expectations, weight_reads
 - torch._ops.OpOverload and its _schema: expectations, fake_weights
 - torch._ops.OpOverloadPacket: objects
 - torch.Tensor._make_subclass: fake_weights
