@@ -5,6 +5,7 @@ The graph becomes calls of the stages one after another. Modules and parameters 
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ from fxsplit.errors import ChainError, PlanError
 from fxsplit.ir.facts.effects import find_effects
 from fxsplit.ir.facts.example import Example
 from fxsplit.ir.facts.machine import Machine
+from fxsplit.ir.facts.numbers import list_number_nodes
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.stages import Ref, Stage, Stages
 from fxsplit.ir.graph import IR
@@ -22,6 +24,7 @@ from fxsplit.torch_internals.graph_devices import move_constants
 from fxsplit.torch_internals.interpret import find_target
 from fxsplit.torch_internals.rng import Draw
 
+EMPTY = inspect.Signature.empty
 Names = tuple[str, ...]
 """Names of values, in the order in which a stage takes or gives them."""
 
@@ -106,7 +109,9 @@ def _build_stage_module(
     """
     graph = fx.Graph()
     held: dict[str, Any] = {}
-    copies: dict[str, fx.Node] = {name: graph.placeholder(name) for name in takes}
+    # A number that is an input has a default, with which the first stage runs on tensors alone.
+    defaults = {n.name: n.args[0] for n in list_number_nodes(gm.graph)} if index == 0 else {}
+    copies: dict[str, fx.Node] = {name: graph.placeholder(name, None, defaults.get(name, EMPTY)) for name in takes}
     for node in gm.graph.nodes:
         if node.name not in nodes:
             continue

@@ -28,6 +28,7 @@ from fxsplit.ir.dump import make_observers, show_progress
 from fxsplit.ir.dump_folder import DumpFolder
 from fxsplit.ir.facts.call import Call, Inputs
 from fxsplit.ir.facts.example import Example
+from fxsplit.ir.facts.python_state import PythonState
 from fxsplit.ir.facts.scope import Scope
 from fxsplit.ir.graph import Mode
 from fxsplit.ir.interrupts import raise_lost_interrupt
@@ -98,7 +99,7 @@ class Compiler:
             count = self._take_fewer(program.scheduler, rows, count)
         divided = divide_rows(rows, count)
         compiled.captured[Scope].check_rows(divided)
-        return Batch(program, tensors, divided)
+        return Batch(program, tensors, divided, compiled.captured[PythonState].read_numbers())
 
     def _take_fewer(self, scheduler: Scheduler, rows: int, stated: int) -> int:
         """Return the largest number of microbatches, up to one a row, that the schedule is made for; warn of it once.
@@ -182,7 +183,7 @@ class Compiler:
             other = self._kept.get((OTHER_MODE[mode], None))
             if other is not None and other.program is first.program and (OTHER_MODE[mode], shapes) in self._kept:
                 return self._kept[OTHER_MODE[mode], shapes]
-            compiled = self._fit(call, first) or self._compile(call, first)
+            compiled = self._fit(call, first) or self._compile(call, first, outdated=kept)
             raise_lost_interrupt()
             compiled.place()
             # No other program finds its weights where it expects them then.
@@ -216,9 +217,11 @@ class Compiler:
 
         Raises InputError where a Python value that forward() reads has another value while a graph is made.
         """
-        if outdated is not None:
-            self._announce(outdated)
-        compiled = self._compile(call, self._kept.get((OTHER_MODE[mode], None)) or outdated)
+        hopeful = set() if outdated is None else {n.place.name for n in outdated.captured[PythonState].list_numbers()}
+        said = outdated is None or self._announce(outdated, hopeful)
+        compiled = self._compile(call, self._kept.get((OTHER_MODE[mode], None)) or outdated, outdated)
+        if outdated is not None and not said:
+            self._announce(outdated, {n.place.name for n in compiled.captured[PythonState].followed})
         for name, (then, now) in compiled.validity.find_changes().items():
             raise InputError(
                 f"forward() reads {name}, which is {now} in this call and {then} whenever a graph is made: decide "
@@ -231,11 +234,12 @@ class Compiler:
             self._weights = None
         return compiled
 
-    def _compile(self, call: Call, like: Compiled | None) -> Compiled:
+    def _compile(self, call: Call, like: Compiled | None, outdated: Compiled | None) -> Compiled:
         """Return the model's present mode, compiled for a call.
 
         like: what the model was compiled to before, in the other mode or for other shapes. Its stages are shared where
             the graph is the same; otherwise every weight stays on the stage that it has there.
+        outdated: what was right for the call before something changed, which may be `like`.
         """
         inputs, tensors = Inputs.of(self.model, *call, self.options.chunks)
         # Made before anything is measured: a folder that cannot be dumped to is refused.
@@ -249,6 +253,7 @@ class Compiler:
             call,
             from_shapes=from_shapes,
             grad_enabled=torch.is_grad_enabled(),
+            earlier=[known.captured[PythonState] for known in (outdated, like) if known is not None],
         )
         with enable_gradients(), show_progress():
             # The second mode keeps the first one's schedule, whose devices hold the weights already.
@@ -309,24 +314,29 @@ class Compiler:
         """Return whether a record is of Python values, or of weights made by a pass, that are others now."""
         return bool(compiled.find_changed_weight(self.model) or compiled.validity.find_changes())
 
-    def _announce(self, outdated: Compiled) -> None:
-        """Warn of what a record was made with and has changed since, which costs a compile."""
+    def _announce(self, outdated: Compiled, followed: set[str]) -> bool:
+        """Warn of what a record was made with and has changed since, which costs a compile; return whether it did.
+
+        `followed` are the names of changed numbers that are inputs of the next graph.
+        """
         weight = outdated.find_changed_weight(self.model)
         if weight is not None:
             warn_user(
                 f"compiling again, because weight {weight!r} of the model has changed, and the pipeline is "
                 f"{outdated.program.detached}: leave the pass out while weights change"
             )
-            return
+            return True
         changes = outdated.validity.find_changes()
         # A submodule's mode is changed on purpose. A number may be a counter, which would cost a compile every call.
-        name = next((name for name in changes if not name.endswith("training' of the model")), None)
+        silent = (name in followed or name.endswith("training' of the model") for name in changes)
+        name = next((name for name, quiet in zip(changes, silent, strict=True) if not quiet), None)
         if name is not None:
             then, now = changes[name]
             warn_user(
                 f"compiling again, because {name} changed from {then} to {now}, and forward() reads it: hand what "
                 "changes often to forward() as a tensor"
             )
+        return name is not None
 
     def _bind(self, inputs: Inputs, call: Call) -> list[Tensor]:
         """Return the tensors of a call, whose floating type may follow the model's; raises InputError for a misfit."""

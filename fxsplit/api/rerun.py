@@ -108,7 +108,8 @@ class _Run:
     def __call__(self, gm: fx.GraphModule, stages: Stages | None) -> _Outcome:
         """Run one graph forward and backward; its `stages`, if it has been cut, seed draws by themselves."""
         weights = {name: p for name, p in self.old.named_parameters() if p.requires_grad}
-        names = [str(n.target) for n in self.old.graph.find_nodes(op="placeholder")]
+        # Numbers have defaults, which the graph runs with here.
+        names = [str(n.target) for n in self.old.graph.find_nodes(op="placeholder") if not n.args]
         interpreter = (_DrawingByName if self.by_name and stages is None else Interpreter)(gm)
         turn = take_turn(0, 0) if self.by_name else nullcontext()
         with preserve(self.here), note_nothing(), torch.enable_grad(), turn:

@@ -48,8 +48,8 @@ class Validity:
         """Return, by path, the values now of what a graph depends on though no code of the user's reads it."""
         # The graph of one mode holds what a module does in it, also where only a part of the model changes its mode.
         found = {f"{path}.training": str(m.training) for path, m in self._whole}
-        # Which nodes draw random numbers was found out with the rates of then.
-        found |= {f"{path}.p": repr(m.p) for path, m in self._whole if is_dropout(m)}
+        # A dropout reads its rate itself. At 0 it returns its input, and not new memory.
+        found |= {f"{path}.p": "more than 0" if m.p else repr(m.p) for path, m in self._whole if is_dropout(m)}
         first: dict[int, str] = {}
         parameters = self._model.named_parameters(remove_duplicate=False)
         for path, weight in (*parameters, *self._model.named_buffers(remove_duplicate=False)):

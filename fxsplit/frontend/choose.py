@@ -15,6 +15,7 @@ from torch import nn
 from fxsplit.errors import FxsplitError, TraceError
 from fxsplit.frontend.check.values import check_graph
 from fxsplit.frontend.export.exporter import LEAST_ROWS, TorchExport
+from fxsplit.frontend.follow import follow_numbers
 from fxsplit.frontend.graph import FrontEnd, Graph
 from fxsplit.frontend.graph_module import GivenGraph
 from fxsplit.frontend.subject import Subject
@@ -65,7 +66,13 @@ def _attempt(front_end: FrontEnd, subject: Subject) -> Checked:
 
     InputError, for an output that no pipeline can hand on, is the model's fault: no other front end would help.
     """
-    graph = front_end.attempt(subject)
+    graph = front_end.attempt(replace(subject, numbers=()))
+    checked = _check(subject, graph)
+    return follow_numbers(front_end, subject, lambda graph: _check(subject, graph)) or checked
+
+
+def _check(subject: Subject, graph: Graph) -> Checked:
+    """Return a graph with all numbers of rows that it is right for; raises TraceError if it is not the model."""
     # torch.export takes one row for a constant, so it has only looked at two rows or more.
     least, most = graph.scope.bounds
     if least == LEAST_ROWS and _runs_on_one_row(subject, graph):

@@ -12,16 +12,18 @@ import torch
 from torch import Tensor, fx
 
 from fxsplit.frontend.subject import Subject
+from fxsplit.ir.facts.python_state import Number
 from fxsplit.ir.facts.scope import Scope
 from fxsplit.torch_internals.interpret import find_target
 
 
 @dataclass(frozen=True)
 class Graph:
-    """A graph of a model, and the calls for which it is right."""
+    """A graph of a model, the calls for which it is right, and the Python numbers that are inputs of it."""
 
     gm: fx.GraphModule
     scope: Scope
+    followed: tuple[Number, ...] = ()
 
 
 class FrontEnd(Protocol):
@@ -69,4 +71,7 @@ def _has_equal_values(a: Tensor, b: Tensor) -> bool:
 
 def _list_nodes(gm: fx.GraphModule) -> list[tuple[Any, ...]]:
     """Return all that a graph says of each node, without the nodes themselves: those are of one graph alone."""
-    return [(n.op, n.name, n.target, repr(n.args), repr(n.kwargs)) for n in gm.graph.nodes]
+    # A number that is an input has what it was as its default.
+    return [
+        (n.op, n.name, n.target, repr(n.args if n.op != "placeholder" else ()), repr(n.kwargs)) for n in gm.graph.nodes
+    ]

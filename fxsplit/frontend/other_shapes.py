@@ -22,6 +22,8 @@ from fxsplit.frontend.watch.watch import Watch
 from fxsplit.ir.facts.call import Call, Inputs
 from fxsplit.ir.facts.effects import CallEffects
 from fxsplit.ir.facts.example import Example
+from fxsplit.ir.facts.numbers import set_numbers
+from fxsplit.ir.facts.python_state import PythonState
 from fxsplit.ir.facts.scope import Scope
 from fxsplit.ir.graph import IR
 from fxsplit.torch_internals.undo import undo_after
@@ -48,7 +50,9 @@ def fit_to_shapes(captured: IR, model: nn.Module, call: Call, rows: int, stated:
         # Noted once, since the check runs forward(), which may write to more than the model.
         list_changes(subject, watch)
         with undo_after(watch.put_back), restore_model(model):
-            effects = check_graph(subject, _copy_graph(captured.gm), rows)
+            graph = _copy_graph(captured.gm)
+            set_numbers(graph, captured[PythonState].read_numbers())
+            effects = check_graph(subject, graph, rows)
             effects = replace(effects, meanings=find_meanings(subject, joined=stated.joined))
     except torch.OutOfMemoryError:
         raise

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from fxsplit.errors import TraceError
 from fxsplit.frontend.layer_drop import NeverDropped
 from fxsplit.ir.facts.call import Call, Inputs
+from fxsplit.ir.facts.python_state import Number
 from fxsplit.torch_internals.fake_weights import make_runnable
 from fxsplit.torch_internals.thread_modes import enter_function_mode
 
@@ -29,6 +30,7 @@ class Subject:
     `rows` is the size of a microbatch, at most that of the batch. `whole` are paths of submodules that must stay one
     call each in the graph. `from_shapes`: the model computes shapes and no values, as it must where weights have none.
     `asks_for_gradients`: forward() decides by whether gradients are enabled, or whether a weight requires one.
+    `numbers`: Python numbers that are to be inputs of the graph, where forward() only computes with them.
     """
 
     model: nn.Module
@@ -38,6 +40,7 @@ class Subject:
     whole: tuple[str, ...] = ()
     from_shapes: bool = False
     asks_for_gradients: bool = False
+    numbers: tuple[Number, ...] = ()
 
     @property
     def name(self) -> str:

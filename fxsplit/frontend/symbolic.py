@@ -28,6 +28,8 @@ from fxsplit.frontend.graph import Graph
 from fxsplit.frontend.no_trace_left import refuse_assignments, refuse_draws, restore_model
 from fxsplit.frontend.subject import Subject
 from fxsplit.ir.facts.call import Inputs
+from fxsplit.ir.facts.numbers import hold_numbers, name_numbers
+from fxsplit.ir.facts.python_state import Number
 from fxsplit.ir.facts.scope import Scope
 from fxsplit.torch_internals.containers import to_plain_containers
 from fxsplit.torch_internals.graph_devices import fix_constant_devices
@@ -48,7 +50,7 @@ class SymbolicTrace:
         """Return the traced graph; raises TraceError naming the line and the submodule that tracing cannot follow."""
         model = subject.model
         draws = refuse_draws(model, lambda: (read_generators(), read_python_generators()))
-        tracer = Tracer(subject.inputs, subject.whole)
+        tracer = Tracer(subject.inputs, subject.whole, subject.numbers)
         # A cache that forward() fills while it is traced would be left with proxies in it.
         with restore_model(model), refuse_assignments(model), draws:
             try:
@@ -89,18 +91,19 @@ STACKS = (
 class Tracer(fx.Tracer):
     """fx's tracer for a model called as `inputs` describes.
 
-    Tensor arguments become placeholders and everything else becomes part of the graph. Normalisation and dropout
-    modules stay whole wherever they come from: traced into, they would keep the mode they were traced in.
+    Tensor arguments and `numbers` become placeholders and everything else becomes part of the graph. Normalisation and
+    dropout modules stay whole wherever they come from: traced into, they would keep the mode they were traced in.
     """
 
     proxy_buffer_attributes = True  # otherwise a write to a buffer would happen once, while tracing
 
-    def __init__(self, inputs: Inputs, whole: Sequence[str]) -> None:
+    def __init__(self, inputs: Inputs, whole: Sequence[str], numbers: Sequence[Number] = ()) -> None:
         super().__init__()
         self.record_stack_traces = True  # errors and dumps name the user's line
         self.failed_in: str | None = None
         self._inputs = inputs
         self._whole = whole
+        self._numbers = numbers
         self._modes = _read_modes()
         self._thread = threading.get_ident()
 
@@ -158,10 +161,20 @@ class Tracer(fx.Tracer):
     ) -> tuple[Callable[..., Any], list[Any]]:
         """Return a function of the root alone that calls it with one placeholder for each tensor argument.
 
-        What the function returns is in plain containers: fx would make a dataclass a node.
+        Numbers have placeholders behind those, which forward() reads where it read the numbers. What the function
+        returns is in plain containers: fx would make a dataclass a node.
         """
-        call = self._inputs.make_call([self.create_proxy("placeholder", s.name, (), {}) for s in self._inputs.specs])
-        return lambda root: to_plain_containers(root_fn(root, *call.args, **call.kwargs)), [self.root]
+        names = [spec.name for spec in self._inputs.specs]
+        call = self._inputs.make_call([self.create_proxy("placeholder", name, (), {}) for name in names])
+        pairs = zip(name_numbers(self._numbers, names), self._numbers, strict=True)
+        # A default, with which the graph runs on tensors alone.
+        proxies = [self.create_proxy("placeholder", name, (n.place.read(),), {}) for name, n in pairs]
+
+        def run(root: nn.Module) -> Any:
+            with hold_numbers(self._numbers, proxies):
+                return to_plain_containers(root_fn(root, *call.args, **call.kwargs))
+
+        return run, [self.root]
 
 
 @contextmanager

@@ -56,7 +56,7 @@ class Engine:
     @leave_no_trace
     def forward(self, batch: Batch) -> list[Any]:
         """Return the outputs of a batch, joined over microbatches; part of the autograd graph where that is on."""
-        program, tensors, rows = batch
+        program, tensors, rows, _ = batch
         # Forwards now; backwards, if any come, in a job of their own, which takes over the tape.
         work = Work(cut_packets(batch))
         job = Job(program, program.passes(len(rows)).only(FORWARD), work)
@@ -118,7 +118,7 @@ class Engine:
 
     def _make_backward(self, batch: Batch, trained: Sequence[Sequence[Tensor]], tape: Tape) -> Backward:
         """Return the pipelined backward of a forward pass; it keeps the engine alive until autograd drops it."""
-        program, tensors, rows = batch
+        program, tensors, rows, _ = batch
         leaves = list_leaves(trained)
 
         @lose_no_interrupt
@@ -163,14 +163,14 @@ def list_leaves(trained: Sequence[Sequence[Tensor]]) -> list[Tensor]:
 
 def cut_packets(batch: Batch) -> list[Packet]:
     """Return what the first stage gets for each microbatch: views, or copies where the graph writes to its inputs."""
-    program, tensors, rows = batch
+    program, tensors, rows, numbers = batch
     columns = [s.cut.split(t.detach(), rows) for t, s in zip(tensors, program.inputs.specs, strict=True)]
     if program.writes_inputs:
         # Autograd would take a write to one piece of a tensor for a write to all of its pieces.
         copies = {id(t): tuple(piece.clone() for piece in column) for t, column in zip(tensors, columns, strict=True)}
         columns = [copies[id(t)] for t in tensors]  # an input given twice stays one
-    wanted = tuple(t.requires_grad for t in tensors)
-    return [Packet(tuple(c[m] for c in columns), wanted) for m in range(len(rows))]
+    wanted = (*(t.requires_grad for t in tensors), *(False for _ in numbers))
+    return [Packet((*(c[m] for c in columns), *numbers), wanted) for m in range(len(rows))]
 
 
 def join_outputs(job: Job, rows: Sequence[int], meanings: Sequence[Meaning]) -> tuple[list[Any], list[bool]]:

@@ -179,8 +179,12 @@ class Program:
 
 
 class Batch(NamedTuple):
-    """A call that is ready to run: the program, the tensors among its arguments, and the rows of each microbatch."""
+    """A call that is ready to run: the program, the tensors among its arguments, and the rows of each microbatch.
+
+    `numbers` are Python numbers that are inputs of the graph too; every microbatch gets them.
+    """
 
     program: Program
     tensors: Sequence[Tensor]
     rows: Sequence[int]
+    numbers: tuple[float, ...] = ()

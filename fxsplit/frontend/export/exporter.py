@@ -13,7 +13,7 @@ import inspect
 import io
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +34,8 @@ from fxsplit.frontend.no_trace_left import refuse_assignments, refuse_draws, res
 from fxsplit.frontend.subject import Runnable, Subject
 from fxsplit.ir.facts.call import TensorSpec
 from fxsplit.ir.facts.chunks import Cut
+from fxsplit.ir.facts.numbers import hold_numbers, name_numbers
+from fxsplit.ir.facts.python_state import Number
 from fxsplit.ir.facts.scope import Scope
 from fxsplit.torch_internals.containers import to_plain_outputs
 from fxsplit.torch_internals.fake_weights import is_fake
@@ -73,6 +75,7 @@ def _export(subject: Subject, front_end: str, *, lengths_vary: bool) -> Graph:
     `lengths_vary`: sizes other than the number of rows become symbols in the graph where forward() allows it.
     """
     model, specs = subject.model, subject.inputs.specs
+    numbers = [number.place.read() for number in subject.numbers]
     with subject.make_runnable(max(subject.rows, LEAST_ROWS)) as here:
         if subject.whole and subject.from_shapes:
             raise TraceError(
@@ -80,7 +83,12 @@ def _export(subject: Subject, front_end: str, *, lengths_vary: bool) -> Graph:
             )
         try:
             wholes = WholeModules(here, subject.whole)
-            with one_trace.take(), _take_tensors(here, wholes), enter_function_mode(NeverDropped()), _be_quiet():
+            with (
+                one_trace.take(),
+                _take_tensors(here, wholes, subject.numbers),
+                enter_function_mode(NeverDropped()),
+                _be_quiet(),
+            ):
                 with (
                     mark_functions() as functions,
                     _notice_checkpoints() as checkpoints,
@@ -88,17 +96,19 @@ def _export(subject: Subject, front_end: str, *, lengths_vary: bool) -> Graph:
                     _skip_idle_conversions(),
                     watch_hooks(_refuse_hook),
                 ):
-                    program = _run_export(here, lengths_vary=lengths_vary)
+                    program = _run_export(here, subject.numbers, lengths_vary=lengths_vary)
                 # Without guards the module is the bare graph; the guards are asked once per number of rows.
                 module = program.module(check_guards=False)
-                guard = getattr(program.module(), "_guards_fn", None)
+                guard = _give_numbers(getattr(program.module(), "_guards_fn", None), numbers)
         except Exception as error:
             raise _explain(here.model, error) from error
         returns = program.call_spec.out_spec
         assert returns is not None
         writer = GraphWriter(module, here.model, functions, wholes.calls)
-        writer.write_program([spec.name for spec in specs], returns)
-        bounds = _read_bounds(program, [spec.cut for spec in specs])
+        names = [spec.name for spec in specs]
+        defaults = dict(zip(name_numbers(subject.numbers, names), numbers, strict=True))
+        writer.write_program(names, returns, defaults)
+        bounds = _read_bounds(program, [*(spec.cut for spec in specs), *(Cut(None) for _ in numbers)])
     if checkpoints:
         warn_user(
             f"forward() of {subject.name} changes what is saved for backward, as checkpoint() does, which its "
@@ -111,12 +121,26 @@ def _export(subject: Subject, front_end: str, *, lengths_vary: bool) -> Graph:
     return Graph(gm, Scope(subject.inputs, front_end, fixed=True, bounds=bounds, guard=guard))
 
 
-def _run_export(here: Runnable, *, lengths_vary: bool) -> torch.export.ExportedProgram:
-    """Return the model as torch.export has made it, for any number of rows."""
+def _run_export(here: Runnable, numbers: Sequence[Number], *, lengths_vary: bool) -> torch.export.ExportedProgram:
+    """Return the model as torch.export has made it, for any number of rows and with any values of the numbers."""
     # Clones: a tensor that is given twice would become one argument.
     tensors = tuple(here.clone_tensors())
-    shapes = tuple(_list_symbols(spec, t, lengths_vary) for spec, t in zip(here.inputs.specs, tensors, strict=True))
-    return torch.export.export(here.model, tensors, strict=False, dynamic_shapes=shapes)
+    shapes = [_list_symbols(spec, t, lengths_vary) for spec, t in zip(here.inputs.specs, tensors, strict=True)]
+    given = (*tensors, *(_wrap_number(number.place.read()) for number in numbers))
+    return torch.export.export(here.model, given, strict=False, dynamic_shapes=(*shapes, *(None for _ in numbers)))
+
+
+def _wrap_number(value: float) -> Tensor:
+    """Return a number as torch.export takes it without making it a constant: as a tensor, which forward() unwraps."""
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def _give_numbers(guard: Callable[..., Any] | None, numbers: Sequence[float]) -> Callable[..., Any] | None:
+    """Return a guard that takes the tensors alone."""
+    if guard is None or not numbers:
+        return guard
+    wrapped = [_wrap_number(value) for value in numbers]
+    return lambda *tensors: guard(*tensors, *wrapped)
 
 
 def _list_symbols(spec: TensorSpec, tensor: Tensor, lengths_vary: bool) -> dict[int, Any] | None:
@@ -162,22 +186,25 @@ def _read_bounds(program: torch.export.ExportedProgram, cuts: Sequence[Cut]) -> 
 
 
 @contextmanager
-def _take_tensors(here: Runnable, wholes: WholeModules) -> Iterator[None]:
-    """Let forward() take one positional argument for each tensor, and return plain containers.
+def _take_tensors(here: Runnable, wholes: WholeModules, numbers: Sequence[Number]) -> Iterator[None]:
+    """Let forward() take one positional argument for each tensor and each number, and return plain containers.
 
     torch.export asks forward() for its signature, and would make arguments of the call's other values too.
     """
     specs, original = here.inputs.specs, here.model.forward
 
-    def forward(*tensors: Tensor) -> Any:
+    def forward(*given: Tensor) -> Any:
+        tensors = given[: len(specs)]
         pairs = zip(specs, tensors, strict=True)
         # While exporting this is a symbol, and not the number of rows of the example.
         wholes.rows = next(t.shape[s.cut.dim] // s.cut.each for s, t in pairs if s.cut.dim is not None)
         call = here.inputs.make_call(tensors)
-        return to_plain_outputs(original(*call.args, **call.kwargs))
+        # What item() gives here is a symbol as well, of which torch.export knows no value.
+        with hold_numbers(numbers, [wrapped.item() for wrapped in given[len(specs) :]]):
+            return to_plain_outputs(original(*call.args, **call.kwargs))
 
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    names = [inspect.Parameter(f"in_{i}", kind) for i, _ in enumerate(specs)]
+    names = [inspect.Parameter(f"in_{i}", kind) for i, _ in enumerate((*specs, *numbers))]
     forward.__signature__ = inspect.Signature(names)  # type: ignore[attr-defined]
     with replace_forward(here.model, forward):
         yield

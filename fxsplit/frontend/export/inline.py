@@ -31,6 +31,7 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ from fxsplit.frontend.export.batch_norms import find_batch_norms, find_counter
 from fxsplit.frontend.export.blocks import Region, can_be_inlined, find_body, is_block, writes
 from fxsplit.frontend.export.whole_modules import WholeCall, whole
 from fxsplit.frontend.graph import find_submodule
+from fxsplit.ir.facts.numbers import list_number_nodes
 from fxsplit.torch_internals import pytree
 
 aten = torch.ops.aten
@@ -49,6 +51,8 @@ END = 2**63 - 1
 """Where a slice ends that goes to the end."""
 ASSERTS = (aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten._assert_async.msg)
 """Checks of the example's dtypes and sizes, which the pipeline checks at each call."""
+UNWRAPS = (aten.item.default, aten._local_scalar_dense.default)
+"""What makes a Python number of a tensor."""
 Calls = Sequence[Callable[..., Any]]
 WholeCalls = Sequence[WholeCall]
 Use = Callable[[Any], Any]
@@ -73,13 +77,18 @@ class GraphWriter:
         self._entered: dict[int, list[Any]] = defaultdict(list)  # what each marked call is called with
         self._called: dict[tuple[Any, int], fx.Node] = {}  # the call that several marks or operators stand for
 
-    def write_program(self, inputs: Sequence[str], returns: pytree.TreeSpec) -> None:
+    def write_program(
+        self, inputs: Sequence[str], returns: pytree.TreeSpec, numbers: Mapping[str, float] = MappingProxyType({})
+    ) -> None:
         """Write the whole graph: `inputs` are the names of its placeholders, `returns` the structure of its output.
 
+        `numbers` are further placeholders with their defaults, which the program has as tensors.
         Raises TraceError for a block that a graph cannot hold.
         """
         placeholders = self._program.graph.find_nodes(op="placeholder")
-        values = {node: self.graph.placeholder(name) for node, name in zip(placeholders, inputs, strict=True)}
+        written = [self.graph.placeholder(name) for name in inputs]
+        written += [self.graph.placeholder(name, default_value=value) for name, value in numbers.items()]
+        values = dict(zip(placeholders, written, strict=True))
         self.graph.output(pytree.tree_unflatten(self.write(self._program, values), returns))
         # Idle are fetches of weights that batch norms have themselves, and operators between marks.
         self.graph.eliminate_dead_code(lambda n: n.op not in ("call_function", "get_attr") or writes(n))
@@ -128,6 +137,9 @@ class GraphWriter:
         # An inlined block returns a tuple of nodes, so its results are picked here and not in the graph.
         if node.target is operator.getitem and isinstance(values := use(args[0]), (tuple, list)):
             return values[args[1]]
+        # The program unwraps a number, which the graph is given as it is.
+        if node.target in UNWRAPS and use(args[0]) in list_number_nodes(self.graph):
+            return use(args[0])
         if node.target is aten.slice.Tensor and args[2:] in ((0, END), (0, END, 1)):  # x[:]
             return use(args[0])
         return self.graph.node_copy(node, use)

@@ -13,7 +13,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
@@ -86,12 +86,12 @@ class Seen:
     lasting: Place | None = None
     asked: bool = False
 
-    def settle(self) -> tuple[Place, Any]:
-        """Return the place that a graph depends on, and its value."""
+    def settle(self, key: tuple[int, str]) -> tuple[Place, Any]:
+        """Return the place that a graph depends on, with its key, and its value."""
         if self.lasting is not None:
             return self.lasting, self.lasting.read()
         # What is another value by now has been changed by capturing, and not by the user: a cache of a library, say.
-        return self.place, self.before if self.asked else self.place.read()
+        return replace(self.place, key=key), self.before if self.asked else self.place.read()
 
     def leave_out(self, now: Any) -> None:
         """Leave out of a container's content what a call has changed to what it holds `now`."""
@@ -177,8 +177,8 @@ class Watch:
         called = {getattr(n.target, "__code__", None) for n in gm.graph.nodes if n.op == "call_function"}
         every = {home for seen in self._seen.values() for home in seen.homes}
         inside = {home for home in every if _is_inside(home.path, whole) or not called.isdisjoint(home.codes)}
-        found = [seen for seen in self._seen.values() if seen.loaded and not seen.homes <= inside]
-        return PythonState(tuple(seen.settle() for seen in found))
+        found = [(key, seen) for key, seen in self._seen.items() if seen.loaded and not seen.homes <= inside]
+        return PythonState(tuple(seen.settle(key) for key, seen in found))
 
     def _enter(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
         """Note the start of a call; return what traces it further, or None where the code is not the user's."""

@@ -6,8 +6,8 @@ of torch, and the graph keeps what was computed with them. So such a value is co
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from datetime import date, time, timedelta
 from enum import Enum
 from operator import is_
@@ -43,18 +43,39 @@ class Place:
 
     name: the place in words, for example "attribute 'body.scale' of the model". read: returns the value now; ABSENT
     where there is none. A container is read as a tuple of what it holds. write: sets the value; None where nobody may.
+    key: tells the place from all others, as long as something holds what it is in.
     """
 
     name: str
     read: Callable[[], Any]
     write: Callable[[Any], None] | None = None
+    key: tuple[int, str] = (0, "")
+
+
+@dataclass(frozen=True, eq=False)
+class Number:
+    """A place that holds a number which is an input of a graph, or is to be one; `known` are two values it has had."""
+
+    place: Place
+    known: tuple[float, float]
+
+    @property
+    def other(self) -> float:
+        """A value other than that of now, to tell whether a graph computes with the number or holds it."""
+        return next(value for value in self.known if not same(value, self.place.read()))
 
 
 @dataclass(frozen=True, eq=False)
 class PythonState(GivenFact):
-    """The places that forward() read, each with the value that it had when the graph was captured."""
+    """The places that forward() read, each with the value that it had when the graph was captured.
+
+    followed: numbers that are inputs of the graph, in the order of its placeholders. stuck: the keys of places whose
+    numbers have changed and could not be made inputs, since forward() does more than compute with them.
+    """
 
     reads: tuple[tuple[Place, Any], ...] = ()
+    followed: tuple[Number, ...] = ()
+    stuck: frozenset[tuple[int, str]] = frozenset()
 
     made_by: ClassVar[str] = "trace"
 
@@ -62,11 +83,40 @@ class PythonState(GivenFact):
         """Return the places that hold another value than when the graph was captured: name -> (then, now)."""
         # Asked before every call. Nearly always each place still holds the very same object.
         found = ((place, then, place.read()) for place, then in self.reads)
-        return {p.name: describe_change(then, now) for p, then, now in found if now is not then and not same(then, now)}
+        made = {p.name: describe_change(then, now) for p, then, now in found if now is not then and not same(then, now)}
+        if self.followed:
+            given = ((number.place, number.place.read()) for number in self.followed)
+            made |= {place.name: ("a number", describe(now)) for place, now in given if type(now) is not float}
+        return made
+
+    def list_numbers(self) -> list[Number]:
+        """Return what may be an input of a new graph: the numbers followed, and the floats that have changed."""
+        reads = ((p, v) for p, v in self.reads if type(v) is float and p.write is not None and p.key not in self.stuck)
+        found = ((place, then, place.read()) for place, then in reads)
+        changed = [Number(p, (v, now)) for p, v, now in found if type(now) is float and not same(v, now)]
+        return [number for number in (*self.followed, *changed) if type(number.place.read()) is float]
+
+    def follow(self, numbers: Sequence[Number], followed: Sequence[Number]) -> PythonState:
+        """Return what is known of a graph that was to have `numbers` as inputs, and has those of `followed`."""
+        keys = {number.place.key for number in followed}
+        stuck = self.stuck | ({number.place.key for number in numbers} - keys)
+        reads = tuple((place, value) for place, value in self.reads if place.key not in keys)
+        return replace(self, reads=reads, followed=tuple(followed), stuck=stuck)
+
+    def read_numbers(self) -> tuple[float, ...]:
+        """Return the numbers that are inputs of the graph, as they are now."""
+        return tuple(number.place.read() for number in self.followed)
 
     def __str__(self) -> str:
         """One line for each place that holds a number, a text or the like; objects have no text that lasts."""
-        return "\n".join(f"{place.name}: {then!r}" for place, then in self.reads if is_plain(then)) or "nothing plain"
+        lines = [f"{number.place.name}: an input" for number in self.followed]
+        lines += [f"{place.name}: {then!r}" for place, then in self.reads if is_plain(then)]
+        return "\n".join(lines) or "nothing plain"
+
+
+def list_numbers(states: Sequence[PythonState]) -> tuple[Number, ...]:
+    """Return the numbers that may be inputs of a new graph, each once."""
+    return tuple({number.place.key: number for state in states for number in state.list_numbers()}.values())
 
 
 def same(then: Any, now: Any) -> bool:

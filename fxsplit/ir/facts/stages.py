@@ -82,7 +82,9 @@ class Stages(Fact):
         """Return the graph that calls the stages one after another, `stage_0` first: the model, rewritten."""
         # The root is a plain module, which holds the stages themselves and copies none of them.
         graph, root = fx.Graph(), nn.Module()
-        values = {name: graph.placeholder(name) for name in self.stages[0].inputs}
+        # Copied, since a number that is an input has a default.
+        given = self.stages[0].module.graph.find_nodes(op="placeholder")
+        values = {node.name: graph.node_copy(node) for node in given}
         for stage in self.stages:
             root.add_module(f"stage_{stage.index}", stage.module)
             call = graph.call_module(f"stage_{stage.index}", tuple(values[name] for name in stage.inputs))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -212,6 +213,13 @@ READS: dict[str, tuple[dict[str, Any], Callable[[Any, Tensor], Any], Callable[[A
 }
 
 
+NUMBERS = (
+    *("attribute", "attribute by getattr", "attribute by a name put together", "property", "global", "closure"),
+    *("dataclass", "dataclass in dataclass", "namespace", "slots", "each of a list", "comprehension", "helper"),
+)
+"""What becomes an input of the graph, since it is a float in a place of its own that the code only computes with."""
+
+
 @pytest.mark.parametrize("kind", READS)
 def test_what_forward_reads_is_followed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all these only numbers that lie directly in a module were once followed."""
@@ -225,11 +233,10 @@ def test_what_forward_reads_is_followed(kind: str, monkeypatch: pytest.MonkeyPat
             change(model)
             after = model(x)
             assert not torch.equal(before, after)
-            with pytest.warns(
-                fxsplit.FxsplitWarning, match="compiling again, because .* changed from .* forward"
-            ) as said:
+            warns = pytest.warns(fxsplit.FxsplitWarning, match="compiling again, because .* changed from .* forward")
+            with contextlib.nullcontext() if kind in NUMBERS else warns as said:
                 found = pipe(x)
-            assert said[0].filename == __file__
+            assert said is None or said[0].filename == __file__
             torch.testing.assert_close(found, after)
             torch.testing.assert_close(pipe(x), after)  # without a warning, which is an error here
     finally:
