@@ -6,7 +6,7 @@ leaves it open, as a loss of zero does, other rows of the same kind are tried, w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fxsplit.errors import InputError
+from fxsplit.frontend.check.row_gradients import find_unjoined_gradient
 from fxsplit.frontend.check.rows import cut_pieces, join_pieces, mix_batch
 from fxsplit.frontend.check.trial import (
     Run,
@@ -55,6 +56,7 @@ def find_meanings(subject: Subject, *, joined: bool = True) -> tuple[Meaning, ..
         if run is None:
             return trial.leave_whole()
         found = [trial.judge(name, run) for name in run.whole if trial.is_tensor(name, run)]
+        trial.look_at_gradients(run, found)
         wrong = describe_wrong_cuts(subject, here) if trial.doubtful and not subject.from_shapes else None
         # Outputs that are refused when somebody asks for them may wait until then.
         if wrong and trial.said:
@@ -130,6 +132,24 @@ class _Trial:
         if all(piece.shape == whole.shape for piece in pieces):
             return self._judge_number(name, run)
         return self._refuse(name, run, "it has not one row for each row of the input")
+
+    def look_at_gradients(self, run: Run, found: Sequence[Meaning]) -> None:
+        """Say of a weight whose gradient for the batch is not what microbatches make, although the outputs are."""
+        if not self._subject.is_cut or self._subject.from_shapes or self.doubtful:
+            return
+        named = (name for name in run.whole if isinstance(run.whole[name], Tensor))
+        meanings = dict(zip(named, found, strict=True))
+        # A few rows, since a backward of the whole example may need more memory than there is.
+        rows = (self._subject.rows, self._subject.rows // 2 or 2)
+        weight = find_unjoined_gradient(self._here, rows, meanings)
+        # Rounding alone may take another way through a maximum: it has to be so in double precision, elsewhere too.
+        closer = copy_in_double(self._here, jitter=True) if weight else None
+        if weight and (closer is None or find_unjoined_gradient(closer, rows, meanings)):
+            self.said.append(
+                f"the gradient of {weight!r} of {self._here.name} is not the sum of those of microbatches: a backward "
+                "of its own, a hook, or scale_grad_by_freq compares rows. The pipeline computes it within "
+                "microbatches, which differs from the whole batch; compile with n_microbatches=1 for that"
+            )
 
     # The kinds of outputs
 

@@ -7,8 +7,8 @@ batch and its pieces is what the model itself makes of them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -50,15 +50,26 @@ def run_model(here: Runnable, tensors: Sequence[Tensor], *, from_shapes: bool = 
 
     Their names are for messages, for example "output 1 ('loss')".
     """
-    with ExitStack() as around, torch.no_grad(), preserve(here.modules), refuse_assignments(here.modules):
+    with torch.no_grad(), try_out(here, from_shapes=from_shapes):
+        return list_outputs(here, tensors)
+
+
+@contextmanager
+def try_out(here: Runnable, *, from_shapes: bool = False) -> Iterator[None]:
+    """Let the model run inside the block so that no draw and no batch norm makes rows depend on each other."""
+    with ExitStack() as around, preserve(here.modules), refuse_assignments(here.modules):
         if not from_shapes:  # stand-ins draw nothing, and have no values to average
             around.enter_context(restore_model(here.modules))
             # torch.cond compiles itself, and what it keeps of a call in the modes below fails outside of them.
             around.enter_context(disable_compilers())
             around.enter_context(expect_averages())
             around.enter_context(normalise_rows_alone())
-        returned = here.run_model(*(t.detach().clone() for t in tensors))
-    leaves, _ = pytree.tree_flatten_with_path(to_plain_outputs(returned))
+        yield
+
+
+def list_outputs(here: Runnable, tensors: Sequence[Tensor]) -> dict[str, Any]:
+    """Return the flat outputs of one call of the model, under their names."""
+    leaves, _ = pytree.tree_flatten_with_path(to_plain_outputs(here.run_model(*(t.detach().clone() for t in tensors))))
     return {f"output {i}{_name_key(path)}": value for i, (path, value) in enumerate(leaves)}
 
 
