@@ -1,4 +1,4 @@
-"""Gradients that compare rows although no output does: they differ from the whole batch's, and are warned of by name."""
+"""Gradients that compare rows although no output does: they are not those of the whole batch, and are warned of."""
 
 from __future__ import annotations
 
