@@ -7,6 +7,7 @@ call of the module `head`. Python itself leaves nothing in a graph: an `if` or a
 from __future__ import annotations
 
 import operator
+import os
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -234,6 +235,13 @@ ADVICE = {
 }
 """What to do about a failure, by what torch says of it; the first that fits."""
 
+OBJECT = "Return the tensors in it, and make such an object of them outside of forward()"
+DISTRIBUTIONS = f"{TORCH}distributions{os.sep}"
+VALIDATES = (
+    "A torch.distributions object looks at the values that it is made of: give it validate_args=False, and return "
+    "tensors, of which it can be made again outside of forward()"
+)
+
 LATE = ("torch._dynamo", "torch._inductor", "sympy", "mpmath", f"{TORCH}_dynamo", f"{TORCH}_inductor")
 """What torch imports late, as errors about it and files of it are called."""
 
@@ -258,6 +266,10 @@ def _explain(model: nn.Module, tracer: Tracer, error: Exception) -> TraceError:
     # An error of fxsplit's own says already what to do.
     if isinstance(error, FxsplitError):
         return TraceError(what, submodule=tracer.failed_in)
+    if "argument of type" in str(error):  # what torch.fx says of an object that a graph cannot hold
+        return TraceError(f"{what}. {OBJECT}", submodule=tracer.failed_in)
+    if any(DISTRIBUTIONS in f.filename for f in frames):
+        return TraceError(f"{what}. {VALIDATES}", submodule=tracer.failed_in)
     advice = next((a for sign, a in ADVICE.items() if sign in str(error)), ADVICE[""])
     wrap = "or mark the function with torch.fx.wrap: it stays one node"
     return TraceError(f"{what.rstrip('.')}. {advice}, {wrap}", submodule=tracer.failed_in)

@@ -102,14 +102,21 @@ def test_one_row_is_tried_where_the_exporter_has_not(
 
 
 def test_a_model_that_refuses_one_row_keeps_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whatever way: a graph of edges failed with torch's bare IndexError."""
+
     class Several(Scale):
         def forward(self, x: Tensor) -> Tensor:
             torch._assert(x.shape[0] > 1, "several rows")
             return x * self.scale
 
-    export = Fake("export", (), bounds=(2, None))
-    graph = attempt(monkeypatch, Fake("symbolic", None), export, make_subject(Several()))
-    assert graph.scope.bounds == (2, None)
+    class Edges(Scale):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.scale + x[torch.tensor([1, 0])].sum()
+
+    for model in (Several(), Edges()):
+        export = Fake("export", (), bounds=(2, None))
+        graph = attempt(monkeypatch, Fake("symbolic", None), export, make_subject(model))
+        assert graph.scope.bounds == (2, None)
 
 
 def test_a_graph_module_is_taken_as_it_is() -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fxsplit
+from fxsplit.errors import TraceError
 from tests.models import FAST, Two
 
 
@@ -121,3 +122,28 @@ def test_numbers_of_other_types_become_pythons_own(use: Any, front_end: str) -> 
     with fxsplit.compile(model, 2, example_inputs=x, **OPTIONS) as pipe:
         assert pipe.front_end == front_end
         torch.testing.assert_close(pipe(x), model(x), rtol=0, atol=1e-12)
+
+
+class Policy(nn.Module):
+    """Makes a distribution, and returns it or what `use` takes from it."""
+
+    def __init__(self, use: Any, **options: Any) -> None:
+        super().__init__()
+        self.a, self.b, self.use, self.options = nn.Linear(8, 8), nn.Linear(8, 2), use, options
+
+    def forward(self, x: Tensor) -> Any:
+        mean: Tensor = self.b(torch.tanh(self.a(x)))
+        return self.use(torch.distributions.Normal(mean, mean.exp() + 1, **self.options))
+
+
+def test_distributions_are_refused_with_what_to_do() -> None:
+    """The advice was torch.where, or to register a pytree."""
+    for model, text in (
+        (Policy(lambda d: d), "validate_args=False, and return tensors"),
+        (Policy(lambda d: d, validate_args=False), "Normal.*. Return the tensors in it, and make such an object"),
+    ):
+        with pytest.raises(TraceError, match=text):
+            fxsplit.compile(model, 2, example_inputs=vectors(), **OPTIONS)
+    model, x = Policy(lambda d: d.log_prob(torch.ones(2)), validate_args=False), vectors()
+    with fxsplit.compile(model, 2, example_inputs=x, **OPTIONS) as pipe:
+        torch.testing.assert_close(pipe(x), model(x))
