@@ -24,6 +24,7 @@ from fxsplit.api.facade import Facade
 from fxsplit.errors import ClosedError, FxsplitError, InputError
 from fxsplit.formats.safetensors_files import WeightFiles
 from fxsplit.frontend.capture import load_torch
+from fxsplit.frontend.watch.calls import CallWatch
 from fxsplit.ir.facts.call import Call
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.plan import Plan, format_spread
@@ -318,7 +319,8 @@ class Pipeline(Facade):
         if len(batch.rows) == 1:  # any loss is right for a batch that stays whole
             return LossMeaning(loss_fn, find_reduction(loss_fn), looks=False)
         # The same function may mean something else of the outputs of another program.
-        meaning = self._loss_meanings.setdefault(program, LossMeaning(loss_fn, find_reduction(loss_fn)))
+        meaning = LossMeaning(loss_fn, find_reduction(loss_fn), watch=CallWatch)
+        meaning = self._loss_meanings.setdefault(program, meaning)
         meaning.begin_step()
         return meaning
 

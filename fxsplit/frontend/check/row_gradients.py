@@ -34,7 +34,7 @@ def find_unjoined_gradient(here: Runnable, rows: tuple[int, ...], meanings: Mapp
     except Exception:  # for example an operator without a backward, or too little memory: nothing is known then
         return None
     largest = max((float(g.abs().nan_to_num(0.0, 0.0, 0.0).max()) for g in whole if g.numel()), default=0.0)
-    for name, gradient, *parts in zip(trained, whole, *pieces, strict=True):
+    for name, gradient, parts in zip(trained, whole, zip(*pieces, strict=True), strict=True):
         # Gradients are sums over rows, whose rounding grows with the largest of them.
         if not is_close(gradient, torch.stack(parts).sum(0), largest, loose=gradient.dtype is not torch.float64):
             return name

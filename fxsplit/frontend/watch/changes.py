@@ -20,9 +20,7 @@ def list_changes(subject: Subject, watch: Watch) -> list[str]:
     """
     with restore_model(subject.model), subject.make_runnable(subject.rows) as here:
         first = _run(here, watch)
-        # A value that is made once and then used is a cache. So what a call has changed, the next one changes again.
-        again = _run(here, watch) if first else {}
-        found = [s for s, v in first.items() if not s.loaded or s not in again or not same(v, again[s])]
+        found = list_lasting(first, _run(here, watch) if first else {})
         words = [seen.describe_change(first[seen]) for seen in found if not seen.by_hooks]
     watch.put_back()
     for seen in found:
@@ -30,6 +28,12 @@ def list_changes(subject: Subject, watch: Watch) -> list[str]:
         if seen.container is not None:
             seen.leave_out(first[seen])
     return words
+
+
+def list_lasting(first: dict[Seen, Any], again: dict[Seen, Any]) -> list[Seen]:
+    """Return what each call changes, of what had changed after the first and after a second."""
+    # A value that is made once and then used is a cache. So what a call has changed, the next one changes again.
+    return [s for s, v in first.items() if not s.loaded or s not in again or not same(v, again[s])]
 
 
 def _run(here: Runnable, watch: Watch) -> dict[Seen, Any]:

@@ -107,15 +107,14 @@ class Seen:
 
 
 class Watch:
-    """Notes the places that the code of a model reads and writes."""
+    """Notes the places that the code of a model reads and writes. `kind` is what messages call its attributes."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, kind: str = "attribute") -> None:
+        self._kind = kind
         self._modules = dict(model.named_modules())
         self._paths = {id(m): path for path, m in self._modules.items()}
         # Objects that were there before the call. They are kept alive, so that no new object gets the number of one.
-        self._known: dict[int, tuple[Any, Label]] = {
-            id(m): (m, Label("attribute", path)) for path, m in self._modules.items()
-        }
+        self._known: dict[int, tuple[Any, Label]] = {id(m): (m, Label(kind, path)) for path, m in self._modules.items()}
         self._weights: dict[int, tuple[nn.Module, str]] = {}
         self._looked: set[tuple[int, Names, Home | str]] = set()
         self._frames: dict[FrameType, _Frame] = {}
@@ -127,7 +126,12 @@ class Watch:
             if is_library(type(module).forward):
                 held = [name for name, value in vars(module).items() if is_plain(value) and name not in _OF_TORCH]
                 names = Names((*held, *module._parameters, *module._buffers), {}, {}, (), asks=False)
-                self._visit(module, Label("attribute", path), _Frame(names, "", Home(path, frozenset()), in_hook=False))
+                self._visit(module, Label(kind, path), _Frame(names, "", Home(path, frozenset()), in_hook=False))
+
+    def begin_at(self, function: Any) -> None:
+        """Take a function that is called from outside, or an object with __call__, for one that the code holds."""
+        names = Names((), {}, {}, (), asks=False)
+        self._take(Found(function, Label(self._kind, "")), _Frame(names, "", Home("", frozenset()), in_hook=False))
 
     @contextmanager
     def note(self) -> Iterator[None]:
@@ -137,7 +141,7 @@ class Watch:
             for name, weight in (*module._parameters.items(), *module._buffers.items()):
                 if weight is not None:
                     self._weights[id(weight)] = module, name
-                    self._known.setdefault(id(weight), (weight, Label("attribute", path).of(name)))
+                    self._known.setdefault(id(weight), (weight, Label(self._kind, path).of(name)))
         before, collects = sys.gettrace(), gc.isenabled()
 
         def stop() -> None:

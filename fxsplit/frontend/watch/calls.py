@@ -1,0 +1,50 @@
+"""Watch the calls of a function of the user's, such as a loss: what each call changes, and how that is put back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from fxsplit.frontend.watch.changes import list_lasting
+from fxsplit.frontend.watch.watch import Seen, Watch
+from fxsplit.torch_internals.fake_weights import Snapshot
+
+
+class CallWatch:
+    """Notes what the first two calls of a function change: its buffers, and Python values that it reads or writes."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        while isinstance(function, partial):
+            function = function.func
+        module = function if isinstance(function, nn.Module) else nn.Module()
+        self._watch = Watch(module, kind="its attribute")
+        self._watch.begin_at(function)
+        self._buffers = dict(module.named_buffers())
+        self._values = Snapshot(self._buffers.values())
+        self._rounds: list[dict[Seen, Any]] = []
+
+    @contextmanager
+    def note(self) -> Iterator[None]:
+        """Note what the call inside the block changes, on top of what calls before it have changed."""
+        if len(self._rounds) == 2:
+            yield
+            return
+        with self._watch.note():
+            yield
+        self._rounds.append(self._watch.find_changes())
+
+    def list_changes(self) -> list[str]:
+        """Return in words what each call changes; ask before it is put back."""
+        first, again = self._rounds
+        changed = {id(b) for b in self._values.changed()}
+        words = [f"its buffer {name!r}" for name, b in self._buffers.items() if id(b) in changed]
+        return words + [seen.describe_change(first[seen]) for seen in list_lasting(first, again)]
+
+    def put_back(self) -> None:
+        """Give everything the value that it had before the first call."""
+        self._watch.put_back()
+        self._values.restore()
