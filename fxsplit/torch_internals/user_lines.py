@@ -1,9 +1,10 @@
-"""User lines: tell the user's own lines from those of torch and of fxsplit, in tracebacks and for warnings."""
+"""User lines: tell the user's own lines from those of torch, fxsplit and Python, in tracebacks and for warnings."""
 
 from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,11 +17,15 @@ from fxsplit.errors import FxsplitWarning
 TORCH = str(Path(torch.__file__).parent) + os.sep
 FXSPLIT = str(Path(__file__).parents[1]) + os.sep
 """The folders of the two; the separator keeps torchvision's files from being taken for torch's."""
+PYTHON = sysconfig.get_path("stdlib") + os.sep
+"""The folder of Python's own library, such as contextlib, which runs a part of fxsplit for fxsplit."""
 
 
 def is_users(file: str) -> bool:
-    """Return whether a file is neither torch's nor fxsplit's, nor code without a file, as `<string>`."""
-    return not file.startswith((TORCH, FXSPLIT, "<"))
+    """Return whether a file is neither torch's, fxsplit's nor Python's, nor code without a file, as `<string>`."""
+    # What is installed lies inside of the folder of Python's own library.
+    pythons = file.startswith(PYTHON) and "-packages" not in file[len(PYTHON) :]
+    return not pythons and not file.startswith((TORCH, FXSPLIT, "<"))
 
 
 def find_users_line(frames: Iterable[tuple[FrameType, int]]) -> str:
@@ -30,7 +35,7 @@ def find_users_line(frames: Iterable[tuple[FrameType, int]]) -> str:
 
 
 def warn_user(message: str, category: type[FxsplitWarning] = FxsplitWarning) -> None:
-    """Warn at the user's own line: that of the innermost frame outside of torch and fxsplit."""
+    """Warn at the user's own line: that of the innermost frame outside of torch, fxsplit and Python's library."""
     # Python 3.12 can skip folders by itself (skip_file_prefixes), 3.11 only a number of frames.
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and not is_users(frame.f_code.co_filename):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import logging
 from pathlib import Path
 
 import pytest
@@ -30,3 +33,15 @@ def test_a_warning_points_at_the_users_line() -> None:
     assert issubclass(FxsplitDeprecationWarning, fxsplit.FxsplitWarning) and issubclass(
         fxsplit.FxsplitWarning, UserWarning
     )
+
+
+def test_pythons_own_library_is_not_the_users() -> None:
+    """A warning out of a context manager pointed at contextlib, which is between fxsplit and the user."""
+    for module in (contextlib, functools, logging):
+        assert not is_users(str(module.__file__))
+    assert is_users(str(pytest.__file__))
+
+    with pytest.warns(fxsplit.FxsplitWarning, match="through contextlib") as said, contextlib.ExitStack() as stack:
+        stack.callback(warn_user, "through contextlib")
+        stack.close()
+    assert said[0].filename == __file__
