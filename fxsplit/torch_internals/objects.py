@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from fxsplit.errors import InputError
@@ -63,6 +64,11 @@ class Opaque:
             return (
                 f"{what}, whose mask_mod counts the rows of the whole batch: call create_block_mask in the submodule "
                 "that attends, from tensors that forward() is given"
+            )
+        if self.kind == PackedSequence.__name__:
+            return (
+                f"{what}, whose rows do not lie one behind the other, so that it cannot be cut: give forward() the "
+                "padded tensor and the lengths, and pack them inside of a submodule, which stays whole"
             )
         return (
             f"{what}, which a pipeline can neither cut into microbatches nor see change: give the tensors and numbers "
@@ -108,6 +114,8 @@ def take_apart(value: Any, around: tuple[int, ...] = ()) -> Any:
         return value
     if isinstance(value, types.MethodType) and isinstance(value.__self__, NAMED):
         return value
+    if is_packed(value):
+        return Opaque(kind.__qualname__, inside=bool(around))
     # An object that holds itself has no end, and the class of an opaque one makes no objects out of attributes.
     if id(value) in around or len(around) > 20 or not _can_be_made(kind) or kind.__name__ == BLOCK_MASK:
         return Opaque(kind.__qualname__, inside=bool(around))
@@ -123,8 +131,14 @@ def take_apart(value: Any, around: tuple[int, ...] = ()) -> Any:
     for held in (*attributes.values(), *items):
         if type(held) is not StandIn:
             register_dataclasses(held)
-    attributes, items = pytree.tree_map(lambda leaf: take_apart(leaf, inside), (attributes, items))
+    attributes, items = pytree.tree_map(lambda leaf: take_apart(leaf, inside), (attributes, items), is_leaf=is_packed)
     return Parts(kind, attributes, items, keys)
+
+
+def is_packed(value: Any) -> bool:
+    """Return whether a value is a PackedSequence, which torch's pytrees would take for a tuple of tensors."""
+    # By its type: a stand-in lets nobody ask for its class.
+    return issubclass(type(value), PackedSequence)
 
 
 def same_constant(a: Any, b: Any) -> bool:

@@ -19,7 +19,7 @@ from fxsplit.errors import CallError, InputError
 from fxsplit.ir.facts.chunks import Chunks, Cut, find_cuts
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.containers import register_dataclasses
-from fxsplit.torch_internals.objects import Opaque, StandIn, same_constant, take_apart
+from fxsplit.torch_internals.objects import Opaque, StandIn, is_packed, same_constant, take_apart
 
 MOST_LISTED = 20
 """So many arguments of a call are named in a message; a list of numbers may have any length."""
@@ -240,7 +240,8 @@ def flatten_call(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapp
     bound.apply_defaults()
     # Tensors inside of a dataclass are found only if torch's pytrees know the class.
     register_dataclasses(dict(bound.arguments))
-    pairs, structure = pytree.tree_flatten_with_path(pytree.tree_map(take_apart, dict(bound.arguments)))
+    apart = pytree.tree_map(take_apart, dict(bound.arguments), is_leaf=is_packed)
+    pairs, structure = pytree.tree_flatten_with_path(apart)
     names: dict[str, None] = {}
     for path, _ in pairs:
         # Names become placeholders, so they must be Python names.

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import rnn
 
 import fxsplit
 from fxsplit.errors import FxsplitWarning, InputError, TraceError
@@ -224,3 +225,20 @@ def test_a_long_list_makes_a_short_message() -> None:
 def test_any_mapping_is_an_example() -> None:
     """`transformers.BatchEncoding` is a UserDict, and was refused."""
     assert parse_example_inputs(UserDict(x=X)).kwargs["x"] is X
+
+
+def test_a_packed_sequence_is_refused_with_what_to_give() -> None:
+    """torch's pytrees take it for a tuple of tensors, and the error was of control flow inside of torch."""
+
+    class Recurs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.LSTM(4, 4, batch_first=True)
+
+        def forward(self, packed: Any) -> Any:
+            return self.inner(packed)[0]
+
+    packed = rnn.pack_padded_sequence(torch.randn(2, 3, 4), torch.tensor([3, 2]), batch_first=True)
+    for given in (packed, [packed]):
+        with pytest.raises(InputError, match=r"'packed\w*' is a PackedSequence.*the padded tensor and the lengths"):
+            fxsplit.compile(Recurs(), 2, **OPTIONS)(given)
