@@ -263,13 +263,15 @@ def _explain(model: nn.Module, tracer: Tracer, error: Exception) -> TraceError:
     place = f"{own[-1].filename}:{own[-1].lineno}, {(own[-1].line or '').strip()!r}" if own else "an unknown line"
     module = f"submodule {tracer.failed_in!r}" if tracer.failed_in else "its own forward()"
     what = f"symbolic tracing cannot follow {type(model).__name__} in {module} at {place}: {error}"
+    # The model's own forward() is in the graph or nowhere.
+    move = "" if tracer.failed_in else ", or move this part into a submodule, which then stays whole"
     # An error of fxsplit's own says already what to do.
     if isinstance(error, FxsplitError):
-        return TraceError(what, submodule=tracer.failed_in)
+        return TraceError(f"{what}{move}", submodule=tracer.failed_in)
     if "argument of type" in str(error):  # what torch.fx says of an object that a graph cannot hold
         return TraceError(f"{what}. {OBJECT}", submodule=tracer.failed_in)
     if any(DISTRIBUTIONS in f.filename for f in frames):
-        return TraceError(f"{what}. {VALIDATES}", submodule=tracer.failed_in)
+        return TraceError(f"{what}. {VALIDATES}{move}", submodule=tracer.failed_in)
     advice = next((a for sign, a in ADVICE.items() if sign in str(error)), ADVICE[""])
     wrap = "or mark the function with torch.fx.wrap: it stays one node"
-    return TraceError(f"{what.rstrip('.')}. {advice}, {wrap}", submodule=tracer.failed_in)
+    return TraceError(f"{what.rstrip('.')}. {advice}, {wrap}{move}", submodule=tracer.failed_in)

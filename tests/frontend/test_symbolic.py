@@ -147,3 +147,46 @@ def test_distributions_are_refused_with_what_to_do() -> None:
     model, x = Policy(lambda d: d.log_prob(torch.ones(2)), validate_args=False), vectors()
     with fxsplit.compile(model, 2, example_inputs=x, **OPTIONS) as pipe:
         torch.testing.assert_close(pipe(x), model(x))
+
+
+class Samples(nn.Module):
+    """Draws from a normal distribution, as a variational autoencoder does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.mean, self.width = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.a(x))
+        made = torch.distributions.Normal(self.mean(h), self.width(h).exp())
+        result: Tensor = made.rsample() * 0 + made.mean
+        return result
+
+
+class Detaches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.a(x)
+        with torch.no_grad():
+            self.seen.mul_(0.9).add_(h.mean(0))  # type: ignore[operator]
+            if self.seen.sum() > 1e9:
+                self.seen.zero_()  # type: ignore[operator]
+        return h
+
+
+def test_what_the_models_own_forward_does_may_move_into_a_submodule() -> None:
+    """Inside of a submodule both are equal to the model, and the error did not say so."""
+    x = rows().double()
+    for model, words in ((Samples(), "validate_args=False"), (Detaches(), "no_grad")):
+        with pytest.raises(TraceError, match=rf"{words}.*, or move this part into a submodule, which then stays whole"):
+            fxsplit.compile(model.double(), 2, example_inputs=x, **OPTIONS)
+        whole = nn.Sequential(nn.Linear(4, 4), model, nn.Linear(4, 4)).double()
+        with (
+            pytest.warns(fxsplit.FxsplitWarning, match="submodule '1' of Sequential stays whole"),
+            fxsplit.compile(whole, 2, example_inputs=x, **OPTIONS) as pipe,
+        ):
+            assert fxsplit.verify(pipe, x).equal
