@@ -81,9 +81,9 @@ def _run_pass(step: Pass, ir: IR, first: IR) -> IR:
         edit = find_edit(known, take_fingerprint(each))
         if edit is not None:
             raise BrokenFact(
-                f"{edit} of {ir.model} is another one now, as the pass has edited the graph, its modules or a fact in "
-                "place: copy the graph, edit the copy, and return ir.rewrite(fx.GraphModule(ir.gm, copy)); learn a new "
-                "fact. Modules and weights are the model's own: build the model anew where one of those has changed"
+                f"the pass has edited {edit} of {ir.model} in place: copy the graph, edit the copy, and return "
+                "ir.rewrite(fx.GraphModule(ir.gm, copy)); learn a new fact. Modules and weights are the model's own: "
+                "build the model anew where one of those has changed"
             )
     # What stays the same from pass to pass: a pass that makes a new IR would lose it.
     steps = (*ir.steps, Step(pass_text(step), seconds))

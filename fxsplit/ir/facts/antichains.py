@@ -153,7 +153,10 @@ class Antichains(Fact):
             names = {name for block in inside for name in self.blocks.members[block]}
             said, true = (self.live_bytes[i], self.live_gradient_bytes[i]), costs.sum_live(names)
             if not np.allclose(said, true, rtol=1e-9):
-                raise BrokenFact(f"ideal {i} is said to have {said} live bytes, forward and back, and has {true}")
+                raise BrokenFact(
+                    f"ideal {i} is said to have {said[0]:g} live bytes forward and {said[1]:g} back, and has "
+                    f"{true[0]:g} and {true[1]:g}"
+                )
             if not self.complete:
                 continue
             larger = sum(b not in inside and inside.issuperset(self.blocks.before[b]) for b in range(len(self.blocks)))

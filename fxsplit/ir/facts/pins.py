@@ -66,5 +66,5 @@ def suggest_names(costs: Costs, path: str) -> str:
     """Return, for an error, that the graph has nothing of this name, and what was probably meant."""
     # A misspelt path is the usual reason. A profile of another tool may have no submodules.
     modules, nodes = sorted({n.module for n in costs.nodes if n.module}), [n.name for n in costs.nodes]
-    close = get_close_matches(path, [*modules, *nodes], n=3) or modules[:3] or nodes[:3]
+    close = get_close_matches(path, list(dict.fromkeys([*modules, *nodes])), n=3) or modules[:3] or nodes[:3]
     return f"no such submodule or node in the graph; did you mean {', '.join(map(repr, close))}?"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,9 @@ import torch
 
 import fxsplit
 from fxsplit.errors import MissingFact, PlanError
+from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.facts.pins import suggest_names
+from tests.graphs import node
 from tests.models import Residual
 
 
@@ -26,3 +30,10 @@ def test_pins_are_kept_or_refused() -> None:
         fxsplit.compile(Residual(), 2, example_inputs=images, passes=[pin(0), pin(1), *fxsplit.DEFAULT])
     with pytest.raises(PlanError, match="names no submodule"):
         fxsplit.compile(Residual(), 2, example_inputs=images, passes=[pin(0, ""), *fxsplit.DEFAULT])
+
+
+def test_a_name_is_suggested_once() -> None:
+    """A submodule and its node have one name, which was suggested twice."""
+    nodes = [node("stem", []), node("head", ["stem"])]
+    costs = Costs(tuple(replace(one, module=one.name) for one in nodes), (), ("head",), rows=1)
+    assert suggest_names(costs, "haed").endswith("did you mean 'head'?")
