@@ -20,7 +20,7 @@ from fxsplit.runtime.job import Job, Tape, Work
 from fxsplit.runtime.loss import BatchLoss
 from fxsplit.runtime.microbatches import join, split_gradient
 from fxsplit.runtime.program import Batch
-from fxsplit.runtime.stage.run import Packet
+from fxsplit.runtime.stage.run import Packet, Saved, refuse_kept
 from fxsplit.runtime.stage.weight_versions import Stepper
 from fxsplit.runtime.stopwatch import Stopwatch
 from fxsplit.runtime.streams import hand_over
@@ -129,6 +129,10 @@ class Engine:
                     "this pipeline's outputs have been backwarded already and their activations are freed: call the "
                     "pipeline again, or add the losses and call backward() once (retain_graph is not supported)"
                 )
+            # Before anything has run. Of the first stage whole graphs are searched, and hooks keep the last one too.
+            for (stage, m), saved in tape.items():
+                if isinstance(saved, Saved) and (stage or m == len(rows) - 1):
+                    refuse_kept(saved)
             columns = [
                 [None] * len(rows) if g is None else split_gradient(g, rows, meaning)
                 for g, meaning in zip(gradients, program.joined, strict=True)

@@ -12,6 +12,7 @@ No other room but `frontend/` names a private part of torch. Those in use here, 
 - torch.Tensor._backward_hooks: grad_leaves
 - torch.Tensor._post_accumulate_grad_hooks: grad_leaves
 - torch._C._is_key_in_tls: grad_leaves
+- torch._C._will_engine_execute_node: grad_leaves
 - torch._C._stash_obj_in_tls: grad_leaves
 - torch._C._remove_obj_from_tls: grad_leaves
 - torch.autograd.graph._engine_run_backward: grad_sums

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import has_torch_function_unary
 
 from fxsplit.torch_internals.patch import Method, patch_method
@@ -44,6 +45,26 @@ def find_leaves(root: Tensor, below: Iterable[object] = ()) -> list[Tensor]:
             found.append(node.variable)
         stack += [above for above, _ in node.next_functions]
     return found
+
+
+def comes_through(ends: Sequence[Tensor], roots: Iterable[Tensor]) -> bool:
+    """Return whether the backward that runs now, in this thread, comes to one of the leaves `ends`.
+
+    Where there are none, it is asked for each node of the graph behind `roots`, but for those of leaves.
+    """
+    if ends:
+        return any(torch._C._will_engine_execute_node(get_gradient_edge(end).node) for end in ends)  # type: ignore[attr-defined]
+    seen: set[object] = {None}
+    stack: list[Any] = [root.grad_fn for root in roots]
+    while stack:
+        node = stack.pop()
+        if node in seen or hasattr(node, "variable"):
+            continue
+        if torch._C._will_engine_execute_node(node):  # type: ignore[attr-defined]
+            return True
+        seen.add(node)
+        stack += [above for above, _ in node.next_functions]
+    return False
 
 
 class _MutableHook:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage, fx
 
-from fxsplit.errors import TraceError
+from fxsplit.errors import FxsplitError, TraceError
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.fake_weights import Snapshot, make_runnable
 from fxsplit.torch_internals.grad_leaves import find_leaves
@@ -149,8 +149,11 @@ def observe(
 
 
 def _no_backward(packed: object) -> Tensor:
-    """Raise RuntimeError: an observed graph runs forward only."""
-    raise RuntimeError("an observed graph kept nothing to run backward with")
+    """Raise FxsplitError: an observed graph runs forward only, and a hook may have kept what it made."""
+    raise FxsplitError(
+        "a backward runs through a tensor that was computed while a pipeline was compiled, and a hook (or an attribute "
+        "of a module) has kept it: compile first, with example_inputs=, and then drop what hooks have kept so far"
+    )
 
 
 def _describe(value: Any) -> Observation:

@@ -10,7 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxsplit.torch_internals.grad_leaves import find_leaves, list_gradient_hooks, mute, unmute, watch_hooks
+from fxsplit.torch_internals.grad_leaves import (
+    comes_through,
+    find_leaves,
+    list_gradient_hooks,
+    mute,
+    unmute,
+    watch_hooks,
+)
 
 
 def leaf(*shape: int) -> Tensor:
@@ -117,3 +124,30 @@ def test_a_hook_is_not_called_without_a_gradient() -> None:
         pass
     Nothing.apply(leaf).sum().backward()  # type: ignore[no-untyped-call]
     assert not seen
+
+
+def test_a_backward_knows_where_it_will_come_through() -> None:
+    """A leaf's node is looked for where there is one, and otherwise any node but those of leaves."""
+    weight, start = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    inner = start * weight
+    other = weight.exp()
+    seen: list[tuple[bool, bool, bool]] = []
+
+    class Asks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+            seen.append((comes_through([start], ()), comes_through((), [inner]), comes_through((), [other])))
+            return gradient
+
+    def run(*beside: Tensor) -> tuple[bool, bool, bool]:
+        asked = Asks.apply(torch.ones(2, requires_grad=True) * weight)  # type: ignore[no-untyped-call]
+        sum([asked, *beside]).sum().backward(retain_graph=True)
+        return seen[-1]
+
+    assert run() == (False, False, False) and run(weight) == (False, False, False)
+    assert run(inner) == (True, True, False) and run(inner.exp()) == (True, True, False)
+    assert run(other) == (False, False, True)

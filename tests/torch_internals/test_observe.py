@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from fxsplit.errors import TraceError
+from fxsplit.errors import FxsplitError, TraceError
 from fxsplit.torch_internals import rng
 from fxsplit.torch_internals.observe import Observation, observe
 
@@ -113,3 +113,12 @@ def test_a_tensor_that_is_trained_and_no_parameter_is_refused() -> None:
     gm.graph.output_node().args = (node,)
     with pytest.raises(TraceError, match=r"trains a tensor \(float32\[8\]\) that is none of its parameters"):
         observe(gm, [x()])
+
+
+def test_what_a_hook_keeps_of_an_observed_graph_names_the_hook() -> None:
+    """The error spoke of an observed graph, of which no user knows."""
+    model, kept = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), list[Tensor]()
+    model[1].register_forward_hook(lambda module, args, output: kept.append(output))
+    observe(trace(model), [x()])
+    with pytest.raises(FxsplitError, match=r"computed while a pipeline was compiled, and a hook .*example_inputs="):
+        kept[0].sum().backward()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fxsplit.errors import FxsplitError
 from fxsplit.ir.facts.stages import Stage
-from fxsplit.torch_internals.grad_leaves import mute
+from fxsplit.torch_internals.grad_leaves import comes_through, mute
 from fxsplit.torch_internals.grad_split import BranchNodes, WeightBackward, collect_weight_backwards, find_branch_nodes
 from fxsplit.torch_internals.grad_sums import Share, Sums, differentiate, find_unshared, make_shares
 from fxsplit.torch_internals.thread_modes import NO_CONTEXT
@@ -85,6 +85,16 @@ def _make_boundary(value: Tensor) -> Tensor:
 def _refuse_foreign_backward(leaf: Tensor) -> None:
     """Raise FxsplitError for a backward of the user's own that has come to the start of a stage."""
     raise FxsplitError(KEPT)
+
+
+def refuse_kept(saved: Saved) -> None:
+    """Raise FxsplitError where a backward of the caller's, which runs now, is to run through a stage by itself too.
+
+    It would find the stage's graph freed by the pipeline's own backward, which comes first.
+    """
+    ends = [v for v in saved.inputs if isinstance(v, Tensor) and v.requires_grad]
+    if comes_through(ends, [v for v in saved.outputs if isinstance(v, Tensor)]):
+        raise FxsplitError(KEPT)
 
 
 def backward(

@@ -143,3 +143,29 @@ def test_a_freed_graph_says_who_may_have_freed_it() -> None:
     y.sum().backward()
     with pytest.raises(FxsplitError, match=r"a hook .* has kept of a pipeline's forward"):
         backward(Saved((x,), (y,)), [torch.ones(2, 2)], [])
+
+
+@pytest.mark.parametrize("layer", range(6))
+@pytest.mark.parametrize("keep", ["all", "last"])
+def test_a_loss_on_kept_features_and_on_outputs_is_refused_before_it_runs(layer: int, keep: str) -> None:
+    """torch said that the graph was backwarded a second time, which names neither the features nor the pipeline."""
+    model, kept = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))), list[Tensor]()
+    model[layer].register_forward_hook(lambda module, args, output: kept.append(output))
+    with fxsplit.compile(model, 2, example_inputs=torch.randn(8, 8), n_microbatches=2, passes=FAST) as pipe:
+        kept.clear()
+        found = pipe(torch.randn(8, 8))
+        feature = torch.cat(kept) if keep == "all" else kept[-1]
+        with pytest.raises(FxsplitError, match=r"a hook .* has kept .* gradients within its stage alone.* pipe\.model"):
+            (found.sum() + feature.square().mean()).backward()
+        assert all(weight.grad is None for weight in model.parameters())
+
+
+def test_weights_in_the_loss_beside_the_outputs_are_no_kept_features() -> None:
+    model, x = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))).double(), torch.randn(8, 8).double()
+    with fxsplit.compile(model, 2, example_inputs=x, n_microbatches=2, passes=FAST) as pipe:
+        (pipe(x).square().mean() + sum(weight.square().sum() for weight in model.parameters())).backward()
+        found = [weight.grad for weight in model.parameters()]
+        model.zero_grad()
+        (model(x).square().mean() + sum(weight.square().sum() for weight in model.parameters())).backward()
+        for got, weight in zip(found, model.parameters(), strict=True):
+            torch.testing.assert_close(got, weight.grad, rtol=0, atol=1e-12)
