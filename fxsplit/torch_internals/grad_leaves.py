@@ -53,14 +53,14 @@ def comes_through(ends: Sequence[Tensor], roots: Iterable[Tensor]) -> bool:
     Where there are none, it is asked for each node of the graph behind `roots`, but for those of leaves.
     """
     if ends:
-        return any(torch._C._will_engine_execute_node(get_gradient_edge(end).node) for end in ends)  # type: ignore[attr-defined]
+        return any(torch._C._will_engine_execute_node(get_gradient_edge(end).node) for end in ends)
     seen: set[object] = {None}
     stack: list[Any] = [root.grad_fn for root in roots]
     while stack:
         node = stack.pop()
         if node in seen or hasattr(node, "variable"):
             continue
-        if torch._C._will_engine_execute_node(node):  # type: ignore[attr-defined]
+        if torch._C._will_engine_execute_node(node):
             return True
         seen.add(node)
         stack += [above for above, _ in node.next_functions]

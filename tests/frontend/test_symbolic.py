@@ -167,14 +167,15 @@ class Detaches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.a = nn.Linear(4, 4)
+        self.seen: Any
         self.register_buffer("seen", torch.zeros(4))
 
     def forward(self, x: Tensor) -> Tensor:
         h: Tensor = self.a(x)
         with torch.no_grad():
-            self.seen.mul_(0.9).add_(h.mean(0))  # type: ignore[operator]
+            self.seen.mul_(0.9).add_(h.mean(0))
             if self.seen.sum() > 1e9:
-                self.seen.zero_()  # type: ignore[operator]
+                self.seen.zero_()
         return h
 
 
