@@ -105,6 +105,10 @@ class BusyError(FxsplitError, RuntimeError):
     """A worker is still in an action of a call that was interrupted; the message says which."""
 
 
+class ChangedWeightError(FxsplitError, RuntimeError):
+    """A weight has changed between a forward and its backward; torch raises a RuntimeError where it notices that."""
+
+
 class StepTimeout(FxsplitError, TimeoutError):
     """A step took longer than it was allowed to; the message says what each worker does."""
 

@@ -24,6 +24,7 @@ from fxsplit.runtime.stage.run import Packet, Saved, refuse_kept
 from fxsplit.runtime.stage.weight_versions import Stepper
 from fxsplit.runtime.stopwatch import Stopwatch
 from fxsplit.runtime.streams import hand_over
+from fxsplit.runtime.weights_then import WeightsThen
 from fxsplit.schedule.action import BACKWARD, FORWARD
 from fxsplit.torch_internals.batch_norm import count_as_one_batch
 from fxsplit.torch_internals.grad_leaves import make_mutable
@@ -66,7 +67,7 @@ class Engine:
         if not any(wanted):
             return outputs
         trained = program.list_trained()
-        backward = self._make_backward(batch, trained, work.tape)
+        backward = self._make_backward(batch, trained, work.tape, WeightsThen(program, len(rows)))
         inputs = [t for t in tensors if t.requires_grad]
         joined: tuple[Tensor, ...] = PipelineFunction.apply(backward, outputs, wanted, *inputs, *list_leaves(trained))  # type: ignore[no-untyped-call]
         return list(joined)
@@ -116,7 +117,9 @@ class Engine:
             accumulate(sums, receipt)
         return result
 
-    def _make_backward(self, batch: Batch, trained: Sequence[Sequence[Tensor]], tape: Tape) -> Backward:
+    def _make_backward(
+        self, batch: Batch, trained: Sequence[Sequence[Tensor]], tape: Tape, then: WeightsThen
+    ) -> Backward:
         """Return the pipelined backward of a forward pass; it keeps the engine alive until autograd drops it."""
         program, tensors, rows, _ = batch
         leaves = list_leaves(trained)
@@ -144,7 +147,11 @@ class Engine:
                 for leaf in leaves:
                     make_mutable(leaf)
                 with self._take_turn():
+                    then.check()
                     self._workers.run(job)
+            except RuntimeError as error:
+                then.explain(error)
+                raise
             finally:
                 tape.clear()
             of_inputs = [

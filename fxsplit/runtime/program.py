@@ -5,7 +5,7 @@ It has neither the model nor the graph that it was compiled from. `Batch` is a c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -172,6 +172,12 @@ class Program:
         """Return whether any stage takes random numbers in the mode that its modules are in now."""
         # Not kept: the same program may serve training, where dropout draws, and evaluation.
         return any(isinstance(m, Draw) and not m.idle for s in self.stages.stages for m in s.module.children())
+
+    @cached_property
+    def weight_dicts(self) -> list[list[Mapping[str, Tensor | None]]]:
+        """For each stage, the dictionaries in which its modules hold their parameters and buffers."""
+        # To find all modules takes longer than to look at all weights, and is asked for at every call.
+        return [[held for m in s.module.modules() for held in (m._parameters, m._buffers)] for s in self.stages.stages]
 
     def list_trained(self) -> list[list[Tensor]]:
         """Return, for each stage, its leaves that want a gradient now; a frozen parameter may be thawed later."""
