@@ -45,8 +45,11 @@ class Draw(nn.Module):
 
     @property
     def idle(self) -> bool:
-        """Whether the call is of a module in evaluation, which draws nothing."""
-        return isinstance(self.call, nn.Module) and not self.call.training
+        """Whether the call is of a module that draws nothing: one in evaluation, or a dropout that drops nothing."""
+        # As the model: what the caller draws next must not depend on a dropout that is switched off.
+        return isinstance(self.call, nn.Module) and (
+            not self.call.training or is_dropout(self.call) and not self.call.p
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the wrapped call returns."""

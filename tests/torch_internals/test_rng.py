@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import fxsplit
 from fxsplit.torch_internals.rng import (
     Draw,
     can_draw,
@@ -25,6 +26,7 @@ from fxsplit.torch_internals.rng import (
     read_python_generators,
     take_turn,
 )
+from tests.models import FAST
 
 
 def draw(seed: int, microbatch: int, key: str) -> Tensor:
@@ -113,6 +115,18 @@ def test_a_module_in_evaluation_is_idle() -> None:
     assert not Draw("a", drop).idle and not Draw("a", F.dropout).idle
     drop.eval()
     assert Draw("a", drop).idle
+
+
+def test_a_dropout_that_is_switched_off_draws_nothing() -> None:
+    """It took a seed from the caller's generator, and what the loop drew for its next batch was other than unsplit."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0), nn.Linear(4, 2))
+    with fxsplit.compile(model, 2, n_microbatches=2, passes=FAST) as pipe:
+        pipe(torch.randn(4, 4))
+        torch.manual_seed(0)
+        before = torch.get_rng_state()
+        pipe(torch.ones(4, 4))
+        assert torch.equal(torch.get_rng_state(), before)
+    assert Draw("a", model[1]).idle and not Draw("a", nn.Dropout(0.1)).idle
 
 
 def test_modules_that_can_draw() -> None:
