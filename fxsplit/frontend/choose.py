@@ -35,8 +35,8 @@ def choose_graph(subject: Subject) -> Checked:
     """Return the first graph that is the model; raises TraceError, with every front end's reason, if there is none.
 
     A GraphModule is taken as it is. Any other model is traced symbolically; exported where that fails, with lengths
-    that vary and then with those of the example; traced with the submodules whole in which tracing failed, where
-    exporting fails too; and at last exported with submodules whole.
+    that vary, then with those of the example, and for whole batches also with its number of rows; traced with the
+    submodules whole in which tracing failed, where exporting fails too; and at last exported with submodules whole.
     """
     if GivenGraph.takes(subject.model):
         return _attempt(GivenGraph(), subject)
@@ -53,6 +53,10 @@ def choose_graph(subject: Subject) -> Checked:
         return _attempt(TorchExport(), subject)
     except TraceError as error:
         unexported = error
+    # A loss that compares rows, such as CLIP's, counts them for its labels: of whole batches that may be a constant.
+    if not subject.is_cut:
+        with suppress(TraceError):
+            return _attempt(TorchExport(rows_vary=False), subject)
     reasons = f"{untraced}; {unexported}"
     found = _attempt_around(SymbolicTrace(), subject, untraced, reasons)
     found = found or _attempt_around(TorchExport(), subject, unexported, reasons)
@@ -75,7 +79,7 @@ def _check(subject: Subject, graph: Graph) -> Checked:
     """Return a graph with all numbers of rows that it is right for; raises TraceError if it is not the model."""
     # torch.export takes one row for a constant, so it has only looked at two rows or more.
     least, most = graph.scope.bounds
-    if least == LEAST_ROWS and _runs_on_one_row(subject, graph):
+    if least == LEAST_ROWS and not graph.scope.rows_fixed and _runs_on_one_row(subject, graph):
         graph = replace(graph, scope=replace(graph.scope, bounds=(1, most)))
     return graph, check_graph(subject, graph.gm, subject.rows)
 

@@ -48,7 +48,7 @@ class Draw(nn.Module):
         """Whether the call is of a module that draws nothing: one in evaluation, or a dropout that drops nothing."""
         # As the model: what the caller draws next must not depend on a dropout that is switched off.
         return isinstance(self.call, nn.Module) and (
-            not self.call.training or is_dropout(self.call) and not self.call.p
+            not self.call.training or (is_dropout(self.call) and not self.call.p)
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

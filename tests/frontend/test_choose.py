@@ -38,7 +38,9 @@ class Fake:
 def attempt(monkeypatch: pytest.MonkeyPatch, symbolic: Fake, export: Fake, subject: Subject) -> Graph:
     monkeypatch.setattr(choose, "SymbolicTrace", lambda: symbolic)
     never = Fake("export for every length", None)
-    monkeypatch.setattr(choose, "TorchExport", lambda lengths_vary=False: never if lengths_vary else export)
+    monkeypatch.setattr(
+        choose, "TorchExport", lambda lengths_vary=False, rows_vary=True: export if rows_vary > lengths_vary else never
+    )
     return choose.choose_graph(subject)[0]
 
 

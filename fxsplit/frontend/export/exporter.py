@@ -15,7 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from traceback import walk_tb
 from typing import Any
@@ -54,10 +54,14 @@ LEAST_ROWS = 2
 
 @dataclass(frozen=True)
 class TorchExport:
-    """Exports a model with torch.export, for the lengths of the example or (`lengths_vary`) as many as it can."""
+    """Exports a model with torch.export, for the lengths of the example or (`lengths_vary`) as many as it can.
+
+    rows_vary: for any number of rows as well; otherwise for that of the example alone.
+    """
 
     name: str = "export"
     lengths_vary: bool = False
+    rows_vary: bool = True
 
     def attempt(self, subject: Subject) -> Graph:
         """Return the exported graph; raises TraceError naming the line and submodule that torch.export cannot follow.
@@ -67,17 +71,15 @@ class TorchExport:
         model = subject.model
         # Draws of torch's own generators are operators, which the graph holds; Python's would be constants in it.
         with restore_model(model), refuse_assignments(model), refuse_draws(model, read_python_generators):
-            return _export(subject, self.name, lengths_vary=self.lengths_vary)
+            return _export(subject, self)
 
 
-def _export(subject: Subject, front_end: str, *, lengths_vary: bool) -> Graph:
-    """Return the exported graph, with the model's own parameters, buffers and modules in it.
-
-    `lengths_vary`: sizes other than the number of rows become symbols in the graph where forward() allows it.
-    """
+def _export(subject: Subject, front_end: TorchExport) -> Graph:
+    """Return the exported graph, with the model's own parameters, buffers and modules in it."""
     model, specs = subject.model, subject.inputs.specs
     numbers = [number.place.read() for number in subject.numbers]
-    with subject.make_runnable(max(subject.rows, LEAST_ROWS)) as here:
+    rows = subject.rows
+    with subject.make_runnable(max(rows, LEAST_ROWS) if front_end.rows_vary else rows) as here:
         if subject.whole and subject.from_shapes:
             raise TraceError(
                 f"submodule {subject.whole[0]!r} can stay whole in an exported graph only once it has weights"
@@ -97,7 +99,7 @@ def _export(subject: Subject, front_end: str, *, lengths_vary: bool) -> Graph:
                     _skip_idle_conversions(),
                     watch_hooks(_refuse_hook),
                 ):
-                    program = _run_export(here, subject.numbers, lengths_vary=lengths_vary)
+                    program = _run_export(here, subject.numbers, front_end)
                 # Without guards the module is the bare graph; the guards are asked once per number of rows.
                 module = program.module(check_guards=False)
                 guard = _give_numbers(getattr(program.module(), "_guards_fn", None), numbers)
@@ -109,7 +111,8 @@ def _export(subject: Subject, front_end: str, *, lengths_vary: bool) -> Graph:
         names = [spec.name for spec in specs]
         defaults = dict(zip(name_numbers(subject.numbers, names), numbers, strict=True))
         writer.write_program(names, returns, defaults)
-        bounds = _read_bounds(program, [*(spec.cut for spec in specs), *(Cut(None) for _ in numbers)])
+        cuts = [*(spec.cut for spec in specs), *(Cut(None) for _ in numbers)]
+        bounds = _read_bounds(program, cuts) if front_end.rows_vary else (rows, rows)
     if checkpoints:
         warn_user(
             f"forward() of {subject.name} changes what is saved for backward, as checkpoint() does, which its "
@@ -119,14 +122,15 @@ def _export(subject: Subject, front_end: str, *, lengths_vary: bool) -> Graph:
     gm = fx.GraphModule(_find_own(model, writer.held), writer.graph, class_name=subject.name)
     # A model on several devices was exported from a copy in host memory.
     move_constants(gm, here.tensors[0].device, subject.tensors[0].device)
-    return Graph(gm, Scope(subject.inputs, front_end, fixed=True, bounds=bounds, guard=guard))
+    scope = Scope(subject.inputs, front_end.name, fixed=True, bounds=bounds, guard=guard)
+    return Graph(gm, replace(scope, rows_fixed=not front_end.rows_vary))
 
 
-def _run_export(here: Runnable, numbers: Sequence[Number], *, lengths_vary: bool) -> torch.export.ExportedProgram:
-    """Return the model as torch.export has made it, for any number of rows and with any values of the numbers."""
+def _run_export(here: Runnable, numbers: Sequence[Number], front_end: TorchExport) -> torch.export.ExportedProgram:
+    """Return the model as torch.export has made it, with any values of the numbers."""
     # Clones: a tensor that is given twice would become one argument.
     tensors = tuple(here.clone_tensors())
-    shapes = [_list_symbols(spec, t, lengths_vary) for spec, t in zip(here.inputs.specs, tensors, strict=True)]
+    shapes = [_list_symbols(spec, t, front_end) for spec, t in zip(here.inputs.specs, tensors, strict=True)]
     given = (*tensors, *(_wrap_number(number.place.read()) for number in numbers))
     return torch.export.export(here.model, given, strict=False, dynamic_shapes=(*shapes, *(None for _ in numbers)))
 
@@ -144,12 +148,12 @@ def _give_numbers(guard: Callable[..., Any] | None, numbers: Sequence[float]) ->
     return lambda *tensors: guard(*tensors, *wrapped)
 
 
-def _list_symbols(spec: TensorSpec, tensor: Tensor, lengths_vary: bool) -> dict[int, Any] | None:
+def _list_symbols(spec: TensorSpec, tensor: Tensor, front_end: TorchExport) -> dict[int, Any] | None:
     """Return which dimensions of a tensor are symbols in the program; None where none is."""
     # AUTO is a constant where forward() asks for one, and DYNAMIC fails there. A length of 1 is always a constant.
-    lengths = [d for d, length in enumerate(tensor.shape) if length > 1] if lengths_vary else []
+    lengths = [d for d, length in enumerate(tensor.shape) if length > 1] if front_end.lengths_vary else []
     symbols = dict.fromkeys(lengths, torch.export.Dim.AUTO)
-    if spec.cut.dim is not None:
+    if spec.cut.dim is not None and front_end.rows_vary:
         symbols[spec.cut.dim] = torch.export.Dim.DYNAMIC
     return symbols or None
 

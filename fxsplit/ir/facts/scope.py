@@ -21,6 +21,7 @@ class Scope(GivenFact):
     A graph traced symbolically is right for every shape. One that is `fixed` was exported for the shapes of `inputs`,
     except that its number of rows may lie between the two numbers of `bounds` (None: no limit). Within them, `guard`
     raises AssertionError for a number of rows at which forward() would take another branch than the graph.
+    `rows_fixed`: forward() makes its number of rows a constant, so that another one is another shape.
     """
 
     inputs: Inputs
@@ -28,15 +29,19 @@ class Scope(GivenFact):
     fixed: bool = False
     bounds: tuple[int, int | None] = (1, None)
     guard: Callable[..., Any] | None = None
+    rows_fixed: bool = False
     _passed: set[int] = field(default_factory=set, compare=False, repr=False)
 
     made_by: ClassVar[str] = "trace"
 
     def other_shapes(self, tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], ...] | None:
         """Return the shapes of `tensors`, without rows, if the graph is fixed for other shapes; None if it fits."""
-        # Rows are no part of it: how many there may be is for `check_rows` to say.
         if not self.fixed:
             return None
+        if self.rows_fixed:
+            full = tuple(tuple(t.shape) for t in tensors)
+            return None if full == tuple(s.shape for s in self.inputs.specs) else full
+        # Rows are no part of it: how many there may be is for `check_rows` to say.
         shapes = self.inputs.drop_rows(t.shape for t in tensors)
         return None if shapes == self.inputs.drop_rows(s.shape for s in self.inputs.specs) else shapes
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import fxsplit
 from fxsplit.errors import InputError, TraceError
 from fxsplit.frontend.export.exporter import TorchExport
+from fxsplit.ir.facts.scope import Scope
 from tests.frontend.subjects import make_subject
 from tests.frontend.test_frontend import Branches
 from tests.models import FAST, Two
@@ -149,3 +150,32 @@ def test_a_failure_names_line_and_submodule() -> None:
     with pytest.raises(TraceError, match=r"cannot follow Sequential at .*test_exporter\.py:\d+") as caught:
         TorchExport().attempt(make_subject(nn.Sequential(nn.Linear(4, 4), Decides()), rows()))
     assert caught.value.submodule == "1"
+
+
+class Contrasts(nn.Module):
+    """Compares each row with all others, as CLIP does: the number of rows is a constant of an exported graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = nn.functional.normalize(self.b(torch.tanh(self.a(x))))
+        return nn.functional.cross_entropy(h @ h.T, torch.tensor(list(range(len(x)))))
+
+
+def test_rows_that_are_a_constant_of_whole_batches() -> None:
+    """Such a model was refused, also with one microbatch a batch, where its own number of rows is all that it gets."""
+    torch.manual_seed(0)
+    model = Contrasts().double()
+    with fxsplit.compile(model, 2, n_microbatches=1, passes=FAST) as pipe:
+        for count in (6, 5, 6, 2, 1):
+            x = torch.randn(count, 4, dtype=torch.float64)
+            found, wanted = pipe(x), model(x)
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+            pairs = zip(*(torch.autograd.grad(y, [*model.parameters()]) for y in (found, wanted)), strict=True)
+            for got, expected in pairs:
+                torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+        assert pipe.traced[Scope].rows_fixed
+    with pytest.raises(TraceError):
+        fxsplit.compile(model, 2, example_inputs=torch.randn(6, 4).double(), n_microbatches=2, passes=FAST)
