@@ -17,7 +17,7 @@ from fxsplit.formats import Profile, read
 from fxsplit.formats.machine_toml import read_machine
 from fxsplit.formats.plan_json import plan_to_dict
 from fxsplit.ir.facts.figures import SHOWN
-from fxsplit.ir.facts.machine import LEAST_BYTES_PER_S, Machine, check_device_count
+from fxsplit.ir.facts.machine import LEAST_BYTES_PER_S, MAX_DEVICES, Machine, check_device_count
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.price import COST_MODELS
 from fxsplit.ir.facts.workload import Workload
@@ -25,6 +25,8 @@ from fxsplit.planner import Options
 from fxsplit.planner.baselines import BASELINES, plan_baseline
 from fxsplit.planner.planner import MAX_STATES, Planner
 from fxsplit.planner.solve import RECOMPUTE
+
+UNLIMITED = "links are unlimited, so that transfers take no time: --bandwidth prices them"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -111,7 +113,9 @@ class Question:
         found = re.fullmatch(r"(\d{1,18})(?:\.\.(\d{1,18}))?", text)
         first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
         if not 1 <= first <= last:
-            raise InputError(f"--devices {text[:SHOWN]}: give a number of at least 1, or a range such as 1..16")
+            raise InputError(
+                f"--devices {text[:SHOWN]}: give a number from 1 to {MAX_DEVICES}, or a range such as 1..16"
+            )
         check_device_count(last)
         return list(range(first, last + 1))
 
@@ -169,11 +173,17 @@ def main(arguments: argparse.Namespace) -> int:
             proof = plan.standing.removeprefix("gap ")
             speedup = plan.single_ms / plan.bottleneck_ms if plan.bottleneck_ms else inf
             print(f"{count:>8}{plan.bottleneck_ms:>15.4f}{speedup:>10.2f}{proof:>12}{len(plan.stages):>8}")
+        if arguments.n_microbatches is None:
+            print(
+                "each row has two microbatches a device, so the batch grows with it: --n-microbatches states one number"
+            )
+        if question.costs_no_transfers(counts[-1]):
+            print(UNLIMITED)
         return 0
     (_, plan) = plans[0]
     print(plan)
     if question.costs_no_transfers(counts[0]):
-        print("links are unlimited, so that transfers take no time: --bandwidth prices them")
+        print(UNLIMITED)
     if arguments.baselines:
         print(_price_baselines(question, counts[0], plan))
     seconds = {"load": question.load_s, **question.planner.seconds}

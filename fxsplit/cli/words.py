@@ -7,6 +7,7 @@ import re
 OPTIONS = {
     "optimizer_factor": "--optimizer-factor",
     "time_limit": "--time-limit",
+    "max_states": "--max-states",
     "recompute": "--recompute",
     "model": "--cost-model",
     "use_all": "--use-all-devices",
@@ -15,20 +16,20 @@ OPTIONS = {
     "n_microbatches": "--n-microbatches",
     "devices": "--devices",
 }
-"""The option of the command for each argument in Python, or field of the pass partition."""
+"""The option of the command for each argument in Python, or field of the passes partition and augment."""
 
-_PARTITION = re.compile(r"partition\{([^{}]*)\}")
-_ARGUMENT = re.compile(r"\b(schedule|n_microbatches|devices)=('?)([^\s:;,']*)\2")
+_FIELDS = re.compile(r"(?:partition|augment)\{([^{}]*)\}")
+_ARGUMENT = re.compile(r"\b(schedule|n_microbatches|devices|time_limit)=('?)([^\s:;,']*)\2")
 
 
 def speak_command(text: str) -> str:
     """Return an error's text with the command's options: `partition{model=direct}` becomes `--cost-model direct`."""
-    text = _PARTITION.sub(lambda found: " and ".join(map(_name_option, found[1].split(","))), text)
+    text = _FIELDS.sub(lambda found: " and ".join(map(_name_option, found[1].split(","))), text)
     return _ARGUMENT.sub(lambda found: f"{OPTIONS[found[1]]} {found[3]}".rstrip(), text)
 
 
 def _name_option(field: str) -> str:
-    """Return the option for a field of the pass partition, such as `model=direct`."""
+    """Return the option for a field of a pass, such as `model=direct`."""
     name, _, value = field.partition("=")
     option = OPTIONS.get(name.strip(), field)
     # An option without a value is there or not.

@@ -18,7 +18,7 @@ from typing import Any
 from fxsplit.errors import ProfileError
 from fxsplit.formats.foreign import Profile, sort_topologically
 from fxsplit.ir.facts.costs import Costs, Exchange, NodeCost
-from fxsplit.ir.facts.figures import is_amount, show
+from fxsplit.ir.facts.figures import AMOUNT, is_amount, show
 from fxsplit.ir.facts.machine import MAX_DEVICES
 
 BYTES_PER_MS = 2.0**31
@@ -222,7 +222,7 @@ def _number(record: Any, key: str, where: str) -> float:
     """Return a finite number, zero or more; raises ProfileError for any other value."""
     value = record.get(key)
     if not is_amount(value):
-        raise ProfileError(f"{where} has {key}={show(value)}: give a finite number, zero or more")
+        raise ProfileError(f"{where} has {key}={show(value)}: give {AMOUNT}")
     return float(value)
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from fxsplit.errors import InputError
-from fxsplit.ir.facts.figures import is_amount, show
+from fxsplit.ir.facts.figures import TOO_LARGE, is_amount, show
 from fxsplit.ir.facts.machine import MAX_DEVICES, Device, Machine
 
 KEYS = {"name", "count", "memory_bytes", "speed", "link_bytes_per_s", "bytes_per_s", "host"}
@@ -40,7 +40,8 @@ def read_machine(path: str | os.PathLike[str]) -> Machine:
         data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     # ValueError is a file that is no TOML or no text, or a path that cannot be one.
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"cannot read a machine from {name!r}: {error}") from error
+        what = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise InputError(f"cannot read a machine from {name!r}: {what}; give [[devices]] tables in TOML") from error
     entries = data.get("devices")
     # A key that is not known is refused: a misspelt one would be left out without a word.
     odd = sorted(data.keys() - {"devices", "bytes_per_s"})
@@ -86,5 +87,5 @@ def _number(table: Any, key: str, default: float, where: str) -> float:
     value = table.get(key, default)
     # TOML has true, inf and nan. true is a number in Python; nan is not greater than 0.
     if not (is_amount(value) or value == inf) or not value > 0:
-        raise InputError(f"{where} has {key}={show(value)}: give a positive number")
+        raise InputError(f"{where} has {key}={show(value)}: give a positive number less than {TOO_LARGE:g}")
     return float(value)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from fxsplit.errors import ProfileError
 from fxsplit.formats.foreign import Profile, sort_topologically
 from fxsplit.ir.facts.costs import Costs, InputCost, NodeCost
-from fxsplit.ir.facts.figures import SHOWN, is_amount
+from fxsplit.ir.facts.figures import AMOUNT, SHOWN, is_amount
 
 # The order of a node's figures, which `_read_node` relies on.
 FIGURES = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
@@ -104,7 +104,7 @@ def _read_node(name: str, description: str, text: str, where: str) -> NodeCost:
         except ValueError as error:
             raise ProfileError(f"{where}: {figure}={found[figure][:SHOWN]} is no number") from error
         if not is_amount(value):
-            raise ProfileError(f"{where}: {figure}={found[figure][:SHOWN]}: give a finite number, zero or more")
+            raise ProfileError(f"{where}: {figure}={found[figure][:SHOWN]}: give {AMOUNT}")
         figures.append(value)
     # The file has one size: of the output, of its gradient, and of what backward needs of it.
     forward, backward, size, parameters = figures

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fxsplit.errors import PlanError
-from fxsplit.ir.facts.figures import as_list, is_amount, is_count, show
+from fxsplit.ir.facts.figures import AMOUNT, as_list, is_amount, is_count, show
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.price import COST_MODELS, CostModel, StagePlan
 from fxsplit.ir.files import write_whole
@@ -70,7 +70,8 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise PlanError(f"cannot read a plan from {name!r}: {error}; write one with fxsplit plan --json") from error
+        what = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise PlanError(f"cannot read a plan from {name!r}: {what}; write one with fxsplit plan --json") from error
     # Any JSON file comes here, so the two keys that every plan has tell whether it is one.
     if not isinstance(data, dict) or "stages" not in data or "objective" not in data:
         raise PlanError(f"{name!r} is no plan: write one with fxsplit plan PROFILE --json")
@@ -146,7 +147,7 @@ def _count(value: Any, what: str) -> int:
 def _number(value: Any, what: str) -> float:
     """Return a finite number that is zero or more; raises PlanError for any other value."""
     if not is_amount(value):
-        raise PlanError(f"{what} is {show(value)}: it must be a finite number, zero or more")
+        raise PlanError(f"{what} is {show(value)}: it must be {AMOUNT}")
     return float(value)
 
 

@@ -24,7 +24,11 @@ def explain_misfit(
     that fails too, the pins are at fault. Else the chain that exceeds the memory by the fewest bytes is looked for.
     `complete` tells whether all plans were looked at that the options allow.
     """
-    some = "" if chains.complete else " among the states of one topological order; allow more states"
+    some = (
+        ""
+        if chains.complete
+        else " among the states of one topological order; allow more states (augment{max_states=})"
+    )
     if chains.complete and not complete:
         some = " that leaves only the last devices idle; leave those out that are of no use"
     tries: list[tuple[float, Problem, Found]] = []
@@ -37,7 +41,9 @@ def explain_misfit(
             assert found is not None  # the chain that was found without memory is one here too
             tries.append((found.load, relaxed, found))
     except OutOfTime:
-        return NoFit(f"no plan fits{some}; allow more time to be told which stage is short of memory")
+        return NoFit(
+            f"no plan fits{some}; allow more time (partition{{time_limit=}}) to be told which stage is short of memory"
+        )
     if not possible:
         # Among the states of one order alone, other states might still satisfy the pins.
         kind = PlanError if complete else NoFit

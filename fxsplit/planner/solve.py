@@ -287,8 +287,8 @@ def _check_size(task: Task, chains: Antichains) -> None:
     largest = max(chains.blocks.members, key=len)
     joined = (
         f" ({len(task.costs.nodes)} before those that must stay together were joined; the largest group has "
-        f"{len(largest)}, {largest[0]!r} .. {largest[-1]!r}, which share a parameter or memory, or lie between "
-        "nodes that do)"
+        f"{len(largest)}, {largest[0]!r} .. {largest[-1]!r}, which share a parameter or memory, were asked to "
+        "stay together, or lie between nodes that do)"
     )
     raise TooFewParts(
         f"a plan of {len(task.machine)} stages, and the graph has only {blocks} nodes that can be parted"

@@ -103,7 +103,7 @@ def test_baselines_and_explanation(capsys: pytest.CaptureFixture[str], profile: 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--devices", "0"], "--devices 0: give a number of at least 1"),
+        (["--devices", "0"], "--devices 0: give a number from 1 to 512"),
         (["--devices", "4..2"], "--devices 4..2: give a number"),
         (["--devices", "two"], "--devices two: give a number"),
         (["--bandwidth", "-1"], "--bandwidth -1.0: give bytes per second"),
@@ -119,6 +119,7 @@ def test_baselines_and_explanation(capsys: pytest.CaptureFixture[str], profile: 
         (["--devices", "1000000000"], "give at most 512"),
         (["--devices", "1..999999999"], "999999999 devices: give at most 512"),
         (["--devices", "9" * 5000], "--devices 999"),
+        (["--devices", "9" * 30], "9: give a number from 1 to 512"),
         (["--pin", "a=" + "9" * 5000], "--pin a=999"),
         (["--n-microbatches", "9" * 400], "give at most 1000000"),
         (["--optimizer-factor", "1e300"], "--optimizer-factor 1e+300: give a number, zero or more and at most 1000"),
@@ -185,7 +186,7 @@ def test_one_order_is_not_called_all_plans(capsys: pytest.CaptureFixture[str], t
     nodes = [{"id": i, "fpgaLatency": 1.0, "cpuLatency": 1.0, "size": s} for i, s in enumerate(sizes)]
     data = {"maxFPGAs": 12, "maxCPUs": 0, "maxSizePerFPGA": 10.0, "nodes": nodes, "edges": []}
     assert cli.main(["plan", str(written(tmp_path, data))]) == 3
-    assert "among the states of one topological order; allow more states" in capsys.readouterr().err
+    assert "among the states of one topological order; allow more states (--max-states)" in capsys.readouterr().err
 
 
 def test_memory_is_named_where_there_are_more_devices_than_nodes(
@@ -265,6 +266,23 @@ def test_errors_speak_of_options(capsys: pytest.CaptureFixture[str], profile: st
         cli.main(["plan", profile, "--devices", "5", "--cost-model", "replicated", "--schedule", "ZBVZeroBubble"]) == 2
     )
     assert "--cost-model forwarded" in capsys.readouterr().err
+
+
+def test_what_a_curve_compares_is_said(capsys: pytest.CaptureFixture[str], profile: str) -> None:
+    """From row to row the batch grew, as the number of microbatches did, and nothing was said."""
+    grows, unlimited = "two microbatches a device, so the batch grows", "links are unlimited"
+    for arguments, said in (([], (True, True)), (["--n-microbatches", "4", "--bandwidth", "1e9"], (False, False))):
+        assert cli.main(["plan", profile, "--devices", "1..3", *arguments]) == 0
+        printed = capsys.readouterr().out
+        assert (grows in printed, unlimited in printed) == said
+
+
+def test_nodes_that_were_asked_to_stay_together_are_told(capsys: pytest.CaptureFixture[str], profile: str) -> None:
+    """They were said to share a parameter."""
+    arguments = ["--devices", "4", "--together", "n0,n1,n2", "--use-all-devices"]
+    assert cli.main(["plan", profile, *arguments]) == 3
+    assert "the largest group has 3, 'n0' .. 'n2'" in (told := capsys.readouterr().err)
+    assert "were asked to stay together" in told
 
 
 def test_unlimited_links_are_said(capsys: pytest.CaptureFixture[str], profile: str) -> None:

@@ -22,7 +22,7 @@ def test_numbers_of_devices(tmp_path: Path) -> None:
     path = written(tmp_path, PIPEDREAM)
     assert ask(path).counts() == [None] and ask(path, "--devices", "3").counts() == [3]
     assert ask(path, "--devices", "2..4").counts() == [2, 3, 4] and ask(path, "--devices", "1..1").counts() == [1]
-    with pytest.raises(InputError, match=r"--devices 0\.\.3: give a number of at least 1"):
+    with pytest.raises(InputError, match=r"--devices 0\.\.3: give a number from 1 to 512"):
         ask(path, "--devices", "0..3").counts()
     machine = str(written(tmp_path, MACHINE, "machine.toml"))
     assert ask(path, "--machine", machine).counts() == [None]

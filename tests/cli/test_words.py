@@ -17,6 +17,8 @@ from fxsplit.cli.words import speak_command
         ("partition{free=true,model=replicated}: drop", "--free-order and --cost-model replicated: drop"),
         ("smaller microbatches, schedule='1F1B', or", "smaller microbatches, --schedule 1F1B, or"),
         ("n_microbatches=0: give a number", "--n-microbatches 0: give a number"),
+        ("allow more states (augment{max_states=}): even", "allow more states (--max-states): even"),
+        ("within time_limit=0.5 s: allow", "within --time-limit 0.5 s: allow"),
         ("a cycle (a -> b)", "a cycle (a -> b)"),
     ],
 )

@@ -24,7 +24,7 @@ from tests.refusals import refused
         ("[[devices]]\nhost = 'yes'", "host='yes': give true or false"),
         ("[[devices]]\nname = [1]", r"name=\[1\]: give a text"),
         ("a = " + "[" * 20_000, "cannot read a machine"),
-        ("devices = " + "[" * 20_000 + "]" * 20_000, "cannot read a machine"),
+        ("devices = " + "[" * 20_000 + "]" * 20_000, "it is nested too deeply; give"),
     ],
 )
 def test_what_is_wrong_is_named(text: str, message: str, tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_what_other_programs_read() -> None:
         (("stages", 1, "devices"), ["w"], "stage 1 is on 'w', which is none of its devices"),
         (("stages", 0, "send_ms"), "fast", "send_ms of stage 0 is 'fast'"),
         (("stages", 1, "weight_ms"), 11.5, "weight_ms of stage 1 is 11.5, and it is part of backward_ms=11.0"),
-        (("single",), 1e308, r"single is 1e\+308: it must be a finite number"),
+        (("single",), 1e308, r"single is 1e\+308: it must be a finite number, zero or more and less than 1e\+60"),
         (("single",), 10**400, "single is 1000"),
         (("traffic",), "x", "traffic is 'x': it must be true or false"),
         (("stages", 0, "recompute"), 0, "recompute of stage 0 is 0: it must be true or false"),

@@ -271,7 +271,7 @@ class Costs(Fact):
                 exchanges=tuple(Exchange(e["output_bytes"], as_list(e["nodes"])) for e in data.get("exchanges", ())),
             )
             if not is_count(costs.rows):
-                raise ProfileError(f"it has rows={show(costs.rows)}: give a whole number")
+                raise ProfileError(f"it has rows={show(costs.rows)}: give a whole number, zero or more")
             costs.check()
         # Fields may be missing, of another type or too many: all mean a damaged file.
         except (KeyError, TypeError, AttributeError, ValueError) as error:

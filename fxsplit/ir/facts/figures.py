@@ -11,6 +11,8 @@ from fxsplit.errors import ProfileError
 
 TOO_LARGE = 1e60
 """Times and sizes from here on are refused as mistakes. Sums and products of smaller ones do not overflow."""
+AMOUNT = f"a finite number, zero or more and less than {TOO_LARGE:g}"
+"""What `is_amount` asks for, in words: 1e308 is finite too."""
 SHOWN = 60
 """How many characters of a wrong value an error shows: a damaged file may hold a list of a million."""
 
@@ -47,8 +49,8 @@ def show(value: object, most: int = SHOWN) -> str:
 KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "str": (lambda v: isinstance(v, str), "a text"),
     "bool": (lambda v: isinstance(v, bool), "true or false"),
-    "float": (is_amount, "a finite number, zero or more"),
-    "float | None": (lambda v: v is None or is_amount(v), "a finite number, zero or more"),
+    "float": (is_amount, AMOUNT),
+    "float | None": (lambda v: v is None or is_amount(v), AMOUNT),
     "tuple[str, ...]": (lambda v: isinstance(v, tuple) and all(isinstance(n, str) for n in v), "a list of names"),
 }
 """What the field of a record may hold, by the field's type, and the words for that."""

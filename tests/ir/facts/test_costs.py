@@ -63,7 +63,10 @@ def edited(path: Path, change: Any) -> Path:
             "is a damaged profile: node .* has forward_ms='1'",
         ),
         (lambda d: d["nodes"][0].update(forward_ms=10**400), "forward_ms=1000.*: give a finite number"),
-        (lambda d: d["nodes"][0].update(forward_ms=1e61), "forward_ms=1e.61: give a finite number"),
+        (
+            lambda d: d["nodes"][0].update(forward_ms=1e61),
+            "forward_ms=1e.61: give a finite number, zero or more and less than 1e.60",
+        ),
         (lambda d: d["nodes"][0].update(forward_ms=True), "forward_ms=True: give a finite number"),
         (lambda d: d["nodes"][0].update(name=5), "node 5 has name=5: give a text"),
         (lambda d: d["nodes"][0].update(name=[]), r"node \[\] has name=\[\]: give a text"),
