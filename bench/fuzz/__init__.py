@@ -2,6 +2,7 @@
 
     python -m bench.fuzz planner --seed 0 --cases 10000
     python -m bench.fuzz files --seed 0 --cases 10000
+    python -m bench.fuzz checkpoints --seed 0 --cases 2000
 
 Each module here is one fuzzer: a function `try_case(seed)` that returns an Outcome. The same seed makes the same case.
 """

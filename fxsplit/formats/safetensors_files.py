@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from fxsplit.errors import InputError
+from fxsplit.ir.facts.figures import show
 from fxsplit.torch_internals.fake_weights import fill_like
 from fxsplit.torch_internals.grad_leaves import list_gradient_hooks
 
@@ -79,8 +80,10 @@ class WeightFiles:
         with self._opened() as handles, torch.no_grad():
             # All checks come before the first weight changes: a model is loaded whole or not at all.
             for weight in weights:
-                self._check_kind(handles, stored[id(weight)], weight)
-                self._check_tied(handles, [name for name in names[id(weight)] if name in self._file_of])
+                held = [name for name in names[id(weight)] if name in self._file_of]
+                for name in held:
+                    self._check_kind(handles, name, weight)
+                self._check_tied(handles, held)
                 _check_free(stored[id(weight)], weight)
             for weight in weights:
                 device = where.get(id(weight), torch.device("cpu") if weight.is_meta else weight.device)
@@ -135,14 +138,14 @@ def _read_index(path: Path) -> dict[str, Path]:
     """Return the file of each tensor that an index names; raises InputError for files that are not beside it."""
     try:
         held = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        files = {str(name): str(file) for name, file in held.items()}
+        files = dict(held.items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{str(path)!r} is no index of safetensors files (no weight_map): {error}") from error
     # A name with a folder in it could lead anywhere, and an index comes from others.
-    for file in sorted(set(files.values())):
-        if PurePosixPath(file).name != file or not (path.parent / file).is_file():
+    for file in files.values():
+        if not isinstance(file, str) or PurePosixPath(file).name != file or not os.path.isfile(path.parent / file):
             raise InputError(
-                f"{path.name} names {file!r}, which is no file in {str(path.parent)!r}: it must lie beside"
+                f"{path.name} names {show(file)}, which is no file in {str(path.parent)!r}: it must lie beside"
             )
     return {name: path.parent / file for name, file in files.items()}
 

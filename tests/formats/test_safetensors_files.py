@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.errors import InputError
+from fxsplit.ir.facts.figures import show
 from tests.models import FAST, Mlp
 from tests.proof.test_too_big import Tied, tokens
 
@@ -99,10 +101,29 @@ def test_files_that_are_no_checkpoint(tmp_path: Path) -> None:
     refused(index, r"is no index of safetensors files")
     index.write_text("[" * 100_000)
     refused(index, r"is no index of safetensors files")
-    for name in ("../bad.safetensors", "gone.safetensors"):
+    for name in ("../bad.safetensors", "gone.safetensors", "x" * 3000, "a\0b", 5, None, {"a": "b"}):
         index.write_text(json.dumps({"weight_map": {"a": name}}))
-        refused(index, rf"names '{name}', which is no file in")
+        refused(index, rf"names {re.escape(show(name))}, which is no file in")
     save_file({"b": torch.zeros(1)}, tmp_path / "held.safetensors")
     index.write_text(json.dumps({"weight_map": dict.fromkeys(Mlp().state_dict(), "held.safetensors")}))
     with pytest.raises(InputError, match=r"index.json: held.safetensors does not hold 'layers.0.weight'"):
         fxsplit.compile(Mlp(), 2, example_inputs=torch.randn(4, 8), weights=index, **OPTIONS)
+
+
+def test_each_name_of_a_tied_weight_is_looked_at(tmp_path: Path) -> None:
+    """The second name of a weight was read unchecked: an error of the reader's own came out, or torch's."""
+    state = {name: value.clone() for name, value in Tied().state_dict().items()}
+    other = {"head.weight": state.pop("head.weight")}
+    save_file(state, tmp_path / "a.safetensors")
+    index = tmp_path / "x.safetensors.index.json"
+    index.write_text(
+        json.dumps({"weight_map": dict.fromkeys(state, "a.safetensors") | {"head.weight": "b.safetensors"}})
+    )
+    with fxsplit.compile(Tied(), 2, example_inputs=tokens(), **OPTIONS) as pipe:
+        for held, match in (
+            ({"none": torch.zeros(1)}, "does not hold 'head.weight'"),
+            (other, "head.weight' is torch.f"),
+        ):
+            save_file({name: value.half() for name, value in held.items()}, tmp_path / "b.safetensors")
+            with pytest.raises(InputError, match=match):
+                pipe.load_weights(index)
