@@ -105,7 +105,7 @@ def capture(
             effects = replace(effects, meanings=find_meanings(subject, joined=stated.joined))
     _set_modes(graph.gm, model)
     # What stays whole reads and writes by itself.
-    state = watch.list_reads(graph.gm).follow(subject.numbers, graph.followed)
+    state = watch.list_reads(graph).follow(subject.numbers, graph.followed)
     state = replace(state, stuck=state.stuck.union(*(known.stuck for known in earlier)))
     ir = IR(graph.gm, model=subject.name, mode="train" if model.training else "eval")
     return ir.learn(Example(inputs, sample, subject.from_shapes), graph.scope, effects, state)

@@ -19,11 +19,15 @@ from fxsplit.torch_internals.interpret import find_target
 
 @dataclass(frozen=True)
 class Graph:
-    """A graph of a model, the calls for which it is right, and the Python numbers that are inputs of it."""
+    """A graph of a model, the calls for which it is right, and the Python numbers that are inputs of it.
+
+    computed: the memory of tensors that operators have read while the graph was made, so that it holds results.
+    """
 
     gm: fx.GraphModule
     scope: Scope
     followed: tuple[Number, ...] = ()
+    computed: frozenset[int] = frozenset()
 
 
 class FrontEnd(Protocol):

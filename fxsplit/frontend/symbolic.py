@@ -60,14 +60,15 @@ class SymbolicTrace:
                     _undo_fx(),
                     _refuse_modes(),
                     record_functions(partial(tracer.create_proxy, "call_function")),
-                    refuse_weight_reads(model),
+                    refuse_weight_reads(model) as computed,
                 ):
                     graph = tracer.trace(model)
                 # Inside, since an argument may print as something that is no Python.
                 gm = fx.GraphModule(model, graph, class_name=subject.name)
             except Exception as error:
                 raise _explain(model, tracer, error) from error
-        return Graph(fix_constant_devices(gm, subject.tensors[0].device), Scope(subject.inputs, self.name))
+        gm = fix_constant_devices(gm, subject.tensors[0].device)
+        return Graph(gm, Scope(subject.inputs, self.name), computed=frozenset(computed))
 
 
 class InPlaceProxy(fx.Proxy):

@@ -8,7 +8,7 @@ No other room but `frontend/` names a private part of torch. Those in use here, 
 - torch._ops.OpOverload and its _schema: expectations, fake_weights
 - torch._ops.OpOverloadPacket: objects
 - torch.Tensor._make_subclass: fake_weights
-- torch.Tensor._version: fake_weights, interpret, observe
+- torch.Tensor._version: contents, fake_weights, interpret, observe
 - torch.Tensor._backward_hooks: grad_leaves
 - torch.Tensor._post_accumulate_grad_hooks: grad_leaves
 - torch._C._is_key_in_tls: grad_leaves

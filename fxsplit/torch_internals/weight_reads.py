@@ -31,12 +31,14 @@ class _Refusal(TorchDispatchMode):
         named = (*model.named_parameters(), *model.named_buffers())
         # By memory: an operator may get a view, or what detach() returns.
         self._paths = {get_storage_id(weight): path for path, weight in named}
+        self.read: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator, unless it reads a weight."""
         kwargs = kwargs or {}
-        tensors = (t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor))
-        path = next((self._paths[key] for key in map(get_storage_id, tensors) if key in self._paths), None)
+        memory = [get_storage_id(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        self.read.update(memory)
+        path = next((self._paths[key] for key in memory if key in self._paths), None)
         if path is not None:
             raise TraceError(
                 f"forward() of {self._name} computes with {path!r} where tracing does not see it, as "
@@ -47,7 +49,11 @@ class _Refusal(TorchDispatchMode):
 
 
 @contextmanager
-def refuse_weight_reads(model: nn.Module) -> Iterator[None]:
-    """Raise TraceError inside the block for an operator that this thread runs on a parameter or buffer."""
-    with enter_dispatch_mode(_Refusal(model)):
-        yield
+def refuse_weight_reads(model: nn.Module) -> Iterator[set[int]]:
+    """Raise TraceError inside the block for an operator that this thread runs on a parameter or buffer.
+
+    Yields the memory of all other tensors that operators have read.
+    """
+    refusal = _Refusal(model)
+    with enter_dispatch_mode(refusal):
+        yield refusal.read

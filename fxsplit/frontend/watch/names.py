@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import dis
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import CodeType
+
+_ASK = ("hasattr", "getattr", "setattr", "delattr")
+"""The functions that find an attribute by a text."""
+_TEXTS = ("LOAD_CONST", "BUILD_STRING")
+"""The instructions that make a text of which at least a part stands in the code."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -14,7 +20,8 @@ class Names:
     loads: attributes that are read. stores: attributes and globals that are set or deleted, with the line of the first
     time. globals: those of either kind, and whether they are read. texts: strings in the code, since
     `getattr(x, "scale")` and `config["scale"]` read by a string. asks: whether the code asks which attributes there
-    are, as hasattr() does. installed: whether the code is of an installed package.
+    are, as hasattr() does. installed: whether the code is of an installed package. computes: whether it computes names
+    of attributes, as `getattr(x, name)` does. imports: the modules that it imports, with how many packages up.
     """
 
     loads: tuple[str, ...]
@@ -23,6 +30,8 @@ class Names:
     texts: tuple[str, ...]
     asks: bool
     installed: bool = False
+    computes: bool = False
+    imports: tuple[tuple[str, int], ...] = ()
 
     @property
     def attributes(self) -> list[str]:
@@ -36,6 +45,8 @@ class Names:
 
     def may_build(self, name: str) -> bool:
         """Return whether the code may put a name together at run time, as `getattr(x, f"rate_{i}")` does."""
+        if self.computes:
+            return True
         return self.asks and any(name.startswith(text) or name.endswith(text) for text in self.texts if text)
 
 
@@ -44,19 +55,53 @@ def read_names(code: CodeType) -> Names:
     loads: dict[str, None] = {}
     stores: dict[str, int] = {}
     globally: dict[str, bool] = {}
-    for instruction in dis.get_instructions(code):
+    imports: list[tuple[str, int]] = []
+    computes = False
+    instructions = list(dis.get_instructions(code))
+    for i, instruction in enumerate(instructions):
         if instruction.opcode not in dis.hasname:
             continue
         name, kind = str(instruction.argval), instruction.opname
         if kind.startswith(("STORE", "DELETE")):
             at = instruction.positions
             stores.setdefault(name, at.lineno if at and at.lineno else code.co_firstlineno)
-        if kind.endswith(("_GLOBAL", "_NAME")):
+        if kind == "IMPORT_NAME":
+            # Before it come the constants that say how many packages up, and which names.
+            level = next((c.argval for c in reversed(instructions[:i][-2:]) if isinstance(c.argval, int)), 0)
+            imports.append((name, level))
+        elif kind.endswith(("_GLOBAL", "_NAME")):
+            computes = computes or (name in _ASK and not _gets_text(instructions[i + 1 :]))
             globally[name] = globally.get(name, False) or kind.startswith("LOAD")
         elif not kind.startswith(("STORE", "DELETE")):
             loads[name] = None
     # In a tuple are, for example, the keys of a dict display.
     constants = [c for item in code.co_consts for c in (item if isinstance(item, tuple) else (item,))]
     texts = dict.fromkeys(c for c in constants if isinstance(c, str))
-    asks = not {"hasattr", "getattr", "setattr", "vars"}.isdisjoint(globally)
-    return Names(tuple(loads), stores, globally, tuple(texts), asks, "site-packages" in code.co_filename)
+    asks = not {*_ASK, "vars"}.isdisjoint(globally)
+    installed = "site-packages" in code.co_filename
+    return Names(tuple(loads), stores, globally, tuple(texts), asks, installed, computes, tuple(imports))
+
+
+def _gets_text(instructions: Sequence[dis.Instruction]) -> bool:
+    """Return whether the call that these instructions begin with has a text as its second argument, or a part of one.
+
+    They come after the one that loads the function.
+    """
+    # Which instruction has made each value on Python's stack.
+    made: list[str] = []
+    for instruction in instructions:
+        kind = instruction.opname
+        if kind in ("PUSH_NULL", "CACHE", "EXTENDED_ARG", "KW_NAMES", "NOP"):
+            continue
+        if kind in ("PRECALL", "CALL") and len(made) == instruction.arg:
+            return len(made) > 1 and made[1] in _TEXTS
+        if "JUMP" in kind or kind.startswith(("RETURN", "FOR_")):
+            # Where a third value is there already, it is not the second argument that is decided here.
+            return len(made) > 2 and made[1] in _TEXTS
+        count = len(made) + dis.stack_effect(instruction.opcode, instruction.arg)
+        if count < 0:
+            return False
+        # What an instruction leaves on top of the stack is its own.
+        made = [*made[:count], *[kind] * (count - len(made))]
+        made[-1:] = [kind] if made else []
+    return False

@@ -7,16 +7,20 @@ the places of `m` for these names are its attribute `cfg`, whose value has the a
 from __future__ import annotations
 
 import sys
+import threading
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
+from importlib.util import resolve_name
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
+from fxsplit.frontend.watch.found import ITEMS, VARIABLE, Found, Label
+from fxsplit.frontend.watch.inside import list_inside, list_of_thread
 from fxsplit.frontend.watch.names import Names
 from fxsplit.frontend.watch.settings import is_question, list_answers
 from fxsplit.ir.facts.python_state import ABSENT, Place, is_plain, same
@@ -27,46 +31,11 @@ MOST_ITEMS = 1000
 CONTAINERS = (list, dict, set, deque)
 """The types of containers whose content can be put back."""
 
-ITEMS, VARIABLE, STATE = "[items]", "[variable]", "[state]"
-"""In place of a name: what a container holds, a variable of the code around a function, what an iterator gives next.
-
-Whoever holds the object reads the first two, and changes the last by reading it."""
-
+_OF_TORCH = vars(nn.Module()).keys() - {"training"}
+"""The attributes in which a module keeps what torch needs of it."""
 
 TORCHS = ("torch", "functorch", "torchgen", "numpy", "sympy", "mpmath", "triton")
 """torch and the packages that it computes with: what they keep for themselves is no user's."""
-
-
-class Label(NamedTuple):
-    """What kind of place something was reached from, such as "attribute" of the model, and the path from there."""
-
-    kind: str
-    path: str
-
-    def of(self, name: str) -> Label:
-        """Return the label of an attribute of this."""
-        return Label(self.kind, f"{self.path}.{name}" if self.path else name)
-
-    def at(self, key: Any) -> Label:
-        """Return the label of an item of this."""
-        return Label(self.kind, f"{self.path}[{key!r}]" if is_plain(key) else f"{self.path}[...]")
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.path!r}" + " of the model" * (self.kind == "attribute")
-
-
-class Found(NamedTuple):
-    """What an object keeps in a place, and the label of that.
-
-    name: what code calls the place, or ITEMS, VARIABLE or STATE. key: tells the place from all others. Without a place
-    the value is only reached, and nobody can put another one there.
-    """
-
-    value: Any
-    label: Label
-    name: str = ""
-    place: Place | None = None
-    key: tuple[int, str] = (0, "")
 
 
 def list_places(value: Any, names: Names, label: Label) -> Iterator[Found]:
@@ -80,21 +49,34 @@ def list_places(value: Any, names: Names, label: Label) -> Iterator[Found]:
     elif isinstance(value, (types.FunctionType, types.MethodType, partial)):
         yield from _list_bound(value, label)
     else:
-        yield from _list_inside(value, label)
+        yield from list_inside(value, label)
     if not isinstance(value, (types.ModuleType, type)) and not is_plain(value):
         yield from _list_attributes(value, names, label)
 
 
 def list_globals(namespace: dict[str, Any], names: Names) -> Iterator[Found]:
     """Yield the globals that code with these names reads or sets."""
+    yield from _list_imports(namespace, names)
     for name in names.globals:
         label, held = Label("global", name), namespace.get(name, ABSENT)
-        if is_question(held, name):
-            yield from (Found(ABSENT, label, name, p, (id(held), p.name)) for p in list_answers(held, name, names))
+        if is_question(held):
+            answers = list_answers(held, held.__name__, names)
+            yield from (Found(ABSENT, label, name, p, (id(held), p.name)) for p in answers)
         elif is_library(held):
             yield Found(held, label)
         elif held is not ABSENT or name in names.stores:
             yield _slot(namespace, name, label)
+
+
+def _list_imports(namespace: dict[str, Any], names: Names) -> Iterator[Found]:
+    """Yield the modules that code imports as it runs, as far as they are there."""
+    for name, level in names.imports:
+        path = "." * level + name
+        with suppress(ImportError):  # Python says it better, when it comes to the import
+            full = resolve_name(path, namespace.get("__package__") or "") if level else path
+            for part in (full, full.partition(".")[0]):
+                if part in sys.modules:
+                    yield Found(sys.modules[part], Label("module", part))
 
 
 def is_library(value: Any) -> bool:
@@ -131,6 +113,11 @@ def _copy_entries(container: Mapping[Any, Any], keys: tuple[Any, ...]) -> tuple[
     return tuple((key, container.get(key, ABSENT)) for key in keys)
 
 
+def find_entry(mapping: Any, key: str, label: Label) -> Found:
+    """Return the place of an entry in a dictionary, or in what is like one, with the label `label`."""
+    return _slot(mapping, key, label.at(key))
+
+
 def _slot(mapping: Any, name: str, label: Label) -> Found:
     """Return the place of a key in a dictionary, such as that of an object's attributes."""
 
@@ -164,7 +151,7 @@ def _list_items(value: Any, names: Names, label: Label) -> Iterator[Found]:
         # Of a long table, or of the environment, only what the code names.
         for key in names.texts if isinstance(value, Mapping) else ():
             with suppress(Exception):
-                yield _slot(value, key, label.at(key))
+                yield find_entry(value, key, label)
         return
 
     def put(items: tuple[Any, ...]) -> None:
@@ -186,16 +173,6 @@ def _list_items(value: Any, names: Names, label: Label) -> Iterator[Found]:
         yield Found(value, label, ITEMS, place, (id(value), ITEMS))
     pairs = items if isinstance(value, Mapping) else enumerate(items)
     yield from (Found(item, label.at(key)) for key, item in pairs if not is_plain(item))
-
-
-def _list_inside(value: Any, label: Label) -> Iterator[Found]:
-    """Yield what an iterator, a random generator or a small array keeps where Python code cannot see it."""
-    if hasattr(type(value), "__next__") or hasattr(type(value), "getstate"):
-        place = Place(f"the state of {label}", partial(_read_state, value))
-        yield Found(place.read(), label, STATE, place, (id(value), STATE))
-    elif hasattr(type(value), "tobytes") and getattr(value, "size", MOST_ITEMS + 1) <= MOST_ITEMS:
-        place = Place(str(label), value.tobytes)
-        yield Found(place.read(), label, ITEMS, place, (id(value), ITEMS))
 
 
 def _list_bound(value: Any, label: Label) -> Iterator[Found]:
@@ -222,9 +199,11 @@ def _list_module(value: types.ModuleType, names: Names, label: Label) -> Iterato
     wanted = [*names.attributes, *(["environ"] if value.__name__ == "os" else [])]
     for name in wanted:
         at, found = label.of(name), held.get(name, ABSENT)
-        if library and is_question(found, name):
+        if library and is_question(found):
             for place in list_answers(found, at.path, names):
                 yield Found(ABSENT, at, name, place, (id(found), place.name))
+        elif found is ABSENT and ("__getattr__" in held or value.__name__.startswith("torch.backends")):
+            yield from _list_computed(value, name, at)
         elif library and not is_plain(found):
             yield Found(found, at)
         elif found is not ABSENT or name in names.stores:
@@ -240,12 +219,15 @@ def _list_class(value: type, names: Names) -> Iterator[Found]:
 
 def _list_attributes(value: Any, names: Names, label: Label) -> Iterator[Found]:
     """Yield the attributes of an object, of its class where it has none of that name, and those that it lacks."""
+    if isinstance(value, threading.local):
+        yield from list_of_thread(value, names, label)
+        return
     held = _get_dict(value)
     if held is not None and "__dict__" in names.loads:
         yield Found(held, label)
     weights = (value._parameters, value._buffers) if isinstance(value, nn.Module) else ()
     submodules = value._modules if isinstance(value, nn.Module) else {}
-    built = [name for name in held or () if names.may_build(name) and not name.startswith("__")]
+    built = [name for name in held or () if names.may_build(name) and name not in _OF_TORCH]
     for name in dict.fromkeys((*names.attributes, *built)):
         at = label.of(name)
         registry = next((kept for kept in weights if name in kept), None)
@@ -272,6 +254,8 @@ def _list_attributes(value: Any, names: Names, label: Label) -> Iterator[Found]:
             if held is not None:
                 yield _slot(held, name, at)
             yield _inherited(type(value), base, name)
+            if _is_own_descriptor(vars(base)[name]):
+                yield from _list_computed(value, name, at)
 
 
 def _list_computed(value: Any, name: str, label: Label) -> Iterator[Found]:
@@ -281,6 +265,11 @@ def _list_computed(value: Any, name: str, label: Label) -> Iterator[Found]:
         found = place.read()
         if is_plain(found):
             yield Found(found, label, name, place, (id(value), name))
+
+
+def _is_own_descriptor(value: Any) -> bool:
+    """Return whether what a class holds computes attributes of its instances, in a class of the user's."""
+    return hasattr(type(value), "__get__") and hasattr(type(value), "__set__") and not is_library(type(value))
 
 
 def _find_base(kind: type, name: str) -> type | None:
@@ -296,14 +285,6 @@ def _get_dict(value: Any) -> dict[str, Any] | None:
     except AttributeError:
         return None
     return found if isinstance(found, dict) else None
-
-
-def _read_state(value: Any) -> Any:
-    """Return the state of an iterator or a random generator, in a form that can be compared."""
-    for name in ("getstate", "__reduce__"):
-        with suppress(Exception):
-            return getattr(value, name)()
-    return ABSENT
 
 
 def _ask_presence(registry: Mapping[str, Tensor | None], name: str) -> Callable[[], str | None]:

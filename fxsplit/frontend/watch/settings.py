@@ -11,13 +11,15 @@ from typing import Any
 from fxsplit.frontend.watch.names import Names
 from fxsplit.ir.facts.python_state import Place, is_plain
 
-_QUESTION = re.compile("(is|are|get|has)_")
+_QUESTION = re.compile("(is|are|get|has)_|.*_(enabled|allowed)$")
 _KINDS = ("cpu", "cuda", "xpu", "mps")
 
 
-def is_question(value: Any, name: str) -> bool:
+def is_question(value: Any) -> bool:
     """Return whether a value is a function of torch's that asks for something, by torch's rule for their names."""
-    if not _QUESTION.match(name) or not callable(value) or isinstance(value, type):
+    # Its own name, since code may import it under another one.
+    name = getattr(value, "__name__", "")
+    if not isinstance(name, str) or not _QUESTION.match(name) or not callable(value) or isinstance(value, type):
         return False
     # A function of torch's that is written in C has no module.
     module = getattr(value, "__module__", None) or type(value).__module__

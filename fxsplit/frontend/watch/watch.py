@@ -19,22 +19,15 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-from torch import fx, nn
+from torch import Tensor, nn
 
+from fxsplit.frontend.graph import Graph, list_fetched
+from fxsplit.frontend.watch.found import CONTENTS, ITEMS, STATE, VARIABLE, Found, Label
 from fxsplit.frontend.watch.names import Names, read_names
-from fxsplit.frontend.watch.places import (
-    ITEMS,
-    STATE,
-    TORCHS,
-    VARIABLE,
-    Found,
-    Label,
-    is_library,
-    keep_entries,
-    list_globals,
-    list_places,
-)
+from fxsplit.frontend.watch.places import TORCHS, find_entry, is_library, keep_entries, list_globals, list_places
 from fxsplit.ir.facts.python_state import ABSENT, Place, PythonState, describe_change, is_plain, same
+from fxsplit.torch_internals.contents import Contents
+from fxsplit.torch_internals.interpret import get_storage_id
 from fxsplit.torch_internals.undo import undo_after
 from fxsplit.torch_internals.user_lines import FXSPLIT, TORCH
 
@@ -42,6 +35,8 @@ _PYTHON = sysconfig.get_path("stdlib")
 _TORCHS = tuple(str(Path(TORCH).parent / name) + os.sep for name in TORCHS)
 _CALLS_OF_MODULES = ("_call_impl", "inner")
 """The functions of torch's in which nn.Module calls hooks and forward()."""
+_READ_ENVIRONMENT = type(os.environ).__getitem__.__code__
+"""What all ways to read the environment end in, as os.getenv() does."""
 _OF_TORCH = vars(nn.Module()).keys() - {"training"}
 
 
@@ -91,7 +86,12 @@ class Seen:
         if self.lasting is not None:
             return self.lasting, self.lasting.read()
         # What is another value by now has been changed by capturing, and not by the user: a cache of a library, say.
-        return replace(self.place, key=key), self.before if self.asked else self.place.read()
+        return replace(self.place, key=key), self.before if self.asked else _read(self.place)
+
+    def is_fetched(self, fetched: Collection[int]) -> bool:
+        """Return whether the place is what a tensor holds whose memory is among `fetched`."""
+        holder = self.before.holder if isinstance(self.before, Contents) else None
+        return isinstance(holder, Tensor) and get_storage_id(holder) in fetched
 
     def leave_out(self, now: Any) -> None:
         """Leave out of a container's content what a call has changed to what it holds `now`."""
@@ -121,6 +121,7 @@ class Watch:
         self._seen: dict[tuple[int, str], Seen] = {}
         # Of code that is watched its names; None for other code.
         self._codes: dict[CodeType, Names | None] = {}
+        self._note_weights()
         # The code of torch's own modules is not watched. It reads what a module keeps, such as LayerNorm.eps.
         for path, module in self._modules.items():
             if is_library(type(module).forward):
@@ -133,15 +134,19 @@ class Watch:
         names = Names((), {}, {}, (), asks=False)
         self._take(Found(function, Label(self._kind, "")), _Frame(names, "", Home("", frozenset()), in_hook=False))
 
-    @contextmanager
-    def note(self) -> Iterator[None]:
-        """Note what code of this thread reads and writes inside the block."""
-        # Now, and not earlier: what runs may hold stand-ins for its weights.
+    def _note_weights(self) -> None:
+        """Note which tensors are weights of the model: stages look those up, and share them."""
         for path, module in self._modules.items():
             for name, weight in (*module._parameters.items(), *module._buffers.items()):
                 if weight is not None:
                     self._weights[id(weight)] = module, name
                     self._known.setdefault(id(weight), (weight, Label(self._kind, path).of(name)))
+
+    @contextmanager
+    def note(self) -> Iterator[None]:
+        """Note what code of this thread reads and writes inside the block."""
+        # Again: what runs may hold stand-ins for its weights.
+        self._note_weights()
         before, collects = sys.gettrace(), gc.isenabled()
 
         def stop() -> None:
@@ -158,11 +163,11 @@ class Watch:
         # Code may ask torch inside of a block that changes the answer, so the answers outside of it are noted.
         for seen in self._seen.values():
             if seen.asked:
-                seen.before = seen.place.read()
+                seen.before = _read(seen.place)
 
     def find_changes(self) -> dict[Seen, Any]:
         """Return the places that do not hold now what they held when they were noted, with what they hold now."""
-        now = ((seen, seen.place.read()) for seen in self._seen.values())
+        now = ((seen, _read(seen.place)) for seen in self._seen.values())
         return {seen: value for seen, value in now if not same(seen.before, value)}
 
     def put_back(self) -> None:
@@ -175,14 +180,17 @@ class Watch:
         """Return whether the code reads `requires_grad` of a weight, or whether gradients are enabled."""
         return any(key.endswith((".requires_grad", "is_grad_enabled()")) for _, key in self._seen)
 
-    def list_reads(self, gm: fx.GraphModule) -> PythonState:
+    def list_reads(self, graph: Graph) -> PythonState:
         """Return what a graph depends on: not what modules and functions read that it calls as they are."""
+        gm = graph.gm
+        # A tensor that the graph fetches has its values of then, unless tracing has computed with it.
+        fetched = {get_storage_id(t) for t in list_fetched(gm).values() if isinstance(t, Tensor)} - graph.computed
         whole = [str(node.target) for node in gm.graph.find_nodes(op="call_module")]
         called = {getattr(n.target, "__code__", None) for n in gm.graph.nodes if n.op == "call_function"}
         every = {home for seen in self._seen.values() for home in seen.homes}
         inside = {home for home in every if _is_inside(home.path, whole) or not called.isdisjoint(home.codes)}
         found = [(key, seen) for key, seen in self._seen.items() if seen.loaded and not seen.homes <= inside]
-        return PythonState(tuple(seen.settle(key) for key, seen in found))
+        return PythonState(tuple(seen.settle(key) for key, seen in found if not seen.is_fetched(fetched)))
 
     def _enter(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
         """Note the start of a call; return what traces it further, or None where the code is not the user's."""
@@ -191,6 +199,8 @@ class Watch:
             self._codes[code] = read_names(code) if _is_watched(code) else None
         names = self._codes[code]
         if names is None:
+            if code is _READ_ENVIRONMENT:
+                self._take_environment(frame)
             return None
         parent, module = self._find_caller(frame)
         outer = parent.home if parent else Home("", frozenset())
@@ -198,10 +208,19 @@ class Watch:
         home = Home(path, outer.codes | {code})
         in_hook = bool(parent and parent.in_hook) or _is_hook(frame, module)
         own = self._frames[frame] = _Frame(names, code.co_filename, home, in_hook, parent)
-        for found in list_globals(frame.f_globals, own.names):
-            self._take(found, own)
+        self._take_globals(frame, own)
         self._look(frame, own)
         return self._trace
+
+    def _take_environment(self, frame: FrameType) -> None:
+        """Note which variable of the environment the user's code has asked Python for, in whatever way."""
+        caller, key = frame.f_back, frame.f_locals.get("key")
+        while caller is not None and caller not in self._frames and _is_of_python(caller.f_code):
+            caller = caller.f_back
+        own = None if caller is None else self._frames.get(caller)
+        if own is not None and isinstance(key, str):
+            names = replace(own.names, loads=(key,))
+            self._take(find_entry(os.environ, key, Label("global", "os.environ")), replace(own, names=names))
 
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any]:
         """Note which objects the code holds by now, and which one it returns to its caller."""
@@ -209,6 +228,8 @@ class Watch:
         if own is not None:
             self._look(frame, own)
             if event == "return":
+                if own.names.imports:
+                    self._take_globals(frame, own)
                 if own.caller is not None and id(arg) in self._known:
                     self._visit(arg, self._known[id(arg)][1], own.caller)
                 del self._frames[frame]
@@ -223,6 +244,11 @@ class Watch:
                 module = caller.f_locals.get("self")
             caller = caller.f_back
         return (None if caller is None else self._frames[caller]), module
+
+    def _take_globals(self, frame: FrameType, own: _Frame) -> None:
+        """Note the globals of a frame, and what it has imported."""
+        for found in list_globals(frame.f_globals, own.names):
+            self._take(found, own)
 
     def _look(self, frame: FrameType, own: _Frame) -> None:
         """Visit the objects among a frame's variables that were there before the call."""
@@ -259,7 +285,8 @@ class Watch:
             place = Place(str(at), partial(_read_flag, module, name))
             self._take(Found(place.read(), at, "requires_grad", place, (id(module), f"{name}.requires_grad")), own)
         for found in list_places(value, own.names, label):
-            self._take(found, own)
+            if not (found.name == CONTENTS and id(value) in self._weights):
+                self._take(found, own)
 
     def _take(self, found: Found, own: _Frame) -> None:
         """Note a place, and go on with the object that is in it."""
@@ -268,10 +295,10 @@ class Watch:
             seen = self._seen.get(found.key) or self._begin(found)
             seen.homes.add(own.home)
             seen.by_hooks &= own.in_hook
-            seen.loaded |= name in (ITEMS, VARIABLE) or own.names.reads(name)
+            seen.loaded |= name in (ITEMS, VARIABLE, CONTENTS) or own.names.reads(name)
             if name in own.names.stores:
                 seen.stored = f"{own.file}:{own.names.stores[name]}"
-            if name in (ITEMS, STATE):
+            if name in (ITEMS, STATE, CONTENTS):
                 return
         value = found.value
         if value is not ABSENT and not is_plain(value) and not (is_library(value) and not isinstance(value, type(sys))):
@@ -284,8 +311,14 @@ class Watch:
         container = found.value if found.name == ITEMS else None
         # torch alone keeps no value in a place that nobody can write to.
         asked = found.value is ABSENT and found.place.write is None
-        seen = self._seen[found.key] = Seen(found.place, found.place.read(), container, asked=asked)
+        seen = self._seen[found.key] = Seen(found.place, _read(found.place), container, asked=asked)
         return seen
+
+
+def _read(place: Place) -> Any:
+    """Return what a place holds, with a copy of it where it is an array's content."""
+    value = place.read()
+    return value.keep() if isinstance(value, Contents) else value
 
 
 def _is_watched(code: CodeType) -> bool:
@@ -294,7 +327,13 @@ def _is_watched(code: CodeType) -> bool:
     # What is typed in has a name in brackets as well, so only the names of generated code are left out.
     if file.startswith((*_TORCHS, FXSPLIT, "<frozen", "<eval_with_key")):
         return False
-    return not file.startswith(_PYTHON) or "site-packages" in file
+    return not _is_of_python(code)
+
+
+def _is_of_python(code: CodeType) -> bool:
+    """Return whether code is of Python's own library."""
+    file = code.co_filename
+    return file.startswith("<frozen") or (file.startswith(_PYTHON) and "site-packages" not in file)
 
 
 def _is_hook(frame: FrameType, module: nn.Module | None) -> bool:

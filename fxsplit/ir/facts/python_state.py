@@ -16,6 +16,7 @@ from uuid import UUID
 
 from fxsplit.ir.facts.figures import show
 from fxsplit.ir.graph import GivenFact
+from fxsplit.torch_internals.contents import Contents
 from fxsplit.torch_internals.objects import VALUES, same_constant
 
 MOST_LETTERS = 80
@@ -42,8 +43,9 @@ class Place:
     """Where a Python value is kept: an attribute, a global, an entry, a closure's variable, or a setting of torch.
 
     name: the place in words, for example "attribute 'body.scale' of the model". read: returns the value now; ABSENT
-    where there is none. A container is read as a tuple of what it holds. write: sets the value; None where nobody may.
-    key: tells the place from all others, as long as something holds what it is in.
+    where there is none. A container is read as a tuple of what it holds, a tensor or an array as its Contents. write:
+    sets the value; None where nobody may. key: tells the place from all others, as long as something holds what it is
+    in.
     """
 
     name: str
@@ -125,6 +127,8 @@ def same(then: Any, now: Any) -> bool:
     Numbers, texts and the like are compared by value, tuples item by item, all other objects by identity: what an
     `__eq__` of the user's says of two objects is not whether forward() computes the same with both.
     """
+    if isinstance(then, Contents):
+        return isinstance(now, Contents) and then.matches(now)
     if not isinstance(then, (tuple, frozenset)) or type(then) is not type(now):
         return same_constant(then, now) or (isinstance(then, DATES) and bool(then == now))
     if isinstance(then, frozenset):
@@ -142,12 +146,14 @@ def is_plain(value: Any) -> bool:
 def describe_change(then: Any, now: Any) -> tuple[str, str]:
     """Return two values in words, that differ."""
     before, after = describe(then), describe(now)
-    return before, f"another {type(now).__name__}" if before == after else after
+    if before != after:
+        return before, after
+    return before, "other values" if isinstance(now, Contents) else f"another {type(now).__name__}"
 
 
 def describe(value: Any) -> str:
     """Return a value in words, short enough for a message."""
-    if value is ABSENT or is_plain(value):
+    if value is ABSENT or isinstance(value, Contents) or is_plain(value):
         return show(value, MOST_LETTERS)
     name = getattr(value, "__qualname__", None)
     if isinstance(name, str):

@@ -34,3 +34,50 @@ def test_a_constant_tuple_has_texts_as_well() -> None:
     assert not names.asks and not names.stores
     assert "a" in read_names((lambda x: x in ("a", "b")).__code__).texts
     assert "__dict__" not in read_names((lambda x: x.__dict__).__code__).attributes
+
+
+def compute_name(x: Any, name: str) -> Any:
+    return getattr(x, name)
+
+
+def write_name_down(x: Any) -> Any:
+    return getattr(x.inner, "rate", None if x is None else max(1, 2))
+
+
+def put_name_together(x: Any, i: int) -> Any:
+    return getattr(x, f"rate_{i}")
+
+
+def format_name(x: Any, i: int) -> Any:
+    setattr(x, "rate_%d" % i, 1)  # noqa: UP031
+    return x
+
+
+def pass_on(xs: Any) -> Any:
+    return list(map(getattr, xs, ["rate"]))
+
+
+def choose_name(x: Any) -> Any:
+    return getattr(x, "a" if x else "b")
+
+
+def test_names_that_are_computed() -> None:
+    """`"rate_%d" % i` begins with no text of the code, and `names[i]` has none at all."""
+    for code in (compute_name.__code__, format_name.__code__, pass_on.__code__, choose_name.__code__):
+        names = read_names(code)
+        assert names.computes and names.may_build("anything"), code
+    for code in (write_name_down.__code__, put_name_together.__code__, use.__code__):
+        assert not read_names(code).computes, code
+    assert read_names(put_name_together.__code__).may_build("rate_3")
+
+
+def import_late() -> Any:
+    import os.path
+
+    from . import test_places
+
+    return os, test_places
+
+
+def test_imports_are_noted_with_how_far_up_they_go() -> None:
+    assert read_names(import_late.__code__).imports == (("os.path", 0), ("", 1))

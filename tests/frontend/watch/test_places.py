@@ -10,13 +10,13 @@ import types
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from fxsplit.frontend.watch.found import Found, Label
 from fxsplit.frontend.watch.names import Names
-from fxsplit.frontend.watch.places import MOST_ITEMS, Found, Label, is_library, list_globals, list_places
+from fxsplit.frontend.watch.places import MOST_ITEMS, is_library, list_globals, list_places
 from fxsplit.ir.facts.python_state import ABSENT
 
 CFG = Label("attribute", "cfg")
@@ -103,7 +103,6 @@ def test_slots_and_computed_attributes() -> None:
         ({1}, lambda v: v.add(2)),
         (collections.deque([1]), lambda v: v.append(2)),
         (collections.Counter("a"), lambda v: v.update("b")),
-        (np.zeros(3), lambda v: v.__setitem__(0, 1.0)),
         (collections.UserDict(a=1), lambda v: v.update(a=2)),
     ],
 )
@@ -148,6 +147,47 @@ def test_iterators_and_random_generators_have_a_state() -> None:
         before = place.read()
         next(value)
         assert place.read() != before
+
+
+def test_flags_of_torch_are_attributes_of_its_backends() -> None:
+    """They are properties of a module, which its dictionary does not have."""
+    found = find(torch.backends, loads=("mkldnn",))
+    assert not found
+    label = "attribute 'cfg.enabled' of the model"
+    assert found.keys() | find(torch.backends.mkldnn, loads=("enabled", "lacking")).keys() == {label}
+    answers = find(torch.backends.cuda, loads=("flash_sdp_enabled", "sdp_kernel"))
+    assert list(answers) == ["cfg.flash_sdp_enabled()"]
+
+
+def test_a_module_may_compute_its_attributes() -> None:
+    module = types.ModuleType("computing")
+    module.__getattr__ = {"rate": 3}.__getitem__  # type: ignore[method-assign]
+    assert find(module, loads=("rate", "lacking"))["attribute 'cfg.rate' of the model"].value == 3
+
+
+class Field:
+    """Keeps its value under a name that no code writes down."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = f"_{name}_kept"
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        return getattr(instance, self.name, 1.0)
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        setattr(instance, self.name, value)
+
+
+class WithField:
+    rate = Field()
+
+
+def test_a_descriptor_is_asked() -> None:
+    value = WithField()
+    place = find(value, loads=("rate",))["attribute 'cfg.rate' of the model"].place
+    kept = [f.place for f in list_places(value, names("rate"), CFG) if f.value == 1.0]
+    value.rate = 2.0
+    assert place is not None and [p.read() for p in kept if p] == [2.0]
 
 
 def test_what_functions_carry() -> None:

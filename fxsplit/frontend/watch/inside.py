@@ -1,0 +1,71 @@
+"""What objects keep where no attribute shows it: arrays, iterators, random generators, context variables, queues."""
+
+from __future__ import annotations
+
+import contextvars
+import queue
+import threading
+import types
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from fxsplit.frontend.watch.found import CONTENTS, STATE, VARIABLE, Found, Label
+from fxsplit.frontend.watch.names import Names
+from fxsplit.ir.facts.python_state import ABSENT, Place, is_plain
+from fxsplit.torch_internals.contents import Contents, has_contents
+
+
+def list_inside(value: Any, label: Label) -> Iterator[Found]:
+    """Yield what an object keeps for itself, of the kinds of objects of which that is known."""
+    if has_contents(value):
+        place = Place(str(label), partial(Contents, value), Contents.put_back)
+        yield Found(value, label, CONTENTS, place, (id(value), CONTENTS))
+    elif isinstance(value, contextvars.ContextVar):
+        place = Place(str(label), partial(value.get, ABSENT), partial(_set_variable, value))
+        yield Found(place.read(), label, VARIABLE, place, (id(value), VARIABLE))
+    elif isinstance(value, weakref.ref):
+        yield Found(value(), label)
+    elif isinstance(value, queue.Queue):
+        yield Found(value.queue, label)
+    elif hasattr(type(value), "__next__") or hasattr(type(value), "getstate"):
+        place = Place(f"the state of {label}", partial(_read_state, value))
+        yield Found(place.read(), label, STATE, place, (id(value), STATE))
+
+
+def list_of_thread(value: threading.local, names: Names, label: Label) -> Iterator[Found]:
+    """Yield the attributes that an object has in the thread that asks."""
+    for name in names.attributes:
+        at = label.of(name)
+        place = Place(str(at), partial(getattr, value, name, ABSENT), partial(_set_attribute, value, name))
+        found = place.read()
+        if found is not ABSENT or name in names.stores:
+            yield Found(found, at, name, place, (id(value), name))
+
+
+def _set_variable(variable: contextvars.ContextVar[Any], value: Any) -> None:
+    """Set a context variable; one that had no value cannot lose it again."""
+    if value is not ABSENT:
+        variable.set(value)
+
+
+def _set_attribute(value: Any, name: str, held: Any) -> None:
+    """Set an attribute, or delete it."""
+    if held is not ABSENT:
+        setattr(value, name, held)
+    elif hasattr(value, name):
+        delattr(value, name)
+
+
+def _read_state(value: Any) -> Any:
+    """Return the state of an iterator or a random generator, in a form that can be compared."""
+    if isinstance(value, types.GeneratorType):
+        frame = value.gi_frame
+        held = sorted(frame.f_locals.items()) if frame is not None else []
+        return (frame is None or frame.f_lasti, *((name, v) for name, v in held if is_plain(v)))
+    for name in ("getstate", "__reduce__"):
+        with suppress(Exception):
+            return getattr(value, name)()
+    return ABSENT
