@@ -12,14 +12,9 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
-from fxsplit.ir.facts.agreement import list_kinds, mix_rows
-from fxsplit.ir.facts.chunks import Cut
-from fxsplit.ir.facts.meanings import Kind
-from fxsplit.runtime.microbatches import find_target_cuts
+from fxsplit.runtime.loss_trial import LossTrial
 from fxsplit.runtime.program import Program
-from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.expectations import expect_averages
 from fxsplit.torch_internals.undo import undo_after
 from fxsplit.torch_internals.user_lines import warn_user
@@ -61,6 +56,7 @@ class LossMeaning:
         self._loss_fn = loss_fn
         self._watch = watch
         self._changes: list[str] = []
+        self._compares = False
         self._said = False
         self._steps = 0 if looks else MOST_STEPS
         self._differs = ""
@@ -73,14 +69,16 @@ class LossMeaning:
 
     def begin_step(self) -> None:
         """Forget what a step noticed that then failed."""
-        self._differs = ""
+        self._differs, self._compares = "", False
 
     def look_at(self, program: Program, outputs: Sequence[Any], target: tuple[Any, ...], rows: int) -> None:
         """Compare the loss of a microbatch, from the last stage's `outputs` for its rows, with that of its pieces."""
         with self._lock, torch.no_grad():
             try:
                 with self._call_without_trace(outputs, target, program) as loss_fn:
-                    kinds = _find_kinds(loss_fn, program, outputs, target, rows)
+                    trial = LossTrial(loss_fn, program, outputs, target, rows)
+                    kinds = trial.find_kinds()
+                    self._compares |= len(kinds) == 1 and trial.compares_rows(*kinds)
             except Exception as error:  # a loss may be made for its number of rows alone
                 self._differs = self._differs or f"it does not run on pieces of a microbatch ({error})"
                 return
@@ -127,73 +125,15 @@ class LossMeaning:
                 f"loss_fn changes {'; '.join(changes)}. A step calls it for each microbatch, not for the batch: "
                 "change this in the training loop, or compile with n_microbatches=1"
             )
+        if self._compares:
+            warn_user(
+                "the gradient of loss_fn compares rows, although its value does not, as that of a loss divided by a "
+                "detached loss: the pipeline computes it within microbatches, which differs from the whole batch; "
+                "compile with n_microbatches=1 for that"
+            )
         if self._differs:
             warn_user(
                 f"loss_fn is no mean over rows and no sum: {self._differs}. The pipeline averages it over "
                 "microbatches, by rows, which differs from the loss of the whole batch: divide by the number of rows, "
                 "state loss_fn.reduction = 'sum', or compile with n_microbatches=1"
             )
-
-
-def _find_kinds(
-    loss_fn: Callable[..., Any], program: Program, outputs: Sequence[Any], target: tuple[Any, ...], rows: int
-) -> set[Kind]:
-    """Return what the loss of rows is in terms of that of pieces of them: "mean" or "sum", both, or neither."""
-    kinds: set[Kind] = {"mean", "sum"}
-    leaves, structure = pytree.tree_flatten(target)
-    tensors, n_outputs = [*outputs, *leaves], len(outputs)
-    cuts = [*(meaning.cut for meaning in program.joined), *find_target_cuts(leaves, rows, program.inputs)]
-
-    def compute(part: Sequence[Any]) -> Tensor:
-        made = program.build_result(part[:n_outputs])
-        return _compute(loss_fn, made, pytree.tree_unflatten(part[n_outputs:], structure))
-
-    with expect_averages():
-        # Equal losses of all pieces leave open what they mean: mixed rows may tell then.
-        for mixed in (False, True):
-            parts, sizes = _list_parts(tensors, cuts, rows, mixed=mixed)
-            whole, *pieces = map(compute, parts)
-            kinds &= list_kinds(whole, pieces, sizes, loose=whole.dtype is not torch.float64)
-            if len(kinds) < 2:
-                break
-    return kinds
-
-
-def _list_parts(
-    tensors: Sequence[Any], cuts: Sequence[Cut], rows: int, *, mixed: bool
-) -> tuple[list[list[Any]], tuple[int, int]]:
-    """Return outputs and target of a microbatch, or of rows mixed from it, then of two pieces of it, and their sizes.
-
-    The pieces differ in size, so that a mean is told from one weighted by rows. Fewer rows than three get more.
-    """
-    count = max(rows, 3)
-    first = count // 2 + 1
-    ranges = (range(count), range(first), range(first, count))
-    parts = []
-    for places in ranges:
-        part = []
-        for value, (dim, each) in zip(tensors, cuts, strict=True):
-            if not isinstance(value, Tensor) or dim is None:
-                part.append(value)
-                continue
-            other = mix_rows(value, dim, each)
-            pool = torch.cat([other if mixed else value, mix_rows(other, dim, each) if mixed else other], dim)
-            # Rows that are there first, and then those that are made of them.
-            chosen = [min(i, 2 * rows - 1) * each + k for i in places for k in range(each)]
-            part.append(pool.index_select(dim, torch.tensor(chosen, device=value.device)))
-        parts.append(part)
-    return parts, (first, count - first)
-
-
-def _compute(loss_fn: Callable[..., Any], outputs: Any, target: tuple[Any, ...]) -> Tensor:
-    """Return the loss of outputs and target in double precision, or in their own where it knows no other."""
-    try:
-        loss: Tensor = loss_fn(_widen(outputs), *_widen(target))
-    except (RuntimeError, TypeError):
-        loss = loss_fn(outputs, *target)
-    return loss.detach()
-
-
-def _widen(value: Any) -> Any:
-    """Return a tree with its floats in double precision."""
-    return pytree.tree_map(lambda t: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t, value)

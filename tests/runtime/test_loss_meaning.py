@@ -118,3 +118,57 @@ def test_a_loss_of_zero_is_looked_at_again() -> None:
         assert pipe.step(x, target=y) == 0
         open_at_first[0] = 200.0
         torch.testing.assert_close(pipe.step(x, target=y), hinge(model(x), y).detach())
+
+
+class Flagged(Mlp):
+    """Returns beside its output where that is above zero."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        return y, y > 0
+
+
+def balance(outputs: Tensor, target: Tensor) -> Tensor:
+    """A loss whose second term is as large as its first."""
+    a, b = F.cross_entropy(outputs, target), outputs.abs().mean()
+    return a + b * (a / b).detach()
+
+
+def test_a_gradient_that_compares_rows_is_said() -> None:
+    """The value is a mean over rows, so nothing was said, and the gradients were others than the whole batch's."""
+    model, (x, y) = Mlp().double(), make_batch(8)
+    with fxsplit.compile(model, 2, loss_fn=balance, n_microbatches=2, passes=FAST) as pipe:
+        with pytest.warns(FxsplitWarning, match="the gradient of loss_fn compares rows") as said:
+            pipe.step(x, target=y)
+        assert len(said) == 1 and said[0].filename == __file__
+    model.zero_grad()
+    with fxsplit.compile(model, 2, loss_fn=balance, n_microbatches=1, passes=FAST) as pipe, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipe.step(x, target=y)
+        weight = next(model.parameters())
+        wanted = torch.autograd.grad(balance(model(x), y), weight)[0]
+        torch.testing.assert_close(weight.grad, wanted)
+
+
+def test_other_gradients_are_no_reason_to_warn() -> None:
+    """Those of a loss that writes to what it is given, ignores an output, knows float32 alone, or has maxima."""
+    single = torch.ones(3)
+
+    def writes(outputs: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(outputs.mul_(2.0), target)
+
+    losses: list[Any] = [
+        writes,
+        lambda o, t: F.relu(o - 0.1).mean() + o.max(1).values.mean(),
+        lambda o, t: (o.float() * single).sum(1).mean(),
+        lambda o, t: F.multi_margin_loss(o, t),
+    ]
+    models = [*((Mlp(), loss_fn) for loss_fn in losses), (Flagged(), lambda o, t: (o[0] * o[1]).mean())]
+    for model, loss_fn in models:
+        x, y = make_batch(8)
+        with (
+            fxsplit.compile(model.double(), 2, loss_fn=loss_fn, n_microbatches=2, passes=FAST) as pipe,
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("error")
+            pipe.step(x, target=y)
