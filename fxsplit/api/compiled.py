@@ -55,9 +55,11 @@ class Compiled:
     versions: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)
 
     def adapt_candidate(self, options: Options, rows: int) -> Candidate:
-        """Return this record's schedule, with the number of microbatches for a batch of `rows`."""
+        """Return this record's schedule, with the number of microbatches for a batch of `rows`, which may be small."""
         scheduler = self.program.scheduler
-        return Candidate(scheduler, options.count_microbatches(scheduler, rows, self.found_count))
+        count = options.count_microbatches(scheduler, rows, self.found_count)
+        fewer = scheduler.nearest(rows) if rows < count else count
+        return Candidate(scheduler, fewer if fewer <= rows else count)
 
     def serves(self, captured: IR) -> bool:
         """Return whether these stages are right in the other mode too, whose graph is `captured`.

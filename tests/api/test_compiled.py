@@ -159,3 +159,33 @@ def test_a_pass_that_asks_a_submodule_for_its_mode_is_run_again_when_that_change
         model.drop.eval()
         torch.testing.assert_close(pipe(x), model(x))
         assert found == [True, False]
+
+
+class ByLength(nn.Module):
+    """Is exported, as it decides by a length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.a, self.b = nn.Embedding(9, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.embed(tokens)
+        h = h if h.shape[1] < 100 else h * 2
+        result: Tensor = self.b(torch.tanh(self.a(h)).mean(1))
+        return result
+
+
+def test_a_small_batch_may_be_the_first_in_evaluation_or_of_its_length() -> None:
+    """Fewer rows than n_microbatches were cut into fewer only by a program that was there already."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(8, 6), nn.Dropout(0.0), nn.Tanh(), nn.Linear(6, 3))
+    with fxsplit.compile(model, 2, example_inputs=vectors(), n_microbatches=4, passes=FAST) as pipe:
+        pipe.eval()
+        x = vectors(3)
+        with pytest.warns(fxsplit.FxsplitWarning, match="a batch of 3 rows is cut into 3 microbatches"):
+            torch.testing.assert_close(pipe(x), model(x))
+    model, tokens = ByLength(), torch.randint(9, (8, 5))
+    with fxsplit.compile(model, 2, example_inputs=tokens, n_microbatches=4, passes=FAST) as pipe:
+        tokens = torch.randint(9, (2, 7))
+        with pytest.warns(fxsplit.FxsplitWarning, match="a batch of 2 rows is cut into 2 microbatches"):
+            torch.testing.assert_close(pipe(tokens), model(tokens))
