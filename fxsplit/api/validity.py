@@ -20,7 +20,7 @@ from fxsplit.ir.facts.python_state import PythonState
 from fxsplit.ir.facts.scope import Scope
 from fxsplit.ir.facts.stages import Stages, list_weights
 from fxsplit.ir.graph import IR
-from fxsplit.torch_internals.containers import HOOKS
+from fxsplit.torch_internals.containers import HOOKS, has_global_hooks
 from fxsplit.torch_internals.rng import is_dropout
 
 
@@ -66,6 +66,12 @@ class Validity:
 
         A hook that the model's own library has registered belongs to its forward(), and its effect is in the graph.
         """
+        if self._traced_into and has_global_hooks():
+            raise InputError(
+                "there are hooks for all modules (torch.nn.modules.module.register_module_forward_hook and the like), "
+                f"and nothing would call them for submodule {self._traced_into[0][0]!r}, whose inside is cut into "
+                "stages: remove them before you call the pipeline"
+            )
         for path, module in self._traced_into:
             hooks = [hook for kind in HOOKS for hook in module.__dict__[kind].values()]
             if not all(_is_from_library(hook, self._model) for hook in hooks):

@@ -35,6 +35,8 @@ No other room but `frontend/` names a private part of torch. Those in use here, 
 - torch._disable_dynamo: uncompiled
 - torch._dynamo.eval_frame: thread_modes
 - torch.utils._device.DeviceContext: thread_modes
+- torch._C._functorch.maybe_current_level: thread_modes
+- torch._C._get_tracing_state: thread_modes
 - torch._C._get_dispatch_stack_at: thread_modes
 - torch._C._get_function_stack_at: thread_modes
 - torch.nn.Module: the dictionaries _parameters, _buffers, _modules and those of hooks (`containers.HOOKS`), everywhere

@@ -7,10 +7,16 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
+from torch.nn.modules import module as torch_modules
 from torch.utils import _pytree as pytree
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """The attributes in which a module keeps its hooks."""
+
+
+def has_global_hooks() -> bool:
+    """Return whether torch calls hooks for every module, as register_module_forward_hook() makes them."""
+    return any(getattr(torch_modules, f"_global{kind}") for kind in HOOKS)
 
 
 def rebuild(value: Any, leaf: Callable[[Any], Any]) -> Any:

@@ -22,6 +22,7 @@ from fxsplit.errors import InputError
 from fxsplit.torch_internals.undo import Turn, undo_after
 
 AUTOCAST_DEVICES = ("cpu", "cuda")
+OTHERS = "and a pipeline's stages run in others"
 _compilers = Turn()
 NO_CONTEXT = nullcontext()
 """A context manager that does nothing. It has no state, so all threads may enter this one."""
@@ -89,17 +90,24 @@ def disable_compilers() -> Iterator[None]:
 
 
 def refuse_foreign_modes() -> None:
-    """Raise InputError for a mode of this thread that is called with each operator or function of torch's.
+    """Raise InputError for a mode of this thread that is called with each operator or function of torch's, or a tracer.
 
     No other thread has it, and it may be made for one thread alone. Of these modes only a default device is carried.
     """
+    if torch._C._get_tracing_state() is not None:
+        raise InputError(f"torch.jit.trace records this thread, {OTHERS}: trace pipe.model, which is the unsplit model")
+    if torch._C._functorch.maybe_current_level() is not None:
+        raise InputError(
+            f"a transform of torch.func (grad, vmap, jvp) sees the operators of this thread, {OTHERS}: call pipe.model "
+            "in it, which is the unsplit model"
+        )
     dispatch = [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
     functions = [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
     foreign = next((m for m in (*dispatch, *functions) if not isinstance(m, DeviceContext)), None)
     if foreign is not None:
         raise InputError(
-            f"a {type(foreign).__name__} is in force, which sees the operators of this thread, and a pipeline's stages "
-            "run in others: leave its block for the pipeline, or call pipe.model in it, which is the unsplit model"
+            f"a {type(foreign).__name__} is in force, which sees the operators of this thread, {OTHERS}: leave its "
+            "block for the pipeline, or call pipe.model in it, which is the unsplit model"
         )
 
 

@@ -157,3 +157,15 @@ def test_modes_that_see_operators_of_one_thread_are_refused() -> None:
             out.backward()
         with torch.device("cpu"):
             pipe(x)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_tracers_and_transforms_are_refused() -> None:
+    """torch.jit.trace kept the outputs of the example as constants: other threads had computed them."""
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3)), torch.randn(8, 8)
+    with fxsplit.compile(model, 2, example_inputs=x, passes=FAST) as pipe:
+        with pytest.raises(InputError, match=r"torch.jit.trace records this thread.* trace pipe.model"):
+            torch.jit.trace(pipe, x, check_trace=False)
+        with pytest.raises(InputError, match=r"a transform of torch.func.* call pipe.model in it"):
+            torch.vmap(pipe)(torch.randn(2, 8, 8))
+        torch.testing.assert_close(pipe(x), model(x))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook
 
 import fxsplit
 from fxsplit.errors import InputError
@@ -114,6 +115,19 @@ def test_hooks_that_would_not_run_are_refused() -> None:
         handle = model.register_forward_hook(lambda m, args, out: None)
         with pytest.raises(InputError, match="the model itself has hooks"):
             pipe.step(vectors(), target=torch.zeros(8, 3))
+        pipe(vectors())
+
+
+def test_hooks_for_all_modules_are_refused() -> None:
+    """Layers ran them, and submodules whose inside is cut did not."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 3))
+    with fxsplit.compile(model, 2, example_inputs=vectors(), passes=FAST) as pipe:
+        handle = register_module_forward_hook(lambda m, args, out: out * 2)
+        try:
+            with pytest.raises(InputError, match=r"hooks for all modules .* submodule '0'.* remove them"):
+                pipe(vectors())
+        finally:
+            handle.remove()
         pipe(vectors())
 
 

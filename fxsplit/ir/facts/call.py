@@ -92,6 +92,7 @@ class Inputs:
         refuse_opaque(values)
         # A tensor is cut or replicated; any other value becomes part of the graph.
         named = {n: v for n, v in zip(names, values, strict=True) if isinstance(v, Tensor)}
+        refuse_nested(named)
         cuts = find_cuts(named, dict(zip(names, roots, strict=True)), chunks or {})
         leaves = [
             TensorSpec(name, v.dtype, v.device, tuple(v.shape), cuts[name]) if isinstance(v, Tensor) else v
@@ -99,6 +100,7 @@ class Inputs:
         ]
         inputs = cls(signature, structure, tuple(leaves), chunks or {})
         tensors = list(named.values())
+        refuse_sparse(inputs.specs, tensors)
         inputs.count_rows(tensors)  # raises for tensors of different numbers of rows
         return inputs, tensors
 
@@ -147,6 +149,7 @@ class Inputs:
                 f"this pipeline was compiled for arguments ({_list_leaves(self.leaves)}) and is called with others "
                 f"({_list_names(names)}): compile another pipeline for the other way of calling the model"
             )
+        refuse_nested({n: v for n, v in zip(names, values, strict=True) if isinstance(v, Tensor)})
         tensors: list[Tensor] = []
         for name, value, leaf in zip(names, values, self.leaves, strict=True):
             if isinstance(leaf, TensorSpec) and isinstance(value, Tensor):
@@ -158,6 +161,7 @@ class Inputs:
                     f"{_describe_leaf(leaf)}, which became part of its graph: compile another pipeline for the other "
                     "value"
                 )
+        refuse_sparse(self.specs, tensors)
         self.count_rows(tensors)
         return tensors
 
@@ -251,6 +255,27 @@ def flatten_call(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapp
         names[name] = None
     values = [replace(v, name=name) if type(v) is Opaque else v for name, (_, v) in zip(names, pairs, strict=True)]
     return list(names), values, structure, [_read_key(path[0]) for path, _ in pairs]
+
+
+def refuse_nested(tensors: Mapping[str, Tensor]) -> None:
+    """Raise InputError for a nested tensor, which has rows of several lengths, and no shape."""
+    name = next((name for name, tensor in tensors.items() if tensor.is_nested), None)
+    if name is not None:
+        raise InputError(
+            f"argument {name!r} is a nested tensor, which a pipeline cannot cut: give it padded, "
+            f"{name}.to_padded_tensor(0.0), and the lengths of its rows beside it"
+        )
+
+
+def refuse_sparse(specs: Sequence[TensorSpec], tensors: Sequence[Tensor]) -> None:
+    """Raise InputError for a tensor that is to be cut and is not dense: torch takes no slices of it."""
+    for spec, tensor in zip(specs, tensors, strict=True):
+        if spec.cut.dim is not None and tensor.layout is not torch.strided:
+            raise InputError(
+                f"argument {spec.name!r} is {str(tensor.layout).removeprefix('torch.')}, and its rows are to be cut "
+                f"into microbatches: give {spec.name}.to_dense(), or state chunks={{{spec.name!r}: fxsplit.Replicate}} "
+                "if every microbatch gets all of it"
+            )
 
 
 def refuse_opaque(values: Iterable[Any]) -> None:

@@ -242,3 +242,18 @@ def test_a_packed_sequence_is_refused_with_what_to_give() -> None:
     for given in (packed, [packed]):
         with pytest.raises(InputError, match=r"'packed\w*' is a PackedSequence.*the padded tensor and the lengths"):
             fxsplit.compile(Recurs(), 2, **OPTIONS)(given)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_what_cannot_be_cut_is_refused() -> None:
+    """torch's own errors speak of strides, or ask to report them."""
+    model, x = nn.Linear(8, 3), torch.randn(4, 8)
+    with pytest.raises(InputError, match=r"'input' is sparse_coo.* input.to_dense\(\), or state chunks="):
+        Inputs.of(model, (x.to_sparse(),), {})
+    nested = torch.nested.nested_tensor([torch.randn(2, 8), torch.randn(3, 8)])
+    with pytest.raises(InputError, match=r"'input' is a nested tensor.* input.to_padded_tensor\(0.0\)"):
+        Inputs.of(model, (nested,), {})
+    inputs, _ = Inputs.of(model, (x,), {})
+    for value in (x.to_sparse(), nested):
+        with pytest.raises(InputError, match="argument 'input' is"):
+            inputs.bind((value,), {}, None)
