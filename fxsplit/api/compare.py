@@ -58,13 +58,13 @@ class Outcome:
 class Joined:
     """How outputs and losses of microbatches make those of the batch.
 
-    meanings: what each output means (None: rows on the first dimension, and the mean of numbers). reduction: whether
-        losses are a "mean" or a "sum" (None: as the loss function states). first: whether one loss is computed of the
+    meanings: what each output means (None: rows on the first dimension, and the mean of numbers). weights: those of
+        the losses of microbatches (None: as the loss function states). first: whether one loss is computed of the
         outputs that are joined, as a loop around the model does.
     """
 
     meanings: Sequence[Meaning] | None = None
-    reduction: str | None = None
+    weights: Sequence[float] | None = None
     first: bool = False
 
 
@@ -110,12 +110,15 @@ def run_unsplit_step(
     columns = [spec.cut.split(t, rows) for t, spec in zip(tensors, inputs.specs, strict=True)]
     targets = [()] * len(rows) if target is None else [(t,) for t in split_target(target, rows, inputs)]
     outputs = []
-    for m, weight in enumerate(weigh_rows(joined.reduction or find_reduction(loss_fn), rows)):
+    weights = weigh_rows(find_reduction(loss_fn), rows) if joined.weights is None else joined.weights
+    for m, weight in enumerate(weights):
         call = inputs.make_call([column[m] for column in columns])
         output = model(*call.args, **call.kwargs)
         # Weighted by rows, the losses of microbatches add up to the loss of the batch, as in the pipeline's step.
         if not joined.first:
-            (loss_fn(output, *targets[m]) * weight).backward()
+            # A microbatch without anything to count has no loss, and no weight.
+            if weight:
+                (loss_fn(output, *targets[m]) * weight).backward()
             output = pytree.tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, to_plain_outputs(output))
         outputs.append(to_plain_outputs(output))
     whole = _join_outputs(outputs, rows, joined.meanings)

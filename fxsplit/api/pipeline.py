@@ -33,7 +33,7 @@ from fxsplit.ir.facts.stages import Stages
 from fxsplit.ir.graph import IR
 from fxsplit.ir.interrupts import lose_no_interrupt
 from fxsplit.runtime.engine import Engine
-from fxsplit.runtime.loss import BatchLoss, find_own_reduction, find_reduction, take_model_loss
+from fxsplit.runtime.loss import BatchLoss, find_own_meaning, find_reduction, find_weights, take_model_loss
 from fxsplit.runtime.loss_meaning import LossMeaning
 from fxsplit.runtime.microbatches import split_target
 from fxsplit.runtime.program import Batch, Program
@@ -202,13 +202,13 @@ class Pipeline(Facade):
 
         `target` is a tensor, or tuple or dict of tensors, with one row for each row of the input. Without a loss_fn the
         loss is the one that the model itself returns, as Hugging Face's models do for `labels=`. The loss is that of
-        the whole batch: microbatches are weighted by their rows where it is a mean, and summed where it is a sum, as
-        `loss_fn.reduction` says or the first step finds out, which computes the loss on pieces of each microbatch for
-        it. A loss that is neither, as one that divides by a count of labels or compares rows, is averaged by rows with
-        a warning; one that the model returns is refused where it compares rows. With `return_outputs` the result is
-        (loss, outputs), both detached. No `.grad` changes when a step fails, in a gradient hook of yours too. Buffers,
-        such as batch norm's statistics, may have changed. An interrupt that comes when all gradients have been added
-        says so in a note. Raises StepTimeout, which says what each worker does, where forwards and backwards take
+        the whole batch: microbatches are weighted by their rows where it is a mean, by their counts where it is divided
+        by a count of labels, and summed where it is a sum, as `loss_fn.reduction` says or the first step finds out,
+        which computes the loss on pieces of each microbatch for it. A loss that is none of these, as one that compares
+        rows, is averaged by rows with a warning; one that the model returns is refused then. With `return_outputs` the
+        result is (loss, outputs), both detached. No `.grad` changes when a step fails, in a gradient hook of yours too.
+        Buffers, such as batch norm's statistics, may have changed. An interrupt that comes when all gradients have been
+        added says so in a note. Raises StepTimeout, which says what each worker does, where forwards and backwards take
         longer than `timeout_s` seconds.
 
         `losses` is a list to which the loss of each microbatch is appended, detached and as it is before weighting.
@@ -309,13 +309,18 @@ class Pipeline(Facade):
         stepper = make_stepper(schedule, optimizer)
         targets = None if loss_fn is None else split_target(target, batch.rows, batch.program.inputs)
         meaning = self._find_loss_meaning(batch)
-        return batch, BatchLoss(loss_fn or take_model_loss, targets, batch.rows, schedule.steps, meaning), stepper
+        weigh = find_weights(batch, targets, meaning)
+        return (
+            batch,
+            BatchLoss(loss_fn or take_model_loss, targets, batch.rows, schedule.steps, meaning, weigh),
+            stepper,
+        )
 
     def _find_loss_meaning(self, batch: Batch) -> LossMeaning:
         """Return what is known of the loss of a step; raises InputError for one that microbatches do not make."""
         loss_fn, program = self.compiler.options.loss_fn, batch.program
         if loss_fn is None:
-            return LossMeaning(take_model_loss, find_own_reduction(program, len(batch.rows)), looks=False)
+            return LossMeaning(take_model_loss, find_own_meaning(program, len(batch.rows)).kind, looks=False)
         if len(batch.rows) == 1:  # any loss is right for a batch that stays whole
             return LossMeaning(loss_fn, find_reduction(loss_fn), looks=False)
         # The same function may mean something else of the outputs of another program.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from typing import Any
 
@@ -35,7 +35,7 @@ from fxsplit.ir.facts.call import Call, parse_example_inputs
 from fxsplit.ir.facts.effects import CallEffects
 from fxsplit.ir.facts.meanings import Meaning
 from fxsplit.ir.interrupts import lose_no_interrupt
-from fxsplit.runtime.loss import LossFn, find_own_loss, find_own_reduction, sum_squares, take_model_loss
+from fxsplit.runtime.loss import LossFn, find_own_loss, find_own_meaning, sum_squares, take_model_loss
 from fxsplit.runtime.program import Batch
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.containers import to_plain_outputs
@@ -65,8 +65,8 @@ class Verification:
 
     `by_nature` are names of outputs, gradients and buffers in which the unsplit model itself, run on microbatches,
     differs from its run on the whole batch for a reason that lies in the model: batch norm, buffers that every call
-    writes, or a loss that divides by a count other than that of rows. They are compared with the model on microbatches,
-    and all others with the model on the whole batch.
+    writes, or a loss that divides by a count that its graph does not show. They are compared with the model on
+    microbatches, and all others with the model on the whole batch.
     """
 
     differences: tuple[Difference, ...]
@@ -195,17 +195,15 @@ class _Trial:
         """Whether the loss is of joined outputs: the squares of means and sums do not add up over microbatches."""
         return self.loss_fn is not None and any(meaning.kind != "rows" for meaning in self.meanings)
 
-    @cached_property
-    def reduction(self) -> str | None:
-        """How the losses of microbatches make the batch's; None where the loss function says it."""
-        return find_own_reduction(self.batch.program, len(self.batch.rows)) if self.loss_fn is None else None
-
     def run(self, model: nn.Module, rows: Sequence[int]) -> Outcome:
         """Return what a step of the unsplit model leaves, on microbatches of so many rows."""
         args, kwargs = _clone_call(self.call)
         target = () if self.loss_fn else None
         loss_fn, how = self.loss_fn or take_model_loss, self.batch.program.inputs
-        joined = Joined(self.meanings, self.reduction, self.joins_first)
+        batch = self.batch._replace(rows=rows)
+        meanings = [replace(m, weights=batch.weigh(m)) for m in self.meanings]
+        weights = batch.weigh(find_own_meaning(batch.program, len(rows))) if self.loss_fn is None else None
+        joined = Joined(meanings, weights, self.joins_first)
         return run_unsplit_step(model, args, target, loss_fn, rows, kwargs, how, joined)
 
     def run_pipeline(self, split: Pipeline) -> Outcome:

@@ -102,7 +102,7 @@ def capture(
     with undo_after(watch.put_back):
         graph, effects = _choose_watched(subject, watch, grad_enabled)
         with restore_model(model):
-            effects = replace(effects, meanings=find_meanings(subject, joined=stated.joined))
+            effects = replace(effects, meanings=find_meanings(subject, graph.gm, joined=stated.joined))
     _set_modes(graph.gm, model)
     # What stays whole reads and writes by itself.
     state = watch.list_reads(graph).follow(subject.numbers, graph.followed)

@@ -53,7 +53,7 @@ def fit_to_shapes(captured: IR, model: nn.Module, call: Call, rows: int, stated:
             graph = _copy_graph(captured.gm)
             set_numbers(graph, captured[PythonState].read_numbers())
             effects = check_graph(subject, graph, rows)
-            effects = replace(effects, meanings=find_meanings(subject, joined=stated.joined))
+            effects = replace(effects, meanings=find_meanings(subject, graph, joined=stated.joined))
     except torch.OutOfMemoryError:
         raise
     except DIFFER:

@@ -63,11 +63,12 @@ class Engine:
         job = Job(program, program.passes(len(rows)).only(FORWARD), work)
         with self._take_turn(), count_as_one_batch(program.noted):
             self._workers.run(job)
-        outputs, wanted = join_outputs(job, rows, program.joined)
+        meanings = batch.weigh_outputs()
+        outputs, wanted = join_outputs(job, rows, meanings)
         if not any(wanted):
             return outputs
         trained = program.list_trained()
-        backward = self._make_backward(batch, trained, work.tape, WeightsThen(program, len(rows)))
+        backward = self._make_backward(batch, meanings, trained, work.tape, WeightsThen(program, len(rows)))
         inputs = [t for t in tensors if t.requires_grad]
         joined: tuple[Tensor, ...] = PipelineFunction.apply(backward, outputs, wanted, *inputs, *list_leaves(trained))  # type: ignore[no-untyped-call]
         return list(joined)
@@ -108,7 +109,7 @@ class Engine:
             with count_as_one_batch(program.noted):
                 self._workers.run(job, timeout_s)
             total = loss.compute_total()
-            outputs = join_outputs(job, batch.rows, program.joined)[0] if keep_outputs else []
+            outputs = join_outputs(job, batch.rows, batch.weigh_outputs())[0] if keep_outputs else []
             result = (total, program.build_result(outputs)) if keep_outputs else total
             sums = job.total()
             hand_over(list(sums.totals.values()))
@@ -118,7 +119,12 @@ class Engine:
         return result
 
     def _make_backward(
-        self, batch: Batch, trained: Sequence[Sequence[Tensor]], tape: Tape, then: WeightsThen
+        self,
+        batch: Batch,
+        meanings: Sequence[Meaning],
+        trained: Sequence[Sequence[Tensor]],
+        tape: Tape,
+        then: WeightsThen,
     ) -> Backward:
         """Return the pipelined backward of a forward pass; it keeps the engine alive until autograd drops it."""
         program, tensors, rows, _ = batch
@@ -138,7 +144,7 @@ class Engine:
                     refuse_kept(saved)
             columns = [
                 [None] * len(rows) if g is None else split_gradient(g, rows, meaning)
-                for g, meaning in zip(gradients, program.joined, strict=True)
+                for g, meaning in zip(gradients, meanings, strict=True)
             ]
             work = Work(seeds=lambda m: [column[m] for column in columns], trained=trained, tape=tape)
             job = Job(program, program.passes(len(rows)).only(BACKWARD), work)

@@ -10,16 +10,17 @@ import itertools
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fxsplit.errors import InputError
-from fxsplit.ir.facts.meanings import MEAN
+from fxsplit.ir.facts.counts import Count, check_nothing_counts
+from fxsplit.ir.facts.meanings import MEAN, Meaning
 from fxsplit.runtime.loss_meaning import LossMeaning
-from fxsplit.runtime.program import Program
+from fxsplit.runtime.program import Batch, Program
 from fxsplit.runtime.streams import hand_over
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.containers import to_plain_outputs
@@ -27,6 +28,9 @@ from fxsplit.torch_internals.user_lines import find_users_line
 
 LossFn = Callable[..., Tensor]
 """loss_fn(outputs, target), or loss_fn(outputs) where a step is given no target."""
+
+Weigh = Callable[[int, int], Sequence[float]]
+"""Returns the weights of the losses of microbatches, from one up to another, in the loss of these."""
 
 Finish = Callable[[int, tuple[Any, ...]], Tensor]
 """Computes a microbatch's loss from the last stage's outputs; its backward starts there."""
@@ -48,8 +52,8 @@ def find_own_loss(outputs: Any) -> Tensor | None:
     return outputs if outputs.ndim == 0 or (named and outputs.numel() == 1) else None
 
 
-def find_own_reduction(program: Program, n_microbatches: int) -> str:
-    """Return how the losses that a model returns for its microbatches make the batch's: "mean", or "sum".
+def find_own_meaning(program: Program, n_microbatches: int) -> Meaning:
+    """Return how the losses that a model returns for its microbatches make the batch's: as a mean, or as a sum.
 
     Raises InputError where the batch's loss follows from none of them, as of one that compares rows with each other.
     """
@@ -58,7 +62,7 @@ def find_own_reduction(program: Program, n_microbatches: int) -> str:
     meaning = next((m for m, place in zip(program.joined, places, strict=True) if place is loss), MEAN)
     if meaning.kind == "unjoined" and n_microbatches > 1:
         raise InputError(meaning.why)
-    return "sum" if meaning.kind == "sum" else "mean"
+    return meaning if meaning.kind in ("sum", "mean") else MEAN
 
 
 def take_model_loss(outputs: Any) -> Tensor:
@@ -97,9 +101,24 @@ def weigh_rows(reduction: str | None, rows: Sequence[int]) -> list[float]:
 
     A mean over rows, which is assumed where nothing is known, has the microbatch's share of the rows, a sum 1.
     """
-    # Added up once: this runs at the start of every step.
-    total = sum(rows)
-    return [1.0] * len(rows) if reduction == "sum" else [count / total for count in rows]
+    return Meaning("sum" if reduction == "sum" else "mean").list_weights(rows)
+
+
+def find_weights(batch: Batch, targets: Sequence[Any] | None, meaning: LossMeaning) -> Weigh:
+    """Return what weighs the losses of microbatches, by what they are divided by where that is known.
+
+    targets: the pieces of the target; None for a loss of the model's own.
+    """
+    if targets is None:
+        return partial(batch.weigh, find_own_meaning(batch.program, len(batch.rows)))
+
+    def weigh(begin: int, end: int) -> Sequence[float]:
+        rows, pieces = batch.rows[begin:end], [[piece] for piece in targets[begin:end]]
+        # Asked for late: the first microbatch may have told what the loss means.
+        weights = meaning.count.weigh(pieces, rows) if meaning.count is not None else ()
+        return weights if isinstance(meaning.count, Count) else weigh_rows(meaning.reduction, rows)
+
+    return weigh
 
 
 def describe_loss(error: BaseException) -> str:
@@ -120,7 +139,8 @@ class BatchLoss:
 
     A loss function that averages over rows (reduction "mean", or none known) is weighted by the microbatch's share of
     the rows: of 7 rows in 3 microbatches, the weights are 3/7, 2/7 and 2/7. A loss with reduction "sum" has weight 1.
-    Either way the microbatches add up to the whole batch's loss.
+    Either way the microbatches add up to the whole batch's loss. `weigh` gives other weights, where they are known, of
+    the microbatches from one up to another in what these make.
 
     `meaning` is what is known of the loss function; it may come to know the reduction when it looks at the first
     microbatch, before any backward. `rows` has the rows of each microbatch. Where the optimizer steps between
@@ -136,6 +156,7 @@ class BatchLoss:
         rows: Sequence[int],
         ends: Sequence[int] = (),
         meaning: LossMeaning | None = None,
+        weigh: Weigh | None = None,
     ) -> None:
         self.meaning = LossMeaning(loss_fn, find_reduction(loss_fn) or "mean") if meaning is None else meaning
         if self.meaning.reduction not in (None, "mean", "batchmean", "sum"):
@@ -145,6 +166,7 @@ class BatchLoss:
         self._targets = targets
         self._rows = rows
         self._ends = ends
+        self._weigh = weigh or (lambda begin, end: weigh_rows(self.meaning.reduction, rows[begin:end]))
         self._losses: list[Tensor | None] = [None] * len(rows)
         # A weight as a tensor, made once. Each worker has its own: on a GPU another worker's stream may be behind.
         self._gradients: dict[tuple[float, int], Tensor] = {}
@@ -162,15 +184,17 @@ class BatchLoss:
             self.meaning.look_at(program, outputs, target, self._rows[microbatch])
 
     @cached_property
-    def _weights_in_batch(self) -> list[float]:
+    def _weights_in_batch(self) -> Sequence[float]:
         """The weight of each microbatch's loss in the loss that is reported, which is that of the whole batch."""
-        return weigh_rows(self.meaning.reduction, self._rows)
+        return self._weigh(0, len(self._rows))
 
     @cached_property
-    def _weights_in_step(self) -> list[float]:
+    def _weights_in_step(self) -> Sequence[float]:
         """The weight of each microbatch's loss in that of one optimizer step, whose gradients are computed."""
+        if not self._ends:
+            return self._weights_in_batch
         bounds = itertools.pairwise([0, *(m + 1 for m in self._ends), len(self._rows)])
-        return [w for begin, end in bounds for w in weigh_rows(self.meaning.reduction, self._rows[begin:end])]
+        return [w for begin, end in bounds if begin < end for w in self._weigh(begin, end)]
 
     def __call__(self, microbatch: int, outputs: Any) -> Tensor:
         """Return the loss of one microbatch, a number that autograd knows, from the model's outputs for it.
@@ -198,6 +222,9 @@ class BatchLoss:
     def make_output_gradients(self, microbatch: int) -> list[Tensor | None]:
         """Return the gradient that the backward of a microbatch's loss starts from: the weight of that loss."""
         weight = self._weights_in_step[microbatch]
+        if not weight:
+            check_nothing_counts(self._losses[microbatch], f"the loss of microbatch {microbatch}")
+            return [None]
         key = weight, threading.get_ident()
         if key not in self._gradients:
             self._gradients[key] = torch.full_like(self._losses[microbatch], weight)  # type: ignore[arg-type]
@@ -218,4 +245,5 @@ class BatchLoss:
         found = torch.stack([loss.to(losses[0].device) for loss in losses])
         # In double precision: a share such as 1/3 would lose digits in a loss of half precision.
         weights = torch.tensor(self._weights_in_batch, dtype=torch.float64, device=found.device)
-        return (found * weights).sum().to(found.dtype)
+        # A microbatch without anything to count has divided by zero.
+        return (found * weights).where(weights != 0, 0.0).sum().to(found.dtype)

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
+from fxsplit.ir.facts.counts import Count, Watch
+from fxsplit.runtime.loss_count import find_loss_count
 from fxsplit.runtime.loss_trial import LossTrial
 from fxsplit.runtime.program import Program
 from fxsplit.torch_internals.expectations import expect_averages
@@ -41,6 +43,7 @@ class LossMeaning:
 
     looks: whether microbatches are looked at, or what is stated is believed. watch: makes what watches the function
     while it is called for that, so that those calls change nothing.
+    count: what the loss is divided by, where that is found out and no number of rows.
     reduction: "mean" or "sum", as the function states it, or as it was found out; None while it is open.
     """
 
@@ -53,6 +56,7 @@ class LossMeaning:
         watch: Callable[[Callable[..., Any]], Watcher] | None = None,
     ) -> None:
         self.reduction = "mean" if stated == "batchmean" else stated
+        self.count: Count | Watch | None = None
         self._loss_fn = loss_fn
         self._watch = watch
         self._changes: list[str] = []
@@ -74,8 +78,14 @@ class LossMeaning:
     def look_at(self, program: Program, outputs: Sequence[Any], target: tuple[Any, ...], rows: int) -> None:
         """Compare the loss of a microbatch, from the last stage's `outputs` for its rows, with that of its pieces."""
         with self._lock, torch.no_grad():
+            if isinstance(self.count, Count):
+                return
             try:
                 with self._call_without_trace(outputs, target, program) as loss_fn:
+                    self.count = self.count or find_loss_count(loss_fn, program.build_result(outputs), target)
+                    if isinstance(self.count, Count):
+                        self.reduction = "mean"
+                        return
                     trial = LossTrial(loss_fn, program, outputs, target, rows)
                     kinds = trial.find_kinds()
                     self._compares |= len(kinds) == 1 and trial.compares_rows(*kinds)
@@ -88,6 +98,7 @@ class LossMeaning:
             if self.reduction is None:
                 self.reduction = found
             if found is None or found != self.reduction:
+                self.count = None  # what differs always need not be watched
                 self._differs = "a microbatch's is neither the mean nor the sum of that of its rows"
 
     @contextmanager

@@ -15,6 +15,7 @@ from torch import Tensor
 from fxsplit.errors import InputError
 from fxsplit.ir.facts.call import Inputs
 from fxsplit.ir.facts.chunks import TARGET, Cut, Replicate, find_stated_dim
+from fxsplit.ir.facts.counts import check_nothing_counts
 from fxsplit.ir.facts.meanings import ROWS, Meaning
 from fxsplit.torch_internals import pytree
 
@@ -99,7 +100,11 @@ def join(pieces: Sequence[Tensor], rows: Sequence[int], meaning: Meaning = ROWS)
         return stacked.all(0) if meaning.kind == "all" else stacked.any(0)
     if meaning.kind == "sum":
         return stacked.sum(0, dtype=stacked.dtype)
-    return torch.stack([piece * (count / sum(rows)) for piece, count in zip(pieces, rows, strict=True)]).sum(0)
+    weights = meaning.list_weights(rows)
+    for m in (m for m, weight in enumerate(weights) if not weight):
+        check_nothing_counts(pieces[m], f"that of microbatch {m}")
+    pairs = zip(pieces, weights, strict=True)
+    return torch.stack([piece * weight if weight else torch.zeros_like(piece) for piece, weight in pairs]).sum(0)
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:
@@ -109,8 +114,8 @@ def _is_same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, equal_nan=True)
 
 
-def split_gradient(gradient: Tensor, rows: Sequence[int], meaning: Meaning = ROWS) -> Sequence[Tensor]:
-    """Return the gradient of each piece that `join` was given, from the gradient of its result."""
+def split_gradient(gradient: Tensor, rows: Sequence[int], meaning: Meaning = ROWS) -> Sequence[Tensor | None]:
+    """Return the gradient, or None for none, of each piece that `join` was given, from the gradient of its result."""
     if len(rows) == 1:
         return [gradient]
     if meaning.kind == "rows":
@@ -118,4 +123,4 @@ def split_gradient(gradient: Tensor, rows: Sequence[int], meaning: Meaning = ROW
     if meaning.kind == "sum":
         return [gradient] * len(rows)
     # What is the same for all microbatches is made by each of them: their shares add up to one.
-    return [gradient * (count / sum(rows)) for count in rows]
+    return [gradient * weight if weight else None for weight in meaning.list_weights(rows)]

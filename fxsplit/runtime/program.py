@@ -6,7 +6,7 @@ It has neither the model nor the graph that it was compiled from. `Batch` is a c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -194,3 +194,18 @@ class Batch(NamedTuple):
     tensors: Sequence[Tensor]
     rows: Sequence[int]
     numbers: tuple[float, ...] = ()
+
+    def weigh(self, meaning: Meaning, first: int = 0, last: int | None = None) -> list[float]:
+        """Return the weight of each microbatch, from `first` up to `last`, in what these make."""
+        rows = self.rows[first:last]
+        if meaning.count is None:
+            return meaning.list_weights(rows)
+        cuts, before = [spec.cut for spec in self.program.inputs.specs], sum(self.rows[:first])
+        whole = [cut.narrow(t.detach(), before, sum(rows)) for cut, t in zip(cuts, self.tensors, strict=True)]
+        columns = [cut.split(t, rows) for cut, t in zip(cuts, whole, strict=True)]
+        pieces = [(*piece, *self.numbers) for piece in zip(*columns, strict=True)]
+        return meaning.count.weigh(pieces, rows, [*whole, *self.numbers])
+
+    def weigh_outputs(self) -> list[Meaning]:
+        """Return what each output of the program means, with the weights of this batch's microbatches."""
+        return [m if m.count is None else replace(m, weights=self.weigh(m)) for m in self.program.joined]

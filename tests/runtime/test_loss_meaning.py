@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -39,6 +40,9 @@ MEANS: dict[str, Any] = {
     "tokens": lambda o, t: F.nll_loss(o.log_softmax(1), t) * 0.5,
     "mean squares": lambda o, t: (o - t[:, None]).square().mean(),
     "smoothed": lambda o, t: F.cross_entropy(o, t, label_smoothing=0.2),
+    "ignoring": lambda o, t: F.cross_entropy(o, t, None, None, 0),
+    "ignoring, a module": nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64), ignore_index=0),
+    "ignoring, bound": partial(F.nll_loss, ignore_index=1),
 }
 SUMS: dict[str, Any] = {
     "summed": lambda o, t: F.cross_entropy(o, t, reduction="sum"),
@@ -70,9 +74,8 @@ def test_a_step_has_the_loss_and_gradients_of_the_whole_batch(name: str, rows: i
         lambda o, t: (o @ o.T).logsumexp(1).mean(),
         lambda o, t: o.norm(),
         lambda o, t: F.cross_entropy(o, t).exp(),
-        lambda o, t: F.cross_entropy(o, t, ignore_index=0),
-        nn.CrossEntropyLoss(ignore_index=0),
-        lambda o, t: F.cross_entropy(o.view(4, 3), t.view(4)),
+        lambda o, t: F.cross_entropy(o, t, ignore_index=0) + o.square().mean(),
+        lambda o, t: o.view(4, 3).square().mean(),
     ],
 )
 def test_a_loss_that_microbatches_do_not_make_is_said_once(loss_fn: Any) -> None:

@@ -12,9 +12,10 @@ from dataclasses import replace
 from functools import cached_property
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from fxsplit.errors import InputError
+from fxsplit.frontend.check.counts import find_count, find_inner_counts
 from fxsplit.frontend.check.row_gradients import find_unjoined_gradient
 from fxsplit.frontend.check.rows import cut_pieces, join_pieces, mix_batch
 from fxsplit.frontend.check.trial import (
@@ -29,7 +30,9 @@ from fxsplit.frontend.check.trial import (
 from fxsplit.frontend.check.wrong_cuts import describe_wrong_cuts, explain_failure
 from fxsplit.frontend.subject import Runnable, Subject
 from fxsplit.ir.facts.agreement import find_rows_dim, is_close, is_weighted_mean, list_kinds
+from fxsplit.ir.facts.counts import DIFFERS, Count, Watch, share_rows
 from fxsplit.ir.facts.meanings import MEAN, Kind, Meaning
+from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.fake_weights import has_values
 from fxsplit.torch_internals.user_lines import warn_user
 
@@ -40,8 +43,8 @@ WHOLE = Meaning("unjoined", why="the pipeline was compiled for one microbatch a 
 """Of all outputs of a model whose batches stay whole."""
 
 
-def find_meanings(subject: Subject, *, joined: bool = True) -> tuple[Meaning, ...]:
-    """Return what each output tensor of the subject's model means by microbatches.
+def find_meanings(subject: Subject, gm: fx.GraphModule | None = None, *, joined: bool = True) -> tuple[Meaning, ...]:
+    """Return what each output tensor of the subject's model means by microbatches; `gm` is its graph, if known.
 
     joined: whether outputs of microbatches are ever to be joined; where not, none means anything.
 
@@ -49,7 +52,7 @@ def find_meanings(subject: Subject, *, joined: bool = True) -> tuple[Meaning, ..
     depends on the number of rows, and for an argument that is cut by mistake.
     """
     with subject.make_runnable(subject.batch) as here:
-        trial = _Trial(subject, here)
+        trial = _Trial(subject, here, gm)
         if not joined:
             return trial.leave_whole()
         run = trial.run()
@@ -72,9 +75,10 @@ class _Trial:
     `said` are texts to warn with. `doubtful`: whether an output is not what its microbatches make.
     """
 
-    def __init__(self, subject: Subject, here: Runnable) -> None:
+    def __init__(self, subject: Subject, here: Runnable, gm: fx.GraphModule | None) -> None:
         self._subject = subject
         self._here = here
+        self._gm = gm
         self.said: list[str] = []
         self.doubtful = False
         self._closer: dict[tuple[int, ...], Run] = {}
@@ -188,19 +192,20 @@ class _Trial:
         if not kinds:
             closer, loose = self._look_closer(run)
             kinds = list_kinds(*closer.take(name), closer.rows, loose=loose)
+        if not kinds and (count := self._find_count(name, run)) is not None:
+            return Meaning("mean", count=count)
         if not kinds and self._is_counted(name, whole):
             self.doubtful = True
-            self.said.append(
-                f"{name} of {self._here.name} is divided by a count of its own, such as that of labels other than "
-                "ignore_index: the pipeline averages it by rows, which differs from the whole batch where microbatches "
-                "have other counts; hand the count to the model (Hugging Face: num_items_in_batch=), or compile with "
-                "n_microbatches=1"
-            )
+            self.said.append(f"{name} of {self._here.name} {DIFFERS}")
             return Meaning("counted")
         if "same" in kinds and len(kinds) > 1:
             kinds = self._try_others(name, kinds)
         kind = next((k for k in ("same", "mean", "sum", "all", "any") if k in kinds), None)
-        return self._refuse(name, run, "its rows depend on each other") if kind is None else Meaning(kind)
+        if kind is None:
+            return self._refuse(name, run, "its rows depend on each other")
+        # Labels of another batch may be ignored, or masked, where none of the example are.
+        found = (self._find_count(name, run) or self._find_watch(name, run)) if kind == "mean" else None
+        return Meaning(kind, count=found)
 
     def _refuse(self, name: str, run: Run, reason: str) -> Meaning:
         """Return the meaning of an output that microbatches do not make, with the sentence that says so."""
@@ -258,6 +263,48 @@ class _Trial:
         for run in self._others:
             kinds = kinds & list_kinds(*run.take(name), run.rows)
         return kinds
+
+    def _find_node(self, name: str, run: Run) -> fx.Node | None:
+        """Return the node of the graph that is an output; None where the graph or its outputs are others."""
+        leaves = [] if self._gm is None else pytree.tree_leaves(self._gm.graph.output_node().args[0])
+        node = leaves[list(run.whole).index(name)] if len(leaves) == len(run.whole) else None
+        return node if isinstance(node, fx.Node) else None
+
+    def _find_count(self, name: str, run: Run) -> Count | None:
+        """Return what a number is divided by, if the number is that of its pieces then."""
+        node = self._find_node(name, run)
+        graph = None if node is None or self._gm is None else find_count(self._gm, node)
+        if graph is None:
+            return None
+        closer, loose = self._look_closer(run)
+        whole, pieces = closer.take(name)
+        for by_rows in (False, True):
+            count = Count(graph, by_rows)
+            with suppress(Exception):  # such as labels for which the loss itself fails
+                weights = self._weigh(count, run)
+                found = torch.stack([p * w for p, w in zip(pieces, weights, strict=True) if w]).sum(0)
+                if is_close(whole, found.to(whole.dtype), loose=loose):
+                    return count
+        return None
+
+    def _find_watch(self, name: str, run: Run) -> Watch | None:
+        """Return what else is divided by on the way to a number that is a mean by rows on the example."""
+        node = self._find_node(name, run)
+        found = []
+        for graph in [] if node is None or self._gm is None else find_inner_counts(self._gm, node):
+            for by_rows in (False, True):
+                count = Count(graph, by_rows)
+                with suppress(Exception):  # such as a divisor for each row
+                    weights = torch.tensor(self._weigh(count, run), dtype=torch.float64)
+                    if is_close(weights, torch.tensor(share_rows(run.rows), dtype=torch.float64)):
+                        found.append(count)
+                        break
+        return Watch(f"{name} of {self._here.name}", found) if found else None
+
+    def _weigh(self, count: Count, run: Run) -> list[float]:
+        """Return the weights of the pieces of a run."""
+        tensors = take_batch(self._here, sum(run.rows))
+        return count.weigh(cut_pieces(self._here.inputs, tensors, run.rows), run.rows, tensors)
 
     def _is_counted(self, name: str, whole: Tensor) -> bool:
         """Return whether a number is a mean of microbatches, but with other weights than their rows."""

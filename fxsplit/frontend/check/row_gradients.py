@@ -14,6 +14,7 @@ from fxsplit.frontend.check.rows import cut_pieces
 from fxsplit.frontend.check.trial import list_outputs, take_batch, try_out
 from fxsplit.frontend.subject import Runnable
 from fxsplit.ir.facts.agreement import is_close
+from fxsplit.ir.facts.counts import Count
 from fxsplit.ir.facts.meanings import Meaning
 
 
@@ -48,7 +49,7 @@ def _compute_gradients(
     rows = here.inputs.count_rows(tensors)
     with torch.enable_grad(), try_out(here):
         outputs = list_outputs(here, tensors)
-        terms = [_sum_rows(outputs[name], meaning, rows) for name, meaning in meanings.items()]
+        terms = [_sum_rows(outputs[name], meaning, rows, tensors) for name, meaning in meanings.items()]
         ends = [term for term in terms if term is not None]
         if not ends:
             return [torch.zeros_like(w) for w in weights]
@@ -57,10 +58,14 @@ def _compute_gradients(
     return [g.to_dense() if g.is_sparse else g for g in made]
 
 
-def _sum_rows(output: Tensor, meaning: Meaning, rows: int) -> Tensor | None:
+def _sum_rows(output: Tensor, meaning: Meaning, rows: int, tensors: Sequence[Tensor]) -> Tensor | None:
     """Return a sum over the rows of an output; None for one that has no gradient, or is no sum over rows."""
     if not output.requires_grad or not output.is_floating_point():
         return None
+    if isinstance(meaning.count, Count):
+        # Multiplied by what it was divided by. Without anything to count it is zero divided by zero.
+        divisor = meaning.count.find_divisor(tensors, rows)
+        return output.sum() * divisor if divisor else None
     if meaning.kind in ("mean", "sum"):
         return output.sum() * (rows if meaning.kind == "mean" else 1)
     if meaning.kind != "rows":

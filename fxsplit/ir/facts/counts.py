@@ -1,0 +1,131 @@
+"""Counts: what a mean over some entries is divided by, where that is not the number of rows.
+
+A loss over labels averages those that are not ignored, and a loss under a mask divides by the sum of the mask. Of such
+counts microbatches have other shares than of rows: with counts c_m of microbatches and c of the batch, the batch's mean
+of the microbatches' means x_m is sum(x_m c_m) / c. Counts follow from the inputs alone, so they are known before any
+microbatch runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fxsplit.errors import InputError
+from fxsplit.torch_internals import pytree
+from fxsplit.torch_internals.user_lines import warn_user
+
+LABEL_MODULES = (nn.CrossEntropyLoss, nn.NLLLoss)
+LABEL_FUNCTIONS = (F.cross_entropy, F.nll_loss)
+NAMES = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
+"""The arguments of LABEL_FUNCTIONS."""
+MEAN = (None, 1, "mean")
+"""How a mean is asked for: by default, by torch's own number for it, by name."""
+EVEN = 1e-9
+"""How far a share may be from that of the rows: they are the same quotients but for rounding."""
+DIFFERS = (
+    "is divided by a count of its own, such as that of labels other than ignore_index: the pipeline averages it by "
+    "rows, which differs from the whole batch where microbatches have other counts; hand the count to the model "
+    "(Hugging Face: num_items_in_batch=), or compile with n_microbatches=1"
+)
+"""What is said of a number that microbatches do not make, after its name."""
+
+
+@dataclass(frozen=True, eq=False)
+class Count:
+    """What a number is divided by. `compute` computes it from the tensors of a call, or from the target of a loss.
+
+    by_rows: what is divided is a mean over rows; otherwise it is a sum.
+    """
+
+    compute: Callable[..., Tensor]
+    by_rows: bool = False
+
+    def weigh(self, pieces: Sequence[Sequence[Any]], rows: Sequence[int], whole: Sequence[Any] = ()) -> list[float]:
+        """Return the weight of each piece's number in that of the whole; `rows` has the rows of each piece.
+
+        Without the whole, its count is the sum of theirs.
+        """
+        divisors = [self.find_divisor(tensors, count) for tensors, count in zip(pieces, rows, strict=True)]
+        total = self.find_divisor(whole, sum(rows)) if whole else sum(divisors)
+        # Nothing counts in all of the batch: the model divides by zero, and so does each microbatch.
+        return [divisor / total if total else 1.0 for divisor in divisors]
+
+    def find_divisor(self, tensors: Sequence[Any], rows: int) -> float:
+        """Return what makes the number of so many rows their sum, if the number is multiplied by it."""
+        with torch.no_grad():
+            return float(self.compute(*tensors)) * (rows if self.by_rows else 1)
+
+
+class Watch:
+    """Counts inside of a number that is more than a quotient: it is averaged by rows, and warned of once it differs.
+
+    `name` is that of the number, for the warning.
+    """
+
+    def __init__(self, name: str, counts: Sequence[Count]) -> None:
+        self.counts = counts
+        self._name = name
+        self._said = False
+
+    def weigh(self, pieces: Sequence[Sequence[Any]], rows: Sequence[int], whole: Sequence[Any] = ()) -> list[float]:
+        """Return the share of each piece in the rows; warn, once, if a count has other shares."""
+        shares = share_rows(rows)
+        if not self._said and any(
+            abs(weight - share) > EVEN
+            for count in self.counts
+            for weight, share in zip(count.weigh(pieces, rows, whole), shares, strict=True)
+        ):
+            self._said = True
+            warn_user(f"{self._name} {DIFFERS}")
+        return shares
+
+
+def share_rows(rows: Sequence[int]) -> list[float]:
+    """Return the share of each microbatch in the rows of all."""
+    total = sum(rows)
+    return [count / total for count in rows]
+
+
+def check_nothing_counts(number: Tensor | None, name: str) -> None:
+    """Raise InputError unless a number that was divided by a count of zero is 0 / 0, and so is no part of the whole."""
+    if number is not None and not number.isnan().all():
+        raise InputError(
+            f"{name} is {number.item()}: the model divides by a count that is zero in this microbatch and not in the "
+            "batch; compile with n_microbatches=1, or divide outside of the model"
+        )
+
+
+def make_label_count(options: Mapping[str, Any], place: int = 0) -> Count:
+    """Return the count of labels, where they are the part of a target at `place`, under the options of a loss."""
+    weight, ignore_index = options.get("weight"), options.get("ignore_index", -100)
+    return Count(lambda target: count_labels(pytree.tree_leaves(target)[place], weight, ignore_index))
+
+
+def count_labels(labels: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """Return how many labels are not ignored, or the sum of the weights of their classes.
+
+    Of probabilities of classes, which none is ignored of and whose weights divide nothing, it is how many there are.
+    """
+    if labels.is_floating_point():
+        return torch.tensor(labels.numel())
+    counts = labels != ignore_index
+    if weight is None:
+        return counts.sum()
+    return (weight.to(labels.device)[labels.where(counts, 0)] * counts).sum()
+
+
+def read_options(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call of one of LABEL_FUNCTIONS by name; what has its default may be missing."""
+    return {**dict(zip(NAMES, args, strict=False)), **kwargs}
+
+
+def is_mean(options: Mapping[str, Any]) -> bool:
+    """Return whether a loss over labels is a mean; "size_average" and "reduce" are older ways to state it."""
+    older = options.get("size_average") is None and options.get("reduce") is None
+    return older and options.get("reduction") in MEAN
