@@ -55,7 +55,8 @@ def _compute_gradients(
             return [torch.zeros_like(w) for w in weights]
         found = torch.autograd.grad(torch.stack(ends).sum(), list(weights), allow_unused=True)
     made = (torch.zeros_like(w) if g is None else g for w, g in zip(weights, found, strict=True))
-    return [g.to_dense() if g.is_sparse else g for g in made]
+    # Clones: a backward of the user's own may use its memory again in the next run.
+    return [g.to_dense() if g.is_sparse else g.clone() for g in made]
 
 
 def _sum_rows(output: Tensor, meaning: Meaning, rows: int, tensors: Sequence[Tensor]) -> Tensor | None:
