@@ -18,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fxsplit.torch_internals.layouts import list_parts
 from fxsplit.torch_internals.patch import Method, patch_method
 from fxsplit.torch_internals.rng import keep_torch_generators
 from fxsplit.torch_internals.thread_modes import enter_dispatch_mode
@@ -135,6 +136,12 @@ def _differs(tensor: Tensor, version: int, value: Tensor | None) -> bool:
         return tensor._version != version
     if tensor.shape != value.shape:
         return True
+    pairs = zip(list_parts(tensor), list_parts(value), strict=True)
+    return any(a.shape != b.shape or _has_other_values(a, b) for a, b in pairs)
+
+
+def _has_other_values(tensor: Tensor, value: Tensor) -> bool:
+    """Return whether two tensors of one shape differ; NaN is equal to NaN."""
     # Values are compared and not versions, since some kernels (batch norm's) write and count no version. The second
     # comparison takes NaN for equal to NaN.
     return not torch.equal(tensor, value) and not bool(((tensor == value) | (tensor.isnan() & value.isnan())).all())

@@ -15,6 +15,7 @@ from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from fxsplit.torch_internals.fake_weights import is_fake, keep_values
 from fxsplit.torch_internals.grad_leaves import mute
+from fxsplit.torch_internals.layouts import list_parts
 from fxsplit.torch_internals.rng import keep_torch_generators
 
 
@@ -56,7 +57,7 @@ def get_storage_id(tensor: Tensor) -> int:
     The number is free for other memory once nothing holds the storage: keep the tensor as long as the number.
     """
     # The address of the storage object: unlike that of the data, it is not 0 for tensors on the meta device.
-    return int(tensor.untyped_storage()._cdata)
+    return int(list_parts(tensor)[0].untyped_storage()._cdata)
 
 
 def count_writes(tensor: Tensor) -> int | None:

@@ -17,6 +17,7 @@ from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.fake_weights import Snapshot, make_runnable
 from fxsplit.torch_internals.grad_leaves import find_leaves
 from fxsplit.torch_internals.interpret import Interpreter, describe_tensor, find_target, get_storage_id, preserve
+from fxsplit.torch_internals.layouts import list_parts
 from fxsplit.torch_internals.rng import can_draw, notice_draws
 
 CUTS = ("detach_", "requires_grad_")
@@ -87,7 +88,7 @@ class ObservingInterpreter(Interpreter):
         seen.draws = call is not None and (drew() or can_draw(call))
         made = [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
         seen.owners = tuple(dict.fromkeys(self._owners.setdefault(get_storage_id(t), n.name) for t in made))
-        self._alive += [t.untyped_storage() for t in made]
+        self._alive += [part.untyped_storage() for t in made for part in list_parts(t)]
         self.seen[n.name] = seen
         self._charge(n, saved)
         return value
@@ -95,15 +96,19 @@ class ObservingInterpreter(Interpreter):
     def _run_and_list_saved(self, n: fx.Node, tensors: list[Tensor]) -> tuple[Any, list[UntypedStorage]]:
         """Return a node's value, and the storages that autograd saves for the node's backward."""
         saved: list[UntypedStorage] = []
+
+        def keep(tensor: Tensor) -> None:
+            saved.extend(part.untyped_storage() for part in list_parts(tensor))
+
         # The hook hands nothing on to autograd: a graph that holds `saved` would keep itself alive for ever.
         try:
-            with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.untyped_storage()), _no_backward):
+            with torch.autograd.graph.saved_tensors_hooks(keep, _no_backward):
                 return super().run_node(n), saved
         except RuntimeError as error:
             if "saved tensor hooks" not in str(error):
                 raise
         # torch.func refuses such hooks: of what it saves, the tensors that the node reads are all that is known.
-        return super().run_node(n), [t.untyped_storage() for t in tensors]
+        return super().run_node(n), [part.untyped_storage() for t in tensors for part in list_parts(t)]
 
     def _charge(self, n: fx.Node, saved: list[UntypedStorage]) -> None:
         """Charge each newly kept storage to the node whose value it is, or to `n` where it is internal to `n`."""

@@ -31,6 +31,7 @@ from fxsplit.passes.profile.time_in_step import (
 )
 from fxsplit.torch_internals.dependences import list_node_weights
 from fxsplit.torch_internals.interpret import get_storage_id, preserve
+from fxsplit.torch_internals.layouts import count_bytes
 from fxsplit.torch_internals.observe import Observation
 
 TIED = ("replicated", "together")
@@ -130,7 +131,7 @@ def _is_too_big(gm: fx.GraphModule, machine: Machine) -> bool:
     device = machine.devices[0]
     # Weights that are on the device already need no room besides what they have.
     elsewhere = [w for w in list_weights(gm) if w.device != device.torch_device]
-    return 2.0 * sum(w.nbytes for w in elsewhere) > device.memory_bytes
+    return 2.0 * sum(count_bytes(w) for w in elsewhere) > device.memory_bytes
 
 
 def _build_costs(
@@ -185,8 +186,8 @@ def _build_node_cost(node: fx.Node, held: Sequence[Tensor], seen: Observation, k
         gradient_bytes=seen.gradient_bytes,
         kept_bytes=seen.kept_bytes,
         # A frozen parameter gets no gradient and no optimizer state, as a buffer.
-        parameter_bytes=sum(w.nbytes for w in held if w.requires_grad),
-        buffer_bytes=sum(w.nbytes for w in held if not w.requires_grad),
+        parameter_bytes=sum(count_bytes(w) for w in held if w.requires_grad),
+        buffer_bytes=sum(count_bytes(w) for w in held if not w.requires_grad),
         draws=seen.draws,
         weight_ms=weight_ms,
         spread_ms=spread_ms,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxsplit
-from fxsplit.errors import TraceError
+from fxsplit.errors import InputError, TraceError
 from tests.models import FAST
 
 OPTIONS: Any = {"passes": FAST, "n_microbatches": 2}
@@ -176,3 +176,48 @@ def test_reentrant_checkpoints_are_refused() -> None:
 
     with pytest.raises(TraceError, match=r"checkpoint\(use_reentrant=True\).*compile\(recompute='always'\)"):
         fxsplit.compile(Kept(), 2, example_inputs=torch.randn(8, 4), **OPTIONS)
+
+
+class Spreads(nn.Module):
+    """Multiplies by a sparse matrix that it keeps, or makes of a weight."""
+
+    adjacency: Tensor
+
+    def __init__(self, *, kept: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(6, 6))
+        self.register_buffer("adjacency", (torch.rand(6, 6) > 0.4).to(torch.float32).to_sparse() if kept else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        matrix = self.weight.to_sparse() if self.adjacency is None else self.adjacency
+        out: Tensor = torch.sparse.mm(matrix, x.T).T
+        return out
+
+
+class Graphs(nn.Module):
+    """A graph convolution, whose adjacency matrix is an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, matrix: Tensor) -> Tensor:
+        out: Tensor = torch.sparse.mm(matrix, self.b(torch.relu(torch.sparse.mm(matrix, self.a(x)))))
+        return out
+
+
+def test_sparse_tensors_inside_of_a_submodule_and_whole_as_an_argument() -> None:
+    """Each of them failed with torch's own error, of an operator that sparse tensors do not have."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), Spreads(kept=True), nn.Tanh(), Spreads(kept=False), nn.Linear(6, 3)).double()
+    assert proven(model, torch.randn(8, 4).double()) == "symbolic_trace, with submodules kept whole"
+    with pytest.raises(TraceError, match=r"node 'adjacency' .* is a torch.sparse_coo tensor.*in one submodule"):
+        fxsplit.compile(Spreads(kept=True), 2, example_inputs=torch.randn(8, 6), **OPTIONS)
+    x, matrix = torch.randn(8, 4), (torch.rand(8, 8) > 0.5).float().to_sparse()
+    graphs = Graphs()
+    whole: Any = {"chunks": {"matrix": fxsplit.Replicate}, "passes": FAST, "n_microbatches": 1}
+    with fxsplit.compile(graphs, 2, example_inputs=(x, matrix), **whole) as pipe:
+        torch.testing.assert_close(pipe(x, matrix), graphs(x, matrix))
+        assert fxsplit.verify(pipe, (x, matrix)).equal
+    with pytest.raises(InputError, match=r"argument 'matrix' is sparse_coo.*Replicate"):
+        fxsplit.compile(graphs, 2, example_inputs=(x, matrix), **OPTIONS)

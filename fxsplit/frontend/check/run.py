@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from fxsplit.errors import FxsplitError, TraceError
 from fxsplit.frontend.graph import find_submodule
+from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.interpret import Interpreter, describe_tensor
 
 
@@ -19,6 +21,7 @@ class Runner(Interpreter):
 
     def __init__(self, gm: fx.GraphModule, noted: fx.GraphModule | None = None) -> None:
         super().__init__(gm)
+        self.extra_traceback = False  # it would follow the text of an error, which says all that there is to do
         self._noted = {} if noted is None else {n.name: n for n in noted.graph.nodes}
 
     def run_node(self, n: fx.Node) -> Any:
@@ -33,10 +36,23 @@ class Runner(Interpreter):
                 f"module that it is from whole, fxsplit.leaf({find_submodule(n) or 'its.path'!r})",
                 submodule=find_submodule(n),
             ) from error
+        if n.op != "placeholder":
+            _refuse_sparse(n, value)
         # By name, since the nodes of a copy are other objects.
         if n.name in self._noted:
             self._noted[n.name].meta["fxsplit_shape"] = describe(value)
         return value
+
+
+def _refuse_sparse(node: fx.Node, value: Any) -> None:
+    """Raise TraceError for a node that makes or fetches a sparse tensor, which no stage could hand on."""
+    sparse = (t for t in pytree.tree_leaves(value) if isinstance(t, Tensor) and t.layout is not torch.strided)
+    if (found := next(sparse, None)) is not None:
+        raise TraceError(
+            f"node {node.name!r} of the graph is a {found.layout} tensor, and stages hand on strided ones: make it, or "
+            "keep it, and use it in one submodule, which then stays whole",
+            submodule=find_submodule(node),
+        )
 
 
 def describe(value: Any) -> str:

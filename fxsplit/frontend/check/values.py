@@ -26,6 +26,7 @@ from fxsplit.torch_internals.batch_norm import is_batch_norm
 from fxsplit.torch_internals.containers import drop_foreign_fields, rebuild, to_plain_outputs
 from fxsplit.torch_internals.fake_weights import Snapshot, has_values, keep_values
 from fxsplit.torch_internals.interpret import get_storage_id, preserve
+from fxsplit.torch_internals.layouts import list_parts
 from fxsplit.torch_internals.user_lines import warn_user
 
 
@@ -232,6 +233,9 @@ def _is_close(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors are equal but for non-deterministic kernels; tensors without values always are."""
     if not has_values(a):
         return True
+    if a.layout is not torch.strided:
+        pairs = list(zip(list_parts(a), list_parts(b), strict=True))
+        return all(x.shape == y.shape and _is_close(x, y) for x, y in pairs)
     if not a.is_floating_point() or a.numel() == 0:
         return bool(torch.equal(a, b))
     a, b = a.detach(), b.detach()

@@ -24,7 +24,7 @@ class CallWatch:
         self._watch = Watch(module, kind="its attribute")
         self._watch.begin_at(function)
         self._buffers = dict(module.named_buffers())
-        self._values = Snapshot(self._buffers.values())
+        self._before = Snapshot(self._buffers.values())
         self._rounds: list[dict[Seen, Any]] = []
 
     @contextmanager
@@ -40,11 +40,11 @@ class CallWatch:
     def list_changes(self) -> list[str]:
         """Return in words what each call changes; ask before it is put back."""
         first, again = self._rounds
-        changed = {id(b) for b in self._values.changed()}
+        changed = {id(b) for b in self._before.changed()}
         words = [f"its buffer {name!r}" for name, b in self._buffers.items() if id(b) in changed]
         return words + [seen.describe_change(first[seen]) for seen in list_lasting(first, again)]
 
     def put_back(self) -> None:
         """Give everything the value that it had before the first call."""
         self._watch.put_back()
-        self._values.restore()
+        self._before.restore()

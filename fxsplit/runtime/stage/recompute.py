@@ -21,6 +21,7 @@ from fxsplit.ir.facts.stages import Stage
 from fxsplit.runtime.stage.run import KEPT, Packet, Saved, forward
 from fxsplit.torch_internals.batch_norm import note_nothing
 from fxsplit.torch_internals.interpret import get_storage_id
+from fxsplit.torch_internals.layouts import count_bytes
 from fxsplit.torch_internals.thread_modes import ThreadModes
 from fxsplit.torch_internals.undo import undo_after
 
@@ -75,7 +76,7 @@ def forward_without_activations(
     FxsplitError where a large buffer is written that was not in the first run: no copy of it was made in time.
     """
     now = dict(stage.module.named_buffers())
-    likely = {name for name, b in now.items() if written is None or name in written or b.nbytes <= SMALL_BYTES}
+    likely = {name for name, b in now.items() if written is None or name in written or count_bytes(b) <= SMALL_BYTES}
     before = {name: now[name].clone() for name in likely}
     versions = {name: b._version for name, b in now.items()}
     with surroundings(frozenset()), saved_tensors_hooks(_drop, _refuse):

@@ -1,0 +1,27 @@
+"""Layouts: what a tensor that is not strided consists of. Memory and values of a sparse one are those of its parts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_COMPRESSED = {
+    torch.sparse_csr: ("crow_indices", "col_indices"),
+    torch.sparse_bsr: ("crow_indices", "col_indices"),
+    torch.sparse_csc: ("ccol_indices", "row_indices"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices"),
+}
+
+
+def list_parts(tensor: Tensor) -> list[Tensor]:
+    """Return the strided tensors that hold a sparse tensor, its values first; any other tensor alone."""
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._values(), tensor._indices()]
+    if tensor.layout in _COMPRESSED:
+        return [tensor.values(), *(getattr(tensor, name)() for name in _COMPRESSED[tensor.layout])]
+    return [tensor]
+
+
+def count_bytes(tensor: Tensor) -> int:
+    """Return how many bytes the values of a tensor take."""
+    return sum(part.nbytes for part in list_parts(tensor))
