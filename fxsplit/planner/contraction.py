@@ -82,7 +82,8 @@ def contract_light_nodes(
     """
     # What a stage takes longer for a block: forward, backward, on a host, and parameters that its replicas sum up.
     figures = np.array(
-        [[sum(getattr(costs.by_name[name], figure) for name in names) for figure in TAIL] for names in blocks.members]
+        [[sum(getattr(costs.by_name[name], figure) for name in names) for figure in TAIL] for names in blocks.members],
+        np.float64,
     ).reshape(-1, len(TAIL))
     # A host may take longer than an accelerator: the larger time keeps the bound honest.
     weight = np.maximum(figures[:, 0] + figures[:, 1], figures[:, 2]) + figures[:, 3] * ms_per_byte

@@ -37,7 +37,7 @@ CALLER, SINK = -1, -2
 def find_cut_levels(costs: Costs, blocks: Blocks, count: int = LEVELS) -> tuple[Levels, list[int]]:
     """Return levels with the fewest bytes that a cut in each sends, and a topological order that follows light cuts."""
     times = {n.name: n.forward_ms + n.backward_ms for n in costs.nodes}
-    work = np.array([sum(times[name] for name in names) for names in blocks.members])
+    work = np.array([sum(times[name] for name in names) for names in blocks.members], np.float64)
     n, total = len(blocks), float(work.sum())
     # What a block needs is before it in the order, and what needs it is behind.
     needed = _reached(work, blocks.before, range(n))

@@ -20,7 +20,8 @@ def sequence_states(costs: Costs, chains: Antichains) -> States:
     weight = np.zeros((len(chains.blocks), len(SUMMED)), np.float64)
     for block, names in enumerate(chains.blocks.members):
         for name in names:
-            weight[block] += [getattr(costs.by_name[name], figure) for figure in SUMMED]
+            # A whole number may be larger than those of numpy.
+            weight[block] += np.array([getattr(costs.by_name[name], figure) for figure in SUMMED], np.float64)
     # A sum grows from that of the ideal without its last block, which has a smaller number.
     sums = fit(prefix_sums, len(chains))(chains.parent, chains.last, weight)
     features = np.column_stack([sums, chains.live_bytes, chains.live_gradient_bytes])
