@@ -32,7 +32,7 @@ import torch
 
 import fxsplit
 from tests.interrupted import Before, Scene, find_faults, interrupt, make_scene, set_gradients
-from tests.interrupts import Dropped, interrupt_at, list_lines
+from tests.interrupts import Dropped, Line, interrupt_at, list_lines
 
 SCENES = ["step 1F1B", "step ZB-H1", "step 1F1B always", "call", "compile", "export", "profile", "verify"]
 SIGNALLED = ["first", "command", "step 1F1B", "compile", "convolutions"]
@@ -50,17 +50,34 @@ def count_faults(counts: Count, name: str, at: str, faults: list[str]) -> None:
         print(f"  {name} at {at}: {fault}", flush=True)
 
 
+def choose_lines(lines: list[Line], stride: int, distinct: bool, draw: random.Random) -> list[int]:
+    """Return numbers of lines, shuffled: every `stride`-th, or each `distinct` one at a random time that it runs."""
+    numbers = list(range(draw.randrange(stride), len(lines), stride))
+    if distinct:
+        times: dict[Line, list[int]] = {}
+        for number, line in enumerate(lines):
+            times.setdefault(line, []).append(number)
+        numbers = [draw.choice(found) for found in list(times.values())[draw.randrange(stride) :: stride]]
+    draw.shuffle(numbers)
+    return numbers
+
+
 def interrupt_lines(
-    counts: Count, names: list[str], stride: int, seed: int, seconds: float, kind: type[BaseException]
+    counts: Count,
+    names: list[str],
+    choose: Callable[[list[Line]], list[int]],
+    seconds: float,
+    kind: type[BaseException],
 ) -> None:
-    """Interrupt scenes at every `stride`-th line, from a random first one, for at most so many seconds a scene."""
+    """Interrupt scenes at the lines that `choose` returns, for at most so many seconds a scene."""
     for name in names:
         scene = make_scene(name)
+        # Lines of the first run are not run again.
         scene.act()
-        lines, end = len(list_lines(scene.act)), time.monotonic() + seconds
-        for number in range(random.Random(seed).randrange(stride), lines, stride):
+        chosen, end = choose(list_lines(scene.act)), time.monotonic() + seconds
+        for done, number in enumerate(chosen):
             if time.monotonic() > end:
-                print(f"  {name}: stopped at line {number} of {lines}")
+                print(f"  {name}: stopped after {done} of {len(chosen)} lines")
                 break
             faulthandler.dump_traceback_later(WATCHDOG_S, exit=True)
             at, faults = interrupt(scene, number, kind)
@@ -249,6 +266,7 @@ def main() -> int:
     scenes = f"of lines: {', '.join(SCENES)}; of signals: {', '.join(SIGNALLED)}"
     parser.add_argument("--scenes", nargs="*", help=scenes)
     parser.add_argument("--stride", type=int, help="every so manieth line (default: 1, of first compiles 10)")
+    parser.add_argument("--distinct", action="store_true", help="a line that is run many times: once, at random")
     parser.add_argument("--count", type=int, help="how many lines of first compiles, or signals (default: 400)")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="at most, for each scene of lines")
     parser.add_argument("--seed", type=int, default=0)
@@ -257,7 +275,10 @@ def main() -> int:
     counts: Count = Counter()
     if given.what in ("lines", "dropped"):
         kind = KeyboardInterrupt if given.what == "lines" else Dropped
-        interrupt_lines(counts, given.scenes or SCENES, given.stride or 1, given.seed, given.seconds, kind)
+        choose = partial(
+            choose_lines, stride=given.stride or 1, distinct=given.distinct, draw=random.Random(given.seed)
+        )
+        interrupt_lines(counts, given.scenes or SCENES, choose, given.seconds, kind)
     elif given.what == "first":
         assert callable(fxsplit.compile)  # loads the compiler, whose imports no interrupt reaches
         interrupt_first(counts, given.stride or 10, given.count, given.seed)

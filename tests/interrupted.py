@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxsplit
+from fxsplit.torch_internals.modes import Modes
 from tests.interrupts import interrupt_at
 
 ROWS, MICROBATCHES, STEADY = 16, 4, 0.5
@@ -142,6 +143,7 @@ class Before:
     threads: int
     hooks: list[Any]
     handler: Any
+    modes: Modes
 
     @classmethod
     def read(cls, scene: Scene) -> Before:
@@ -157,6 +159,7 @@ class Before:
                 for p in scene.model.parameters()
             ],
             signal.getsignal(signal.SIGINT),
+            Modes.read(),
         )
 
 
@@ -220,10 +223,12 @@ def list_changes(scene: Scene, before: Before, error: BaseException | None) -> l
         found.append("random generator")
     if signal.getsignal(signal.SIGINT) is not before.handler:
         found.append("handler of SIGINT")
-    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-        found.append("grad mode")
-    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
-        found.append("modes of torch")
+    # What is left here would be found at every line after this one as well.
+    if (modes := Modes.read()) != before.modes:
+        found.append(f"modes of torch: {modes} from {before.modes}")
+        before.modes.put_back()
+    if torch.is_inference_mode_enabled():
+        found.append("inference mode")
     return found
 
 

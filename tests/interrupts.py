@@ -11,10 +11,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from torch.amp import autocast_mode
+from torch.autograd import grad_mode, graph
+from torch.utils import _device, _python_dispatch
+
 import fxsplit
 
 ROOT = Path(fxsplit.__file__).resolve().parent.parent
-FILES = (f"{ROOT}/fxsplit/", f"{ROOT}/passes/", contextlib.__file__, f"{ROOT}/tests/torch_internals/test_undo.py")
+TESTS = [f"{ROOT}/tests/torch_internals/test_{name}.py" for name in ("undo", "modes")]
+BLOCKS = (contextlib, grad_mode, graph, autocast_mode, _device, _python_dispatch)
+FILES = (f"{ROOT}/fxsplit/", f"{ROOT}/passes/", *TESTS, *(module.__file__ or "?" for module in BLOCKS))
 Line = tuple[str, int]
 """File and number of a line."""
 

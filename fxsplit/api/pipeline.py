@@ -46,7 +46,7 @@ from fxsplit.schedule.of_plan import read_footprints, read_times
 from fxsplit.schedule.timeline import Timeline
 from fxsplit.torch_internals.containers import HOOKS
 from fxsplit.torch_internals.grad_sums import Receipt
-from fxsplit.torch_internals.thread_modes import refuse_foreign_modes
+from fxsplit.torch_internals.thread_modes import keep_modes, refuse_foreign_modes
 from fxsplit.torch_internals.uncompiled import leave_uncompiled
 from fxsplit.torch_internals.undo import Turn, leave_no_trace
 from fxsplit.torch_internals.user_lines import warn_user
@@ -127,6 +127,7 @@ class Pipeline(Facade):
         return self
 
     @lose_no_interrupt
+    @leave_no_trace
     def load_weights(self, path: str | os.PathLike[str], *, strict: bool = True) -> None:
         """Load a safetensors checkpoint, each tensor straight to the device of its stage, one after another.
 
@@ -179,6 +180,7 @@ class Pipeline(Facade):
 
     @leave_uncompiled
     @lose_no_interrupt
+    @leave_no_trace
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model returns, computed microbatch by microbatch; differentiable."""
         batch = self._prepare(args, kwargs)
@@ -336,7 +338,8 @@ class Pipeline(Facade):
             warn_user(
                 f"the outputs of this pipeline carry no gradients, as it is {reason}: call it under torch.no_grad()"
             )
-        with torch.no_grad():
+        with keep_modes():
+            torch.set_grad_enabled(False)
             yield
 
     def status(self) -> Status:

@@ -24,12 +24,17 @@ No other room but `frontend/` names a private part of torch. Those in use here, 
 - torch.Tensor._base: grad_sums
 - torch._C._storage_Use_Count: grad_sums
 - torch.UntypedStorage._cdata: grad_sums, interpret, observe
-- torch._C._len_torch_function_stack: thread_modes
-- torch._C._pop_torch_function_stack: thread_modes
-- torch._C._len_torch_dispatch_stack: thread_modes
-- torch._C._pop_torch_dispatch_stack: thread_modes
+- torch._C._len_torch_function_stack: modes, thread_modes
+- torch._C._pop_torch_function_stack: modes
+- torch._C._len_torch_dispatch_stack: modes, thread_modes
+- torch._C._pop_torch_dispatch_stack: modes
+- torch.utils._python_dispatch and its flags: modes
+- torch._C._dynamo.guards.set_is_in_mode_without_ignore_compile_internals: modes
+- torch._C._only_lift_cpu_tensors, torch._C._set_only_lift_cpu_tensors: modes
+- torch._C._autograd._push_saved_tensors_default_hooks: thread_modes
+- torch._C._autograd._pop_saved_tensors_default_hooks: modes
 - torch.utils._python_dispatch.TorchDispatchMode: thread_modes
-- torch._C._autograd._top_saved_tensors_default_hooks: thread_modes
+- torch._C._autograd._top_saved_tensors_default_hooks: modes
 - torch.nn.modules.batchnorm._BatchNorm: batch_norm
 - torch.nn.modules.dropout._DropoutNd: rng
 - torch._disable_dynamo: uncompiled

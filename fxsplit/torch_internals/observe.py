@@ -19,6 +19,7 @@ from fxsplit.torch_internals.grad_leaves import find_leaves
 from fxsplit.torch_internals.interpret import Interpreter, describe_tensor, find_target, get_storage_id, preserve
 from fxsplit.torch_internals.layouts import list_parts
 from fxsplit.torch_internals.rng import can_draw, notice_draws
+from fxsplit.torch_internals.thread_modes import enter_saved_hooks
 
 CUTS = ("detach_", "requires_grad_")
 """Methods that write to what autograd knows of a tensor, and not to its memory."""
@@ -102,7 +103,7 @@ class ObservingInterpreter(Interpreter):
 
         # The hook hands nothing on to autograd: a graph that holds `saved` would keep itself alive for ever.
         try:
-            with torch.autograd.graph.saved_tensors_hooks(keep, _no_backward):
+            with enter_saved_hooks(keep, _no_backward):
                 return super().run_node(n), saved
         except RuntimeError as error:
             if "saved tensor hooks" not in str(error):

@@ -14,14 +14,15 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxsplit.errors import InputError
+from fxsplit.torch_internals.modes import AUTOCAST_DEVICES, Modes, drop_hooks, read_hooks
 from fxsplit.torch_internals.undo import Turn, undo_after
 
-AUTOCAST_DEVICES = ("cpu", "cuda")
 OTHERS = "and a pipeline's stages run in others"
 _compilers = Turn()
 NO_CONTEXT = nullcontext()
@@ -31,16 +32,7 @@ NO_CONTEXT = nullcontext()
 @contextmanager
 def keep_modes() -> Iterator[None]:
     """Leave this thread in the modes that it is in, whatever an interrupt inside the block keeps from ending."""
-    function_modes, dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
-    functions, dispatches = function_modes(), dispatch_modes()
-
-    def put_back() -> None:
-        while function_modes() > functions:
-            torch._C._pop_torch_function_stack()
-        while dispatch_modes() > dispatches:
-            torch._C._pop_torch_dispatch_stack()
-
-    with undo_after(partial(torch.set_grad_enabled, torch.is_grad_enabled())), undo_after(put_back):
+    with undo_after(Modes.read().put_back):
         yield
 
 
@@ -50,7 +42,17 @@ def enable_gradients() -> Iterator[None]:
 
     A first call may come under no_grad or inference_mode, and what is learnt then must hold for training too.
     """
-    with keep_modes(), torch.inference_mode(False), torch.enable_grad():
+    outside, entered = torch.inference_mode(False), torch.is_inference_mode_enabled()
+
+    def leave() -> None:
+        if entered and not torch.is_inference_mode_enabled():
+            outside.__exit__(None, None, None)
+
+    # No `with` for torch's own blocks: one that an interrupt kept from ending ends when the garbage collector comes.
+    with keep_modes(), undo_after(leave):
+        if entered:
+            outside.__enter__()
+        torch.set_grad_enabled(True)
         yield
 
 
@@ -67,14 +69,25 @@ def enter_function_mode(mode: TorchFunctionMode) -> AbstractContextManager[None]
 @contextmanager
 def _enter(mode: AbstractContextManager[Any], count: Callable[[], int]) -> Iterator[None]:
     """Enter a mode for the block; `count` returns how many modes of its kind are entered."""
-    before = count()
+    before, begun = count(), False
 
     def leave() -> None:
-        if count() > before:
+        nonlocal begun
+        # What an interrupt has cut off cannot be called again: what is left of it is put back.
+        if count() > before and not begun:
+            begun = True
             mode.__exit__(None, None, None)
 
-    with undo_after(leave):
+    with keep_modes(), undo_after(leave):
         mode.__enter__()
+        yield
+
+
+@contextmanager
+def enter_saved_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Iterator[None]:
+    """Call these for what autograd saves in the block, which is left once, also where an interrupt skips its end."""
+    with undo_after(partial(drop_hooks, read_hooks())):
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
         yield
 
 
@@ -136,8 +149,7 @@ class ThreadModes:
             autocast=tuple((d, torch.get_autocast_dtype(d)) for d in AUTOCAST_DEVICES if torch.is_autocast_enabled(d)),
             autocast_cache=torch.is_autocast_cache_enabled(),
             device=torch.get_default_device(),
-            # False: none while torch.compile traces a graph, which calls hooks in its runs alone.
-            hooks=torch._C._autograd._top_saved_tensors_default_hooks(False),
+            hooks=read_hooks(),
             variables=contextvars.copy_context(),
         )
 

@@ -20,6 +20,8 @@ from contextlib import contextmanager, suppress
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
+from fxsplit.torch_internals.modes import Modes
+
 P = ParamSpec("P")
 R = TypeVar("R")
 Undo = Callable[[], object]
@@ -55,20 +57,34 @@ class _Entry:
 _journal = _Journal()
 
 
+def _roll_back(begin: int, modes: Modes) -> None:
+    """Undo all entries from number `begin` on, and put modes of torch back."""
+    _journal.roll_back(begin)
+    modes.put_back()
+
+
 def leave_no_trace(function: Callable[P, R]) -> Callable[P, R]:
-    """Return the function, after which nothing is left to undo, whatever was raised in it, and at whichever line."""
+    """Return the function, after which nothing is left to undo, whatever was raised in it, and at whichever line.
+
+    Where it raises, the thread is in the modes of torch again that it was in before.
+    """
 
     @wraps(function)
     def undoing(*args: P.args, **kwargs: P.kwargs) -> R:
         begin = len(_journal.entries)
+        modes = Modes.read()
         # Twice: an interrupt may come in the middle of the first.
         try:
             try:
                 return function(*args, **kwargs)
             finally:
                 _journal.roll_back(begin)
-        finally:
-            _journal.roll_back(begin)
+        except BaseException:
+            try:
+                _roll_back(begin, modes)
+            finally:
+                _roll_back(begin, modes)
+            raise
 
     return undoing
 
