@@ -10,19 +10,36 @@ from importlib import metadata
 BAD_INPUT = 2
 NO_FIT = 3
 INTERRUPTED = 130
+CUT_OFF = 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; return its exit code.
 
     0: done. 1: what was to be shown does not hold. 2: bad input, for which argparse exits by itself. 3: no plan fits.
-    130: interrupted.
+    130: interrupted. 141: nobody reads the output any more, as behind `| head`.
     """
+    from fxsplit.cli.output import guard_output, print_error
+    from fxsplit.errors import FileError
+
+    try:
+        with guard_output():
+            return _run(argv)
+    except BrokenPipeError:
+        return CUT_OFF
+    except FileError as error:
+        print_error(f"fxsplit: {error}")
+        return BAD_INPUT
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    """Run a subcommand; return its exit code. Raises FileError for output that cannot be printed."""
     parser = argparse.ArgumentParser(prog="fxsplit", description="Cut a PyTorch model into stages and pipeline it.")
     parser.add_argument("--version", action="version", version=f"fxsplit {metadata.version('fxsplit')}")
     commands = parser.add_subparsers(dest="command", required=True)
     # What a command needs is loaded when it runs: torch takes seconds, and --help or a plan needs none of it.
     from fxsplit.cli import explain, plan, simulate, verify
+    from fxsplit.cli.output import print_error
     from fxsplit.cli.words import speak_command
     from fxsplit.errors import FxsplitError, NoFit
 
@@ -44,11 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FxsplitError as error:
         # `verify` takes passes as their text, so that it speaks of them as Python does.
         text = str(error) if arguments.command == "verify" else speak_command(str(error))
-        print(f"fxsplit {arguments.command}: {text}", file=sys.stderr)
+        print_error(f"fxsplit {arguments.command}: {text}")
         return NO_FIT if isinstance(error, NoFit) else BAD_INPUT
     # Where the command is called from Python: run from a shell, `fxsplit.__main__` hears of it first.
     except KeyboardInterrupt:
-        print(f"fxsplit {arguments.command}: interrupted", file=sys.stderr)
+        print_error(f"fxsplit {arguments.command}: interrupted")
         return INTERRUPTED
 
 

@@ -1,15 +1,98 @@
-"""What commands print for other programs: JSON as its standard has it."""
+"""What commands print: to a program that has stopped reading, to a full disk, in any encoding; and as JSON."""
 
 from __future__ import annotations
 
 import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
 from math import isfinite
-from typing import Any
+from typing import Any, TextIO, cast
+
+from fxsplit.errors import FileError
+
+
+class _Output:
+    """Standard output whose failures are FileErrors, and that prints `?` for what its encoding lacks."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write some text."""
+        with _explained():
+            try:
+                return self._stream.write(text)
+            except UnicodeEncodeError:
+                encoding = self._stream.encoding
+                return self._stream.write(text.encode(encoding, "replace").decode(encoding))
+
+    def flush(self) -> None:
+        """Write what was kept back."""
+        with _explained():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what else the stream has, such as `isatty`."""
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def guard_output() -> Iterator[None]:
+    """Let printing inside the block, which is over at its end, raise FileError where it fails, or BrokenPipeError.
+
+    After either the program can end without a further word: Python would try to print the rest once more.
+    """
+    stream = sys.stdout
+    # There is none in a program without a terminal, such as `pythonw`.
+    if stream is None:
+        yield
+        return
+    output = _Output(stream)
+    try:
+        with redirect_stdout(cast(TextIO, output)):
+            try:
+                yield
+            finally:
+                output.flush()
+    except (FileError, BrokenPipeError):
+        _drop_rest(stream)
+        raise
+
+
+def print_error(text: str) -> None:
+    """Print a line on standard error, where that is possible."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def print_json(data: Any) -> None:
     """Print one object as JSON; a number that is infinite or none at all is null, as JSON has no word for it."""
     print(json.dumps(_replace_infinite(data), allow_nan=False))
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Raise FileError for an error of the operating system, but for that of a reader who has gone."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise FileError(
+            f"cannot write to standard output ({error.strerror or error}): make room, or send the output elsewhere"
+        ) from error
+
+
+def _drop_rest(stream: TextIO) -> None:
+    """Send what a stream has kept back to nowhere."""
+    try:
+        stream.flush()
+    except OSError:
+        # A stream of Python's own, such as a StringIO, has no number.
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _replace_infinite(data: Any) -> Any:

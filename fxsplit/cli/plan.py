@@ -12,6 +12,7 @@ from typing import Any
 
 from fxsplit.api.plan import build_machine, check_can_run, lay_out
 from fxsplit.cli.output import print_json
+from fxsplit.cli.words import take_text
 from fxsplit.errors import InputError, NoFit
 from fxsplit.formats import Profile, read
 from fxsplit.formats.machine_toml import read_machine
@@ -33,14 +34,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `plan` and `explain`."""
     parser.add_argument("file", help="fxsplit's profile, a PipeDream graph.txt, or a dnn-partitioning JSON")
     parser.add_argument("--devices", metavar="N|A..B", help="equal devices (default: what the file states, else 2)")
-    parser.add_argument("--machine", metavar="TOML", help="a machine in place of equal devices")
+    parser.add_argument("--machine", type=take_text, metavar="TOML", help="a machine in place of equal devices")
     parser.add_argument("--cost-model", choices=COST_MODELS, help="what stages pay for (default: the file's own)")
     parser.add_argument("--bandwidth", type=float, metavar="BYTES_PER_S", help="of every device's link")
     parser.add_argument("--use-all-devices", action="store_true", help="leave no device idle")
     parser.add_argument("--no-traffic", action="store_true", help="leave traffic from stage to stage unpriced")
     parser.add_argument("--free-order", action="store_true", help="take devices in any order")
     parser.add_argument("--recompute", default="never", choices=RECOMPUTE, help="trade activations for time")
-    parser.add_argument("--schedule", default="1F1B", help="what decides the activations held (default: 1F1B)")
+    parser.add_argument(
+        "--schedule", type=take_text, default="1F1B", help="what decides the activations held (default: 1F1B)"
+    )
     parser.add_argument("--n-microbatches", type=int, metavar="N", help="default: two a device")
     parser.add_argument("--microbatches", type=int, help=argparse.SUPPRESS)  # its name until version 0.1
     parser.add_argument("--optimizer-factor", type=float, default=2.0, metavar="X", help="bytes per parameter byte")

@@ -8,6 +8,7 @@ from typing import Any
 from fxsplit.api.microbatch_count import choose_microbatch_count
 from fxsplit.api.plan import lay_out
 from fxsplit.cli.output import print_json
+from fxsplit.cli.words import take_text
 from fxsplit.errors import InputError
 from fxsplit.formats import read
 from fxsplit.formats.plan_json import read_plan
@@ -28,21 +29,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `simulate`."""
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
-        "--schedule", metavar="NAME", help=f"one of {', '.join(SCHEDULES)} (default: the plan's, or 1F1B)"
+        "--schedule",
+        type=take_text,
+        metavar="NAME",
+        help=f"one of {', '.join(SCHEDULES)} (default: the plan's, or 1F1B)",
     )
-    what.add_argument("--csv", metavar="FILE", help="a schedule file of torch.distributed.pipelining")
+    what.add_argument("--csv", type=take_text, metavar="FILE", help="a schedule file of torch.distributed.pipelining")
     parser.add_argument("--devices", type=int, metavar="D", help="default: one for each stage of the plan, else 4")
     parser.add_argument("--n-microbatches", type=int, metavar="N", help="default: the plan's, else two a device")
     parser.add_argument("--stages-per-device", type=int, metavar="V", help="default: what the schedule is made for")
     costs = parser.add_mutually_exclusive_group()
-    costs.add_argument("--plan", metavar="FILE", help="times and memory of a plan (fxsplit plan ... --json > FILE)")
-    costs.add_argument("--profile", metavar="FILE", help="plan this profile first, for as many stages as it takes")
+    costs.add_argument(
+        "--plan", type=take_text, metavar="FILE", help="times and memory of a plan (fxsplit plan ... --json > FILE)"
+    )
+    costs.add_argument(
+        "--profile", type=take_text, metavar="FILE", help="plan this profile first, for as many stages as it takes"
+    )
     costs.add_argument("--unit-times", action="store_true", help="F = I = W = 1 and B = 2 for every stage (default)")
     parser.add_argument("--bandwidth", type=float, metavar="BYTES_PER_S", help="of every link (default: the profile's)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--trace", metavar="FILE", help="write the timeline for Perfetto (ui.perfetto.dev)")
-    parser.add_argument("--picture", metavar="FILE", help="draw the timeline as .svg, .png or .pdf")
-    parser.add_argument("--to-csv", metavar="FILE", help="write the schedule for torch.distributed.pipelining")
+    parser.add_argument(
+        "--trace", type=take_text, metavar="FILE", help="write the timeline for Perfetto (ui.perfetto.dev)"
+    )
+    parser.add_argument("--picture", type=take_text, metavar="FILE", help="draw the timeline as .svg, .png or .pdf")
+    parser.add_argument(
+        "--to-csv", type=take_text, metavar="FILE", help="write the schedule for torch.distributed.pipelining"
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fxsplit.cli.output import print_json
+from fxsplit.cli.words import take_text
 from fxsplit.errors import FxsplitError, InputError
 from fxsplit.ir.facts.machine import check_device_count
 from fxsplit.schedule import RUNNABLE
@@ -30,8 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--devices", type=int, default=2, metavar="N", help="CPU devices (default: %(default)s)")
     parser.add_argument("--n-microbatches", type=int, metavar="M", help="default: two a device, where rows allow")
-    parser.add_argument("--schedule", default="1F1B", metavar="NAME", help=f"one of {', '.join(RUNNABLE)}")
-    parser.add_argument("--passes", default=CHAIN, metavar="CHAIN", help="default: %(default)s")
+    parser.add_argument(
+        "--schedule", type=take_text, default="1F1B", metavar="NAME", help=f"one of {', '.join(RUNNABLE)}"
+    )
+    parser.add_argument("--passes", type=take_text, default=CHAIN, metavar="CHAIN", help="default: %(default)s")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -83,9 +86,13 @@ def _call_factory(name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     if "" not in sys.path:
         sys.path.insert(0, "")  # modules of the current folder, as `python -m` finds them
     try:
-        factory: Callable[[], Any] = getattr(importlib.import_module(module), attribute)
+        found = importlib.import_module(module)
     except ImportError as error:
         raise InputError(f"cannot import {module!r}: {error}") from error
+    except Exception as error:  # the module's own, such as a SyntaxError
+        raise InputError(f"cannot import {module!r}: {type(error).__name__}: {error}") from error
+    try:
+        factory: Callable[[], Any] = getattr(found, attribute)
     except AttributeError as error:
         raise InputError(f"module {module!r} has no {attribute!r}") from error
     # An attribute may be anything, and so may what a factory returns.

@@ -1,7 +1,8 @@
-"""Errors in the words of the command: the planner speaks of arguments in Python, and the user has typed options."""
+"""Options in words: what they may be, and errors that speak of them, where the planner speaks of arguments in Python."""
 
 from __future__ import annotations
 
+import argparse
 import re
 
 OPTIONS = {
@@ -17,6 +18,14 @@ OPTIONS = {
     "devices": "--devices",
 }
 """The option of the command for each argument in Python, or field of the passes partition and augment."""
+
+
+def take_text(text: str) -> str:
+    """Return the value of an option, which an empty one is not; for argparse, which shows its errors."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty: is it a variable of the shell that is not set?")
+    return text
+
 
 _FIELDS = re.compile(r"(?:partition|augment)\{([^{}]*)\}")
 _ARGUMENT = re.compile(r"\b(schedule|n_microbatches|devices|time_limit)=('?)([^\s:;,']*)\2")

@@ -63,7 +63,7 @@ def find_schedule(name: str, among: tuple[str, ...] = tuple(SCHEDULES)) -> Gener
     folded = {n.lower(): n for n in among}
     close = get_close_matches(str(name).lower(), folded, n=1)
     hint = f"; did you mean {folded[close[0]]!r}?" if close else ""
-    raise ScheduleError(f"unknown schedule {name!r}: known are {', '.join(among)}{hint}")
+    raise ScheduleError(f"unknown schedule {show(name)}: known are {', '.join(among)}{hint}")
 
 
 # Every training step asks for its schedule, and the choice of a schedule for many.

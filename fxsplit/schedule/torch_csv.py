@@ -19,6 +19,7 @@ import re
 from pathlib import Path
 
 from fxsplit.errors import NotExportable, ScheduleError
+from fxsplit.ir.facts.figures import show
 from fxsplit.ir.files import write_whole
 from fxsplit.schedule.action import COMPUTES, REDUCE, STEP, TRANSFERS, Action
 from fxsplit.schedule.flow import with_transfers, without_transfers
@@ -102,5 +103,5 @@ def _parse_cell(cell: str) -> list[Action]:
     # torch numbers REDUCE_GRAD with a microbatch that has no meaning, as the sum is over all of them.
     action = Action.parse(re.sub(r"REDUCE_GRAD\d*$", REDUCE, cell))
     if action.op not in (*COMPUTES, *TRANSFERS, REDUCE) or action.replica or action.version:
-        raise ScheduleError(f"{cell!r} is no action of torch's")
+        raise ScheduleError(f"{show(cell)} is no action of torch's")
     return [action]

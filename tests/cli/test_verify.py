@@ -15,6 +15,8 @@ from torch.nn import functional as F
 import fxsplit
 from fxsplit.api.verify import disable_dropout
 from fxsplit.cli.main import main
+from fxsplit.cli.verify import _call_factory
+from fxsplit.errors import InputError
 from fxsplit.torch_internals.grad_sums import Share, Sums
 from tests.models import FAST, Mlp
 
@@ -173,3 +175,11 @@ def lazy() -> Any:
 class Failing(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, torch.ones(3, 5))
+
+
+def test_a_module_that_cannot_be_read_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its SyntaxError was a traceback."""
+    (tmp_path / "broken_factories.py").write_text("def f(:\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(InputError, match="cannot import 'broken_factories': SyntaxError: "):
+        _call_factory("broken_factories:f")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fxsplit.cli import main as cli
 from fxsplit.cli.words import speak_command
 
 
@@ -24,3 +25,23 @@ from fxsplit.cli.words import speak_command
 )
 def test_the_words_of_the_command(text: str, spoken: str) -> None:
     assert speak_command(text) == spoken
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("plan", "p.json", "--machine", ""),
+        ("simulate", "--plan", ""),
+        ("simulate", "--profile", ""),
+        ("simulate", "--csv", ""),
+        ("simulate", "--trace", ""),
+        ("simulate", "--schedule", ""),
+        ("verify", "a:b", "--passes", ""),
+    ],
+)
+def test_an_empty_value_is_no_value(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    """With a variable of the shell that was not set the command showed another plan than the one asked for."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    assert f"argument {arguments[-2]}: it is empty: is it a variable of the shell" in capsys.readouterr().err

@@ -294,7 +294,7 @@ def _check_node(node: NodeCost, known: Collection[str]) -> None:
     for name in node.inputs:
         if name not in known:
             raise ProfileError(
-                f"node {node.name!r} reads {name!r}, which no earlier node or input makes: "
+                f"node {show(node.name)} reads {show(name)}, which no earlier node or input makes: "
                 "the profile is incomplete or has a cycle; profile the model again"
             )
     if node.late_ms > node.backward_ms:
