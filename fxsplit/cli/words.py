@@ -1,4 +1,4 @@
-"""Options in words: what they may be, and errors that speak of them, where the planner speaks of arguments in Python."""
+"""Options in words: what they may be, and errors that speak of them, where the planner speaks of arguments."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from fxsplit.errors import ChainError
+from fxsplit.ir.facts.figures import show
 from fxsplit.ir.graph import Pass, name_pass
 
 Scalar = str | int | float | bool
@@ -169,7 +170,7 @@ def _read_scalar(name: str, key: str, text: str, default: Any) -> Scalar:
         try:
             return type(default)(text)
         except ValueError as error:
-            raise ChainError(f"option {key}={text!r} of pass {name!r}: write a number") from error
+            raise ChainError(f"option {key}={show(text)} of pass {name!r}: write a number") from error
     return text
 
 

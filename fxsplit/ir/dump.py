@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import sys
 import time
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ import torch
 
 from fxsplit.errors import FileError
 from fxsplit.ir.chain import Chain
-from fxsplit.ir.dump_folder import clear_folder, mark_folder
+from fxsplit.ir.dump_folder import RUN, begin_dump, is_of, mark_folder
 from fxsplit.ir.facts.example import Example
 from fxsplit.ir.files import write_whole
 from fxsplit.ir.graph import IR, name_pass
@@ -44,13 +45,15 @@ class DumpTo(Observer):
     folder: Path
     chain: str = ""
     _count: int = field(default=0, init=False)
+    _run: str = field(default="", init=False, compare=False)
 
     def start(self, ir: IR) -> None:
         """Write the IR as it was traced, in place of an earlier dump.
 
         Raises FileError where the folder or the file cannot be made, and for a folder with other files.
         """
-        clear_folder(self.folder)
+        self._run = secrets.token_hex(8)
+        begin_dump(self.folder, self._run)
         # Each chain that runs numbers its files from 0, also where one observer watches several.
         self._count = 0
         self.after("trace", ir)
@@ -61,6 +64,8 @@ class DumpTo(Observer):
         Only the first file that cannot be written is an error. Of later ones a warning tells: an error would throw away
         what has been measured by then.
         """
+        if self._is_lost(ir):
+            return
         try:
             self._write(name, render(ir))
             self._mark(ir)
@@ -72,16 +77,33 @@ class DumpTo(Observer):
 
     def failed(self, name: str, ir: IR, error: Exception) -> None:
         """Write an IR that does not hold, below the error that says why."""
+        if self._is_lost(ir):
+            return
         lines = "".join(f"# {line}\n" for line in f"{type(error).__name__}: {error}".splitlines())
         self._write(f"{name}.failed", lines + render(ir))
         self._mark(ir, failed=f"after {name}: {type(error).__name__}: {error}")
 
+    def _is_lost(self, ir: IR) -> bool:
+        """Return whether the folder is of another compile by now, whose files must not mix with these; warn of it."""
+        if self._run and not is_of(self.folder, self._run):
+            self._run = ""
+            warn_user(
+                f"the dump of {ir.model} in {str(self.folder)!r} ends here, as another compile dumps there by now, or "
+                "the folder has been removed: give each compile a folder of its own"
+            )
+        return not self._run
+
     def _mark(self, ir: IR, **more: str) -> None:
         """Write what the dump is of, up to now."""
         example = ir.get(Example)
-        told = {"model": ir.model, "mode": ir.mode, "shapes": {} if example is None else example.describe()}
+        told: dict[str, object] = {
+            "model": ir.model,
+            "mode": ir.mode,
+            "shapes": {} if example is None else example.describe(),
+        }
         passes = [{"pass": step.text, "seconds": round(step.seconds, 6)} for step in ir.steps]
         versions = {"fxsplit": version("fxsplit"), "torch": torch.__version__}
+        told[RUN] = self._run
         mark_folder(self.folder, {**told, "chain": self.chain, "passes": passes, "versions": versions, **more})
 
     def _write(self, name: str, text: str) -> None:

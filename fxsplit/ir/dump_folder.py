@@ -20,15 +20,20 @@ from pathlib import Path
 from typing import Any
 
 from fxsplit.errors import FileError
-from fxsplit.ir.files import make_folder, write_whole
+from fxsplit.ir.files import BEING_WRITTEN, make_folder, write_whole
+from fxsplit.torch_internals.undo import Turn
 from fxsplit.torch_internals.user_lines import warn_user
 
 FORMAT = "fxsplit-dump"
 MARK = "chain.json"
+RUN = "run"
+"""The entry of the mark that tells one dump from all others."""
 LONGEST = 60
 """A longer text of shapes is no name for a folder."""
 
 _FILE = re.compile(r"\d\d+-.*\.txt")
+# Compiles of several threads may want one folder at once.
+_turn = Turn()
 # Which compile of this process each folder is of; folders of earlier processes are nobody's.
 _owners: dict[str, DumpFolder] = {}
 
@@ -65,22 +70,40 @@ class DumpFolder:
 
     def _claim(self, root: Path, model: str) -> Path:
         """Return the folder for this compile, empty of what earlier ones have left; raises FileError."""
-        place, count = root, 1
-        while self._shared and os.path.realpath(place) in _owners and place.exists():
-            place = root / (model if count == 1 else f"{model}-{count}")
-            count += 1
-        clear_folder(place, inside=True)
-        _owners[os.path.realpath(place)] = self
+        with _turn.take():
+            place, count = root, 1
+            while self._shared and os.path.realpath(place) in _owners and place.exists():
+                place = root / (model if count == 1 else f"{model}-{count}")
+                count += 1
+            clear_folder(place, inside=True)
+            _owners[os.path.realpath(place)] = self
         return place
+
+
+def begin_dump(folder: Path, run: str) -> None:
+    """Make a folder, empty of earlier dumps, and mark it as of a run; raises FileError as `clear_folder` does."""
+    with _turn.take():
+        clear_folder(folder)
+        mark_folder(folder, {RUN: run})
+
+
+def is_of(folder: Path, run: str) -> bool:
+    """Return whether the dump in a folder still is of a run: another compile, or process, may dump there by now."""
+    return (_read_mark(folder) or {}).get(RUN) == run
 
 
 def clear_folder(folder: Path, *, inside: bool = False) -> None:
     """Make a folder, or remove the dump that is in it; with `inside` also the dumps in folders in it.
 
-    Raises FileError, before anything is removed, for a folder that holds files and is not marked as a dump.
+    Raises FileError, before anything is removed, for a folder that holds files and is not marked as a dump, and for
+    what is no file under the name of one that a dump may write.
     """
     make_folder(folder)
-    held = sorted(folder.iterdir())
+    # A file that is being written just now is of another thread's or process's dump.
+    held = sorted(path for path in folder.iterdir() if not path.name.startswith(BEING_WRITTEN))
+    blocked = next((p for p in held if _FILE.fullmatch(p.name) and (p.is_symlink() or not p.is_file())), None)
+    if blocked is not None:
+        raise FileError(f"{str(blocked)!r} is no file, and in the way of a dump: remove it, or give another folder")
     if held and not _is_dump(folder):
         raise FileError(
             f"{str(folder)!r} holds files that are of no dump, such as {held[0].name!r}, and is left as it is: give "
@@ -91,7 +114,7 @@ def clear_folder(folder: Path, *, inside: bool = False) -> None:
         if path.is_symlink():
             continue
         if path.is_file() and _FILE.fullmatch(path.name):
-            path.unlink()
+            path.unlink(missing_ok=True)  # another process may be clearing the folder too
         elif inside and path.is_dir() and _is_dump(path):
             clear_folder(path, inside=True)
             if [left.name for left in path.iterdir()] == [MARK]:
@@ -107,11 +130,18 @@ def mark_folder(folder: Path, facts: dict[str, Any]) -> None:
 
 def _is_dump(folder: Path) -> bool:
     """Return whether a folder is marked as a dump of fxsplit's."""
+    return _read_mark(folder) is not None
+
+
+def _read_mark(folder: Path) -> dict[str, Any] | None:
+    """Return what a folder is marked with, if it is marked as a dump of fxsplit's."""
+    path = folder / MARK
     try:
-        data = json.loads((folder / MARK).read_text(encoding="utf-8"))
+        # A pipe of that name would be waited for.
+        data = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
     except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(data, dict) and data.get("format") == FORMAT
+        return None
+    return data if isinstance(data, dict) and data.get("format") == FORMAT else None
 
 
 def _name_shapes(shapes: Sequence[Sequence[int]]) -> str:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from fxsplit.errors import FileError
 
+BEING_WRITTEN = ".fxsplit-"
+"""How the names of files begin that are not whole yet."""
 NEXT_STEPS = {
     errno.ENOENT: "make its folder first",
     errno.ENOTDIR: "a part of the path is a file: give a folder",
@@ -65,7 +67,7 @@ def _write(path: str, content: bytes) -> None:
             pass
     # In the same folder, as a file cannot be moved to another disk in one step. The name is short: `path` may have the
     # longest name that there is.
-    temporary = os.path.join(os.path.dirname(target), f".fxsplit-{secrets.token_hex(8)}")
+    temporary = os.path.join(os.path.dirname(target), f"{BEING_WRITTEN}{secrets.token_hex(8)}")
     try:
         with open(temporary, "xb") as file:
             if mode is not None:

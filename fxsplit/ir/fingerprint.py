@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxsplit.ir.graph import IR
+from fxsplit.torch_internals.containers import HOOKS
 from fxsplit.torch_internals.fake_weights import has_values
+from fxsplit.torch_internals.grad_leaves import list_gradient_hooks
 from fxsplit.torch_internals.interpret import count_writes
 
 MOST_READ = 100_000
@@ -70,6 +72,8 @@ def _list_held(module: nn.Module) -> Iterator[tuple[str, int]]:
 def _list_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield a module's mode, and of torch's own modules the attributes that say how they compute."""
     yield "training", module.training
+    yield "forward", id(vars(module).get("forward"))
+    yield from ((kind, tuple(vars(module)[kind])) for kind in HOOKS)
     # A module of the user's may count its calls, which a pass that runs the graph does not do on purpose.
     if type(module).__module__.startswith("torch.nn."):
         yield from ((k, repr(v)) for k, v in vars(module).items() if k[0] != "_" and isinstance(v, _PLAIN))
@@ -77,7 +81,8 @@ def _list_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _read_values(weight: Tensor) -> tuple[Any, ...]:
     """Return what differs after a write to a weight: its count of writes, and a hash and a sum of values in it."""
-    version = count_writes(weight)
+    # Hooks count as values: a gradient goes through them.
+    version = count_writes(weight), tuple(tuple(hooks) for hooks in list_gradient_hooks(weight) if hooks)
     if not has_values(weight) or weight.layout is not torch.strided or weight.is_complex() or not weight.numel():
         return version, weight.requires_grad
     values = weight.detach()

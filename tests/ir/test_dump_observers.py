@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from fxsplit.errors import FileError, FxsplitWarning
 from fxsplit.ir import dump
 from fxsplit.ir.chain import Chain
 from fxsplit.ir.dump import DumpTo, PrintAfter, make_observers, show_progress
-from fxsplit.ir.dump_folder import mark_folder
+from fxsplit.ir.dump_folder import DumpFolder, mark_folder
 from fxsplit.ir.graph import IR
 from fxsplit.ir.manager import run_chain
 from fxsplit.ir.progress import track
@@ -63,6 +65,56 @@ def test_a_dump_that_fails_throws_away_no_measurement(tmp_path: Path) -> None:
     mark_folder(tmp_path / "blocked", {})
     with pytest.raises(FileError, match=r"00-trace\.txt"):
         DumpTo(tmp_path / "blocked").start(small_ir())
+
+
+def test_dumps_at_once_do_not_mix(tmp_path: Path) -> None:
+    """Two compiles, of threads or of processes, wrote one's trace beside the other's plan."""
+    first, second = DumpTo(tmp_path), DumpTo(tmp_path)
+    ir = small_ir()
+    first.start(ir)
+    second.start(ir)
+    second.after("fold", ir)
+    before = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    with pytest.warns(FxsplitWarning, match="ends here, as another compile dumps there by now") as caught:
+        first.after("cut", ir)
+        first.after("emit", ir)
+        first.failed("emit", ir, ValueError("no"))
+    assert len(caught) == 1
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
+
+
+def test_folders_of_many_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread took the file that another was just writing for a file of the user's."""
+    monkeypatch.setenv("FXSPLIT_DUMP", str(tmp_path / "ir"))
+    errors: list[BaseException] = []
+
+    def dump_one() -> None:
+        try:
+            folder = DumpFolder(None).choose("Net", "train", [])
+            assert folder is not None
+            run_chain(small_ir(), [rename_graph], [DumpTo(folder)])
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=dump_one) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    marks = sorted(path.parent.name for path in tmp_path.rglob("chain.json"))
+    assert marks == sorted(["ir", "Net", *(f"Net-{n}" for n in range(2, 8))])
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes here")
+@pytest.mark.parametrize("name", ["chain.json", "00-trace.txt", "07-mine.txt"])
+def test_a_pipe_in_the_way_is_refused(name: str, tmp_path: Path) -> None:
+    """The compile waited for ever for somebody to read or write it."""
+    if name != "chain.json":
+        mark_folder(tmp_path, {})
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(FileError, match=name):
+        DumpTo(tmp_path).start(small_ir())
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,22 @@ def run_in_training(gm: fx.GraphModule) -> None:
     gm(X)
 
 
+def hook_module(gm: fx.GraphModule) -> None:
+    gm.get_submodule("norm").register_forward_hook(lambda module, args, out: out * 2)
+
+
+def hook_weight(gm: fx.GraphModule) -> None:
+    gm.get_parameter("a.weight").register_hook(lambda gradient: gradient * 2)
+
+
+def hook_weight_behind(gm: fx.GraphModule) -> None:
+    gm.get_parameter("a.weight").register_post_accumulate_grad_hook(lambda weight: None)
+
+
+def replace_forward(gm: fx.GraphModule) -> None:
+    gm.get_submodule("norm").forward = torch.zeros_like
+
+
 EDITS: dict[Callable[[fx.GraphModule], None], str] = {
     set_target: "node 'relu'",
     insert_node: "node '.*'",
@@ -86,6 +102,10 @@ EDITS: dict[Callable[[fx.GraphModule], None], str] = {
     write_weight: r"the values of 'a\.weight'",
     write_weight_unseen: r"the values of 'norm\.weight'",
     freeze_weight: r"the values of 'a\.weight'",
+    hook_module: r"attribute 'norm\._forward_hooks'",
+    hook_weight: r"the values of 'a\.weight'",
+    hook_weight_behind: r"the values of 'a\.weight'",
+    replace_forward: r"attribute 'norm\.forward'",
     run_in_training: r"the values of 'norm\.running_mean'",
 }
 
