@@ -283,7 +283,10 @@ def _check_size(task: Task, chains: Antichains) -> None:
     if len(task.machine) <= blocks or task.workload.may_idle or not options.use_all or options.model == "replicated":
         return
     if not chains.blocks.members:
-        raise PlanError("the graph has no nodes, so there is nothing to plan: does the model compute its outputs?")
+        raise PlanError(
+            "the graph has no nodes, so there is nothing to plan: give a model that computes its outputs; "
+            "one that hands its inputs on, as nn.Identity does, needs no pipeline"
+        )
     largest = max(chains.blocks.members, key=len)
     joined = (
         f" ({len(task.costs.nodes)} before those that must stay together were joined; the largest group has "

@@ -87,10 +87,14 @@ class LossMeaning:
                         self.reduction = "mean"
                         return
                     trial = LossTrial(loss_fn, program, outputs, target, rows)
+                    unjoined = trial.find_unjoined()
                     kinds = trial.find_kinds()
                     self._compares |= len(kinds) == 1 and trial.compares_rows(*kinds)
             except Exception as error:  # a loss may be made for its number of rows alone
                 self._differs = self._differs or f"it does not run on pieces of a microbatch ({error})"
+                return
+            if unjoined is not None:
+                self._differs = f"it reads what microbatches do not make ({unjoined})"
                 return
             if len(kinds) > 1:
                 return  # a loss of zero is a mean as well as a sum

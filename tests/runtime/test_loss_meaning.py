@@ -175,3 +175,61 @@ def test_other_gradients_are_no_reason_to_warn() -> None:
         ):
             warnings.simplefilter("error")
             pipe.step(x, target=y)
+
+
+class Several(nn.Module):
+    """Logits, all pairs of rows, and a number of the batch that `of_batch` makes of the logits."""
+
+    def __init__(self, of_batch: Any = Tensor.mean) -> None:
+        super().__init__()
+        self.a, self.b, self.of_batch = nn.Linear(8, 8), nn.Linear(8, 3), of_batch
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        h: Tensor = self.b(torch.tanh(self.a(x)))
+        return h, h @ h.T, self.of_batch(h)
+
+
+NOT_MADE: dict[str, tuple[Any, Any]] = {
+    "pairs": (Tensor.mean, lambda o, t: F.cross_entropy(o[1], torch.arange(len(t)))),
+    "pairs of a microbatch": (Tensor.mean, lambda o, t: F.cross_entropy(o[1], torch.arange(len(o[1])))),
+    "rows and pairs": (Tensor.mean, lambda o, t: F.cross_entropy(o[0], t) + 0.1 * o[1].square().mean()),
+    "a mean and a sum": (Tensor.sum, lambda o, t: F.cross_entropy(o[0], t) + 0.1 * o[2]),
+    "a sum and a mean": (Tensor.mean, lambda o, t: F.cross_entropy(o[0], t, reduction="sum") + o[2]),
+    "the root of a sum": (lambda h: h.square().sum(), lambda o, t: o[2].sqrt()),
+    "a power of a mean": (Tensor.mean, lambda o, t: F.cross_entropy(o[0], t) + o[2].exp()),
+    "an unjoined number": (Tensor.norm, lambda o, t: F.cross_entropy(o[0], t) + o[2]),
+}
+MADE: dict[str, tuple[Any, Any]] = {
+    "a mean and a mean": (Tensor.mean, lambda o, t: F.cross_entropy(o[0], t) + 0.1 * o[2]),
+    "a sum and a sum": (Tensor.sum, lambda o, t: F.cross_entropy(o[0], t, reduction="sum") + o[2]),
+    "rows alone": (Tensor.norm, lambda o, t: F.cross_entropy(o[0], t)),
+    "a sum over a count": (
+        lambda h: torch.tensor(h.shape[0] * h.shape[1]),
+        lambda o, t: F.cross_entropy(o[0], t, reduction="sum") / o[2],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOT_MADE)
+def test_a_loss_of_outputs_without_rows_is_said(name: str) -> None:
+    """A contrastive loss was trained on pairs within microbatches, and a sum beside a mean was too small."""
+    of_batch, loss_fn = NOT_MADE[name]
+    x, y = make_batch(16)
+    with fxsplit.compile(Several(of_batch).double(), 2, loss_fn=loss_fn, n_microbatches=4, passes=FAST) as pipe:
+        with pytest.warns(FxsplitWarning, match=r"loss_fn is no mean over rows and no sum.*n_microbatches=1"):
+            pipe.step(x, target=y)
+        pipe.step(x, target=y)
+
+
+@pytest.mark.parametrize("rows", [10, 3])
+@pytest.mark.parametrize("name", MADE)
+def test_a_loss_of_outputs_without_rows_may_be_that_of_the_whole_batch(name: str, rows: int) -> None:
+    of_batch, loss_fn = MADE[name]
+    model, (x, y) = Several(of_batch).double(), make_batch(rows)
+    unsplit = copy.deepcopy(model)
+    with fxsplit.compile(model, 2, loss_fn=loss_fn, n_microbatches=3, passes=FAST) as pipe:
+        expected = loss_fn(unsplit(x), y)
+        expected.backward()
+        torch.testing.assert_close(pipe.step(x, target=y), expected.detach())
+        for a, b in zip(model.parameters(), unsplit.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad)

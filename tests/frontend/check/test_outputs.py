@@ -169,3 +169,40 @@ def test_a_node_of_several_tensors_is_unpacked() -> None:
     )
     items = [n for n in gm.graph.nodes if n.target is operator.getitem]
     assert [n.meta["fxsplit_shape"] for n in items] == ["float32[1, 2]", "int64[1, 2]"]
+
+
+class Several(nn.Module):
+    """Flattened logits, a norm over all rows, a code book that is a parameter, and how many numbers are positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.book = nn.Linear(4, 8), nn.Linear(8, 6), nn.Parameter(torch.randn(5, 6))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        h = self.b(torch.tanh(self.a(x)))
+        return h.reshape(-1, 3), h.norm(), self.book * 2, (h > 0).sum()
+
+
+def loss_of_several(outputs: tuple[Tensor, ...], target: Tensor) -> Tensor:
+    logits, norm, book, count = outputs
+    return mse(logits.reshape(target.shape), target) + norm + (book.sum() * count) / 100
+
+
+def test_a_step_joins_no_outputs() -> None:
+    """Such outputs were refused when the model was compiled, also where only the loss of each microbatch reads them."""
+    model, x, target = Several().double(), rows().double(), torch.randn(8, 6).double()
+    options: Any = {"loss_fn": loss_of_several, **OPTIONS}
+    with fxsplit.compile(model, 2, example_inputs=x, **options) as pipe:
+        with pytest.warns(
+            fxsplit.FxsplitWarning, match=r"it reads what microbatches do not make \(output 1 of Several"
+        ):
+            found = pipe.step(x, target=target)
+        got = [weight.grad for weight in model.parameters()]
+        model.zero_grad()
+        first, second = [loss_of_several(model(part), t) for part, t in zip(x.chunk(2), target.chunk(2), strict=True)]
+        ((first + second) / 2).backward()
+        torch.testing.assert_close(found, ((first + second) / 2).detach())
+        for gradient, weight in zip(got, model.parameters(), strict=True):
+            torch.testing.assert_close(gradient, weight.grad, rtol=0, atol=1e-12)
+        with pytest.raises(InputError, match=r"output 1 of Several is .*n_microbatches=1"):
+            pipe(x)
