@@ -21,6 +21,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -31,11 +32,15 @@ from typing import Any
 import torch
 
 import fxsplit
-from tests.interrupted import Before, Scene, find_faults, interrupt, make_scene, set_gradients
+from tests.interrupted import Before, Net, Scene, find_faults, interrupt, make_scene, set_gradients
 from tests.interrupts import Dropped, Line, interrupt_at, list_lines
 
 SCENES = ["step 1F1B", "step ZB-H1", "step 1F1B always", "call", "compile", "export", "profile", "verify"]
 SIGNALLED = ["first", "command", "step 1F1B", "compile", "convolutions"]
+COMMANDS = [
+    ["passes"], ["verify", "tests.models:NoSuchFactory"], ["plan", "PROFILE", "--devices", "2"], ["demo"],
+    ["explain", "PROFILE", "--devices", "2"], ["simulate", "--devices", "16", "--n-microbatches", "256"],
+]  # fmt: skip
 KINDS = ("lost", "changed", "runs on", "poisoned", "hung")
 WATCHDOG_S = 120
 FIRST_S = 30.0
@@ -133,7 +138,7 @@ def interrupt_first(counts: Count, stride: int, count: int | None, seed: int) ->
                 faults = []
             except BaseException as error:
                 faults = [f"lost: {type(error).__name__}: {str(error)[:200]}"]
-            return [str(where[0] if where else "not reached"), *faults, *check_again(begin)]
+            return [str(where[0][:2] if where else "not reached"), *faults, *check_again(begin)]
 
         report(counts, "first compile, lines", run_in_fork(work))
 
@@ -199,8 +204,13 @@ def send_signals(counts: Count, names: list[str], count: int, seed: int) -> None
         for _ in range(count // len(names)):
             report(counts, "first compile, signals", run_in_fork(partial(hit_first, draw.uniform(0, 0.9 * first_s))))
     if "command" in names:
-        for _ in range(count // len(names)):
-            hit_command(counts, draw)
+        with tempfile.TemporaryDirectory() as folder:
+            profile = f"{folder}/profile.json"
+            # Each in a process of its own, as other scenes compile for the first time.
+            assert run_in_fork(lambda: fxsplit.profile(Net(), torch.randn(16, 16)).save(profile)) is None
+            for number in range(count // len(names)):
+                command = COMMANDS[number % len(COMMANDS)]
+                hit_command(counts, [word.replace("PROFILE", profile) for word in command], draw)
     for name in (name for name in names if name not in ("first", "command")):
         scene = make_scene(name)
         scene.act()
@@ -225,16 +235,15 @@ def hit_first(seconds: float) -> list[str]:
     return [f"{seconds:.2f} s", *faults, *check_again(time.monotonic() - took)]
 
 
-def hit_command(counts: Count, draw: random.Random) -> None:
+def hit_command(counts: Count, command: list[str], draw: random.Random) -> None:
     """Send a signal to a command, which must end with one line and exit code 130."""
     program = "import sys; from fxsplit.__main__ import main; print('up', flush=True); sys.exit(main())"
-    which = draw.choice([["passes"], ["verify", "tests.models:NoSuchFactory"]])
     with subprocess.Popen(
-        [sys.executable, "-c", program, *which], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", program, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as running:
         assert running.stdout is not None
         running.stdout.readline()
-        seconds = draw.uniform(0.05, 1.5)
+        seconds = draw.uniform(0.05, 9.0 if command == ["demo"] else 1.5)
         try:
             running.wait(seconds)
             return

@@ -1,5 +1,6 @@
 """The `fxsplit` command, also as `python -m fxsplit`."""
 
+import atexit
 import os
 import signal
 import sys
@@ -13,6 +14,8 @@ def main() -> int:
     # Only where Ctrl-C is not ignored, as it is in a background job of a shell.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, end_interrupted)
+        # When the command is over, Python drops its handlers, and Ctrl-C would kill it in the middle of its last work.
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     from fxsplit.cli.main import main as run
 
     return run()

@@ -166,18 +166,19 @@ class Before:
 def interrupt(scene: Scene, number: int, kind: type[BaseException] = KeyboardInterrupt) -> tuple[str, list[str]]:
     """Interrupt a scene at one line; return the line, and what is wrong afterwards."""
     set_gradients(scene)
-    before, begin = Before.read(scene), time.monotonic()
+    before = Before.read(scene)
     try:
         with interrupt_at(number, kind) as where:
             scene.act()
         error: BaseException | None = None
     except BaseException as caught:
         error = caught
+    seconds = time.monotonic() - where[0][2] if where else 0.0
     at = f"{where[0][0].rpartition('/')[2]}:{where[0][1]}" if where else "not reached"
     # A call in a worker may take another way each time, and then the line is not reached.
     if not where:
         return at, []
-    return at, find_faults(scene, before, error, kind, time.monotonic() - begin)
+    return at, find_faults(scene, before, error, kind, seconds)
 
 
 def find_faults(

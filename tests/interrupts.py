@@ -6,6 +6,7 @@ import contextlib
 import functools
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -65,13 +66,13 @@ def list_lines(run: Callable[[], object]) -> list[Line]:
 
 
 @contextlib.contextmanager
-def interrupt_at(number: int, kind: type[BaseException] = KeyboardInterrupt) -> Iterator[list[Line]]:
-    """Raise at a line of the block, by its number in what `list_lines` returns; yields where that was, once it was.
+def interrupt_at(number: int, kind: type[BaseException] = KeyboardInterrupt) -> Iterator[list[tuple[str, int, float]]]:
+    """Raise at a line of the block, by its number in what `list_lines` returns; yields where and when, once it did.
 
     Dropped is what happens at the line, or at the first one after it at which fxsplit hears of it.
     """
     left = [number]
-    where: list[Line] = []
+    where: list[tuple[str, int, float]] = []
 
     def visit(frame: FrameType) -> None:
         left[0] -= 1
@@ -79,7 +80,7 @@ def interrupt_at(number: int, kind: type[BaseException] = KeyboardInterrupt) -> 
             return
         if kind is Dropped and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             return
-        where.append((frame.f_code.co_filename, frame.f_lineno))
+        where.append((frame.f_code.co_filename, frame.f_lineno, time.monotonic()))
         if kind is not Dropped:
             raise kind
         Finalised()

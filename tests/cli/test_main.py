@@ -47,6 +47,31 @@ def test_ctrl_c_ends_the_command_with_one_line(seconds: float) -> None:
     assert (program.returncode, said.splitlines()) == (130, ["fxsplit: interrupted"])
 
 
+LATE = """
+import builtins, os, signal, sys
+from fxsplit.__main__ import main
+
+class Late:
+    kill, signal = os.kill, (os.getpid(), signal.SIGINT)
+    def __del__(self):
+        Late.kill(*Late.signal)
+
+builtins.late = Late()
+sys.argv = ["fxsplit", "--version"]
+sys.exit(main())
+"""
+
+
+def test_ctrl_c_behind_a_command_that_is_over() -> None:
+    """Python takes itself down for a while, without handlers: it was killed then, with no word of it."""
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    done = subprocess.run(
+        [sys.executable, "-c", LATE], capture_output=True, text=True, env=environment, timeout=60, check=False,
+        preexec_fn=default_interrupts,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr, done.stdout[:7]) == (0, "", "fxsplit")
+
+
 def test_an_interrupt_of_the_command_called_from_python(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
