@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
@@ -290,7 +291,8 @@ class Pipeline(Facade):
             )
         # All positional arguments are the model's, so a forgotten target would be found by nobody else.
         if loss_fn is not None and target is None:
-            raise InputError("step() needs the target of its loss by name: pipe.step(x, target=y)")
+            misspelt = "".join(f", and not {name}=" for name in get_close_matches("target", kwargs, n=1))
+            raise InputError(f"step() needs the target of its loss by name: pipe.step(x, target=y){misspelt}")
         if not torch.is_grad_enabled():
             raise InputError("step() under no_grad has no gradients to compute: call pipe(x) to evaluate")
         # nn.Module runs a module's hooks around its call, and step() is no call of the module.

@@ -165,6 +165,19 @@ def test_arguments_that_do_not_fit_are_a_type_error_too() -> None:
     assert isinstance(caught.value, InputError)
 
 
+def test_messages_name_what_is_misspelt_and_stay_short() -> None:
+    """A list of a hundred thousand numbers made a message of 889,026 characters."""
+    with compiled(loss_fn=torch.nn.functional.mse_loss) as pipe:
+        with pytest.raises(InputError, match=r"pipe\.step\(x, target=y\)$"):
+            pipe.step(x(), torch.zeros(8, 3))
+        with pytest.raises(InputError, match=r"target=y\), and not traget=$"):
+            pipe.step(x(), traget=torch.zeros(8, 3))
+        for given in ([0.1] * 100_000, x().tolist(), x().numpy(), "x" * 100_000):
+            with pytest.raises(InputError) as caught:
+                pipe.step(given, target=torch.zeros(8, 3))
+            assert len(str(caught.value)) < 400
+
+
 def test_losses_of_microbatches_are_appended() -> None:
     with compiled(n_microbatches=4, loss_fn=torch.nn.functional.mse_loss) as pipe:
         batch, target, losses = x(), torch.zeros(8, 3), [torch.tensor(1.0)]
