@@ -28,6 +28,7 @@ from fxsplit.ir.dump import make_observers, show_progress
 from fxsplit.ir.dump_folder import DumpFolder
 from fxsplit.ir.facts.call import Call, Inputs
 from fxsplit.ir.facts.example import Example
+from fxsplit.ir.facts.numbers import name_candidates
 from fxsplit.ir.facts.python_state import PythonState
 from fxsplit.ir.facts.scope import Scope
 from fxsplit.ir.graph import Mode
@@ -92,14 +93,16 @@ class Compiler:
         compiled.validity.relink()
         compiled.validity.check_weights()
         program = compiled.program
-        tensors = self._bind(program.inputs, call)
+        inputs = compiled.captured[Example].inputs
+        tensors = self._bind(inputs, call)
         rows = program.inputs.count_rows(tensors)
         count = self.options.count_microbatches(program.scheduler, rows, compiled.found_count)
         if rows < count:
             count = self._take_fewer(program.scheduler, rows, count)
         divided = divide_rows(rows, count)
         compiled.captured[Scope].check_rows(divided)
-        return Batch(program, tensors, divided, compiled.captured[PythonState].read_numbers())
+        arguments = {name: now for name, (_, now) in inputs.find_numbers(*call).items()} if inputs.numbers else {}
+        return Batch(program, tensors, divided, compiled.captured[PythonState].read_numbers(arguments))
 
     def _take_fewer(self, scheduler: Scheduler, rows: int, stated: int) -> int:
         """Return the largest number of microbatches, up to one a row, that the schedule is made for; warn of it once.
@@ -137,19 +140,19 @@ class Compiler:
         with self._turn.take():
             self._forget_replaced_modules()
             first = self._kept.get((mode, None))
-            if first is None or self._is_outdated(first):
-                first = self._find_again(mode) or self._compile_first(mode, call, outdated=first)
+            if first is None or self._is_outdated(first, call):
+                first = self._find_again(mode, call) or self._compile_first(mode, call, outdated=first)
         first.validity.check_hooks()
         # Only an exported graph is for one shape; calls of other models are bound once, in `prepare`.
         scope = first.captured[Scope]
         if not scope.fixed:
             return first
-        shapes = scope.other_shapes(self._bind(first.program.inputs, call))
+        shapes = scope.other_shapes(self._bind(first.captured[Example].inputs, call))
         return first if shapes is None else self._find_for_shapes(mode, call, shapes, first)
 
-    def _find_again(self, mode: Mode) -> Compiled | None:
+    def _find_again(self, mode: Mode, call: Call) -> Compiled | None:
         """Return what was compiled for the Python values that there are now, and make it the mode's first again."""
-        found = next((c for c in self._outdated if c[0] == mode and not self._is_outdated(c[1])), None)
+        found = next((c for c in self._outdated if c[0] == mode and not self._is_outdated(c[1], call)), None)
         if found is None:
             return None
         self._outdated.remove(found)
@@ -176,7 +179,7 @@ class Compiler:
             kept = self._kept.get((mode, shapes))
             # Other shapes may take another way through forward(), which reads other values. A record of the first
             # program has no values of its own, and those have been looked at.
-            if kept is not None and (kept.validity is first.validity or not self._is_outdated(kept)):
+            if kept is not None and (kept.validity is first.validity or not self._is_outdated(kept, call)):
                 self._kept[mode, shapes] = self._kept.pop((mode, shapes))  # the last to be forgotten
                 return kept
             # Modes that share the first program share those for other shapes as well.
@@ -217,11 +220,11 @@ class Compiler:
 
         Raises InputError where a Python value that forward() reads has another value while a graph is made.
         """
-        hopeful = set() if outdated is None else {n.place.name for n in outdated.captured[PythonState].list_numbers()}
-        said = outdated is None or self._announce(outdated, hopeful)
+        hopeful = set() if outdated is None else name_candidates(outdated.captured, *call)
+        said = outdated is None or self._announce(outdated, call, hopeful)
         compiled = self._compile(call, self._kept.get((OTHER_MODE[mode], None)) or outdated, outdated)
         if outdated is not None and not said:
-            self._announce(outdated, {n.place.name for n in compiled.captured[PythonState].followed})
+            self._announce(outdated, call, {n.place.name for n in compiled.captured[PythonState].followed})
         for name, (then, now) in compiled.validity.find_changes().items():
             raise InputError(
                 f"forward() reads {name}, which is {now} in this call and {then} whenever a graph is made: decide "
@@ -253,7 +256,7 @@ class Compiler:
             call,
             from_shapes=from_shapes,
             grad_enabled=torch.is_grad_enabled(),
-            earlier=[known.captured[PythonState] for known in (outdated, like) if known is not None],
+            earlier=[known.captured for known in (outdated, like) if known is not None],
         )
         with enable_gradients(), show_progress():
             # The second mode keeps the first one's schedule, whose devices hold the weights already.
@@ -310,11 +313,17 @@ class Compiler:
             self._outdated.clear()
             self._modules = modules
 
-    def _is_outdated(self, compiled: Compiled) -> bool:
+    def _is_outdated(self, compiled: Compiled, call: Call) -> bool:
         """Return whether a record is of Python values, or of weights made by a pass, that are others now."""
-        return bool(compiled.find_changed_weight(self.model) or compiled.validity.find_changes())
+        return bool(compiled.find_changed_weight(self.model) or self._find_changes(compiled, call))
 
-    def _announce(self, outdated: Compiled, followed: set[str]) -> bool:
+    def _find_changes(self, compiled: Compiled, call: Call) -> dict[str, tuple[str, str]]:
+        """Return the Python values that are others now, in words, and numbers among the arguments."""
+        arguments = compiled.captured[Example].inputs.find_changes(*call)
+        found = compiled.validity.find_changes()
+        return found | {name: (repr(then), repr(now)) for name, (then, now) in arguments.items()}
+
+    def _announce(self, outdated: Compiled, call: Call, followed: set[str]) -> bool:
         """Warn of what a record was made with and has changed since, which costs a compile; return whether it did.
 
         `followed` are the names of changed numbers that are inputs of the next graph.
@@ -326,7 +335,7 @@ class Compiler:
                 f"{outdated.program.detached}: leave the pass out while weights change"
             )
             return True
-        changes = outdated.validity.find_changes()
+        changes = self._find_changes(outdated, call)
         # A submodule's mode is changed on purpose. A number may be a counter, which would cost a compile every call.
         silent = (name in followed or name.endswith("training' of the model") for name in changes)
         name = next((name for name, quiet in zip(changes, silent, strict=True) if not quiet), None)

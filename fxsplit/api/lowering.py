@@ -22,7 +22,6 @@ from fxsplit.ir.facts.example import Example
 from fxsplit.ir.facts.meanings import ROWS, Meaning
 from fxsplit.ir.facts.pins import Pins
 from fxsplit.ir.facts.plan import Plan
-from fxsplit.ir.facts.python_state import PythonState
 from fxsplit.ir.facts.stages import Ref, Stages, list_weights
 from fxsplit.ir.graph import IR, Fact
 from fxsplit.ir.manager import Observer, run_chain
@@ -48,17 +47,17 @@ def capture_model(
     *,
     from_shapes: bool,
     grad_enabled: bool = True,
-    earlier: Sequence[PythonState] = (),
+    earlier: Sequence[IR] = (),
 ) -> IR:
     """Return the graph of the model in its present mode, for microbatches of so many rows.
 
-    `grad_enabled`: the caller's grad mode. `earlier`: what earlier graphs depend on. `from_shapes`: nothing is
+    `grad_enabled`: the caller's grad mode. `earlier`: what was captured before. `from_shapes`: nothing is
     computed. A model that needs its values to be captured is captured with them where it has them on one device. Raises
     TraceError for a model that no front end can follow.
     """
     stated = read_stated(options)
     try:
-        return capture(model, *call, rows, stated, from_shapes, grad_enabled, earlier)
+        return capture(model, *call, rows, stated, from_shapes=from_shapes, grad_enabled=grad_enabled, earlier=earlier)
     except TraceError:
         # Weights on several devices belong to another mode's stages, and the model cannot run as one.
         together = len({w.device for w in list_weights(model)}) == 1

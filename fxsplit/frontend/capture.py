@@ -21,7 +21,8 @@ from fxsplit.frontend.watch.watch import Watch
 from fxsplit.ir.facts.call import Inputs
 from fxsplit.ir.facts.chunks import Chunks
 from fxsplit.ir.facts.example import Example
-from fxsplit.ir.facts.python_state import PythonState, list_numbers
+from fxsplit.ir.facts.numbers import find_arguments, find_reads
+from fxsplit.ir.facts.python_state import Number, PythonState
 from fxsplit.ir.graph import IR
 from fxsplit.ir.imports import import_whole
 from fxsplit.torch_internals.fake_weights import lacks_values
@@ -70,14 +71,14 @@ def capture(
     stated: Stated = NOTHING_STATED,
     from_shapes: bool = False,
     grad_enabled: bool = True,
-    earlier: Sequence[PythonState] = (),
+    earlier: Sequence[IR] = (),
 ) -> IR:
     """Return the IR of `model(*args, **kwargs)` in its present mode, for microbatches of its first `rows` rows.
 
     The IR knows its Example, Scope, CallEffects and PythonState. `from_shapes`: nothing is computed, and the graph is
     checked as far as shapes tell; a model with weights on the meta device is always captured so. `grad_enabled`: the
-    caller's grad mode, for a model that asks; any other graph must be right for training too. `earlier`: what earlier
-    graphs of the model depend on; numbers that have changed since become inputs of this one, where that is possible.
+    caller's grad mode, for a model that asks; any other graph must be right for training too. `earlier`: what was
+    captured before; numbers that have changed since become inputs of this graph, where that is possible.
 
     Warns of Python values that each call changes, and of outputs that microbatches do not make. Raises TraceError when
     no front end can follow the model, or when a graph computes anything else than the model does; InputError for a
@@ -85,7 +86,9 @@ def capture(
     """
     load_torch()
     _refuse_unknown_weights(model)
-    inputs, tensors = Inputs.of(model, args, kwargs, stated.chunks)
+    known = find_arguments(earlier, args, kwargs)
+    inputs, tensors = Inputs.of(model, args, kwargs, stated.chunks, known)
+    arguments = [Number(spec.place, known[spec.name]) for spec in inputs.numbers]
     subject = Subject(
         model,
         inputs,
@@ -93,7 +96,7 @@ def capture(
         rows,
         tuple(stated.leaves),
         from_shapes or lacks_values(model),
-        numbers=list_numbers(earlier),
+        numbers=(*arguments, *find_reads(earlier)),
     )
     # Copied before anything runs: forward() may write to its arguments.
     sample = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in subject.take_rows(rows))
@@ -106,7 +109,8 @@ def capture(
     _set_modes(graph.gm, model)
     # What stays whole reads and writes by itself.
     state = watch.list_reads(graph).follow(subject.numbers, graph.followed)
-    state = replace(state, stuck=state.stuck.union(*(known.stuck for known in earlier)))
+    state = replace(state, stuck=state.stuck.union(*(ir[PythonState].stuck for ir in earlier)))
+    inputs = inputs.freeze(but=[number.place.key[1] for number in graph.followed if number.is_argument])
     ir = IR(graph.gm, model=subject.name, mode="train" if model.training else "eval")
     return ir.learn(Example(inputs, sample, subject.from_shapes), graph.scope, effects, state)
 

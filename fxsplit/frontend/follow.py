@@ -77,8 +77,8 @@ def _check_others(subject: Subject, graph: Graph, numbers: Sequence[Number]) -> 
             check_graph(subject, graph.gm, subject.rows)
         same_effects = _list_effects(subject, graph.gm) == (drawing, bound)
         # A dropout returns its input at a rate of 0, and not new memory. Other numbers may be no zeros, as divisors.
-        set_numbers(graph.gm, [0.0 for _ in numbers])
-        with suppress(ArithmeticError, ValueError, RuntimeError):
+        set_numbers(graph.gm, [type(value)(0) for value in now])
+        with suppress(ArithmeticError, LookupError, ValueError, RuntimeError):
             same_effects &= _list_effects(subject, graph.gm)[1] == bound
     if not same_effects:
         raise TraceError("which nodes draw, or which must stay together or in order, depends on a number")

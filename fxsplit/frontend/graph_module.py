@@ -11,9 +11,8 @@ from torch import fx, nn
 from fxsplit.errors import TraceError
 from fxsplit.frontend.graph import Graph
 from fxsplit.frontend.subject import Subject
-from fxsplit.ir.facts.call import TensorSpec
+from fxsplit.ir.facts.numbers import hold_numbers, name_numbers
 from fxsplit.ir.facts.scope import Scope
-from fxsplit.torch_internals import pytree
 
 
 @dataclass(frozen=True)
@@ -40,9 +39,12 @@ class GivenGraph:
         assert isinstance(model, fx.GraphModule)
         # Where the call has a tensor there is a placeholder, and where it has a number the number itself.
         graph = fx.Graph()
-        specs = iter(inputs.specs)
-        leaves = [graph.placeholder(next(specs).name) if isinstance(v, TensorSpec) else v for v in inputs.leaves]
-        arguments = pytree.tree_unflatten(leaves, inputs.structure)
+        names = [spec.name for spec in inputs.specs]
+        tensors = [graph.placeholder(name) for name in names]
+        pairs = zip(name_numbers(subject.numbers, names), subject.numbers, strict=True)
+        numbers = [graph.placeholder(name, default_value=number.place.read()) for name, number in pairs]
+        with hold_numbers(subject.numbers, numbers):
+            arguments = inputs.fill(tensors)
         values: dict[fx.Node, Any] = {}
         held: dict[str, Any] = {}
         for node in model.graph.nodes:

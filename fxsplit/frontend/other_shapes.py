@@ -42,6 +42,7 @@ def fit_to_shapes(captured: IR, model: nn.Module, call: Call, rows: int, stated:
     if example.from_shapes or scope.guard is None:
         return None
     inputs, tensors = Inputs.of(model, *call, stated.chunks)
+    numbers = captured[PythonState].read_numbers({n: now for n, (_, now) in example.inputs.find_numbers(*call).items()})
     fitted = replace(scope, inputs=inputs, _passed=set())
     subject = Subject(model, inputs, tensors, rows, tuple(stated.leaves))
     watch = Watch(model)
@@ -51,7 +52,7 @@ def fit_to_shapes(captured: IR, model: nn.Module, call: Call, rows: int, stated:
         list_changes(subject, watch)
         with undo_after(watch.put_back), restore_model(model):
             graph = _copy_graph(captured.gm)
-            set_numbers(graph, captured[PythonState].read_numbers())
+            set_numbers(graph, numbers)
             effects = check_graph(subject, graph, rows)
             effects = replace(effects, meanings=find_meanings(subject, graph, joined=stated.joined))
     except torch.OutOfMemoryError:

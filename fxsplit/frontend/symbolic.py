@@ -167,13 +167,14 @@ class Tracer(fx.Tracer):
         returns is in plain containers: fx would make a dataclass a node.
         """
         names = [spec.name for spec in self._inputs.specs]
-        call = self._inputs.make_call([self.create_proxy("placeholder", name, (), {}) for name in names])
+        tensors = [self.create_proxy("placeholder", name, (), {}) for name in names]
         pairs = zip(name_numbers(self._numbers, names), self._numbers, strict=True)
         # A default, with which the graph runs on tensors alone.
         proxies = [self.create_proxy("placeholder", name, (n.place.read(),), {}) for name, n in pairs]
 
         def run(root: nn.Module) -> Any:
             with hold_numbers(self._numbers, proxies):
+                call = self._inputs.make_call(tensors)
                 return to_plain_containers(root_fn(root, *call.args, **call.kwargs))
 
         return run, [self.root]

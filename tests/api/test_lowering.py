@@ -94,7 +94,7 @@ def test_weights_are_pinned_to_the_stage_that_alone_has_them() -> None:
 def test_shapes_alone_are_tried_first_and_values_where_they_do_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[bool] = []
 
-    def noting(*args: Any, from_shapes: bool = False, grad_enabled: bool = True) -> Any:
+    def noting(*args: Any, from_shapes: bool = False, **options: Any) -> Any:
         tried.append(from_shapes)
         if from_shapes:
             raise TraceError("a value decides")

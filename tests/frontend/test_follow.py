@@ -43,7 +43,7 @@ def capture_changed(model: Any, **changed: float) -> IR:
     first = capture(model, (x,), {}, rows=3)
     for name, value in changed.items():
         setattr(model, name, value)
-    return capture(model, (x,), {}, rows=3, earlier=[first[PythonState]])
+    return capture(model, (x,), {}, rows=3, earlier=[first])
 
 
 def list_followed(ir: IR) -> list[str]:
@@ -105,7 +105,7 @@ def test_a_number_that_decides_something_stays_a_constant(kind: str) -> None:
     # It is not attempted again, and that it has changed is told as ever.
     model.rate = 0.25
     assert list(state.find_changes()) == ["attribute 'rate' of the model"] and not state.list_numbers()
-    again = capture(model, (torch.randn(6, 4),), {}, rows=3, earlier=[state])[PythonState]
+    again = capture(model, (torch.randn(6, 4),), {}, rows=3, earlier=[ir])[PythonState]
     assert again.stuck == state.stuck and not again.followed
 
 
@@ -145,10 +145,10 @@ def test_numbers_of_one_name_and_of_an_argument_have_inputs_of_their_own() -> No
     model, x = Nested(), torch.randn(6, 4)
     first = capture(model, (x,), {}, rows=3)
     model.one.rate, model.two.rate = 2.0, 3.0
-    ir = capture(model, (x,), {}, rows=3, earlier=[first[PythonState]])
+    ir = capture(model, (x,), {}, rows=3, earlier=[first])
     assert [n.target for n in list_number_nodes(ir.gm.graph)] == ["rate_", "rate__"]
     model.one.rate, model.two.rate = 4.0, 5.0
-    torch.testing.assert_close(ir.gm(x, *ir[PythonState].read_numbers()), model(x))
+    torch.testing.assert_close(ir.gm(x, *ir[PythonState].read_numbers({})), model(x))
 
 
 def test_a_graph_that_was_given_holds_what_it_holds() -> None:

@@ -137,7 +137,7 @@ def _run_export(here: Runnable, numbers: Sequence[Number], front_end: TorchExpor
 
 def _wrap_number(value: float) -> Tensor:
     """Return a number as torch.export takes it without making it a constant: as a tensor, which forward() unwraps."""
-    return torch.tensor(value, dtype=torch.float64)
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
 
 
 def _give_numbers(guard: Callable[..., Any] | None, numbers: Sequence[float]) -> Callable[..., Any] | None:
@@ -203,9 +203,9 @@ def _take_tensors(here: Runnable, wholes: WholeModules, numbers: Sequence[Number
         pairs = zip(specs, tensors, strict=True)
         # While exporting this is a symbol, and not the number of rows of the example.
         wholes.rows = next(t.shape[s.cut.dim] // s.cut.each for s, t in pairs if s.cut.dim is not None)
-        call = here.inputs.make_call(tensors)
         # What item() gives here is a symbol as well, of which torch.export knows no value.
         with hold_numbers(numbers, [wrapped.item() for wrapped in given[len(specs) :]]):
+            call = here.inputs.make_call(tensors)
             return to_plain_outputs(original(*call.args, **call.kwargs))
 
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD

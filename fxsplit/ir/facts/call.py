@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,12 +18,16 @@ from torch import Tensor, nn
 
 from fxsplit.errors import CallError, InputError
 from fxsplit.ir.facts.chunks import Chunks, Cut, find_cuts
+from fxsplit.ir.facts.python_state import ARGUMENT, Place
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.containers import register_dataclasses
 from fxsplit.torch_internals.objects import Opaque, StandIn, is_packed, same_constant, take_apart
 
 MOST_LISTED = 20
 """So many arguments of a call are named in a message; a list of numbers may have any length."""
+
+NUMBERS = (int, float)
+"""Types of numbers that may be inputs of a graph: what is no bool, and of no class of the user's own."""
 
 FlatCall = tuple[list[str], list[Any], pytree.TreeSpec, list[str]]
 """Names, values and structure of a call, and for each value the argument of forward() that it is in."""
@@ -66,11 +71,26 @@ class TensorSpec:
             )
 
 
+@dataclass(eq=False)
+class NumberSpec:
+    """One number among the arguments that is an input of the graph, or is to be one; `value` is that of the example."""
+
+    name: str
+    value: Any
+
+    @property
+    def place(self) -> Place:
+        """The value as a place: while a graph is made, calls have something else there that stands for it."""
+        put = partial(setattr, self, "value")
+        return Place(f"argument {self.name!r}", partial(getattr, self, "value"), put, (ARGUMENT, self.name))
+
+
 @dataclass(frozen=True)
 class Inputs:
     """The structure of one call: `leaves` holds a TensorSpec for each tensor, and for the rest the value itself.
 
-    An Opaque among the leaves is a value inside of an object, which forward() must not read.
+    A number that is an input of the graph is a NumberSpec. An Opaque among the leaves is a value inside of an object,
+    which forward() must not read.
     """
 
     signature: inspect.Signature
@@ -80,12 +100,18 @@ class Inputs:
 
     @classmethod
     def of(
-        cls, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], chunks: Chunks | None = None
+        cls,
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        chunks: Chunks | None = None,
+        numbers: Container[str] = (),
     ) -> tuple[Inputs, list[Tensor]]:
         """Return the structure of `model(*args, **kwargs)` and its tensors, with the dimension each is batched on.
 
-        `chunks` states it by argument. Raises InputError when the arguments do not fit forward(), when no tensor is
-        among them, or when it is not clear where the batch is.
+        `chunks` states it by argument. `numbers` names what may be an input of the graph besides tensors. Raises
+        InputError when the arguments do not fit forward(), when no tensor is among them, or when it is not clear where
+        the batch is.
         """
         signature = inspect.signature(model.forward)
         names, values, structure, roots = flatten_call(signature, args, kwargs)
@@ -98,6 +124,7 @@ class Inputs:
             TensorSpec(name, v.dtype, v.device, tuple(v.shape), cuts[name]) if isinstance(v, Tensor) else v
             for name, v in zip(names, values, strict=True)
         ]
+        leaves = [NumberSpec(n, v) if n in numbers else v for n, v in zip(names, leaves, strict=True)]
         inputs = cls(signature, structure, tuple(leaves), chunks or {})
         tensors = list(named.values())
         refuse_sparse(inputs.specs, tensors)
@@ -109,15 +136,57 @@ class Inputs:
         """The tensor arguments, in the order of `bind`."""
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorSpec))
 
+    @cached_property
+    def numbers(self) -> tuple[NumberSpec, ...]:
+        """The numbers among the arguments that are inputs of the graph."""
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, NumberSpec))
+
+    @cached_property
+    def _has_numbers(self) -> bool:
+        """Whether there are numbers among the arguments at all, inputs or not."""
+        return any(isinstance(leaf, NumberSpec) or type(leaf) in NUMBERS for leaf in self.leaves)
+
+    def find_numbers(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+        """Return the numbers among the arguments of a call, each as it is among the leaves and as it is now.
+
+        Those that are no numbers in the call, and all of a call of another structure, are left out: `bind` refuses it.
+        """
+        if not self._has_numbers:
+            return {}
+        names, values, structure, _ = flatten_call(self.signature, args, kwargs)
+        if structure != self.structure:
+            return {}
+        pairs = zip(names, self.leaves, values, strict=True)
+        kinds = (*NUMBERS, NumberSpec)
+        return {n: (leaf, now) for n, leaf, now in pairs if type(leaf) in kinds and type(now) in NUMBERS}
+
+    def find_changes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+        """Return the numbers of a call that a graph holds otherwise: argument -> (then, now)."""
+        found: dict[str, tuple[Any, Any]] = {}
+        for name, (leaf, now) in self.find_numbers(args, kwargs).items():
+            if not _is_taken(leaf, now):
+                found[f"argument {name!r}"] = (leaf.value if isinstance(leaf, NumberSpec) else leaf), now
+        return found
+
+    def freeze(self, but: Container[str]) -> Inputs:
+        """Return the same inputs with numbers as constants, but for those of these names."""
+        frozen = (v.value if isinstance(v, NumberSpec) and v.name not in but else v for v in self.leaves)
+        return replace(self, leaves=tuple(frozen))
+
+    def fill(self, tensors: Iterable[Any]) -> Any:
+        """Return the arguments by name, with `tensors` in the tensors' places."""
+        given = iter(tensors)
+        leaves = [next(given) if isinstance(leaf, TensorSpec) else leaf for leaf in self.leaves]
+        leaves = [leaf.value if isinstance(leaf, NumberSpec) else leaf for leaf in leaves]
+        leaves = [StandIn(leaf) if type(leaf) is Opaque else leaf for leaf in leaves]
+        return pytree.tree_unflatten(leaves, self.structure)
+
     def make_call(self, tensors: Sequence[Any]) -> Call:
         """Return the arguments of the call with `tensors` in the tensors' places; what is the default is left out.
 
         Arguments are passed by name where that is possible: decorators around forward() may look for them there.
         """
-        given = iter(tensors)
-        leaves = [next(given) if isinstance(leaf, TensorSpec) else leaf for leaf in self.leaves]
-        leaves = [StandIn(leaf) if type(leaf) is Opaque else leaf for leaf in leaves]
-        values = pytree.tree_unflatten(leaves, self.structure)
+        values = self.fill(tensors)
         parameters = self.signature.parameters.values()
         # Values for *args can only follow arguments that are passed by position.
         more = any(values.get(p.name) for p in parameters if p.kind is p.VAR_POSITIONAL)
@@ -155,7 +224,7 @@ class Inputs:
             if isinstance(leaf, TensorSpec) and isinstance(value, Tensor):
                 leaf.check(value, dtype)
                 tensors.append(value)
-            elif isinstance(leaf, TensorSpec) or not same_constant(leaf, value):
+            elif isinstance(leaf, TensorSpec) or not _is_taken(leaf, value):
                 raise InputError(
                     f"argument {name!r} is {_describe_leaf(value)}, and the pipeline was compiled for "
                     f"{_describe_leaf(leaf)}, which became part of its graph: compile another pipeline for the other "
@@ -285,6 +354,11 @@ def refuse_opaque(values: Iterable[Any]) -> None:
         raise InputError(found.explain())
 
 
+def _is_taken(leaf: Any, value: Any) -> bool:
+    """Return whether a graph takes a value that is no tensor in the place of a leaf."""
+    return type(value) is type(leaf.value) if isinstance(leaf, NumberSpec) else same_constant(leaf, value)
+
+
 def _read_key(entry: Any) -> str:
     """Return one step on the way to a value: a key, a position or a field."""
     return str(next((getattr(entry, kind) for kind in ("key", "idx", "name") if hasattr(entry, kind)), entry))
@@ -292,12 +366,15 @@ def _read_key(entry: Any) -> str:
 
 def _describe_leaf(leaf: Any) -> str:
     """Return a leaf for a message: what a tensor is, and any other value itself."""
-    return f"a {leaf.dtype} tensor" if isinstance(leaf, (Tensor, TensorSpec)) else _shorten(repr(leaf))
+    if isinstance(leaf, (Tensor, TensorSpec)):
+        return f"a {leaf.dtype} tensor"
+    return _shorten(repr(leaf.value if isinstance(leaf, NumberSpec) else leaf))
 
 
 def _list_leaves(leaves: Sequence[Any]) -> str:
     """Return the leaves of a call for a message."""
-    return _list_names([leaf.name if isinstance(leaf, TensorSpec) else repr(leaf) for leaf in leaves])
+    named = (TensorSpec, NumberSpec)
+    return _list_names([leaf.name if isinstance(leaf, named) else repr(leaf) for leaf in leaves])
 
 
 def _list_names(names: Sequence[str]) -> str:

@@ -8,14 +8,48 @@ time of the capture. So whoever runs the graph on tensors alone runs it with tha
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import fx
 
-from fxsplit.ir.facts.python_state import Number, Place
+from fxsplit.ir.facts.example import Example
+from fxsplit.ir.facts.python_state import ARGUMENT, Number, Place, PythonState, same
+from fxsplit.ir.graph import IR
 from fxsplit.torch_internals.undo import undo_after
+
+Known = tuple[float, float]
+"""Two values that a number has had."""
+
+
+def find_arguments(earlier: Iterable[IR], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Known]:
+    """Return the numbers of a call that may be inputs of a new graph, by argument.
+
+    Those are inputs of an `earlier` graph of the model, or have changed since, and no graph has failed to follow them.
+    """
+    found: dict[str, Known] = {}
+    for ir in earlier:
+        state, inputs = ir[PythonState], ir[Example].inputs
+        followed = {number.place.key: number.known for number in state.followed}
+        for name, (then, now) in inputs.find_numbers(args, kwargs).items():
+            key = (ARGUMENT, name)
+            if key in followed:
+                found[name] = followed[key]
+            elif key not in state.stuck and not same(then, now):
+                found[name] = (then, now)
+    return found
+
+
+def find_reads(earlier: Iterable[IR]) -> list[Number]:
+    """Return the numbers that forward() reads and that may be inputs of a new graph, each once."""
+    return [*{number.place.key: number for ir in earlier for number in ir[PythonState].list_numbers()}.values()]
+
+
+def name_candidates(ir: IR, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[str]:
+    """Return the names of all numbers that may be inputs of a new graph."""
+    reads = {number.place.name for number in find_reads([ir])}
+    return reads | {f"argument {name!r}" for name in find_arguments([ir], args, kwargs)}
 
 
 def list_number_nodes(graph: fx.Graph) -> list[fx.Node]:

@@ -6,7 +6,7 @@ of torch, and the graph keeps what was computed with them. So such a value is co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date, time, timedelta
 from enum import Enum
@@ -22,6 +22,9 @@ from fxsplit.torch_internals.objects import VALUES, same_constant
 MOST_LETTERS = 80
 """The longest text of a value in a message."""
 
+
+ARGUMENT = -1
+"""In the key of a place: that it is an argument of forward(), under its name. Other places have an identity there."""
 
 DATES = (date, time, timedelta, UUID)
 """Values that compare as their users expect, besides those that may be arguments of a call."""
@@ -62,6 +65,11 @@ class Number:
     known: tuple[float, float]
 
     @property
+    def is_argument(self) -> bool:
+        """Whether the number is an argument of forward(), which each call has of its own."""
+        return self.place.key[0] == ARGUMENT
+
+    @property
     def other(self) -> float:
         """A value other than that of now, to tell whether a graph computes with the number or holds it."""
         return next(value for value in self.known if not same(value, self.place.read()))
@@ -87,7 +95,7 @@ class PythonState(GivenFact):
         found = ((place, then, place.read()) for place, then in self.reads)
         made = {p.name: describe_change(then, now) for p, then, now in found if now is not then and not same(then, now)}
         if self.followed:
-            given = ((number.place, number.place.read()) for number in self.followed)
+            given = ((number.place, number.place.read()) for number in self.followed if not number.is_argument)
             made |= {place.name: ("a number", describe(now)) for place, now in given if type(now) is not float}
         return made
 
@@ -96,7 +104,8 @@ class PythonState(GivenFact):
         reads = ((p, v) for p, v in self.reads if type(v) is float and p.write is not None and p.key not in self.stuck)
         found = ((place, then, place.read()) for place, then in reads)
         changed = [Number(p, (v, now)) for p, v, now in found if type(now) is float and not same(v, now)]
-        return [number for number in (*self.followed, *changed) if type(number.place.read()) is float]
+        numbers = (number for number in (*self.followed, *changed) if not number.is_argument)
+        return [number for number in numbers if type(number.place.read()) is float]
 
     def follow(self, numbers: Sequence[Number], followed: Sequence[Number]) -> PythonState:
         """Return what is known of a graph that was to have `numbers` as inputs, and has those of `followed`."""
@@ -105,20 +114,15 @@ class PythonState(GivenFact):
         reads = tuple((place, value) for place, value in self.reads if place.key not in keys)
         return replace(self, reads=reads, followed=tuple(followed), stuck=stuck)
 
-    def read_numbers(self) -> tuple[float, ...]:
-        """Return the numbers that are inputs of the graph, as they are now."""
-        return tuple(number.place.read() for number in self.followed)
+    def read_numbers(self, arguments: Mapping[str, Any]) -> tuple[float, ...]:
+        """Return the numbers that are inputs of the graph, as they are now; those of a call are in `arguments`."""
+        return tuple(arguments[n.place.key[1]] if n.is_argument else n.place.read() for n in self.followed)
 
     def __str__(self) -> str:
         """One line for each place that holds a number, a text or the like; objects have no text that lasts."""
         lines = [f"{number.place.name}: an input" for number in self.followed]
         lines += [f"{place.name}: {then!r}" for place, then in self.reads if is_plain(then)]
         return "\n".join(lines) or "nothing plain"
-
-
-def list_numbers(states: Sequence[PythonState]) -> tuple[Number, ...]:
-    """Return the numbers that may be inputs of a new graph, each once."""
-    return tuple({number.place.key: number for state in states for number in state.list_numbers()}.values())
 
 
 def same(then: Any, now: Any) -> bool:

@@ -44,10 +44,12 @@ def test_names_of_arguments_that_begin_alike() -> None:
         torch.testing.assert_close(pipe([call[0]], call[2]), listed([call[0]], call[2]))
 
 
-def bind(function: Any, *args: Any, chunks: Any = None, **kwargs: Any) -> tuple[Inputs, list[Tensor]]:
+def bind(
+    function: Any, *args: Any, chunks: Any = None, numbers: tuple[str, ...] = (), **kwargs: Any
+) -> tuple[Inputs, list[Tensor]]:
     model = nn.Module()
     model.forward = function
-    return Inputs.of(model, args, kwargs, chunks)
+    return Inputs.of(model, args, kwargs, chunks, numbers)
 
 
 def plain(x: Tensor, scale: float = 1.0, *, extra: Any = None) -> None: ...
@@ -166,10 +168,13 @@ def test_what_an_object_holds_is_no_constant(kind: Any) -> None:
         for _ in range(3):
             batch = kind(bias=torch.randn(8, 4, dtype=torch.float64), scale=2.0)
             torch.testing.assert_close(pipe(x, batch), model(x, batch), rtol=0, atol=1e-12)
+        for scale in (3.0, 4.0):  # once it has changed, a number in an object is an input as well
+            batch = kind(bias=x, scale=scale)
+            torch.testing.assert_close(pipe(x, batch), model(x, batch), rtol=0, atol=1e-12)
         with pytest.raises(
-            InputError, match=r"argument 'batch_\w*scale' is 3.0, and the pipeline was compiled for 2.0"
+            InputError, match=r"argument 'batch_\w*scale' is None, and the pipeline was compiled for 3.0"
         ):
-            pipe(x, kind(bias=x, scale=3.0))
+            pipe(x, kind(bias=x, scale=None))
         with pytest.raises(InputError, match="compiled for arguments"):
             pipe(x, kind(bias=x, scale=2.0, more=1))
 
@@ -257,3 +262,32 @@ def test_what_cannot_be_cut_is_refused() -> None:
     for value in (x.to_sparse(), nested):
         with pytest.raises(InputError, match="argument 'input' is"):
             inputs.bind((value,), {}, None)
+
+
+def scaled(x: Tensor, factor: float = 2.0, count: int = 3, flag: bool = True, **more: Any) -> Tensor:
+    return x
+
+
+def test_numbers_of_a_call_are_held_against_those_of_the_graph() -> None:
+    inputs, _ = bind(scaled, X, part=1)
+    assert not inputs.numbers and inputs.find_changes((X,), {"part": 1}) == {}
+    assert inputs.find_changes((X, 2.5), {"part": 1, "count": 3, "flag": False}) == {"argument 'factor'": (2.0, 2.5)}
+    assert inputs.find_changes((X, 2), {"part": 7}) == {"argument 'factor'": (2.0, 2), "argument 'more_part'": (1, 7)}
+    assert inputs.find_changes((X, None), {"part": 1}) == {}, "no number: bind refuses it"
+    assert inputs.find_changes((X,), {}) == {}, "and a call of another structure"
+
+
+def test_a_number_that_is_an_input_may_be_another_in_each_call() -> None:
+    inputs, tensors = bind(scaled, X, numbers=("factor", "count"))
+    assert [spec.name for spec in inputs.numbers] == ["factor", "count"]
+    assert inputs.find_changes((X, 7.0, 8), {}) == {} and inputs.bind((X, 7.0, 8), {}, None)
+    assert inputs.find_numbers((X, 7.0, 8), {})["count"] == (inputs.numbers[1], 8)
+    assert inputs.find_changes((X, 7), {}) == {"argument 'factor'": (2.0, 7)}, "an int is another kind of number"
+    with pytest.raises(InputError, match=r"argument 'factor' is 7, and the pipeline was compiled for 2\.0"):
+        inputs.bind((X, 7), {}, None)
+    place = inputs.numbers[0].place
+    assert place.name == "argument 'factor'" and place.key == inputs.numbers[0].place.key and place.write is not None
+    place.write(5.0)
+    assert inputs.make_call(tensors).kwargs["factor"] == 5.0
+    frozen = inputs.freeze(but=["count"])
+    assert [spec.name for spec in frozen.numbers] == ["count"] and frozen.leaves[1] == 5.0

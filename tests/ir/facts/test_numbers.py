@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from fxsplit.ir.facts.numbers import hold_numbers, list_number_nodes, name_numbers, set_numbers
-from fxsplit.ir.facts.python_state import Number, Place, PythonState, list_numbers
+from fxsplit.ir.facts.python_state import Number, Place, PythonState
 
 
 def place(held: dict[str, object], name: str, text: str = "") -> Place:
@@ -54,14 +54,14 @@ def test_what_may_be_an_input_is_a_float_that_has_changed() -> None:
     fixed = Place("answer", lambda: 2.0)  # nobody can put another value there
     state = PythonState((*((place(held, name), value) for name, value in held.items()), (fixed, 1.0)))
     held |= {"rate": 2.0, "count": 2, "text": "1.0"}
-    (number,) = list_numbers([state, state])
+    (number,) = state.list_numbers()
     assert number.place.key == (id(held), "rate") and number.known == (1.0, 2.0)
     followed = state.follow([number], [number])
-    assert followed.followed == (number,) and followed.read_numbers() == (2.0,)
+    assert followed.followed == (number,) and followed.read_numbers({}) == (2.0,)
     assert str(followed).startswith("attribute 'body.rate' of the model: an input\n")
     held["rate"] = 3.0
     assert "attribute 'body.rate' of the model" not in followed.find_changes()
-    assert list_numbers([followed])[0].other in (1.0, 2.0)
+    assert followed.list_numbers()[0].other in (1.0, 2.0)
     held["rate"] = None
     assert followed.find_changes()["attribute 'body.rate' of the model"] == ("a number", "None")
-    assert not list_numbers([followed]) and not list_numbers([state.follow([number], [])])
+    assert not followed.list_numbers() and not state.follow([number], []).list_numbers()
