@@ -66,6 +66,9 @@ def _read_state(value: Any) -> Any:
         held = sorted(frame.f_locals.items()) if frame is not None else []
         return (frame is None or frame.f_lasti, *((name, v) for name, v in held if is_plain(v)))
     for name in ("getstate", "__reduce__"):
+        # What every object has makes another object of the same memory: a file over a file, which closes it at the end.
+        if getattr(type(value), name, object.__reduce__) is object.__reduce__:
+            continue
         with suppress(Exception):
             return getattr(value, name)()
     return ABSENT

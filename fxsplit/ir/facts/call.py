@@ -10,7 +10,7 @@ import inspect
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -18,16 +18,13 @@ from torch import Tensor, nn
 
 from fxsplit.errors import CallError, InputError
 from fxsplit.ir.facts.chunks import Chunks, Cut, find_cuts
-from fxsplit.ir.facts.python_state import ARGUMENT, Place
+from fxsplit.ir.facts.number_arguments import NUMBERS, NumberSpec, is_taken
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.containers import register_dataclasses
-from fxsplit.torch_internals.objects import Opaque, StandIn, is_packed, same_constant, take_apart
+from fxsplit.torch_internals.objects import Opaque, StandIn, is_packed, take_apart
 
 MOST_LISTED = 20
 """So many arguments of a call are named in a message; a list of numbers may have any length."""
-
-NUMBERS = (int, float)
-"""Types of numbers that may be inputs of a graph: what is no bool, and of no class of the user's own."""
 
 FlatCall = tuple[list[str], list[Any], pytree.TreeSpec, list[str]]
 """Names, values and structure of a call, and for each value the argument of forward() that it is in."""
@@ -69,20 +66,6 @@ class TensorSpec:
                 f"argument {self.name!r} has shape {tuple(value.shape)}, {value.ndim} dimensions, and the pipeline was "
                 f"compiled for {len(self.shape)}: reshape it, or compile another pipeline"
             )
-
-
-@dataclass(eq=False)
-class NumberSpec:
-    """One number among the arguments that is an input of the graph, or is to be one; `value` is that of the example."""
-
-    name: str
-    value: Any
-
-    @property
-    def place(self) -> Place:
-        """The value as a place: while a graph is made, calls have something else there that stands for it."""
-        put = partial(setattr, self, "value")
-        return Place(f"argument {self.name!r}", partial(getattr, self, "value"), put, (ARGUMENT, self.name))
 
 
 @dataclass(frozen=True)
@@ -164,7 +147,7 @@ class Inputs:
         """Return the numbers of a call that a graph holds otherwise: argument -> (then, now)."""
         found: dict[str, tuple[Any, Any]] = {}
         for name, (leaf, now) in self.find_numbers(args, kwargs).items():
-            if not _is_taken(leaf, now):
+            if not is_taken(leaf, now):
                 found[f"argument {name!r}"] = (leaf.value if isinstance(leaf, NumberSpec) else leaf), now
         return found
 
@@ -224,7 +207,7 @@ class Inputs:
             if isinstance(leaf, TensorSpec) and isinstance(value, Tensor):
                 leaf.check(value, dtype)
                 tensors.append(value)
-            elif isinstance(leaf, TensorSpec) or not _is_taken(leaf, value):
+            elif isinstance(leaf, TensorSpec) or not is_taken(leaf, value):
                 raise InputError(
                     f"argument {name!r} is {_describe_leaf(value)}, and the pipeline was compiled for "
                     f"{_describe_leaf(leaf)}, which became part of its graph: compile another pipeline for the other "
@@ -352,11 +335,6 @@ def refuse_opaque(values: Iterable[Any]) -> None:
     found = next((value for value in values if type(value) is Opaque and not value.inside), None)
     if found is not None:
         raise InputError(found.explain())
-
-
-def _is_taken(leaf: Any, value: Any) -> bool:
-    """Return whether a graph takes a value that is no tensor in the place of a leaf."""
-    return type(value) is type(leaf.value) if isinstance(leaf, NumberSpec) else same_constant(leaf, value)
 
 
 def _read_key(entry: Any) -> str:

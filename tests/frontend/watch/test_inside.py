@@ -5,6 +5,8 @@ from __future__ import annotations
 import array
 import contextvars
 import copy
+import gc
+import io
 import os
 import queue
 import sys
@@ -12,6 +14,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -219,3 +222,32 @@ def test_training_changes_weights_and_no_values(recwarn: pytest.WarningsRecorder
         torch.optim.SGD(model.parameters(), 0.5).step()
         torch.testing.assert_close(pipe.step(x, target=x), nn.functional.mse_loss(model(x), x).detach())
     assert not recwarn.list
+
+
+class Log(io.TextIOWrapper):
+    """A file of a class of its own, as pytest puts in the place of sys.stderr."""
+
+
+LOG: Log
+
+
+class Logs(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        LOG.write("called\n")
+        out: Tensor = self.b(self.a(x))
+        return out
+
+
+@pytest.mark.filterwarnings("ignore:forward")
+def test_a_file_that_forward_writes_to_stays_open(tmp_path: Path) -> None:
+    """Another file was once made over it to see what is in it, and closed it: sys.stderr was lost."""
+    global LOG
+    with (tmp_path / "log").open("wb") as binary:
+        LOG = Log(binary)
+        with fxsplit.compile(Logs(), 2, n_microbatches=2, passes=FAST) as pipe:
+            pipe(torch.randn(4, 4))
+        gc.collect()
+        assert not binary.closed
+        LOG.flush()
+        LOG.detach()
+    assert "called" in (tmp_path / "log").read_text()
