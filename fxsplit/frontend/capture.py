@@ -127,8 +127,9 @@ def _choose_watched(subject: Subject, watch: Watch, grad_enabled: bool) -> Check
     except TraceError as error:
         if not changes:
             raise
-        # The second run of such a model may differ from the first, and so may its graph.
-        raise TraceError(f"{error}. {_say_changes(subject, changes)}", error.submodule) from error
+        # The second run of such a model may differ from the first, and so may its graph: that comes first.
+        what = f"{_say_changes(subject, changes)}. No graph was found that does what the model does: {error}"
+        raise TraceError(what, error.submodule) from error
     if changes:
         warn_user(_say_changes(subject, changes))
     return checked
