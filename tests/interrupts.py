@@ -1,4 +1,4 @@
-"""Raise KeyboardInterrupt at one exact line, as a signal may, of fxsplit and of the context managers that it uses."""
+"""Press Ctrl-C at one exact line of fxsplit or of the context managers that it uses, or raise something else there."""
 
 from __future__ import annotations
 
@@ -81,9 +81,13 @@ def interrupt_at(number: int, kind: type[BaseException] = KeyboardInterrupt) -> 
         if kind is Dropped and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             return
         where.append((frame.f_code.co_filename, frame.f_lineno, time.monotonic()))
-        if kind is not Dropped:
+        if kind is Dropped:
+            Finalised()
+        elif kind is KeyboardInterrupt:
+            # As a signal does: fxsplit hears of it, also where torch drops the exception.
+            signal.raise_signal(signal.SIGINT)
+        else:
             raise kind
-        Finalised()
 
     # Test processes may lack the first, and print what is dropped.
     before = signal.signal(signal.SIGINT, signal.default_int_handler), sys.unraisablehook
