@@ -23,6 +23,7 @@ from fxsplit.api.options import Options
 from fxsplit.api.validity import Validity
 from fxsplit.errors import InputError, PlanError, UnsteadyProfileWarning
 from fxsplit.formats.safetensors_files import WeightFiles
+from fxsplit.frontend.no_trace_left import restore_model
 from fxsplit.frontend.other_shapes import fit_to_shapes
 from fxsplit.ir.dump import make_observers, show_progress
 from fxsplit.ir.dump_folder import DumpFolder
@@ -258,7 +259,8 @@ class Compiler:
             grad_enabled=torch.is_grad_enabled(),
             earlier=[known.captured for known in (outdated, like) if known is not None],
         )
-        with enable_gradients(), show_progress():
+        # Profiling runs submodules that stay whole, which may count their calls.
+        with enable_gradients(), show_progress(), restore_model(self.model):
             # The second mode keeps the first one's schedule, whose devices hold the weights already.
             if like is None:
                 candidate, known = choose_candidate(self.options, rows, capture_rows)

@@ -18,6 +18,8 @@ from fxsplit.torch_internals.fake_weights import has_values
 
 MOST_BYTES = 2**20
 """An array that is larger is not compared: nobody counts the writes to it, so that would take long."""
+MOST_READ = 2**16
+"""A tensor in host memory that is larger is compared only where it has been written to."""
 MOST_COPIED = 2**24
 """Of a tensor that is larger there is no copy: a write to it counts as a change, whatever it wrote."""
 
@@ -41,7 +43,7 @@ class Contents:
         """Return whether the same holder held the same when `later` was made, which need not keep it."""
         if self.holder is not later.holder:
             return False
-        if self._version is not None and self._version == later._version:
+        if self._version is not None and self._version == later._version and not _is_quickly_read(self.holder):
             return True
         now = later.holder if later._copy is None else later._copy
         if self._copy is None or not _are_equal(self._copy, now):
@@ -73,16 +75,29 @@ def has_contents(value: Any) -> bool:
     return isinstance(value, Tensor) or (isinstance(value, (bytearray, array.array)) and len(value) <= MOST_BYTES)
 
 
+def _is_quickly_read(holder: Tensor) -> bool:
+    """Return whether comparing what a tensor holds takes no longer than a call of torch."""
+    # Writes through .data, or through an array of numpy's that shares the memory, are not counted.
+    size = holder.numel() * holder.element_size()
+    return holder.device.type == "cpu" and _is_ordinary(holder) and size <= MOST_READ
+
+
 def _count_writes(holder: Any) -> int | None:
     """Return how often a tensor was written to; None where nobody counts."""
     return holder._version if isinstance(holder, Tensor) and not holder.is_inference() else None
+
+
+def _is_ordinary(holder: Tensor) -> bool:
+    """Return whether a tensor is dense and has values, which torch can compare; others may hold anything."""
+    plain = type(holder) in (Tensor, torch.nn.Parameter) and holder.layout is torch.strided
+    return plain and not holder.is_nested and not holder.is_quantized and has_values(holder)
 
 
 def _can_be_copied(holder: Any) -> bool:
     """Return whether there is something to copy, and not too much."""
     if not isinstance(holder, Tensor):
         return True
-    return has_values(holder) and holder.numel() * holder.element_size() <= MOST_COPIED
+    return _is_ordinary(holder) and holder.numel() * holder.element_size() <= MOST_COPIED
 
 
 def _are_equal(a: Any, b: Any) -> bool:

@@ -198,3 +198,26 @@ def test_an_exported_graph_serves_every_length_that_it_is_right_for(
                 torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=1e-12)
     # Beyond 100 forward() takes another branch, which is another graph.
     assert len(captured) == (5 if fixed else 2)
+
+
+class Counting(nn.Module):
+    """Decides by a value, so that it stays whole, and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.calls = nn.Linear(8, 8), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        out: Tensor = self.fc(x) if float(x.sum()) < 1e9 else x
+        return out
+
+
+@pytest.mark.filterwarnings("ignore::fxsplit.FxsplitWarning")
+def test_compiling_counts_no_calls() -> None:
+    """Profiling left the counter of a submodule that stays whole behind."""
+    model, x = nn.Sequential(nn.Linear(8, 8), Counting(), nn.Linear(8, 3)), torch.randn(8, 8)
+    with fxsplit.compile(model, 2, example_inputs=x, n_microbatches=2, passes=FAST) as pipe:
+        assert model[1].calls == 0
+        pipe(x)
+        assert model[1].calls == 2

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fxsplit.torch_internals.contents import MOST_BYTES, MOST_COPIED, Contents, has_contents
+from fxsplit.torch_internals.contents import MOST_BYTES, MOST_COPIED, MOST_READ, Contents, has_contents
 
 
 @pytest.mark.parametrize(
@@ -46,6 +46,14 @@ def test_a_write_of_the_same_values_is_no_change() -> None:
     assert not before.matches(Contents(scratch))
 
 
+def test_a_write_that_nobody_counts_is_seen_in_a_small_tensor() -> None:
+    small, large = torch.zeros(3), torch.zeros(MOST_READ)
+    before = [Contents(tensor).keep() for tensor in (small, large)]
+    for tensor in (small, large):
+        tensor.data.fill_(1.0)
+    assert [then.matches(Contents(then.holder)) for then in before] == [False, True]
+
+
 def test_an_inference_tensor_counts_no_writes() -> None:
     with torch.inference_mode():
         tensor = torch.zeros(3)
@@ -65,12 +73,13 @@ def test_of_what_is_large_there_is_no_copy() -> None:
     assert not has_contents([1.0])
 
 
-def test_without_values_writes_are_counted() -> None:
-    tensor = torch.zeros(3, device="meta")
+@pytest.mark.parametrize("tensor", [torch.zeros(3, device="meta"), torch.zeros(2, 2).to_sparse()])
+def test_where_values_cannot_be_compared_writes_are_counted(tensor: torch.Tensor) -> None:
     before = Contents(tensor).keep()
     assert before.matches(Contents(tensor))
-    tensor.fill_(1)
+    tensor.zero_()
     assert not before.matches(Contents(tensor))
+    before.put_back()
 
 
 def test_what_was_held_is_shown_on_one_line() -> None:

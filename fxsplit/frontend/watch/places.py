@@ -57,7 +57,9 @@ def list_places(value: Any, names: Names, label: Label) -> Iterator[Found]:
 def list_globals(namespace: dict[str, Any], names: Names) -> Iterator[Found]:
     """Yield the globals that code with these names reads or sets."""
     yield from _list_imports(namespace, names)
-    for name in names.globals:
+    # globals()["RATE"] reads by a text.
+    by_text = [text for text in names.texts if text in namespace] if "globals" in names.globals else []
+    for name in dict.fromkeys((*names.globals, *by_text)):
         label, held = Label("global", name), namespace.get(name, ABSENT)
         if is_question(held):
             answers = list_answers(held, held.__name__, names)
@@ -70,7 +72,9 @@ def list_globals(namespace: dict[str, Any], names: Names) -> Iterator[Found]:
 
 def _list_imports(namespace: dict[str, Any], names: Names) -> Iterator[Found]:
     """Yield the modules that code imports as it runs, as far as they are there."""
-    for name, level in names.imports:
+    asked = "import_module" in names.loads or "import_module" in names.globals
+    named = ((text, 0) for text in names.texts if asked and text in sys.modules)
+    for name, level in (*names.imports, *named):
         path = "." * level + name
         with suppress(ImportError):  # Python says it better, when it comes to the import
             full = resolve_name(path, namespace.get("__package__") or "") if level else path

@@ -7,6 +7,7 @@ import contextvars
 import copy
 import gc
 import io
+import importlib
 import os
 import queue
 import sys
@@ -28,6 +29,7 @@ from tests.models import FAST, Two
 VARIABLE: contextvars.ContextVar[float] = contextvars.ContextVar("VARIABLE", default=1.0)
 OWN = threading.local()
 TABLE = torch.zeros(3)
+RATE = 1.0
 QUEUE: queue.Queue[int] = queue.Queue()
 LATE = types.ModuleType("late_settings")
 
@@ -70,6 +72,14 @@ def import_late(model: Any) -> Any:
     return rate
 
 
+def import_by_name(model: Any) -> Any:
+    return importlib.import_module("late_settings").rate
+
+
+def look_up_globally(model: Any) -> Any:
+    return globals()["RATE"]
+
+
 def compute_name(model: Any) -> Any:
     return getattr(model, model.held[0])
 
@@ -83,6 +93,9 @@ READS: dict[str, tuple[Any, Any, Callable[[Any], Any]]] = {
     "number in a tensor": (lambda m: m.held[0].item(), [torch.ones(())], lambda m: m.held[0].fill_(2.0)),
     "environment": (lambda m: ask_environment("FXSPLIT_TEST"), None, lambda m: os.environ.update(FXSPLIT_TEST="2")),
     "imported late": (import_late, None, lambda m: setattr(LATE, "rate", 2.0)),
+    "imported by name": (import_by_name, None, lambda m: setattr(LATE, "rate", 2.0)),
+    "global by name": (look_up_globally, None, lambda m: globals().update(RATE=2.0)),
+    "tensor's data": (lambda m: TABLE.exp()[0], None, lambda m: TABLE.data.fill_(1.0)),
     "computed name": (compute_name, ["first", 1.0], lambda m: setattr(m, "first", 2.0)),
     "flag of torch": (
         lambda m: 2.0 if torch.backends.mkldnn.enabled else 1.0,
@@ -100,6 +113,7 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("FXSPLIT_TEST", raising=False)
     token, OWN.rate, OWN.count = VARIABLE.set(1.0), 1.0, 0
     TABLE.zero_()
+    globals().update(RATE=1.0)
     yield
     VARIABLE.reset(token)
     os.environ.pop("FXSPLIT_TEST", None)
