@@ -259,8 +259,7 @@ class Compiler:
             grad_enabled=torch.is_grad_enabled(),
             earlier=[known.captured for known in (outdated, like) if known is not None],
         )
-        # Profiling runs submodules that stay whole, which may count their calls.
-        with enable_gradients(), show_progress(), restore_model(self.model):
+        with enable_gradients(), show_progress(), restore_model(self.model):  # what stays whole may count its runs
             # The second mode keeps the first one's schedule, whose devices hold the weights already.
             if like is None:
                 candidate, known = choose_candidate(self.options, rows, capture_rows)

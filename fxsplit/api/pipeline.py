@@ -327,9 +327,11 @@ class Pipeline(Facade):
             return LossMeaning(take_model_loss, find_own_meaning(program, len(batch.rows)).kind, looks=False)
         if len(batch.rows) == 1:  # any loss is right for a batch that stays whole
             return LossMeaning(loss_fn, find_reduction(loss_fn), looks=False)
-        # The same function may mean something else of the outputs of another program.
-        meaning = LossMeaning(loss_fn, find_reduction(loss_fn), watch=CallWatch)
-        meaning = self._loss_meanings.setdefault(program, meaning)
+        # The same function may mean something else of the outputs of another program, and once it states otherwise.
+        stated = find_reduction(loss_fn)
+        meaning = self._loss_meanings.get(program)
+        if meaning is None or meaning.stated != stated:
+            meaning = self._loss_meanings[program] = LossMeaning(loss_fn, stated, watch=CallWatch)
         meaning.begin_step()
         return meaning
 

@@ -44,6 +44,7 @@ class LossMeaning:
     looks: whether microbatches are looked at, or what is stated is believed. watch: makes what watches the function
     while it is called for that, so that those calls change nothing.
     count: what the loss is divided by, where that is found out and no number of rows.
+    stated: what the function has said of itself.
     reduction: "mean" or "sum", as the function states it, or as it was found out; None while it is open.
     """
 
@@ -55,6 +56,7 @@ class LossMeaning:
         looks: bool = True,
         watch: Callable[[Callable[..., Any]], Watcher] | None = None,
     ) -> None:
+        self.stated = stated
         self.reduction = "mean" if stated == "batchmean" else stated
         self.count: Count | Watch | None = None
         self._loss_fn = loss_fn

@@ -224,3 +224,13 @@ def test_step() -> None:
 def test_nothing_compiled_yet() -> None:
     with fxsplit.compile(Mlp(), 2) as pipe, refused(InputError, "nothing is compiled yet: call the pipeline once"):
         print(pipe.plan)
+
+
+def test_a_loss_function_may_be_given_another_reduction() -> None:
+    """Once a sum was averaged where the function had said "mean" in the first step."""
+    model, loss_fn = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3)), nn.MSELoss()
+    x, y = torch.randn(8, 8), torch.randn(8, 3)
+    with fxsplit.compile(model, 2, loss_fn=loss_fn, n_microbatches=4, passes=FAST) as pipe:
+        for reduction in ("mean", "sum", "mean"):
+            loss_fn.reduction = reduction
+            torch.testing.assert_close(pipe.step(x, target=y), loss_fn(model(x), y).detach())

@@ -6,8 +6,8 @@ import array
 import contextvars
 import copy
 import gc
-import io
 import importlib
+import io
 import os
 import queue
 import sys
