@@ -20,8 +20,9 @@ import fxsplit
 
 ROOT = Path(fxsplit.__file__).resolve().parent.parent
 TESTS = [f"{ROOT}/tests/torch_internals/test_{name}.py" for name in ("undo", "modes")]
-BLOCKS = (contextlib, grad_mode, graph, autocast_mode, _device, _python_dispatch)
-FILES = (f"{ROOT}/fxsplit/", f"{ROOT}/passes/", *TESTS, *(module.__file__ or "?" for module in BLOCKS))
+FILES = (f"{ROOT}/fxsplit/", f"{ROOT}/passes/", *TESTS, contextlib.__file__)
+TORCH = tuple(module.__file__ or "?" for module in (grad_mode, graph, autocast_mode, _device, _python_dispatch))
+"""Blocks of torch's own. Interrupted in the middle of torch.export, some of them make torch abort the process."""
 Line = tuple[str, int]
 """File and number of a line."""
 
@@ -38,26 +39,26 @@ class Finalised:
 
 
 @functools.cache
-def is_traced(file: str) -> bool:
+def is_traced(file: str, files: tuple[str, ...]) -> bool:
     """Return whether interrupts come in a file."""
-    return str(Path(file).resolve()).startswith(FILES) if file[:1] == "/" else False
+    return str(Path(file).resolve()).startswith(files) if file[:1] == "/" else False
 
 
-def trace(visit: Callable[[FrameType], None]) -> Any:
-    """Return a trace function that calls `visit` at every line, which may raise."""
+def trace(visit: Callable[[FrameType], None], files: tuple[str, ...]) -> Any:
+    """Return a trace function that calls `visit` at every line of the files, which may raise."""
 
     def at_line(frame: FrameType, event: str, _: Any) -> Any:
         if event == "line":
             visit(frame)
         return at_line
 
-    return lambda frame, event, _: at_line if is_traced(frame.f_code.co_filename) else None
+    return lambda frame, event, _: at_line if is_traced(frame.f_code.co_filename, files) else None
 
 
-def list_lines(run: Callable[[], object]) -> list[Line]:
+def list_lines(run: Callable[[], object], files: tuple[str, ...] = FILES) -> list[Line]:
     """Return the lines that a run executes in this thread, in order, each as often as it is executed."""
     lines: list[Line] = []
-    sys.settrace(trace(lambda frame: lines.append((frame.f_code.co_filename, frame.f_lineno))))
+    sys.settrace(trace(lambda frame: lines.append((frame.f_code.co_filename, frame.f_lineno)), files))
     try:
         run()
     finally:
@@ -66,7 +67,9 @@ def list_lines(run: Callable[[], object]) -> list[Line]:
 
 
 @contextlib.contextmanager
-def interrupt_at(number: int, kind: type[BaseException] = KeyboardInterrupt) -> Iterator[list[tuple[str, int, float]]]:
+def interrupt_at(
+    number: int, kind: type[BaseException] = KeyboardInterrupt, files: tuple[str, ...] = FILES
+) -> Iterator[list[tuple[str, int, float]]]:
     """Raise at a line of the block, by its number in what `list_lines` returns; yields where and when, once it did.
 
     Dropped is what happens at the line, or at the first one after it at which fxsplit hears of it.
@@ -92,7 +95,7 @@ def interrupt_at(number: int, kind: type[BaseException] = KeyboardInterrupt) -> 
     # Test processes may lack the first, and print what is dropped.
     before = signal.signal(signal.SIGINT, signal.default_int_handler), sys.unraisablehook
     sys.unraisablehook = lambda dropped: None
-    sys.settrace(trace(visit))
+    sys.settrace(trace(visit, files))
     try:
         yield where
     finally:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fxsplit.torch_internals.modes import Modes, read_hooks
 from fxsplit.torch_internals.thread_modes import enable_gradients, enter_dispatch_mode, enter_saved_hooks
 from fxsplit.torch_internals.undo import leave_no_trace
-from tests.interrupts import interrupt_at, list_lines
+from tests.interrupts import FILES, TORCH, interrupt_at, list_lines
 
 
 def same(x: Tensor) -> Tensor:
@@ -77,10 +77,10 @@ def test_every_line_may_be_interrupted(name: str, around: str) -> None:
     with AROUND[around]():
         before = read()
         work()
-        lines = list_lines(work)
+        lines = list_lines(work, FILES + TORCH)
         assert len(lines) > 12
         for number in range(len(lines)):
-            with pytest.raises(KeyboardInterrupt) as caught, interrupt_at(number):
+            with pytest.raises(KeyboardInterrupt) as caught, interrupt_at(number, files=FILES + TORCH):
                 work()
             assert read() == before, caught.traceback[-1]
             # Some blocks end once more when they are dropped.
