@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from fxsplit.errors import InputError
+from fxsplit.frontend.check.carried import find_carried_buffer
 from fxsplit.frontend.check.counts import find_count, find_inner_counts
 from fxsplit.frontend.check.row_gradients import find_unjoined_gradient
 from fxsplit.frontend.check.rows import cut_pieces, join_pieces, mix_batch
@@ -59,6 +60,7 @@ def find_meanings(subject: Subject, gm: fx.GraphModule | None = None, *, joined:
         if run is None:
             return trial.leave_whole()
         found = [trial.judge(name, run) for name in run.whole if trial.is_tensor(name, run)]
+        trial.look_at_buffers()
         trial.look_at_gradients(run, found)
         wrong = describe_wrong_cuts(subject, here) if trial.doubtful and not subject.from_shapes else None
         # Outputs that are refused when somebody asks for them may wait until then.
@@ -136,6 +138,18 @@ class _Trial:
         if all(piece.shape == whole.shape for piece in pieces):
             return self._judge_number(name, run)
         return self._refuse(name, run, "it has not one row for each row of the input")
+
+    def look_at_buffers(self) -> None:
+        """Say of a buffer through which microbatches change each other's outputs."""
+        if not self._subject.is_cut or self._subject.from_shapes or self.doubtful:
+            return
+        buffer = find_carried_buffer(self._here, (self._subject.rows, self._subject.rows // 2 or 2))
+        if buffer:
+            self.said.append(
+                f"forward() of {self._here.name} writes buffer {buffer!r}, and what it returns follows from it: the "
+                "pipeline writes it once for each microbatch, which differs from once for the batch; compile with "
+                "n_microbatches=1, or write it outside of forward()"
+            )
 
     def look_at_gradients(self, run: Run, found: Sequence[Meaning]) -> None:
         """Say of a weight whose gradient for the batch is not what microbatches make, although the outputs are."""
