@@ -38,8 +38,11 @@ def split_target(target: Any, rows: Sequence[int], inputs: Inputs | None = None)
 
     Tensors have them on their first dimension, or on the one that `chunks=` states for "target", which may have several
     entries for each row. Where an input has its rows on another dimension than the first, and `chunks=` states none, it
-    is the only dimension of the rows' length. Raises InputError for a tensor with another number of rows.
+    is the only dimension of the rows' length. Raises InputError for a tensor with another number of rows. The target of
+    a batch in one piece is no one's business but the loss's.
     """
+    if len(rows) == 1:
+        return [target]
     leaves, structure = pytree.tree_flatten(target)
     cuts = find_target_cuts(leaves, sum(rows), inputs)
     columns = [cut.split(leaf, rows) for leaf, cut in zip(leaves, cuts, strict=True)]
@@ -63,9 +66,12 @@ def find_target_cuts(leaves: Sequence[Any], rows: int, inputs: Inputs | None = N
             cuts = [Cut(d) for d in dims if elsewhere or d == 0]
         # Two dimensions of the right length leave open which has the rows.
         if len(cuts) != 1:
+            way = "state the dimension that holds them, chunks={'target': 1}"
+            if leaf.ndim < 2:
+                way = "pad what has several lengths, as CTC's targets, or compile with n_microbatches=1"
             raise InputError(
                 f"target has shape {tuple(leaf.shape)} and the batch has {rows} rows: give one row of target for "
-                "each row of the input, or state the dimension that holds them, chunks={'target': 1}"
+                f"each row of the input, or {way}"
             )
         found += cuts
     return found
