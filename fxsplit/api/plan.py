@@ -67,7 +67,7 @@ def plan(
     if not isinstance(costs, Costs):
         costs = _measure(profile, example_inputs, choose_microbatch_count(len(where), stated=n_microbatches))
     if costs.noise is not None:
-        warnings.warn(costs.noise, UnsteadyProfileWarning, stacklevel=2)
+        warnings.warn(costs.noise, UnsteadyProfileWarning, stacklevel=3)  # behind the decorator
     found = Planner(costs, pins or {}, keep).plan(*lay_out(where, schedule, n_microbatches), options or Options())
     return check_can_run(found)
 
