@@ -260,8 +260,8 @@ def _explain(model: nn.Module, tracer: Tracer, error: Exception) -> TraceError:
         )
     # The last frame of the user's own code is the place to change.
     own = [f for f in frames if is_users(f.filename)]
-    # Else the place is in one of torch's own modules, but not in the tracer.
-    own = own or [f for f in frames if not f.filename.startswith((f"{TORCH}fx", FXSPLIT, "<"))]
+    # Else the place is in one of torch's own modules, but not in the tracer, nor in what keeps it from being compiled.
+    own = own or [f for f in frames if not f.filename.startswith((f"{TORCH}fx", f"{TORCH}_dynamo", FXSPLIT, "<"))]
     place = f"{own[-1].filename}:{own[-1].lineno}, {(own[-1].line or '').strip()!r}" if own else "an unknown line"
     module = f"submodule {tracer.failed_in!r}" if tracer.failed_in else "its own forward()"
     what = f"symbolic tracing cannot follow {type(model).__name__} in {module} at {place}: {error}"

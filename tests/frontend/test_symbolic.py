@@ -139,7 +139,8 @@ class Policy(nn.Module):
 def test_distributions_are_refused_with_what_to_do() -> None:
     """The advice was torch.where, or to register a pytree."""
     for model, text in (
-        (Policy(lambda d: d), "validate_args=False, and return tensors"),
+        # Stated, since torch.compile switches it off for the whole process.
+        (Policy(lambda d: d, validate_args=True), "validate_args=False, and return tensors"),
         (Policy(lambda d: d, validate_args=False), "Normal.*. Return the tensors in it, and make such an object"),
     ):
         with pytest.raises(TraceError, match=text):
@@ -158,7 +159,7 @@ class Samples(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.a(x))
-        made = torch.distributions.Normal(self.mean(h), self.width(h).exp())
+        made = torch.distributions.Normal(self.mean(h), self.width(h).exp(), validate_args=True)
         result: Tensor = made.rsample() * 0 + made.mean
         return result
 
