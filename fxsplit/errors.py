@@ -105,6 +105,10 @@ class BusyError(FxsplitError, RuntimeError):
     """A worker is still in an action of a call that was interrupted; the message says which."""
 
 
+class BackwardError(FxsplitError, RuntimeError):
+    """A backward that a pipeline cannot run, such as a second one; torch raises a RuntimeError for its own."""
+
+
 class ChangedWeightError(FxsplitError, RuntimeError):
     """A weight has changed between a forward and its backward; torch raises a RuntimeError where it notices that."""
 

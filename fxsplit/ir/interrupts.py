@@ -14,12 +14,24 @@ from __future__ import annotations
 
 # The module `signal` looks up each handler in an Enum, which takes longer than all else here: this is what it calls.
 import _signal as signal  # type: ignore[import-not-found]
+import os
+import time
+
+# Not threading's: a handler may run while the main thread holds a lock of that module.
+from _thread import interrupt_main, start_new_thread
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
 from threading import get_ident
 from types import FrameType
 from typing import ParamSpec, TypeVar
+
+SWITCHES = os.path.join("torch", "utils", "_python_dispatch.py")
+"""The file of torch in which no interrupt is raised."""
+DEPTH = 3
+"""How many calls deep that is looked for."""
+AGAIN_S = 0.005
+"""When it is tried again, in seconds."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -36,7 +48,20 @@ class _Ear:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Raise KeyboardInterrupt, and note it."""
         self.noted = True
+        # Where torch switches a mode, code of C is around that ends the process when an exception comes through.
+        if _is_switching(frame):
+            start_new_thread(self._send_again, ())
+            return
         signal.default_int_handler(number, frame)
+
+    def _send_again(self) -> None:
+        """Interrupt the main thread a moment later, if the call is not over by then."""
+        time.sleep(AGAIN_S)
+        # A signal also wakes a thread that waits. Windows has none to send.
+        if self.open and hasattr(signal, "pthread_kill"):
+            signal.pthread_kill(self.thread, signal.SIGINT)
+        elif self.open:
+            interrupt_main()
 
     def begin(self) -> None:
         """Hear interrupts from now on; without effect in other threads than the main one, which alone can do so."""
@@ -49,6 +74,17 @@ class _Ear:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         # A debugger that was entered during the call may put this handler back later, which is then like Python's own.
         self.open = False
+
+
+def _is_switching(frame: FrameType | None) -> bool:
+    """Return whether a frame is torch's where it switches a mode, or what that calls."""
+    for _ in range(DEPTH):
+        if frame is None or frame.f_code.co_filename.endswith(SWITCHES):
+            break
+        frame = frame.f_back
+    else:
+        return False
+    return frame is not None
 
 
 def lose_no_interrupt(function: Callable[P, R]) -> Callable[P, R]:

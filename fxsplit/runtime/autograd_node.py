@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxsplit.errors import BackwardError
 from fxsplit.torch_internals.thread_modes import refuse_foreign_modes
 
 Backward = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
@@ -35,10 +36,10 @@ class PipelineFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        """Run the pipelined backward. Raises RuntimeError where it should itself be differentiated."""
+        """Run the pipelined backward. Raises BackwardError where it should itself be differentiated."""
         # Autograd turns grad mode on in a backward only for create_graph=True.
         if torch.is_grad_enabled():
-            raise RuntimeError(
+            raise BackwardError(
                 "a pipeline's backward cannot be differentiated again (create_graph=True): compute a gradient penalty "
                 "or a Hessian on the unsplit model, which shares the pipeline's parameters"
             )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxsplit.errors import FxsplitError, InputError
+from fxsplit.errors import BackwardError, FxsplitError, InputError
 from fxsplit.ir.facts.chunks import Cut
 from fxsplit.ir.facts.meanings import Meaning
 from fxsplit.ir.interrupts import lose_no_interrupt, raise_lost_interrupt
@@ -134,7 +134,7 @@ class Engine:
         @leave_no_trace
         def backward(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
             if not tape:
-                raise RuntimeError(
+                raise BackwardError(
                     "this pipeline's outputs have been backwarded already and their activations are freed: call the "
                     "pipeline again, or add the losses and call backward() once (retain_graph is not supported)"
                 )

@@ -30,7 +30,8 @@ No other room but `frontend/` names a private part of torch. Those in use here, 
 - torch._C._pop_torch_dispatch_stack: modes
 - torch.utils._python_dispatch and its flags: modes
 - torch._C._dynamo.guards.set_is_in_mode_without_ignore_compile_internals: modes
-- torch._C._only_lift_cpu_tensors, torch._C._set_only_lift_cpu_tensors: modes
+- torch._C._only_lift_cpu_tensors: modes
+- torch._C._set_only_lift_cpu_tensors: modes
 - torch._C._autograd._push_saved_tensors_default_hooks: thread_modes
 - torch._C._autograd._pop_saved_tensors_default_hooks: modes
 - torch.utils._python_dispatch.TorchDispatchMode: thread_modes

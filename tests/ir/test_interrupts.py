@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -188,3 +189,34 @@ def test_it_costs_next_to_nothing() -> None:
         return (time.perf_counter() - begin) / 100
 
     assert min(time_it() for _ in range(20)) < 20e-6
+
+
+def test_an_interrupt_waits_until_torch_has_switched_a_mode() -> None:
+    """Once it came out through code of torch's in C, which ended the process."""
+    scope: dict[str, Any] = {"signal": signal, "time": time}
+    lines = "def switch():\n    signal.raise_signal(signal.SIGINT)\n    time.sleep(0.05)\n    return 'switched'\n"
+    exec(compile(lines, os.path.join("torch", "utils", "_python_dispatch.py"), "exec"), scope)
+    done: list[object] = []
+
+    def call(function: Callable[[], object]) -> object:
+        return function()
+
+    @lose_no_interrupt
+    def work() -> None:
+        done.append(scope["switch"]())
+        done.append(call(lambda: time.sleep(5)))
+
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done == ["switched"] and time.monotonic() - begin < 2
+    time.sleep(0.05)  # nothing is sent once the call is over
+
+
+def test_an_interrupt_at_the_end_of_a_switch_comes_out_once() -> None:
+    scope: dict[str, Any] = {"signal": signal}
+    lines = "def switch():\n    signal.raise_signal(signal.SIGINT)\n"
+    exec(compile(lines, os.path.join("torch", "utils", "_python_dispatch.py"), "exec"), scope)
+    with pytest.raises(KeyboardInterrupt):
+        lose_no_interrupt(scope["switch"])()
+    time.sleep(0.05)

@@ -8,15 +8,27 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import torch
+
 from fxsplit.frontend.watch.names import Names
 from fxsplit.ir.facts.python_state import Place, is_plain
 
 _QUESTION = re.compile("(is|are|get|has)_|.*_(enabled|allowed)$")
+MAKERS = (
+    *(torch.tensor, torch.as_tensor, torch.scalar_tensor, torch.zeros, torch.ones, torch.empty, torch.full),
+    *(torch.arange, torch.linspace, torch.logspace, torch.eye, torch.rand, torch.randn, torch.normal),
+)
+"""What makes tensors of torch's default dtype: a graph may keep the tensor."""
 _KINDS = ("cpu", "cuda", "xpu", "mps")
 
 
 def is_question(value: Any) -> bool:
-    """Return whether a value is a function of torch's that asks for something, by torch's rule for their names."""
+    """Return whether a value is a function of torch's that asks for something, by torch's rule for their names.
+
+    Making a tensor asks for the default dtype.
+    """
+    if any(value is maker for maker in MAKERS):
+        return True
     # Its own name, since code may import it under another one.
     name = getattr(value, "__name__", "")
     if not isinstance(name, str) or not _QUESTION.match(name) or not callable(value) or isinstance(value, type):
@@ -28,6 +40,9 @@ def is_question(value: Any) -> bool:
 
 def list_answers(question: Callable[..., Any], name: str, names: Names) -> Iterator[Place]:
     """Yield the place of torch's answer: without an argument, or for each kind of device that the code may mean."""
+    if any(question is maker for maker in MAKERS):
+        yield Place("torch.get_default_dtype()", torch.get_default_dtype)
+        return
     kinds = [text for text in names.texts if text in _KINDS] or ["cpu", "cuda"]
     for args in ((), *((kind,) for kind in kinds)):
         place = Place(f"{name}({', '.join(map(repr, args))})", partial(question, *args))

@@ -210,6 +210,11 @@ READS: dict[str, tuple[dict[str, Any], Callable[[Any, Tensor], Any], Callable[[A
         lambda m, h: 1.0 if torch.get_default_dtype() == torch.float32 else 2.0,
         lambda m: torch.set_default_dtype(torch.float64),
     ),
+    "default dtype of what is made": (
+        {},
+        lambda m, h: float(1e8 * (torch.tensor(0.1).double() * 10 - 1)),
+        lambda m: torch.set_default_dtype(torch.float64),
+    ),
 }
 
 
