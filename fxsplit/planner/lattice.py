@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fxsplit.ir.facts.antichains import Antichains, Slack
-from fxsplit.ir.facts.blocks import Blocks, Ints, build_csr
+from fxsplit.ir.facts.arrays import Ints
+from fxsplit.ir.facts.blocks import Blocks, build_csr
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.machine import Machine
 from fxsplit.planner import kernels

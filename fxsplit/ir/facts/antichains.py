@@ -13,15 +13,14 @@ from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fxsplit.errors import BrokenFact
-from fxsplit.ir.facts.blocks import Blocks, Ints
+from fxsplit.ir.facts.arrays import Floats, Ints, ReadOnlyArrays
+from fxsplit.ir.facts.blocks import Blocks
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.graph import IR, Fact
 
-Floats = NDArray[np.float64]
 SHOWN = 40
 """How many antichains a dump lists from each end."""
 SAMPLED = 50
@@ -29,7 +28,7 @@ SAMPLED = 50
 
 
 @dataclass(frozen=True, eq=False)
-class Levels:
+class Levels(ReadOnlyArrays):
     """What any cut sends at least, by how much work lies before it; all float64 [levels].
 
     No ideal whose work lies between `low` and `high` ms has fewer live bytes, forward and backward, than `least_bytes`.
@@ -41,7 +40,7 @@ class Levels:
 
 
 @dataclass(frozen=True, eq=False)
-class Slack:
+class Slack(ReadOnlyArrays):
     """By how much the best plan may have become slower because light nodes joined what they follow.
 
     What has joined a node is its *tail*. `path` (int32 [tails]) numbers the paths of the graph that the tails lie on:
@@ -71,7 +70,7 @@ class Slack:
 
 
 @dataclass(frozen=True, eq=False)
-class Antichains(Fact):
+class Antichains(ReadOnlyArrays, Fact):
     """Every ideal (downset) of the blocks, numbered so that a subset has the smaller number.
 
     - `parent` and `last` (int32 [ideals]) build each ideal: it is `parent` and the block `last`. Ideal 0 is empty, the

@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from fxsplit.ir.facts.arrays import Ints
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.imports import import_whole
-
-Ints = NDArray[np.int32]
 
 
 @dataclass(frozen=True, eq=False)

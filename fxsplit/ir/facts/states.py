@@ -13,8 +13,8 @@ from typing import ClassVar
 import numpy as np
 
 from fxsplit.errors import BrokenFact
-from fxsplit.ir.facts.antichains import Antichains, Floats, list_ends
-from fxsplit.ir.facts.blocks import Ints
+from fxsplit.ir.facts.antichains import Antichains, list_ends
+from fxsplit.ir.facts.arrays import Floats, Ints, ReadOnlyArrays
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.graph import IR, Fact
 
@@ -33,7 +33,7 @@ SUMMED = FEATURES[:6]
 
 
 @dataclass(frozen=True, eq=False)
-class States(Fact):
+class States(ReadOnlyArrays, Fact):
     """The state sequence: row i of `features` (float64 [states, FEATURES]) describes ideal i.
 
     `in_pointer` and `in_from` (CSR) are the ideals just below each: every one of them has a smaller number, so a

@@ -144,10 +144,18 @@ def test_arrays_of_facts_are_not_written_to(fact: Any, array: str) -> None:
         getattr(ir[fact], array)[1:] = 0
         return ir
 
-    with pytest.raises(
-        BrokenFact, match=f"after pass 'zero': the pass has edited fact {fact.__name__} of Sequential in place"
-    ):
+    with pytest.raises(ValueError, match="read-only") as refused:
         compile_with(FAST.before("partition", zero))
+    assert any("in pass 'zero'" in note for note in refused.value.__notes__)
+
+    def force(ir: IR) -> IR:
+        object.__setattr__(ir[fact], array, getattr(ir[fact], array) * 0)
+        return ir
+
+    with pytest.raises(
+        BrokenFact, match=f"after pass 'force': the pass has edited fact {fact.__name__} of Sequential in place"
+    ):
+        compile_with(FAST.before("partition", force))
 
 
 def test_ideals_of_ones_own_give_a_plan_that_is_not_called_optimal() -> None:
