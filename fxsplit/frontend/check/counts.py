@@ -41,7 +41,7 @@ def find_count(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
 
 def find_inner_counts(gm: fx.GraphModule, node: fx.Node) -> Iterator[fx.GraphModule]:
     """Return such a graph for everything that is divided on the way to `node`."""
-    for inner in list_ancestors([node]):
+    for inner in _list_ancestors([node]):
         count = _extract(gm, _find_operands(gm, inner))
         if count is not None:
             yield count
@@ -106,17 +106,17 @@ def _read_call(node: fx.Node) -> list[Any]:
 
 def _list_needed(gm: fx.GraphModule, operands: Sequence[Any]) -> set[fx.Node]:
     """Return the nodes that compute the operands, and those that write to any of them."""
-    needed = list_ancestors([operand for operand in operands if isinstance(operand, fx.Node)])
-    writes = {node: list_ancestors([node.all_input_nodes[0]]) for node in gm.graph.nodes if _writes(node)}
+    needed = _list_ancestors([operand for operand in operands if isinstance(operand, fx.Node)])
+    writes = {node: _list_ancestors([node.all_input_nodes[0]]) for node in gm.graph.nodes if _writes(node)}
     while True:
         # What a node writes to may be a view of what is needed: then it is made of nodes of the same type.
         more = [w for w, made_of in writes.items() if w not in needed and _may_be_view(w, made_of & needed)]
         if not more:
             return needed
-        needed |= list_ancestors(more)
+        needed |= _list_ancestors(more)
 
 
-def list_ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+def _list_ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
     """Return nodes and all that they are computed from."""
     found: set[fx.Node] = set()
     waiting = list(nodes)
