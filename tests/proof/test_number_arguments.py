@@ -141,7 +141,8 @@ def make_llama(transformers: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", [int, torch.tensor])
-@pytest.mark.parametrize("make", [pytest.param(make_gpt2, marks=pytest.mark.long), make_llama])
+@pytest.mark.parametrize("make", [make_gpt2, make_llama])
+@pytest.mark.long  # whose environment has transformers
 def test_num_items_in_batch(make: Callable[[Any], Any], kind: Any, captured: list[nn.Module]) -> None:
     """Hugging Face's Trainer gives it, and it is another one in each batch: the loss is a sum divided by it."""
     declare_detection_operators()
