@@ -52,9 +52,9 @@ def compile(
 ) -> Pipeline:
     """Return `model` as a pipeline over `devices`: a module that is called, trained and saved like the model.
 
-    devices: a number (that many GPUs where there are as many, CPU devices otherwise), names or torch.devices with
-        repeats allowed, or a Machine with memory, speed and links. On a machine with one GPU, 1 is that GPU and 2 are
-        two CPU devices: two stages on the one GPU are `["cuda:0", "cuda:0"]`.
+    devices: names or torch.devices with repeats allowed, a Machine with memory, speed and links, or a number. 2 means
+        two GPUs where there are as many. With one GPU it means `["cuda:0", "cuda:0"]` if the model or torch's default
+        device is on it, and two CPU devices otherwise; a warning says which. Without a GPU it means two CPU devices.
     example_inputs: one whole batch as the model would be called: a tensor, a tuple of positional arguments, or a
         dict of keyword arguments. Without it the pipeline compiles on its first call.
     n_microbatches: pieces each batch is cut into (default: one or two a device, depending on the batch), or "auto".
@@ -81,7 +81,7 @@ def compile(
     Raises a child of FxsplitError that names the value at fault and the next step.
     """
     options = Options(
-        machine=Machine.of(devices),
+        machine=Machine.of(devices, model=model),
         chain=to_chain(passes, standard.PASSES),
         schedule=schedule,
         stages_per_device=stages_per_device,

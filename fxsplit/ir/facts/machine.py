@@ -19,6 +19,7 @@ from fxsplit.ir.graph import GivenFact
 
 if TYPE_CHECKING:  # torch takes a second to load, and a planned machine has no torch devices
     import torch
+    from torch import nn
 
 DeviceLike: TypeAlias = "str | torch.device"
 GPU_LINK_BYTES_PER_S = 16e9
@@ -37,12 +38,14 @@ class Device:
 
     - `name`: unlike any other in the machine.
     - `torch_device`: where the tensors of its stages live; None in a machine that is only planned for.
+      `torch.device("cuda")` is the GPU that is current when the Device is made.
     - `memory_bytes`: what weights, activations and the rest of its stages may take; unlimited by default.
     - `speed`: relative to the hardware that was profiled; a device of speed 2 takes half as long.
     - `bytes_per_s`: the bandwidth of its own link, where that is less than that of the links between devices.
     - `host`: it takes each node's `host_ms`, and exchanges values without cost, as CPUs of dnn-partitioning files do.
 
-    Raises InputError for a value that is not of its type, or not positive.
+    Raises InputError for a value that is not of its type, or not positive, and for a kind of torch device that no stage
+    runs on.
     """
 
     name: str
@@ -56,6 +59,11 @@ class Device:
         # Told by its type's name, so that planning does not load torch to ask isinstance().
         if self.torch_device is not None and type(self.torch_device).__module__ != "torch":
             raise InputError(f"device {self.name!r} has torch_device={self.torch_device!r}: give a torch.device")
+        if self.torch_device is not None:
+            from fxsplit.ir.facts.torch_devices import add_index, check_kind
+
+            check_kind(self.torch_device, f"device {self.name!r}")
+            object.__setattr__(self, "torch_device", add_index(self.torch_device))
         for value in (self.memory_bytes, self.speed, self.bytes_per_s):
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise InputError(f"device {self.name!r} has {show(value)} for memory_bytes or speed: give a number")
@@ -109,33 +117,38 @@ class Machine(GivenFact):
         *,
         bytes_per_s: float | None = None,
         memory_bytes: float | None = None,
+        model: nn.Module | None = None,
     ) -> Machine:
         """Return the machine that a user means by `devices`.
 
-        `devices` is a number (that many GPUs where there are as many, CPU devices otherwise), names or torch.devices
-        with repeats allowed, Device objects, or a Machine, which is returned as it is. `bytes_per_s` states every
-        link, `memory_bytes` every device's memory (default: what a GPU reports; unlimited for CPU devices).
+        `devices` is a number, names or torch.devices with repeats allowed, Device objects, or a Machine, which is
+        returned as it is. A number means GPUs where there are as many. With fewer GPUs it means all of these, repeated
+        evenly, if `model` or torch's default device is on one, and CPU devices otherwise; a warning says which.
+        `bytes_per_s` states every link, `memory_bytes` every device's memory. By default CPU devices are unlimited, and
+        devices on one GPU share evenly what is free on it now (see `torch_devices.read_memory`).
         Raises InputError for a device that does not exist here.
         """
         import torch
 
+        from fxsplit.ir.facts.torch_devices import choose_devices, find_device, read_memory
+
         if isinstance(devices, Machine):
+            _check_here(devices.devices)
             return devices
         # True is a number in Python, and surely not meant as one device.
         if isinstance(devices, bool) or (isinstance(devices, int) and devices < 1):
             raise InputError(f"devices={show(devices)}: give at least 1 device, for example fxsplit.compile(model, 2)")
         if isinstance(devices, int):
             check_device_count(devices)
-            gpus = torch.cuda.device_count() >= devices
-            devices = [f"cuda:{i}" for i in range(devices)] if gpus else ["cpu"] * devices
+            devices = choose_devices(devices, model)
         elif isinstance(devices, (str, torch.device, Device)):
             devices = [devices]
         elif not isinstance(devices, (list, tuple)):
             raise InputError(f"devices={devices!r}: give a number, a list of names or torch.devices, or a Machine")
-        # Devices that name one GPU several times share its memory evenly.
-        parsed = [d if isinstance(d, Device) else _find_device(d) for d in devices]
+        _check_here([d for d in devices if isinstance(d, Device)])
+        parsed = [d if isinstance(d, Device) else find_device(d) for d in devices]
         shared = Counter(d for d in parsed if isinstance(d, torch.device))
-        memory = {d: _read_memory(d) / count if memory_bytes is None else memory_bytes for d, count in shared.items()}
+        memory = {d: read_memory(d) / count if memory_bytes is None else memory_bytes for d, count in shared.items()}
         made = tuple(
             d if isinstance(d, Device) else Device(_name_device(d, i), d, memory[d]) for i, d in enumerate(parsed)
         )
@@ -246,34 +259,15 @@ def check_device_count(count: int) -> None:
         raise InputError(f"{show(count)} devices: give at most {MAX_DEVICES}, as many as one search can plan for")
 
 
-def _find_device(name: DeviceLike) -> torch.device:
-    """Return the torch.device called `name`, with an index if it is a GPU; raises InputError if it is not here."""
-    import torch
+def _check_here(devices: Sequence[Device]) -> None:
+    """Raise InputError for a device that no stage can run on here; one that is only planned for is no such device."""
+    from fxsplit.ir.facts.torch_devices import check_here
 
-    try:
-        device = torch.device(name)
-    except (RuntimeError, TypeError) as error:
-        raise InputError(
-            f"unknown device {name!r}: give 'cpu', 'cuda:0', a torch.device, a fxsplit.Device, or a number of devices"
-        ) from error
-    # cpu:0 and cpu are one place, and only one of them compares equal to the device of a tensor.
-    if device.type == "cpu":
-        return torch.device("cpu")
-    if device.type != "cuda":
-        raise InputError(f"device {name!r} is of a kind fxsplit cannot run on yet: give 'cpu' or 'cuda:N' devices")
-    count = torch.cuda.device_count()
-    if (device.index or 0) >= count:
-        raise InputError(f"device {name!r} does not exist here ({count} CUDA devices): give 'cpu' or fewer devices")
-    return torch.device("cuda", device.index or 0)
+    for device in devices:
+        if device.torch_device is not None:
+            check_here(device.torch_device, f"device {device.name!r} ({device.torch_device})")
 
 
 def _name_device(device: torch.device, position: int) -> str:
     """Return a name that is unique also where a device is repeated: `cpu:1`, or `cuda:0#1` for the second device."""
     return f"{device.type}:{position}" if device.type == "cpu" else f"{device}#{position}"
-
-
-def _read_memory(device: torch.device) -> float:
-    """Return the bytes of memory that `device` reports; a CPU device is unlimited, since the operating system pages."""
-    import torch
-
-    return float(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else inf

@@ -1,0 +1,40 @@
+"""Stand-ins for GPUs that are not here: what torch.cuda would say of them, and tensors that are on them by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+FREE, RESERVED = 70_000_000_000, 5_000_000_000
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor of another device, which has no values."""
+
+    @staticmethod
+    def on(device: str) -> Elsewhere:
+        made = torch.Tensor._make_wrapper_subclass(Elsewhere, (2,), device=torch.device(device))
+        assert isinstance(made, Elsewhere)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise NotImplementedError(f"{func} of a tensor that stands for one on a device that is not here")
+
+
+def place_on(device: str, model: nn.Module | None = None) -> nn.Module:
+    """Return a model with a buffer on a device; all else of the model stays where it is."""
+    model = nn.Linear(2, 2) if model is None else model
+    model.register_buffer("elsewhere", Elsewhere.on(device))
+    return model
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, count: int, current: int = 0) -> None:
+    """Let torch say that there are so many GPUs, of which FREE bytes each are free and RESERVED its allocator's."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: current)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (FREE, FREE + RESERVED + 10**9))
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: RESERVED)
