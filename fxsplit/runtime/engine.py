@@ -207,9 +207,15 @@ def join_outputs(job: Job, rows: Sequence[int], meanings: Sequence[Meaning]) -> 
 
 
 def join_gradients(pieces: Sequence[Tensor | None], like: Sequence[Tensor], cut: Cut) -> Tensor | None:
-    """Return the gradient of a whole batch, zero for microbatches that got none; their sum where all share a tensor."""
-    if all(p is None for p in pieces):
+    """Return the gradient of a whole batch, zero for microbatches that got none; their sum where all share a tensor.
+
+    pieces: on the first stage's device. like: the microbatches of the input, on whose device the gradient is.
+    """
+    there = next((p.device for p in pieces if p is not None), None)
+    if there is None:
         return None
-    found = [torch.zeros_like(t) if p is None else p for p, t in zip(pieces, like, strict=True)]
+    found = [torch.zeros_like(t, device=there) if p is None else p for p, t in zip(pieces, like, strict=True)]
     hand_over(found)
-    return torch.stack(found).sum(0) if cut.dim is None else cut.join(found)
+    joined = torch.stack(found).sum(0) if cut.dim is None else cut.join(found)
+    # Autograd refuses a gradient elsewhere than its input, which may be in host memory while the stage is not.
+    return joined.to(like[0].device)

@@ -12,6 +12,8 @@ from torch import Tensor
 
 import fxsplit
 from fxsplit.errors import ClosedError, FxsplitError
+from fxsplit.ir.facts.chunks import Cut
+from fxsplit.runtime.engine import join_gradients
 from tests.models import FAST, Mlp
 
 
@@ -106,3 +108,14 @@ def test_a_backward_given_up_on_changes_no_gradient() -> None:
         [sys.executable, "-c", GIVEN_UP], capture_output=True, text=True, env=environment, timeout=120, check=False
     )
     assert done.stdout.strip() == "untouched True then doubled True", done.stderr
+
+
+@pytest.mark.parametrize("cut", [Cut(0), Cut(None)])
+def test_an_input_gets_its_gradient_on_its_own_device(cut: Cut) -> None:
+    """An input elsewhere than the first stage got a gradient on the stage's device, which autograd refuses."""
+    like = [torch.empty(2, 3, device="meta")] * 2
+    for pieces in ([torch.ones(2, 3)] * 2, [None, torch.ones(2, 3)], [torch.ones(2, 3), None]):
+        joined = join_gradients(pieces, like, cut)
+        assert joined is not None and joined.device == like[0].device
+        assert joined.shape == ((2, 3) if cut.dim is None else (4, 3))
+    assert join_gradients([None, None], like, cut) is None
