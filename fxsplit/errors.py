@@ -121,13 +121,21 @@ class StageError(FxsplitError):
     """A stage raised an error, which is the `__cause__`.
 
     The error that users see is made by `locate_stage_error`: it is also of the original's type, so `except` clauses for
-    that type keep working. `where` names the stage, the microbatch and the line of the user's code.
+    that type keep working. `where` names the stage, the microbatch and the line of the user's code. Of an error that an
+    accelerator may report late it says that the failure may be of something earlier.
     """
 
     where: str = ""
 
     def __str__(self) -> str:
         return f"{self.__cause__} ({self.where})"
+
+
+LATE = (
+    "; a GPU reports errors late, so the kernel that failed may be of an earlier node or stage: run with "
+    "CUDA_LAUNCH_BLOCKING=1 in the environment to see which"
+)
+"""What is said of an error that an accelerator may have reported in a later call than the one that failed."""
 
 
 def locate_stage_error(original: Exception, where: str) -> StageError:
@@ -149,9 +157,19 @@ def locate_stage_error(original: Exception, where: str) -> StageError:
     for name in _list_slots(type(original)):
         with suppress(AttributeError, TypeError):
             setattr(error, name, getattr(original, name))
-    error.where = where
+    error.where = where + LATE if is_late(original) else where
     error.__cause__ = original
     return error
+
+
+def is_late(error: BaseException) -> bool:
+    """Return whether an error is one that an accelerator reports some time after the call that failed."""
+    # By name: this file does not import torch.
+    if any(base.__name__ == "AcceleratorError" for base in type(error).__mro__):
+        return True
+    # Older kernels, and libraries such as cuBLAS, raise a RuntimeError with CUDA's text, or ROCm's, in it.
+    texts = ("CUDA error", "HIP error", "device-side assert", "CUBLAS_STATUS_EXECUTION_FAILED", "cuDNN error")
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
 
 
 def _list_slots(kind: type) -> list[str]:

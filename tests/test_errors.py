@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from fxsplit.errors import FxsplitError, MissingFact, NoFit, StageError, locate_stage_error
 
@@ -34,3 +35,27 @@ def test_texts_and_fields() -> None:
     assert NoFit("short", 5.0).short_bytes == 5.0 and NoFit("short").short_bytes == float("inf")
     with pytest.raises(ValueError, match="x"):
         raise locate_stage_error(ValueError("x"), "here")
+
+
+@pytest.mark.parametrize(
+    "original",
+    [
+        torch.AcceleratorError("the launch failed"),
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("CUBLAS_STATUS_EXECUTION_FAILED when calling cublasSgemm"),
+        RuntimeError("CUDA error: device-side assert triggered"),
+    ],
+)
+def test_an_error_that_comes_late_says_so(original: Exception) -> None:
+    """The node that the message named was the one that ran when the GPU reported an earlier one's failure."""
+    error = locate_stage_error(original, "in stage 1 of 2, node 'relu'")
+    assert isinstance(error, type(original)) and isinstance(error, StageError)
+    assert "(in stage 1 of 2, node 'relu'; a GPU reports errors late" in str(error)
+    assert "an earlier node or stage: run with CUDA_LAUNCH_BLOCKING=1" in str(error)
+
+
+@pytest.mark.parametrize(
+    "original", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("shapes"), ValueError("CUDA error: no")]
+)
+def test_an_error_that_comes_at_once_blames_its_own_node(original: Exception) -> None:
+    assert locate_stage_error(original, "here").where == "here"
