@@ -67,7 +67,7 @@ def compile(
         "except_last" (for all microbatches but the last), or "plan" (the default: where partition{recompute=} says so).
     deferred_batch_norm: let running statistics change once a batch, by all of it, and not by each microbatch.
     stage_backend: what torch.compile compiles each stage with, such as "inductor" (default: stages run as they are).
-        Costs are measured without it.
+        Costs are measured without it. What records CUDA graphs is refused.
     chunks: argument (or part of one) -> the dimension that holds its batch, or fxsplit.Replicate where all microbatches
         share it. What is not stated is found: the first dimension where that is as long as the batch.
     weights: a safetensors checkpoint of the model (a file, an index of several, or their folder), whose tensors are

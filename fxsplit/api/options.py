@@ -32,6 +32,7 @@ from fxsplit.runtime.stage.recompute import POLICIES
 from fxsplit.schedule import RUNNABLE, find_schedule, simulate
 from fxsplit.schedule.catalogue import Scheduler
 from fxsplit.schedule.of_plan import build_schedule, read_times
+from fxsplit.torch_internals.stage_backends import RECORDING, records_cuda_graphs
 
 
 @dataclass(frozen=True)
@@ -92,9 +93,8 @@ class Options:
             raise InputError(f"schedule={show(self.schedule)}: give the name of a schedule, or 'auto'")
         if self.recompute not in POLICIES:
             raise InputError(f"recompute={self.recompute!r}: give one of {', '.join(POLICIES)}")
-        if self.stage_backend is not None and self.stage_backend not in torch.compiler.list_backends(()):
-            backends = ", ".join(torch.compiler.list_backends())
-            raise InputError(f"stage_backend={self.stage_backend!r} is none of torch.compile's: give one of {backends}")
+        if self.stage_backend is not None:
+            check_stage_backend(self.stage_backend, self.machine)
         # "auto" tries only what can run, so that there is nothing to check.
         if self.schedule != AUTO:
             find_schedule(self.schedule)
@@ -144,6 +144,21 @@ class Options:
             # A number that the schedule would round is no candidate: the rounded one is tried by itself.
             candidates += [Candidate(scheduler, n) for n in counts if n == scheduler.nearest(n)]
         return candidates
+
+
+def check_stage_backend(backend: str, machine: Machine) -> None:
+    """Raise InputError for what is no backend of torch.compile's, or for one that records CUDA graphs."""
+    if backend not in torch.compiler.list_backends(()):
+        known = ", ".join(name for name in torch.compiler.list_backends() if name != RECORDING)
+        raise InputError(f"stage_backend={backend!r} is none of torch.compile's: give one of {known}")
+    # On a CPU inductor records nothing, whatever is set; the other backend is of no use there.
+    on_gpu = any(d.torch_device is not None and d.torch_device.type != "cpu" for d in machine.devices)
+    if records_cuda_graphs(backend) and (on_gpu or backend == RECORDING):
+        raise InputError(
+            f"stage_backend={backend!r} records CUDA graphs, which torch keeps for one thread, and stages run in "
+            "threads of their own: give 'inductor', with torch._inductor.config.triton.cudagraphs off, as it is by "
+            "default (TORCHINDUCTOR_CUDAGRAPHS=1 sets it)"
+        )
 
 
 def load_costs(costs: Costs | str | os.PathLike[str] | None) -> Costs | None:

@@ -16,7 +16,9 @@ from fxsplit.api.compile import choose_recompute, recompile_like
 from fxsplit.api.options import Candidate, Options, load_costs
 from fxsplit.errors import InputError, ScheduleError
 from fxsplit.schedule.catalogue import Scheduler
+from tests.gpus import stand_in
 from tests.models import FAST, Mlp
+from tests.refusals import refused
 
 EMPTY = Costs((), (), (), (), (), 1, "cpu", {})
 
@@ -49,6 +51,7 @@ def test_options_are_frozen_and_checked_whenever_they_are_made() -> None:
         ({"dump": 3}, InputError, "dump=3: give the path of a folder"),
         ({"recompute": "sometimes"}, InputError, "recompute='sometimes': give one of never, plan"),
         ({"stage_backend": "fastest"}, InputError, "stage_backend='fastest' is none of torch.compile's"),
+        ({"stage_backend": "cudagraphs"}, InputError, "stage_backend='cudagraphs' records CUDA graphs"),
         ({"schedule": "1f1b"}, ScheduleError, "did you mean '1F1B'"),
         ({"schedule": "Interleaved1F1B", "n_microbatches": 5}, ScheduleError, "5 microbatches do not divide"),
     ],
@@ -100,3 +103,14 @@ def test_a_pipeline_to_compare_with_has_the_same_options_but_what_belongs_to_one
     pipedream = fxsplit.compile(Mlp(), 2, schedule="PipeDream")
     with pytest.raises(InputError, match="PipeDream trains another way"):
         recompile_like(pipedream, Mlp(), loss)
+
+
+def test_inductor_is_refused_where_it_would_record_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, 1)
+    on_gpu, on_cpu = Machine.of(["cpu", "cuda:0"]), Machine.of(["cpu"] * 2)
+    assert make(machine=on_gpu, stage_backend="inductor").stage_backend == "inductor"
+    monkeypatch.setattr("torch._inductor.config.triton.cudagraphs", True)
+    assert make(machine=on_cpu, stage_backend="inductor").stage_backend == "inductor"
+    assert make(machine=on_gpu, stage_backend="aot_eager").stage_backend == "aot_eager"
+    with refused(InputError, r"stage_backend='inductor' records CUDA graphs.*triton\.cudagraphs off"):
+        make(machine=on_gpu, stage_backend="inductor")
