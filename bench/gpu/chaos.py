@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from bench.gpu.checks.equality import CLOSE
 from bench.gpu.setting import FAST, MICROBATCHES, RECOMPUTING, Net, Setting
 from fxsplit.api.compare import compare, run_pipeline_step, run_unsplit_step
-from fxsplit.runtime.streams import CudaStream, Stream
+from fxsplit.runtime.streams import AcceleratorStream, Stream
 
 MODES: tuple[dict[str, Any], ...] = ({}, {"passes": RECOMPUTING}, {"deferred_batch_norm": True})
 STEPS = 3
@@ -29,8 +29,8 @@ def run_chaos(setting: Setting, seconds: float = 65.0) -> int:
     # The same delays each time, but threads reach them in another order: a failure may need several runs to come back.
     rng = random.Random(0)
     # The CPU's streams in a dry run, whose delays do nothing, so that the same lines run.
-    kind: type[Any] = Stream if setting.dry else CudaStream
-    mark, fetch = kind.mark, kind.fetch
+    kind: type[Any] = Stream if setting.dry else AcceleratorStream
+    mark, receive = kind.mark, kind.receive
 
     def delay() -> None:
         if rng.random() < 0.3:
@@ -40,13 +40,13 @@ def run_chaos(setting: Setting, seconds: float = 65.0) -> int:
         delay()
         return mark(self)
 
-    def fetch_late(self: Any, tensors: Sequence[Any]) -> list[Any]:
+    def receive_late(self: Any, values: Sequence[Any], token: Any = None) -> list[Any]:
         delay()
-        fetched: list[Any] = fetch(self, tensors)
+        received: list[Any] = receive(self, values, token)
         delay()
-        return fetched
+        return received
 
-    with patch.object(kind, "mark", mark_late), patch.object(kind, "fetch", fetch_late):
+    with patch.object(kind, "mark", mark_late), patch.object(kind, "receive", receive_late):
         steps, worst = _step_for(setting, seconds, lambda: setting.occupy(rng.uniform(0, LONGEST_CYCLES / 2)))
     print(f"{'ok' if worst < CLOSE else 'FAIL'} chaos: {steps} steps with delays, largest difference {worst:.1e}")
     return int(worst >= CLOSE)

@@ -18,7 +18,7 @@ from bench.gpu.setting import FAST, Setting
 from bench.gpu.speed import CHAIN, predict_ms
 from bench.gpu.timing import Case, measure
 from fxsplit.passes.profile.time_in_step import run_in_worker_thread
-from fxsplit.runtime.streams import CudaStream
+from fxsplit.runtime.streams import AcceleratorStream
 from fxsplit.schedule.catalogue import Scheduler
 
 # An H100 has 132 multiprocessors, and partitions come in multiples of 8.
@@ -83,14 +83,14 @@ def _stages_on(partitions: list[Partition]) -> Iterator[None]:
         return
     streams = itertools.cycle(stream for _, stream in partitions)
     # Workers make their streams as they start, one after another, in the order of the devices.
-    create = CudaStream.__init__
+    create = AcceleratorStream.__init__
 
-    def create_on_next(self: CudaStream, device: torch.device) -> None:
+    def create_on_next(self: AcceleratorStream, device: torch.device) -> None:
         # What else the constructor sets up stays as it is.
         create(self, device)
         self._stream = next(streams)
 
-    with patch.object(CudaStream, "__init__", create_on_next):
+    with patch.object(AcceleratorStream, "__init__", create_on_next):
         yield
 
 

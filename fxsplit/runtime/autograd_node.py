@@ -1,25 +1,70 @@
-"""Join the pipeline to the caller's autograd graph: one node, whose backward is the pipelined backward."""
+"""Join the pipeline to the caller's autograd graph: one node, whose backward is the pipelined backward.
+
+Behind it each stage has a node for its parameters. Autograd runs a node's backward on the stream that was current when
+the node was made, and here that is the stage's own: the stage has computed the gradients there, and accumulates there.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fxsplit.errors import BackwardError
+from fxsplit.runtime.streams import Stream, hand_over, make_caller_wait
 from fxsplit.torch_internals.thread_modes import refuse_foreign_modes
 
 Backward = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
-"""From the gradients of the outputs to those of the inputs and parameters; None where there is no gradient."""
+"""From the gradients of the outputs to those of the inputs; None where there is no gradient."""
+
+
+class Tie(NamedTuple):
+    """The node of one stage's leaves in the caller's graph.
+
+    leaves: the stage's own. value: a tensor without elements that depends on them, on the stage's device.
+    """
+
+    leaves: Sequence[Tensor]
+    value: Tensor
+
+    @classmethod
+    def make(cls, leaves: Sequence[Tensor], stream: Stream) -> Tie:
+        """Return the node of some leaves, made on a stream."""
+        with stream.enter():
+            return cls(leaves, _StageLeaves.apply(stream.device, *leaves))  # type: ignore[no-untyped-call]
+
+    def carry(self, gradients: Sequence[Tensor | None], tokens: Sequence[Any]) -> Tensor:
+        """Return a gradient of the value that carries those of the leaves, which are there from `tokens` on."""
+        # Autograd hands on this very object, or drops it with all that it carries where nobody asks for the leaves.
+        carrier = torch.empty_like(self.value, requires_grad=False)
+        carrier.carried = gradients, tokens  # type: ignore[attr-defined]
+        return carrier
+
+
+class _StageLeaves(torch.autograd.Function):
+    """The leaves of one stage as one operator of autograd, which itself adds to `.grad` and runs the leaves' hooks."""
+
+    @staticmethod
+    def forward(ctx: Any, device: torch.device, *leaves: Tensor) -> Tensor:
+        """Return a tensor without elements that depends on the leaves."""
+        return torch.empty(0, device=device)
+
+    @staticmethod
+    def backward(ctx: Any, *carriers: Any) -> Any:
+        """Return the gradients of the leaves."""
+        (carrier,) = carriers
+        gradients, tokens = carrier.carried
+        make_caller_wait([carrier.device], tokens)
+        hand_over(gradients)
+        return (None, *gradients)
 
 
 class PipelineFunction(torch.autograd.Function):
     """The pipeline as one operator of autograd.
 
-    Its inputs are the differentiable inputs of the batch and all parameters, so autograd itself adds their gradients to
-    `.grad` and runs their hooks.
+    Its inputs are the differentiable inputs of the batch, and a tensor of each stage that depends on its parameters.
     """
 
     @staticmethod

@@ -5,6 +5,7 @@ Within a process each device has an inbox. Devices of other processes would need
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
@@ -15,11 +16,13 @@ class Message(NamedTuple):
     """What one device sends another: the action that is waiting for it, the values, and a token.
 
     The token is what the receiver's stream must wait for until the values are there; None where they are there already.
+    `about` says what the values are: for each, whether a gradient is wanted, or the leaf whose gradient it is.
     """
 
     action: Action
-    values: Any
+    values: Sequence[Any]
     token: Any
+    about: Sequence[Any] = ()
 
 
 class Stopped(Exception):

@@ -14,16 +14,16 @@ from fxsplit.errors import BackwardError, FxsplitError, InputError
 from fxsplit.ir.facts.chunks import Cut
 from fxsplit.ir.facts.meanings import Meaning
 from fxsplit.ir.interrupts import lose_no_interrupt, raise_lost_interrupt
-from fxsplit.runtime.autograd_node import Backward, PipelineFunction
+from fxsplit.runtime.autograd_node import Backward, PipelineFunction, Tie
 from fxsplit.runtime.backends.threads import Workers
 from fxsplit.runtime.job import Job, Tape, Work
 from fxsplit.runtime.loss import BatchLoss
 from fxsplit.runtime.microbatches import join, split_gradient
-from fxsplit.runtime.program import Batch
+from fxsplit.runtime.program import Batch, Program
 from fxsplit.runtime.stage.run import Packet, Saved, refuse_kept
 from fxsplit.runtime.stage.weight_versions import Stepper
 from fxsplit.runtime.stopwatch import Stopwatch
-from fxsplit.runtime.streams import hand_over
+from fxsplit.runtime.streams import hand_over, join_caller
 from fxsplit.runtime.weights_then import WeightsThen
 from fxsplit.schedule.action import BACKWARD, FORWARD
 from fxsplit.torch_internals.batch_norm import count_as_one_batch
@@ -67,10 +67,11 @@ class Engine:
         outputs, wanted = join_outputs(job, rows, meanings)
         if not any(wanted):
             return outputs
-        trained = program.list_trained()
-        backward = self._make_backward(batch, meanings, trained, work.tape, WeightsThen(program, len(rows)))
+        ties = self._tie_stages(program)
+        backward = self._make_backward(batch, meanings, ties, work.tape, WeightsThen(program, len(rows)))
         inputs = [t for t in tensors if t.requires_grad]
-        joined: tuple[Tensor, ...] = PipelineFunction.apply(backward, outputs, wanted, *inputs, *list_leaves(trained))  # type: ignore[no-untyped-call]
+        tied = [tie.value for tie in ties]
+        joined: tuple[Tensor, ...] = PipelineFunction.apply(backward, outputs, wanted, *inputs, *tied)  # type: ignore[no-untyped-call]
         return list(joined)
 
     @leave_no_trace
@@ -118,17 +119,24 @@ class Engine:
             accumulate(sums, receipt)
         return result
 
+    def _tie_stages(self, program: Program) -> list[Tie]:
+        """Return a node of autograd for each stage that has leaves, made on the stage's own stream."""
+        ties, seen = [], set[Tensor]()
+        for leaves, home in zip(program.list_trained(), program.homes, strict=True):
+            # A leaf of two stages is given its gradient by the first of them.
+            own = [leaf for leaf in leaves if leaf not in seen]
+            seen.update(own)
+            if own:
+                ties.append(Tie.make(own, self._workers.streams[home[0]]))
+        return ties
+
     def _make_backward(
-        self,
-        batch: Batch,
-        meanings: Sequence[Meaning],
-        trained: Sequence[Sequence[Tensor]],
-        tape: Tape,
-        then: WeightsThen,
+        self, batch: Batch, meanings: Sequence[Meaning], ties: Sequence[Tie], tape: Tape, then: WeightsThen
     ) -> Backward:
         """Return the pipelined backward of a forward pass; it keeps the engine alive until autograd drops it."""
         program, tensors, rows, _ = batch
-        leaves = list_leaves(trained)
+        trained = program.list_trained()
+        devices = [*(stream.device for stream in self._workers.streams), *(t.device for t in tensors)]
 
         @lose_no_interrupt
         @leave_no_trace
@@ -150,7 +158,7 @@ class Engine:
             job = Job(program, program.passes(len(rows)).only(BACKWARD), work)
             try:
                 # Hooks of leaves run once, on the sums, as autograd accumulates those.
-                for leaf in leaves:
+                for leaf in list_leaves(trained):
                     make_mutable(leaf)
                 with self._take_turn():
                     then.check()
@@ -166,9 +174,9 @@ class Engine:
                 if t.requires_grad
             ]
             sums = job.total()
-            of_leaves = [sums.totals.get(leaf) for leaf in leaves]
-            hand_over(of_leaves)
-            return [*of_inputs, *of_leaves]
+            # Autograd hands all results on as made on one stream of this thread, and each stage's node has another.
+            tokens = join_caller(devices)
+            return [*of_inputs, *(tie.carry([sums.totals.get(leaf) for leaf in tie.leaves], tokens) for tie in ties)]
 
         return backward
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from fxsplit.errors import PlanError, locate_stage_error
@@ -22,7 +23,7 @@ from fxsplit.runtime.stage.run import Packet, Saved, backward, compute_weight_gr
 from fxsplit.runtime.stage.weight_versions import Stepper, VersionedReplica
 from fxsplit.runtime.status import WorkerStatus
 from fxsplit.runtime.stopwatch import Stopwatch
-from fxsplit.runtime.streams import Stream, hand_over
+from fxsplit.runtime.streams import Stream
 from fxsplit.schedule.action import BACKWARD, FORWARD, INPUT_GRADIENT, NAMES, REDUCE, STEP, WEIGHT_GRADIENT, Action
 from fxsplit.schedule.schedule import Schedule
 from fxsplit.torch_internals.grad_leaves import find_leaves
@@ -82,6 +83,7 @@ class Job:
         channels: Channels | None = None,
     ) -> None:
         n = schedule.n_microbatches
+        self._stopped = False
         self._errors: list[BaseException] = []
         # What each device does, and since when; nothing else is noted for `describe_work` while a job runs.
         self._doing: list[tuple[Action, float] | None] = [None] * len(schedule.actions)
@@ -97,6 +99,7 @@ class Job:
         self._channels = Inboxes(len(schedule.actions)) if channels is None else channels
         self._context = ThreadModes.read()
         self._last = len(program.stages) - 1
+        self._devices = program.machine.torch_devices()
         self._weight_backwards: dict[tuple[int, int], list[WeightBackward]] = {}
         self._hooked = program.find_hooked_stages() if schedule.splits else []
         self._forwards = Forwards(program, self._context, n) if work.packets else None
@@ -104,10 +107,19 @@ class Job:
             for replica in (r for replicas in self._replicas for r in replicas):
                 replica.refresh()
 
-    @property
-    def error(self) -> BaseException | None:
-        """The first error of any worker, or of the caller."""
-        return self._errors[0] if self._errors else None
+    def take_error(self) -> BaseException | None:
+        """Return the first error of any worker, once all have ended, and let go of it and of all that was computed."""
+        error = self._errors[0] if self._errors else None
+        # An error knows the frames that it came through, which know the job. If the job knew the error, both would stay
+        # in memory, with the activations of all microbatches, until Python looks for cycles.
+        self._errors.clear()
+        # Whoever handles the error, and so keeps the frames for that long, may need the memory for a smaller batch.
+        if error is not None:
+            self.work.tape.clear()
+            self._weight_backwards.clear()
+            self.sums.clear()
+            self.outputs.clear()
+        return error
 
     def total(self) -> Sums:
         """Return one sum of all stages' gradients, in their replicas' place; a loss may depend on any of them."""
@@ -123,10 +135,20 @@ class Job:
         self._context.variables.copy().run(self._run_actions, device, stream, ready)
 
     def fail(self, error: BaseException) -> None:
-        """Keep the first error and wake every worker that waits."""
-        # Later errors are mostly consequences of the first. No lock, which an interrupt could leave taken.
-        self._errors.append(error)
+        """Keep an error of a worker and stop all; of a job that is stopped already, errors are consequences."""
+        # No lock, which an interrupt could leave taken: two workers may fail at once, and then the first one counts.
+        if not self._stopped:
+            self._errors.append(error)
+        self.stop()
+
+    def stop(self) -> None:
+        """Let every worker end after the action that it is in, and wake those that wait."""
+        self._stopped = True
         self._channels.fail()
+
+    def list_devices(self) -> list[torch.device]:
+        """Return the devices of the values that the job starts from, where those are not the stages' own."""
+        return [v.device for packet in self.work.packets[:1] for v in packet.values if isinstance(v, Tensor)]
 
     def describe_work(self, device: int, frame: FrameType | None) -> WorkerStatus | None:
         """Return what a device's worker does now, or None before its first action; `frame` is its innermost frame."""
@@ -159,7 +181,7 @@ class Job:
                 if watch is not None:
                     watch.start(device, stream)
                 for action in self.schedule.actions[device]:
-                    if self._errors:
+                    if self._stopped:
                         return
                     self._doing[device] = action, time.monotonic()
                     if watch is not None:
@@ -167,12 +189,21 @@ class Job:
                     self.HANDLERS[action.op](self, action, device, stream)
                     if watch is not None:
                         watch.end(device, stream, action)
-                self.marks[device] = stream.mark()
         except Stopped:
             return
         except Exception as error:
             self.fail(locate_stage_error(error, self._describe_place(action, error)) if action else error)
         except BaseException as error:  # SystemExit in a model must not leave the others waiting
+            self.fail(error)
+        finally:
+            self._mark_end(device, stream)
+
+    def _mark_end(self, device: int, stream: Stream) -> None:
+        """Note up to where a device's work goes, also of a job that failed: the caller may write what it still reads."""
+        # A device that has broken down refuses this as well, which is an error only where none came before.
+        try:
+            self.marks[device] = stream.mark()
+        except Exception as error:
             self.fail(error)
 
     # What a device does for each kind of action
@@ -181,11 +212,13 @@ class Job:
         """Run a stage forward on a microbatch and hand its outputs on."""
         stage, m, work = action.stage, action.microbatch, self.work
         assert self._forwards is not None, "a schedule with forwards needs packets"
-        packet = work.packets[m] if stage == 0 else self._receive(Action(stage, FORWARD, m), device, stream)
-        packet = Packet(tuple(stream.fetch(packet.values)), packet.wanted)
+        if stage == 0:
+            packet = Packet(tuple(stream.receive(work.packets[m].values)), work.packets[m].wanted)
+        else:
+            packet = Packet(*map(tuple, self._receive(Action(stage, FORWARD, m), device, stream)))
         saved, outputs = self._forwards.run(self._replicas[stage][action.replica], action, packet)
         if stage < self._last:
-            self._send(Action(stage + 1, FORWARD, m), Packet.of(outputs), stream)
+            self._send(Action(stage + 1, FORWARD, m), stream, *Packet.of(outputs))
         else:
             if work.keep_outputs:
                 self.outputs[m] = Packet.of(outputs)
@@ -224,7 +257,7 @@ class Job:
                 self._weight_backwards[key], self.work.tape[key] = later, saved
         # Handed to the stage before, or to the caller, before the sums are added: the stage before waits for it.
         if action.stage > 0:
-            self._send(Action(action.stage - 1, BACKWARD, action.microbatch), of_inputs, stream)
+            self._send(Action(action.stage - 1, BACKWARD, action.microbatch), stream, of_inputs)
         else:
             self.returned[action.microbatch] = of_inputs
         sums.add(shares)
@@ -241,13 +274,14 @@ class Job:
         replicas, sums = self._replicas[action.stage], self.sums[action.stage]
         # All replicas but the first send what they have, and hold nothing afterwards.
         if action.replica:
-            self._send(action, sums[action.replica], stream)
+            totals = sums[action.replica].totals
+            self._send(action, stream, list(totals.values()), list(totals))
             sums[action.replica] = Sums()
             return
         parts = [sums[0]]
         for replica in range(1, len(replicas)):
-            part: Sums = self._receive(action._replace(replica=replica), device, stream)
-            hand_over(list(part.totals.values()))
+            values, leaves = self._receive(action._replace(replica=replica), device, stream)
+            part = Sums(dict(zip(leaves, values, strict=True)))
             parts.append(replicas[replica].assign_to_owners(part))
         sums[0] = merge_sums(parts)
 
@@ -285,25 +319,27 @@ class Job:
     def _take_gradients(self, action: Action, device: int, stream: Stream) -> list[Any]:
         """Return the gradients of a stage's outputs: from the stage behind, or from the loss."""
         if action.stage < self._last:
-            needed = self._receive(Action(action.stage, BACKWARD, action.microbatch), device, stream)
-        else:
-            assert self.work.seeds is not None, "a schedule with backwards needs seeds"
-            needed = self.work.seeds(action.microbatch)
-        return stream.fetch(needed)
+            return self._receive(Action(action.stage, BACKWARD, action.microbatch), device, stream)[0]
+        assert self.work.seeds is not None, "a schedule with backwards needs seeds"
+        return stream.receive(self.work.seeds(action.microbatch))
 
-    def _send(self, to: Action, values: Any, stream: Stream) -> None:
+    def _send(self, to: Action, stream: Stream, values: Sequence[Any], about: Sequence[Any] = ()) -> None:
         """Send values to the device that does action `to`, which is named without its replica."""
         device = self.schedule.device_of(to.stage, to.microbatch)
-        self._channels.send(device, Message(to, values, stream.mark()))
+        sent, token = stream.send(values, self._devices[device])
+        self._channels.send(device, Message(to, sent, token, about))
 
-    def _receive(self, action: Action, device: int, stream: Stream) -> Any:
-        """Return the values that were sent to `action`, of this device; what the stream does next waits for them."""
+    def _receive(self, action: Action, device: int, stream: Stream) -> tuple[list[Any], Sequence[Any]]:
+        """Return the values that were sent to `action`, of this device, and what was said about them.
+
+        What the stream does next waits for them.
+        """
         message = self._channels.receive(device, action)
-        stream.wait_for(message.token)
+        values = stream.receive(message.values, message.token)
         if self._watch is not None:
             # The wait is idle time: an action begins when what it needs has arrived.
             self._watch.begin(device, stream)
-        return message.values
+        return values, message.about
 
     def _describe_place(self, action: Action, error: Exception) -> str:
         """Return stage, device, microbatch and node of a failure, for its message."""

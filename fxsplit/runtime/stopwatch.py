@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from fxsplit.runtime.streams import Stream
+from fxsplit.runtime.streams import Instant, Stream
 from fxsplit.schedule.action import Action
 from fxsplit.schedule.schedule import Schedule
 from fxsplit.schedule.timeline import Span, Timeline
@@ -15,19 +13,20 @@ from fxsplit.schedule.timeline import Span, Timeline
 class Stopwatch:
     """Collects times while workers run a schedule. Each worker writes the row of its own device, so no lock is needed.
 
-    An action begins when what it waits for has arrived. On a GPU that is when the GPU itself begins, which may be long
-    after its worker has queued the action.
+    An action begins when what it waits for has arrived. On an accelerator that is when the accelerator itself begins,
+    which may be long after its worker has queued the action.
     """
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self._rows: list[list[tuple[Action, Any, Any]]] = [[] for _ in schedule.actions]
-        self._starts: list[Any] = [None] * schedule.n_devices
+        self._starts: list[Instant | None] = [None] * schedule.n_devices
         self._begins: list[Any] = [None] * schedule.n_devices
 
     def start(self, device: int, stream: Stream) -> None:
         """Start the clock of the device with this number."""
-        self._starts[device] = stream.record_time()
+        # An event knows times between events alone. Once it has been waited for, the host's clock tells its moment.
+        self._starts[device] = stream.wait_for_instant()
 
     def begin(self, device: int, stream: Stream) -> None:
         """Note that a device begins an action. Called again when a message has arrived, it replaces the first time."""
@@ -39,23 +38,23 @@ class Stopwatch:
 
     def make_timeline(self, devices: tuple[str, ...]) -> Timeline:
         """Return the times in milliseconds from the first device's start; `devices` are the names of the devices."""
-        # Events know their times only when the GPU has passed them.
-        if any(not isinstance(start, float) for start in self._starts):
-            torch.cuda.synchronize()
-        first = min((start for start in self._starts if isinstance(start, float)), default=0.0)
-        offsets = [_measure_ms(first, start) for start in self._starts]
-        rows = (
-            tuple(Span(a, offset + _measure_ms(start, b), offset + _measure_ms(start, e)) for a, b, e in row)
-            for row, start, offset in zip(self._rows, self._starts, offsets, strict=True)
-        )
+        starts = [start for start in self._starts if start is not None]
+        first = min((start.seconds for start in starts), default=0.0)
+        # Workers that share an accelerator share its clock, which is more exact than that of the host.
+        clocks = {start.device: start for start in reversed(starts)}
+        rows = []
+        for row, start in zip(self._rows, self._starts, strict=True):
+            clock = clocks.get(start.device) if start is not None else None
+            rows.append(tuple(Span(a, _measure_ms(first, clock, b), _measure_ms(first, clock, e)) for a, b, e in row))
         return Timeline(f"{self.schedule.name}, measured", devices, tuple(rows))
 
 
-def _measure_ms(earlier: Any, later: Any) -> float:
-    """Return the milliseconds between two times of one clock: seconds of a CPU, or events of a GPU.
+def _measure_ms(first: float, clock: Instant | None, time: Any) -> float:
+    """Return the milliseconds from `first`, in seconds of the host's clock, to a time on a device.
 
-    Times of different kinds cannot be compared, and count as the same moment.
+    The time is in seconds too, or an event, whose distance from the event of `clock` is known once it has been passed.
     """
-    if isinstance(earlier, float) != isinstance(later, float):
-        return 0.0
-    return 1000.0 * (later - earlier) if isinstance(earlier, float) else float(earlier.elapsed_time(later))
+    if isinstance(time, float) or clock is None:
+        return float(1000.0 * (time - first))
+    time.synchronize()
+    return 1000.0 * (clock.seconds - first) + float(clock.event.elapsed_time(time))

@@ -30,8 +30,8 @@ class Sums:
     caller has given up on (Ctrl-C) may still add to them.
     """
 
-    def __init__(self) -> None:
-        self.totals: dict[Tensor, Tensor] = {}
+    def __init__(self, totals: dict[Tensor, Tensor] | None = None) -> None:
+        self.totals: dict[Tensor, Tensor] = totals or {}
 
     def add(self, shares: Iterable[Share]) -> None:
         """Add gradients to the sums of their leaves. No gradient that another object refers to is written to."""

@@ -25,7 +25,7 @@ def test_messages_are_taken_in_the_order_of_the_schedule() -> None:
     channels.send(1, Message(SECOND, "second", None))
     channels.send(0, Message(FIRST, "of another device", None))
     channels.send(1, Message(FIRST, "first", "token"))
-    assert channels.receive(1, FIRST) == (FIRST, "first", "token")
+    assert channels.receive(1, FIRST) == Message(FIRST, "first", "token")
     assert channels.receive(1, SECOND).values == "second"
     assert channels.receive(0, FIRST).values == "of another device"
 
@@ -60,12 +60,7 @@ class Recording(Inboxes):
 
     def send(self, device: int, message: Message) -> None:
         self.sent.append((device, message.action))
-        values: Any = message.values
-        if message.action.op == FORWARD:
-            values = values._replace(values=tuple(v.clone() for v in values.values))
-        else:
-            values = [v.clone() for v in values]
-        super().send(device, message._replace(values=values))
+        super().send(device, message._replace(values=[v.clone() for v in message.values]))
 
 
 def test_a_job_talks_only_through_the_channels_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,12 +44,15 @@ class Workers:
     """One thread for each device. Holds no reference to a pipeline, so that a pipeline can end while they wait.
 
     `intraop_threads` is how many threads an operator may use inside of each worker. `names` are those of the devices.
+    Each worker has its own of `streams`. Raises what keeps a worker from starting, as an accelerator whose memory is
+    full.
     """
 
     @leave_no_trace
     def __init__(self, devices: list[torch.device], intraop_threads: int, names: Sequence[str] = ()) -> None:
         if sys.is_finalizing():
             raise ClosedError("Python is about to end, and no thread can be started any more")
+        self.streams = [make_stream(device) for device in devices]
         self._devices = devices
         self._names = names or [str(device) for device in devices]
         self._tasks: list[Tasks] = [SimpleQueue() for _ in devices]
@@ -59,19 +62,20 @@ class Workers:
         # The job that was given to the workers last, which may be gone, and who is still at it.
         self._last: tuple[weakref.ref[Job], _Course] | None = None
         _note_running(self)
-        up: SimpleQueue[None] = SimpleQueue()
+        up: SimpleQueue[BaseException | None] = SimpleQueue()
         # What a worker sets for itself is also what threads that start later would get.
         with undo_after(partial(torch.set_num_threads, torch.get_num_threads())), undo_after(self._end_unless_started):
-            for i, (tasks, device) in enumerate(zip(self._tasks, devices, strict=True)):
+            for i, (tasks, stream) in enumerate(zip(self._tasks, self.streams, strict=True)):
                 # Workers that are dropped, or never got ready, end too. This calls put(None, ...) in C: of an interrupt
                 # in a finaliser written in Python nobody would hear.
                 dropped = weakref.ref(self, partial(tasks.put, None))
-                name, arguments = f"fxsplit-worker-{i}", (tasks, device, intraop_threads, up, dropped)
+                name, arguments = f"fxsplit-worker-{i}", (tasks, stream, intraop_threads, up, dropped)
                 self._threads.append(threading.Thread(target=_serve, args=arguments, name=name, daemon=True))
                 self._threads[-1].start()
             # All workers have set their number of threads when this loop ends.
             for _ in self._threads:
-                up.get()
+                if (error := up.get()) is not None:
+                    raise error
             self._started = True
 
     def has(self, thread: threading.Thread) -> bool:
@@ -85,7 +89,7 @@ class Workers:
         Raises StepTimeout after `timeout_s`; BusyError where a worker is still in a job that was given up; ClosedError
         after close(), and in a process that was forked from the one with the threads.
         """
-        ready, course = mark_caller(self._devices), _Course(len(job.marks))
+        ready, course = mark_caller([*self._devices, *job.list_devices()]), _Course(len(job.marks))
         tasks = [partial(_run_task, job, device, ready, course) for device in range(len(job.marks))]
         hand_out = [partial(queue.put, task) for queue, task in zip(self._tasks, tasks, strict=False)]
         with undo_after(partial(_give_up, job, course)):
@@ -102,12 +106,17 @@ class Workers:
                         "No gradient has changed. The pipeline can be used again when these actions are over"
                     )
             # Ctrl-C raises KeyboardInterrupt in the caller, which is no Exception.
-            except BaseException as error:
-                job.fail(error)
+            except BaseException:
+                job.stop()
                 raise
-        if job.error is not None:
-            raise job.error
-        make_caller_wait(list(zip(self._devices, job.marks, strict=False)))
+        # Also after a failure: the caller may write to weights, which kernels that are queued still read.
+        make_caller_wait(self._devices, job.marks)
+        if (error := job.take_error()) is not None:
+            try:
+                raise error
+            finally:
+                # This frame is in the error's traceback, and must not refer to the error.
+                del error
 
     def _wait(self, course: _Course, timeout_s: float) -> bool:
         """Wait until a job is over, and return whether it is; raises ClosedError where a worker that is at it ended."""
@@ -148,7 +157,7 @@ class Workers:
         _end(self._tasks)
         job = self._last and self._last[0]()
         if job is not None:
-            job.fail(ClosedError("Python ended"))
+            job.stop()
         deadline = time.monotonic() + EXIT_S
         for thread in self._threads:
             thread.join(timeout=0.2)
@@ -216,25 +225,34 @@ def _give_up(job: Job, course: _Course) -> None:
     """Stop a job that was begun and is not over, and wait a moment for its workers."""
     if course.begun and not course.over.is_set():
         # An interrupt may have come before the caller could say so itself.
-        if job.error is None:
-            job.fail(ClosedError("the caller was interrupted"))
+        job.stop()
         course.over.wait(GRACE_S)
 
 
 def _serve(
-    tasks: Tasks, device: torch.device, intraop_threads: int, up: SimpleQueue[None], dropped: weakref.ref[Workers]
+    tasks: Tasks,
+    stream: Stream,
+    intraop_threads: int,
+    up: SimpleQueue[BaseException | None],
+    dropped: weakref.ref[Workers],
 ) -> None:
-    """Do tasks until None comes. `up` is told when the worker is ready. `dropped` puts None when nobody can give tasks.
+    """Do tasks on a stream until None comes. `up` is told that the worker is ready, or why it cannot be.
 
-    It does so for as long as it is held here.
+    `dropped` puts None when nobody can give tasks. It does so for as long as it is held here.
     """
-    # torch sets up a thread's number in its first call, which would undo the second line.
-    torch.get_num_threads()
-    torch.set_num_threads(intraop_threads)
-    stream = make_stream(device)
+    try:
+        # torch sets up a thread's number in its first call, which would undo the second line.
+        torch.get_num_threads()
+        torch.set_num_threads(intraop_threads)
+    # The caller waits for an answer, and raises what it gets.
+    except BaseException as error:
+        up.put(error)
+        return
     up.put(None)
-    # All backwards of a worker are of microbatches, and gradient hooks expect the sum of a batch.
-    with mute(()):
+    # All backwards of a worker are of microbatches, and gradient hooks expect the sum of a batch. The worker computes
+    # them itself: autograd has one thread for each accelerator, in which the caller's own backward may be waiting for
+    # the workers.
+    with mute(()), torch.autograd.set_multithreading_enabled(False):
         while (task := tasks.get()) is not None:
             task(stream)
             # Otherwise the last job's tensors would live until the next one.

@@ -28,7 +28,7 @@ class Job:
         self.error: BaseException | None = None
         self.marks: list[Any] = [None] * n_devices
         self.ran: dict[int, tuple[threading.Thread, int, Any]] = {}
-        self.failed = threading.Event()
+        self.stopped = threading.Event()
 
     def run(self, device: int, stream: Any, ready: Any) -> None:
         self.ran[device] = threading.current_thread(), torch.get_num_threads(), stream
@@ -36,7 +36,16 @@ class Job:
 
     def fail(self, error: BaseException) -> None:
         self.error = error
-        self.failed.set()
+        self.stop()
+
+    def stop(self) -> None:
+        self.stopped.set()
+
+    def take_error(self) -> BaseException | None:
+        return self.error
+
+    def list_devices(self) -> list[torch.device]:
+        return []
 
 
 @contextmanager
@@ -90,7 +99,7 @@ def test_closed_workers_end_and_refuse() -> None:
         job = Job(2)
         with pytest.raises(ClosedError, match="compile the model again"):
             made.run(job)
-        assert isinstance(job.error, ClosedError) and job.ran == {}
+        assert job.stopped.is_set() and job.ran == {}
 
 
 def test_a_worker_may_close_them() -> None:
@@ -101,6 +110,32 @@ def test_a_worker_may_close_them() -> None:
         while any(thread.is_alive() for thread, _, _ in job.ran.values()) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert not any(thread.is_alive() for thread, _, _ in job.ran.values())
+
+
+@pytest.mark.parametrize("place", ["make_stream", "torch.set_num_threads"])
+def test_a_worker_that_cannot_start_is_an_error(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its caller waited for ever, for example where an accelerator had no memory for a context."""
+
+    def refuse(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no memory for a context")
+
+    before = threading.active_count()
+    with monkeypatch.context() as patched:
+        patched.setattr(f"fxsplit.runtime.backends.threads.{place}", refuse)
+        with pytest.raises(torch.OutOfMemoryError, match="no memory for a context"):
+            Workers([CPU] * 2, 1)
+    deadline = time.monotonic() + 5.0
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+
+
+def test_workers_run_backwards_themselves() -> None:
+    """Autograd's thread of an accelerator may be the one that waits for the workers."""
+    seen: list[bool] = []
+    with workers() as made:
+        made.run(Job(2, lambda device: seen.append(torch.autograd.is_multithreading_enabled())))
+    assert seen == [False, False]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -149,7 +184,7 @@ def test_an_interrupted_caller_waits_a_moment_for_the_workers(stops: bool, monke
     left: list[int] = []
 
     def act(device: int) -> None:
-        (job.failed if stops else end).wait(20.0)
+        (job.stopped if stops else end).wait(20.0)
         left.append(device)
 
     job = Job(2, act)
@@ -157,7 +192,7 @@ def test_an_interrupted_caller_waits_a_moment_for_the_workers(stops: bool, monke
         begin = time.monotonic()
         with interrupted_after(0.05), pytest.raises(KeyboardInterrupt):
             made.run(job)
-        assert time.monotonic() - begin < 10.0 and isinstance(job.error, KeyboardInterrupt)
+        assert time.monotonic() - begin < 10.0 and job.stopped.is_set()
         assert sorted(left) == ([0, 1] if stops else [])
         end.set()
         made.run(Job(2))

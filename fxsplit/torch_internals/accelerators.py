@@ -1,0 +1,64 @@
+"""Streams, events and memory of an accelerator, of whichever kind: the one place where fxsplit meets its driver.
+
+An *accelerator* is any device but the CPU. torch has one interface to all kinds, `torch.accelerator`. A *stream* is a
+queue of work on one device. Each thread has a current stream on each device, to which its work goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fxsplit.torch_internals.undo import undo_after
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Return whether work on a device is queued, to be done some time after the call that asks for it."""
+    return device.type not in ("cpu", "meta")
+
+
+def make_stream(device: torch.device) -> torch.Stream:
+    """Return a new stream of a device."""
+    return torch.Stream(device)
+
+
+def make_timer(device: torch.device) -> torch.Event:
+    """Return an event that, once recorded and passed, knows when."""
+    return torch.Event(device, enable_timing=True)
+
+
+def find_current_stream(device: torch.device | None = None) -> torch.Stream:
+    """Return the calling thread's current stream on a device, by default on its current device."""
+    return torch.accelerator.current_stream(device)
+
+
+def set_current_stream(stream: torch.Stream) -> None:
+    """Make a stream the calling thread's current one on its device, and that device the current one."""
+    torch.accelerator.set_stream(stream)
+
+
+@contextmanager
+def use_stream(stream: torch.Stream) -> Iterator[None]:
+    """Let the calling thread queue the block's work on a stream, and make its device the current one."""
+    # The device that is current, and the stream that is current on the stream's own device.
+    outside, before = find_current_stream(), find_current_stream(stream.device)
+    with undo_after(partial(set_current_stream, outside)), undo_after(partial(set_current_stream, before)):
+        set_current_stream(stream)
+        yield
+
+
+def keep_until_read(tensor: Tensor, stream: torch.Stream) -> None:
+    """Keep a tensor's memory, once the tensor is gone, until a stream is past all that it has queued by then.
+
+    The allocator knows by itself only the stream that the memory was allocated on.
+    """
+    tensor.record_stream(stream)
+
+
+def count_memory_bytes(device: torch.device) -> int:
+    """Return how much memory a device has."""
+    return int(torch.accelerator.get_memory_info(device)[1])
