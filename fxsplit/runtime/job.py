@@ -199,7 +199,7 @@ class Job:
             self._mark_end(device, stream)
 
     def _mark_end(self, device: int, stream: Stream) -> None:
-        """Note up to where a device's work goes, also of a job that failed: the caller may write what it still reads."""
+        """Note how far a device's work goes, also of a job that failed: the caller may write what it still reads."""
         # A device that has broken down refuses this as well, which is an error only where none came before.
         try:
             self.marks[device] = stream.mark()

@@ -196,6 +196,42 @@ def missing_file(x: Tensor) -> Tensor:
 torch.fx.wrap("missing_file")
 
 
+@pytest.mark.parametrize("handled", [True, False])
+@pytest.mark.parametrize("loop", ["step", "call"])
+def test_a_failed_step_keeps_no_memory(handled: bool, loop: str) -> None:
+    """Neither while its error is handled nor afterwards, and without the garbage collector: a smaller batch fits."""
+
+    def count_large() -> int:
+        return sum(issubclass(type(one), Tensor) and one.shape == (64, 8) for one in gc.get_objects())
+
+    def fail_late(*_: Any) -> None:
+        calls.append(len(calls))
+        if len(calls) == 12:
+            raise torch.OutOfMemoryError("too large")
+
+    calls: list[int] = []
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6)))
+    x = torch.randn(16 * 64, 8)
+    options: Any = {"passes": FAST, "loss_fn": mean_square, "n_microbatches": 16, "schedule": "GPipe"}
+    with fxsplit.compile(model, 2, example_inputs=x, **options) as pipe:
+        run = (lambda: pipe.step(x, target=x)) if loop == "step" else (lambda: pipe(x))
+        run()
+        model[5][1].register_forward_pre_hook(fail_late)  # type: ignore[index]
+        gc.collect()
+        gc.disable()
+        try:
+            alive = count_large()
+            try:
+                run()
+            except torch.OutOfMemoryError:
+                # Frames of the error hold what the workers were at, and the batch's pieces: views, of inputs and targets.
+                assert not handled or count_large() - alive <= 3 * 16
+            assert handled or count_large() == alive
+        finally:
+            gc.enable()
+    assert len(calls) == 12
+
+
 def test_an_os_error_keeps_its_number_and_file() -> None:
     class Raises(Mlp):
         def forward(self, x: Tensor) -> Tensor:

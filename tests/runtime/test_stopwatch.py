@@ -10,7 +10,6 @@ from fxsplit.runtime.stopwatch import Stopwatch
 from fxsplit.runtime.streams import Instant
 from fxsplit.schedule import Action, generate
 
-
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
