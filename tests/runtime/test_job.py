@@ -7,6 +7,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -214,7 +215,7 @@ def test_a_failed_step_keeps_no_memory(handled: bool, loop: str) -> None:
     x = torch.randn(16 * 64, 8)
     options: Any = {"passes": FAST, "loss_fn": mean_square, "n_microbatches": 16, "schedule": "GPipe"}
     with fxsplit.compile(model, 2, example_inputs=x, **options) as pipe:
-        run = (lambda: pipe.step(x, target=x)) if loop == "step" else (lambda: pipe(x))
+        run: Callable[[], Any] = partial(pipe.step, x, target=x) if loop == "step" else partial(pipe, x)
         run()
         model[5][1].register_forward_pre_hook(fail_late)  # type: ignore[index]
         gc.collect()
@@ -224,7 +225,7 @@ def test_a_failed_step_keeps_no_memory(handled: bool, loop: str) -> None:
             try:
                 run()
             except torch.OutOfMemoryError:
-                # Frames of the error hold what the workers were at, and the batch's pieces: views, of inputs and targets.
+                # Frames of the error hold what the workers were at, and the batch's pieces, which are views.
                 assert not handled or count_large() - alive <= 3 * 16
             assert handled or count_large() == alive
         finally:
