@@ -33,7 +33,8 @@ def find_device(name: str | torch.device) -> torch.device:
             f"unknown device {name!r}: give 'cpu', 'cuda:0', a torch.device, a fxsplit.Device, or a number of devices"
         ) from error
     check_here(device, f"device {str(name)!r}")
-    return add_index(device)
+    # cpu:0 and cpu are one place, and only one of them compares equal to the device of a tensor.
+    return torch.device("cpu") if device.type == "cpu" else add_index(device)
 
 
 def check_here(device: torch.device, what: str) -> None:
@@ -54,11 +55,8 @@ def check_kind(device: torch.device, what: str) -> None:
 
 
 def add_index(device: torch.device) -> torch.device:
-    """Return a device as tensors name it: "cuda" is the calling thread's current GPU, and "cpu:0" is "cpu"."""
-    # Only devices with equal indexes compare equal, and those of tensors have one on a GPU, and none on a CPU.
-    if device.type == "cpu":
-        return torch.device("cpu")
-    # A machine may also be described where its GPUs are not.
+    """Return a device as tensors on a GPU name it: "cuda" is the calling thread's current GPU."""
+    # Only devices with equal indexes compare equal. A machine may also be described where its GPUs are not.
     index: int | None = device.index
     if device.type == "cuda" and index is None and torch.cuda.device_count():
         return torch.device("cuda", torch.cuda.current_device())
