@@ -40,6 +40,7 @@ No other room but `frontend/` names a private part of torch. Those in use here, 
 - torch.nn.modules.dropout._DropoutNd: rng
 - torch._disable_dynamo: uncompiled
 - torch._dynamo.eval_frame: thread_modes
+- torch._inductor.config: stage_backends
 - torch.utils._device.DeviceContext: thread_modes
 - torch._C._functorch.maybe_current_level: thread_modes
 - torch._C._get_tracing_state: thread_modes

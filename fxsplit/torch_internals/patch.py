@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
+from types import ClassMethodDescriptorType
 from typing import Any
 
 from fxsplit.torch_internals.undo import undo_after
@@ -32,8 +33,8 @@ _patches = _Patches()
 def patch_method(owner: type, name: str, around: Callable[[Method], Method]) -> Iterator[None]:
     """Let this thread's calls of a method go to what `around` returns for it. Other threads' calls are unchanged.
 
-    `owner` defines the method itself, as a function or a classmethod. Blocks nest, and blocks of several threads may
-    overlap in any way.
+    `owner` defines the method itself, as a function or a classmethod, in Python or in C. `around` is given a function
+    whose first argument is the object, or the class. Blocks nest, and blocks of several threads may overlap in any way.
     """
     key = owner, name
     own = _install_dispatcher(owner, name)
@@ -46,12 +47,14 @@ def patch_method(owner: type, name: str, around: Callable[[Method], Method]) -> 
 def _install_dispatcher(owner: type, name: str) -> Method:
     """Return the method itself, behind a dispatcher now if it was not yet."""
     found = owner.__dict__[name]
-    function: Method = getattr(found, "__func__", found)  # a classmethod keeps its function there
+    # A classmethod keeps its function there; one of C's, as torch 2.14 has them, is called with the class itself.
+    function: Method = getattr(found, "__func__", found)
     own: Method | None = getattr(function, "fxsplit_own", None)
     if own is None:
         # Several threads may come here at once: the last one wins, and all dispatchers do the same.
         dispatch = _make_dispatcher((owner, name), function)
-        setattr(owner, name, classmethod(dispatch) if isinstance(found, classmethod) else dispatch)
+        of_class = isinstance(found, classmethod | ClassMethodDescriptorType)
+        setattr(owner, name, classmethod(dispatch) if of_class else dispatch)
     return own or function
 
 

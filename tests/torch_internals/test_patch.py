@@ -30,6 +30,16 @@ class Derived(Base):
     pass
 
 
+class Keys(dict[str, None]):
+    """Defines a classmethod that is written in C, as autograd.Function does in newer versions of torch."""
+
+    keyed = dict.__dict__["fromkeys"]
+
+
+class MoreKeys(Keys):
+    pass
+
+
 def called(word: str) -> Callable[[Method], Method]:
     return lambda method: lambda *args: f"{word} {method(*args)}"
 
@@ -40,6 +50,14 @@ def test_blocks_nest_and_end() -> None:
             assert Base().named() == "b a own" and Derived.made() == "c Derived"
         assert Base().named() == "a own" and Derived.made() == "Derived"
     assert Base().named() == "own" and Base.named.__name__ == "named"
+
+
+def test_a_classmethod_of_c_is_patched() -> None:
+    """The patch of torch 2.14's autograd.Function.apply was no classmethod, and so called it without the class."""
+    with patch_method(Keys, "keyed", lambda own: lambda cls, keys: own(cls, keys + cls.__name__[0])):
+        assert MoreKeys.keyed("ab") == {"a": None, "b": None, "M": None}
+    made = MoreKeys.keyed("ab")
+    assert made == {"a": None, "b": None} and type(made) is MoreKeys
 
 
 def test_an_interrupt_at_the_end_of_a_block_leaves_no_patch() -> None:
