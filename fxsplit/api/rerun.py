@@ -24,8 +24,9 @@ from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.batch_norm import note_nothing
 from fxsplit.torch_internals.containers import rebuild
 from fxsplit.torch_internals.fake_weights import make_runnable
+from fxsplit.torch_internals.generators import read_generators
 from fxsplit.torch_internals.interpret import Interpreter, describe_tensor, preserve
-from fxsplit.torch_internals.rng import isolate_draws, read_generators, take_turn
+from fxsplit.torch_internals.rng import isolate_draws, take_turn
 
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.complex128: 1e-9, torch.complex64: 1e-4}
 """What rounding may make of a tensor, as a share of its largest value: sums in another order, amplified by layers."""
@@ -136,7 +137,7 @@ class _DrawingByName(Interpreter):
         """Run one node, with a generator state that follows from its name."""
         if not n.op.startswith("call"):
             return super().run_node(n)
-        with isolate_draws(0, 0, n.name, self.fetch_args_kwargs_from_env(n)):
+        with isolate_draws(0, 0, n.name, *self.fetch_args_kwargs_from_env(n)):
             return super().run_node(n)
 
 

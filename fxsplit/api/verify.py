@@ -41,6 +41,7 @@ from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.containers import to_plain_outputs
 from fxsplit.torch_internals.expectations import normalise_rows_alone
 from fxsplit.torch_internals.fake_weights import Snapshot, lacks_values
+from fxsplit.torch_internals.generators import keep_torch_generators
 from fxsplit.torch_internals.interpret import preserve
 from fxsplit.torch_internals.undo import leave_no_trace, undo_after
 
@@ -110,7 +111,7 @@ def verify(pipe: Pipeline, inputs: Any, more: Mapping[str, Any] | None = None) -
     call = parse_example_inputs(inputs)
     call.kwargs.update(more or {})
     # float64 keeps rounding some eight digits below any gradient that is lost; some models know float32 alone.
-    with disable_dropout(), torch.random.fork_rng():
+    with disable_dropout(), keep_torch_generators():
         try:
             return _train_copies(pipe, *_convert(torch.float64, pipe.model, call), torch.float64)
         except _Refused:

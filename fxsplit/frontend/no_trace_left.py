@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fxsplit.errors import TraceError
-from fxsplit.torch_internals.rng import keep_generators
+from fxsplit.torch_internals.generators import keep_generators
 from fxsplit.torch_internals.undo import undo_after
 
 

@@ -33,9 +33,10 @@ from fxsplit.ir.facts.numbers import hold_numbers, name_numbers
 from fxsplit.ir.facts.python_state import Number
 from fxsplit.ir.facts.scope import Scope
 from fxsplit.torch_internals.containers import to_plain_containers
+from fxsplit.torch_internals.generators import read_generators, read_python_generators
 from fxsplit.torch_internals.graph_devices import fix_constant_devices
 from fxsplit.torch_internals.patch import patch_method
-from fxsplit.torch_internals.rng import is_dropout, read_generators, read_python_generators
+from fxsplit.torch_internals.rng import is_dropout
 from fxsplit.torch_internals.undo import undo_after
 from fxsplit.torch_internals.user_lines import FXSPLIT, TORCH, is_users
 from fxsplit.torch_internals.weight_reads import refuse_weight_reads

@@ -37,14 +37,14 @@ class Forwards:
         """Run a stage forward on a microbatch's packet; return what its backward starts from, and the outputs."""
         program, stage, m = self._program, action.stage, action.microbatch
         if self._context.keeps_graph and program.recomputes(stage, m, self._n_microbatches):
-            around = partial(self._surround, stage, m)
+            around = partial(self._surround, replica, m)
             known = program.written.get(stage)
             with replica.use_version(action.version):
                 outputs, record, program.written[stage] = forward_without_activations(
                     replica.stage, packet, program.writes_inputs, known, around, self._context
                 )
             return record, outputs
-        with self._surround(stage, m), replica.use_version(action.version):
+        with self._surround(replica, m), replica.use_version(action.version):
             saved = forward(replica.stage, packet, program.writes_inputs)
         saved = saved._replace(outputs=clone_outputs(saved.outputs, self._rewritten))
         return saved, saved.outputs
@@ -54,12 +54,12 @@ class Forwards:
         # Setting a generator's state takes longer than a small loss, so the first loss tells whether there is need.
         if not self._draws or self._loss_draws is False:
             return finish(m, outputs)
-        with isolate_draws(self._seed, m, "loss", outputs) as drew:
+        with isolate_draws(self._seed, m, "loss", outputs, devices=[self._context.device]) as drew:
             loss = finish(m, outputs)
         self._loss_draws = drew()
         return loss
 
-    def _surround(self, stage: int, m: int, more: frozenset[int] = frozenset()) -> AbstractContextManager[Any]:
+    def _surround(self, replica: Replica, m: int, more: frozenset[int] = frozenset()) -> AbstractContextManager[Any]:
         """Return what a stage's forward needs around it.
 
         That is draws of its own, copies of the buffers that autograd saves, and a turn with modules that it shares.
@@ -67,10 +67,11 @@ class Forwards:
         """
         rewritten = self._rewritten | more
         # Most stages need nothing of it, and this runs for every action.
+        stage, here = replica.stage.index, replica.stage.torch_device
         if not self._draws and not rewritten and not self._program.noted:
             return self._turns[stage]
         stack = ExitStack()
-        stack.enter_context(take_turn(self._seed, m))
+        stack.enter_context(take_turn(self._seed, m, (here, self._context.device)))
         stack.enter_context(save_buffer_copies(rewritten, self._context.hooks))
         stack.enter_context(self._turns[stage])
         return stack

@@ -2,8 +2,9 @@
 
 No other room but `frontend/` names a private part of torch. Those in use here, each with the files that use it:
 
-- torch.utils._pytree: __init__, containers, objects, rng
-- torch._subclasses.fake_tensor: fake_weights, rng
+- torch.utils._pytree: __init__, containers, generators, objects
+- torch._subclasses.fake_tensor: fake_weights, generators
+- torch._C._get_privateuse1_backend_name: generators
 - torch.utils._python_dispatch.TorchDispatchMode: expectations, weight_reads
 - torch._ops.OpOverload and its _schema: expectations, fake_weights
 - torch._ops.OpOverloadPacket: objects

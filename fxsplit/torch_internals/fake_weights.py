@@ -18,9 +18,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fxsplit.torch_internals.generators import keep_torch_generators
 from fxsplit.torch_internals.layouts import list_parts
 from fxsplit.torch_internals.patch import Method, patch_method
-from fxsplit.torch_internals.rng import keep_torch_generators
 from fxsplit.torch_internals.thread_modes import enter_dispatch_mode
 from fxsplit.torch_internals.undo import undo_after
 
@@ -192,7 +192,7 @@ def _replace_by_fakes(module: nn.Module, device: torch.device) -> Iterator[Any]:
             made[tensor] = fake.requires_grad_(tensor.requires_grad)
         return made[tensor]
 
-    with _replace_weights(module, make_fake), keep_torch_generators([]), enter_dispatch_mode(mode):
+    with _replace_weights(module, make_fake), keep_torch_generators(), enter_dispatch_mode(mode):
         yield make_fake
 
 

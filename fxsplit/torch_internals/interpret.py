@@ -5,18 +5,19 @@ The check of a captured graph, its observation and its timing all run it this wa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from fxsplit.torch_internals.fake_weights import is_fake, keep_values
+from fxsplit.torch_internals.generators import keep_torch_generators
 from fxsplit.torch_internals.grad_leaves import mute
 from fxsplit.torch_internals.layouts import list_parts
-from fxsplit.torch_internals.rng import keep_torch_generators
 
 
 class Interpreter(fx.Interpreter):
@@ -32,15 +33,17 @@ class Interpreter(fx.Interpreter):
 
 
 @contextmanager
-def preserve(module: nn.Module) -> Iterator[None]:
-    """Restore the buffers of `module` and the random generators after the block, and run no gradient hooks in it."""
-    gpus = sorted({b.device.index for b in module.buffers() if b.device.type == "cuda"})
+def preserve(module: nn.Module, devices: Iterable[torch.device] = ()) -> Iterator[None]:
+    """Restore the buffers of `module` and the random generators after the block, and run no gradient hooks in it.
+
+    The generators are those of all devices in use, and of `devices`, which the block may be the first to use.
+    """
     # Fake tensors come with a block that restores generators itself, and a generator's state cannot be read there.
     imagined = any(is_fake(w) for w in (*module.parameters(), *module.buffers()))
     # Hooks on parameters are the user's, and the gradients here are of no batch.
     with (
         keep_values(module.buffers()),
-        nullcontext() if imagined else keep_torch_generators(gpus),
+        nullcontext() if imagined else keep_torch_generators(devices),
         mute(module.parameters()),
     ):
         yield

@@ -3,32 +3,51 @@
 Torch's default generators are shared by all threads, so stages that drop at the same time would draw from each other.
 A node that draws therefore gets, for the time of its call, a generator state of its own. The state is derived from the
 seed of the batch, the microbatch and the node's name. The seed of the batch comes from the caller's generator, so
-torch.manual_seed makes a run reproducible.
+torch.manual_seed makes a run reproducible. The state is that of the generator of each device that the call may draw on.
 """
 
 from __future__ import annotations
 
-import random
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
-import numpy
 import torch
 from torch import Generator, Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils import _pytree as pytree
 
-from fxsplit.torch_internals.undo import Turn, undo_after
+from fxsplit.torch_internals.generators import (
+    Place,
+    find_generators,
+    get_turn,
+    list_places,
+    read_generators,
+    take_generators,
+)
+from fxsplit.torch_internals.undo import undo_after
 
 _MASK = 2**64 - 1
-_turn = threading.local()
-# A default generator has one state, which only one thread at a time may replace.
-_one_at_a_time = Turn()
+_NO_NAMES: Mapping[str, Any] = {}
+
+
+class _Turn(NamedTuple):
+    """Whose draws a thread makes: the seed of the batch, the microbatch, and the devices that code may draw on."""
+
+    seed: int
+    microbatch: int
+    devices: Sequence[torch.device]
+
+
+class _Thread(threading.local):
+    """What a thread knows: its turn, or None."""
+
+    now: _Turn | None = None
+
+
+_thread = _Thread()
 
 
 class Draw(nn.Module):
@@ -53,42 +72,51 @@ class Draw(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the wrapped call returns."""
-        turn = getattr(_turn, "now", None)
+        turn = _thread.now
         call = self.call if not isinstance(self.call, str) else lambda x, *a, **k: getattr(x, self.call)(*a, **k)
         if turn is None or self.idle:
             return call(*args, **kwargs)
-        with isolate_draws(turn[0], turn[1], self.key, (args, kwargs)):
+        generators = find_generators(self.call, args, kwargs, turn.devices)
+        with _set_states(generators, turn.seed, turn.microbatch, self.key):
             return call(*args, **kwargs)
 
 
 @contextmanager
-def isolate_draws(seed: int, microbatch: int, key: str, arguments: Any) -> Iterator[Callable[[], bool]]:
-    """Let the block draw from a state of its own, while no other thread draws in such a block.
+def isolate_draws(
+    seed: int,
+    microbatch: int,
+    key: str,
+    args: Any,
+    kwargs: Mapping[str, Any] = _NO_NAMES,
+    devices: Sequence[torch.device] = (),
+) -> Iterator[Callable[[], bool]]:
+    """Let the block draw from a state of its own, while no other thread draws on the same devices in such a block.
 
-    The state follows from `seed`, `microbatch` and `key`. The generator is that of the device which the first tensor in
-    `arguments` is on; afterwards it is as before. Yields a function that says, after the block, whether the block drew.
+    The state follows from `seed`, `microbatch` and `key`. The generators are those of the CPU, of `devices`, and of the
+    devices that the arguments of the call in the block are on, or name. Afterwards they are as before. Yields a
+    function that says, after the block, whether the block drew.
     """
-    generator = _find_generator(arguments)
-    with _one_at_a_time.take():
-        state = generator.get_state()
-        with undo_after(partial(generator.set_state, state)):
-            generator.manual_seed(_mix(seed, microbatch, zlib.crc32(key.encode())))
-            begin, end = generator.get_state(), state
-            # `end` is read when the block has ended: the function is called after that.
-            try:
-                yield lambda: not torch.equal(begin, end)
-            finally:
-                end = generator.get_state()
+    # Of no function that is known, so that the CPU is among them.
+    found = find_generators(None, args, kwargs, devices)
+    generators = [generator for _, generator in found]
+    with _set_states(found, seed, microbatch, key):
+        begin = [generator.get_state() for generator in generators]
+        end = begin
+        # `end` is read when the block has ended: the function is called after that.
+        try:
+            yield lambda: any(a.numpy().tobytes() != b.numpy().tobytes() for a, b in zip(begin, end, strict=True))
+        finally:
+            end = [generator.get_state() for generator in generators]
 
 
 @contextmanager
 def notice_draws() -> Iterator[Callable[[], bool]]:
-    """Yield a function that says, after the block, whether a default generator of torch moved meanwhile.
+    """Yield a function that says, after the block, whether a default generator of torch moved meanwhile, on any device.
 
     No other thread draws in `isolate_draws` during the block, which would hide a draw by putting the state back. Draws
     of other threads that know nothing of fxsplit count as well.
     """
-    with _one_at_a_time.take():
+    with take_generators(list_places()):
         before = read_generators()
         after = before
         # `after` is read when the block has ended: the function is called after that.
@@ -99,18 +127,20 @@ def notice_draws() -> Iterator[Callable[[], bool]]:
 
 
 @contextmanager
-def take_turn(seed: int, microbatch: int) -> Iterator[None]:
-    """Let this thread draw in the block for one microbatch of the batch with `seed`; blocks may be nested."""
+def take_turn(seed: int, microbatch: int, devices: Sequence[torch.device] = ()) -> Iterator[None]:
+    """Let this thread draw in the block for one microbatch of the batch with `seed`; blocks may be nested.
+
+    `devices` are those that code draws on which names none: the stage's, and the default device.
+    """
     # By thread: workers run different microbatches at the same time.
-    with undo_after(partial(setattr, _turn, "now", getattr(_turn, "now", None))):
-        _turn.now = (seed, microbatch)
+    with undo_after(partial(setattr, _thread, "now", _thread.now)):
+        _thread.now = _Turn(seed, microbatch, devices)
         yield
 
 
 def current_microbatch() -> int:
     """Return the microbatch whose turn it is in this thread; 0 outside of any turn."""
-    now = getattr(_turn, "now", None)
-    return 0 if now is None else int(now[1])
+    return 0 if _thread.now is None else _thread.now.microbatch
 
 
 def new_seed() -> int:
@@ -131,63 +161,25 @@ def can_draw(call: Any) -> bool:
     return any(is_dropout(m) or bool(getattr(m, "dropout", 0.0)) for m in call.modules())
 
 
-def read_generators() -> list[bytes]:
-    """Return the states of all default generators; a state that differs afterwards tells that something drew."""
-    # Asking for the state of a GPU's generator would initialise CUDA, which takes seconds.
-    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with unset_fake_temporarily():  # a state is a tensor, and would have no values among fake tensors
-        return [state.numpy().tobytes() for state in (torch.get_rng_state(), *map(torch.cuda.get_rng_state, gpus))]
-
-
-def read_cpu_generator() -> Tensor:
-    """Return the state of torch's default generator on the CPU, among fake tensors too."""
-    with unset_fake_temporarily():
-        return torch.default_generator.get_state()
-
-
-def take_back_draw(before: Tensor, after: Tensor) -> None:
-    """Set torch's default generator on the CPU to the state `before`, if it still is in the state `after`."""
-    with unset_fake_temporarily():
-        # Whatever was drawn since stays drawn.
-        if torch.equal(torch.default_generator.get_state(), after):
-            torch.default_generator.set_state(before)
-
-
-def read_python_generators() -> tuple[Any, ...]:
-    """Return the states of Python's and numpy's generators, whose draws are in no graph."""
-    # Arrays compare element by element, so numpy's is turned into bytes.
-    state: Any = numpy.random.get_state()
-    return random.getstate(), state[1].tobytes(), *state[2:]
-
-
 @contextmanager
-def keep_generators() -> Iterator[None]:
-    """Restore the generators of torch, Python and numpy after the block."""
-    gpus = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    with (
-        undo_after(partial(random.setstate, random.getstate())),
-        undo_after(partial(numpy.random.set_state, numpy.random.get_state())),
-        keep_torch_generators(gpus),
-    ):
-        yield
+def _set_states(generators: Iterable[tuple[Place, Generator]], seed: int, microbatch: int, key: str) -> Iterator[None]:
+    """Let generators have a state for the block that follows from the numbers and the key, in this thread alone."""
+    number = _mix(seed, microbatch, zlib.crc32(key.encode()))
+    places = [place for place, _ in generators]
+    # Nearly always one generator.
+    with get_turn(places[0]).take() if len(places) == 1 else take_generators(places):
+        states = [(generator, generator.get_state()) for _, generator in generators]
+        with undo_after(partial(_put_back, states)):
+            for _, generator in generators:
+                # One number for all: what is drawn must not depend on the number of the GPU that a stage is on.
+                generator.manual_seed(number)
+            yield
 
 
-@contextmanager
-def keep_torch_generators(gpus: Sequence[int]) -> Iterator[None]:
-    """Restore torch's default generators, of the CPU and of some GPUs, after the block."""
-    states = [torch.cuda.get_rng_state(gpu) for gpu in gpus]
-    with undo_after(partial(torch.set_rng_state, torch.get_rng_state())), ExitStack() as stack:
-        for gpu, state in zip(gpus, states, strict=True):
-            stack.enter_context(undo_after(partial(torch.cuda.set_rng_state, state, gpu)))
-        yield
-
-
-def _find_generator(arguments: Any) -> Generator:
-    """Return the default generator of the device that the first tensor of the arguments is on."""
-    device = next((t.device for t in pytree.tree_leaves(arguments) if isinstance(t, Tensor)), torch.device("cpu"))
-    if device.type == "cuda":
-        return torch.cuda.default_generators[device.index]
-    return torch.default_generator
+def _put_back(states: Sequence[tuple[Generator, Tensor]]) -> None:
+    """Give generators their states back."""
+    for generator, state in states:
+        generator.set_state(state)
 
 
 def _mix(*numbers: int) -> int:

@@ -122,7 +122,7 @@ def _measure(
     """Return the times that `run` measures; it is given a function to call in each of its `turns`, for progress."""
     # Timing runs operators for real, so it must leave no trace, and needs gradients whatever the caller's mode is.
     tick = partial(next, track(range(turns), "profiling"))
-    with preserve(gm), torch.enable_grad():
+    with preserve(gm, machine.torch_devices()[:1]), torch.enable_grad():
         return run_in_worker_thread(partial(run, tick), machine.intraop_threads())
 
 

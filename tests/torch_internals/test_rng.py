@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Callable
 
-import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,11 +17,8 @@ from fxsplit.torch_internals.rng import (
     current_microbatch,
     is_dropout,
     isolate_draws,
-    keep_generators,
     new_seed,
     notice_draws,
-    read_generators,
-    read_python_generators,
     take_turn,
 )
 from tests.models import FAST
@@ -141,20 +136,6 @@ def test_seeds_come_from_the_default_generator() -> None:
     assert 0 <= first < 2**62 and new_seed() != first
     torch.manual_seed(1)
     assert new_seed() == first
-
-
-def test_generators_are_read_and_kept() -> None:
-    before, python = read_generators(), read_python_generators()
-    assert read_generators() == before and read_python_generators() == python
-    with keep_generators():
-        torch.rand(1)
-        assert read_generators() != before and read_python_generators() == python
-        random.random()
-        assert read_python_generators() != python
-        between = read_python_generators()
-        numpy.random.rand()
-        assert read_python_generators() != between
-    assert read_generators() == before and read_python_generators() == python
 
 
 @pytest.mark.parametrize("module", [nn.Dropout(), nn.Dropout2d(), nn.AlphaDropout()])

@@ -39,11 +39,11 @@ from fxsplit.ir.facts.python_state import Number
 from fxsplit.ir.facts.scope import Scope
 from fxsplit.torch_internals.containers import to_plain_outputs
 from fxsplit.torch_internals.fake_weights import is_fake
+from fxsplit.torch_internals.generators import read_python_generators
 from fxsplit.torch_internals.grad_leaves import watch_hooks
 from fxsplit.torch_internals.graph_devices import move_constants
 from fxsplit.torch_internals.log import hide_logged_warnings
 from fxsplit.torch_internals.patch import Method, patch_method
-from fxsplit.torch_internals.rng import read_python_generators
 from fxsplit.torch_internals.thread_modes import enter_function_mode
 from fxsplit.torch_internals.undo import undo_after
 from fxsplit.torch_internals.user_lines import is_users, warn_user

@@ -19,6 +19,14 @@ from fxsplit.schedule import RUNNABLE
 from fxsplit.schedule.action import FORWARD
 from tests.models import FAST
 
+GPU = torch.Generator()
+
+
+@torch.fx.wrap
+def drop_path(x: Tensor, device: torch.device) -> Tensor:
+    """Drop whole rows, by numbers that a GPU would draw."""
+    return x * torch.rand(len(x), 1, generator=GPU, dtype=x.dtype)
+
 
 class Mixed(nn.Module):
     """Dropout as a module and as a function, batch norm, a buffer that forward reads and, if it `counts`, writes."""
@@ -55,6 +63,38 @@ def left_behind(recompute: str, schedule: str, step: bool) -> list[Tensor]:
             else:
                 F.mse_loss(pipe(x), x).backward()
     return [*(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()]
+
+
+class Paths(nn.Module):
+    """Draws with no tensor that says where, on a device that it names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.b(drop_path(torch.tanh(self.a(x)), device=torch.device("cuda:0")))
+        return out
+
+
+def test_a_draw_on_a_named_device_is_the_same_in_the_second_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU's generator was set for it: on a GPU the second forward drew other numbers, and gradients were wrong."""
+    monkeypatch.setattr(torch.cuda, "default_generators", (GPU,))
+    for name in ("is_initialized", "is_available"):
+        monkeypatch.setattr(torch.cuda, name, lambda: True)
+    torch.manual_seed(0)
+    model, x = Paths().double(), torch.randn(8, 8, dtype=torch.float64)
+    found = []
+    for recompute, cut in (("never", 2), ("always", 2), ("always", 1)):
+        model.zero_grad()
+        with fxsplit.compile(
+            model, ["cpu"] * cut, n_microbatches=4, recompute=recompute, example_inputs=x, passes=FAST
+        ) as pipe:
+            torch.manual_seed(1)
+            pipe(x).square().sum().backward()
+        found.append([p.grad for p in model.parameters()])
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0])
 
 
 @pytest.mark.parametrize("step", [True, False], ids=["step", "call"])
