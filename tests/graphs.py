@@ -57,9 +57,10 @@ def node(name: str, inputs: Sequence[str] = (), ms: float = 1.0, **figures: floa
 
 @st.composite
 def profiles(draw: st.DrawFn, max_nodes: int = 9) -> Costs:
-    """DAGs of 1 to `max_nodes` nodes, a third of them with tied integer costs and zeros."""
+    """DAGs of 1 to `max_nodes` nodes, a third of them with tied integer costs and zeros; a third have launches."""
     count = draw(st.integers(1, max_nodes))
     tied = draw(st.integers(0, 2)) == 0
+    launched = draw(st.integers(0, 2)) == 0
     number = st.integers(0, 3).map(float) if tied else st.floats(0.0, 10.0, allow_nan=False)
     size = st.integers(0, 3 if tied else 1000)
     density = draw(st.floats(0.1, 0.9))
@@ -83,6 +84,8 @@ def profiles(draw: st.DrawFn, max_nodes: int = 9) -> Costs:
                 parameter_bytes=draw(size),
                 buffer_bytes=draw(size),
                 host_ms=draw(number),
+                forward_launch_ms=draw(number) if launched else 0.0,
+                backward_launch_ms=draw(number) if launched else 0.0,
             )
         )
     names = [n.name for n in nodes]

@@ -26,6 +26,10 @@ from fxsplit.planner.planner import Planner
 Devices = tuple[int, ...]
 Split = tuple[Devices, ...]
 MOST = (solve.MOST_CELLS, solve.MOST_BOUNDED)
+FIGURES = (
+    *("forward_ms", "backward_ms", "host_ms", "parameter_bytes", "buffer_bytes", "kept_bytes"),
+    *("forward_launch_ms", "backward_launch_ms"),
+)
 MODELS = ("forwarded", "overlapped", "direct", "replicated")
 
 
@@ -124,12 +128,10 @@ class Oracle:
         return min(between, self.machine.devices[own].bytes_per_s) / 1000.0
 
     @cache  # noqa: B019  an oracle lives for one case
-    def sums(self, stage: int) -> tuple[float, float, float, float, float, float]:
-        """Return forward, backward and host ms, and parameter, buffer and kept bytes of a set of nodes."""
+    def sums(self, stage: int) -> dict[str, float]:
+        """Return the sums of all figures of a set of nodes, by their names."""
         nodes = [n for n in self.costs.nodes if stage & self.bit[n.name]]
-        figures = ("forward_ms", "backward_ms", "host_ms", "parameter_bytes", "buffer_bytes", "kept_bytes")
-        a, b, c, d, e, f = (float(sum(getattr(n, figure) for n in nodes)) for figure in figures)
-        return a, b, c, d, e, f
+        return {figure: float(sum(getattr(n, figure) for n in nodes)) for figure in FIGURES}
 
     @cache  # noqa: B019
     def price(
@@ -139,7 +141,7 @@ class Oracle:
 
         near: the devices next to it, of the stages before and behind. held: microbatches. again: runs forward twice.
         """
-        forward, backward, host, parameters, buffers, kept = self.sums(end & ~begin)
+        forward, backward, host, parameters, buffers, kept, *launches = self.sums(end & ~begin).values()
         r = len(devices)
         speed = r * min(self.machine.devices[d].speed for d in devices)
         busy = (host if self.machine.devices[devices[0]].host else forward * (1 + again) + backward) / speed
@@ -154,6 +156,9 @@ class Oracle:
             receive = 0.0 if near[0] is None else sum(self.crossing[begin]) / self.rate(devices[0], near[0])
             send = 0.0 if near[1] is None else sum(self.crossing[end]) / self.rate(devices[-1], near[1])
         load = max(busy, receive, send) if self.options.model == "overlapped" else busy + receive + send
+        # A host device launches nothing.
+        if not self.machine.devices[devices[0]].host:
+            load = max(load, (launches[0] * (1 + again) + launches[1]) / r)
         memory = parameters * (3 + self.options.optimizer_factor) + buffers + (min(held, 1) if again else held) * kept
         if self.options.model != "direct":
             memory += held * (self.crossing[begin][0] + self.crossing[end][0])
@@ -317,12 +322,16 @@ def make_graph(r: random.Random) -> Costs:
             return 0.0
         return r.randint(0, 3) * 1000.0 if tied else r.random() * r.choice((10, 1000, 1e4))
 
+    # A third of the graphs are of an accelerator, whose host has work of its own.
+    launched = r.random() < 0.33
     inputs = tuple(InputCost(f"x{i}", size(), size()) for i in range(r.randint(0, 2)))
     nodes, names = [], [i.name for i in inputs]
     for v in range(count):
         reads = tuple(name for name in names if r.random() < density)
         sizes = {f: size() for f in ("output_bytes", "gradient_bytes", "kept_bytes", "parameter_bytes", "buffer_bytes")}
-        nodes.append(NodeCost(f"n{v}", "op", f"m{v // 2}", f"s{v}", reads, ms(), ms(), **sizes, host_ms=ms()))  # type: ignore[arg-type]
+        times = {"host_ms": ms()}
+        times |= {"forward_launch_ms": ms(), "backward_launch_ms": ms()} if launched else {}
+        nodes.append(NodeCost(f"n{v}", "op", f"m{v // 2}", f"s{v}", reads, ms(), ms(), **sizes, **times))  # type: ignore[arg-type]
         names.append(f"n{v}")
     made = [n.name for n in nodes]
     outputs = tuple(name for name in names if r.random() < 0.2)
@@ -338,12 +347,15 @@ def make_graph(r: random.Random) -> Costs:
 def make_light_graph(r: random.Random) -> Costs:
     """Return two or three branches of heavy nodes with light ones behind them, which may have weights."""
     nodes: list[NodeCost] = []
+    launched = r.random() < 0.33
 
     def add(name: str, reads: tuple[str, ...], heavy: bool) -> str:
         ms = r.randint(5, 20) * 1.0 if heavy else r.choice((0.0, 0.001, 0.01, 0.05))
         size, weights = r.choice((0.0, 1e3)), r.choice((0.0, 0.0, 1e3, 1e5))
         share = r.choice((0.4, 0.4, 0.95, 0.0))
         times = {"forward_ms": ms * share, "backward_ms": ms * (1 - share), "host_ms": ms * r.choice((0.3, 1, 2))}
+        if launched:
+            times |= {"forward_launch_ms": ms * r.choice((0, 0.3, 2)), "backward_launch_ms": ms * r.choice((0, 1, 3))}
         sizes = {"output_bytes": size, "gradient_bytes": r.choice((0.0, size)), "parameter_bytes": weights}
         sizes |= {"kept_bytes": 0.0, "buffer_bytes": 0.0}
         nodes.append(NodeCost(name, "op", "m", f"s{name}", reads, **times, **sizes))  # type: ignore[arg-type]

@@ -39,6 +39,9 @@ def main(arguments: argparse.Namespace) -> int:
     for n, stage in enumerate(stages):
         note = ", the slowest" if stage["load"] == plan.bottleneck_ms else ""
         print(f"\nstage {n}: {stage['load']:.4f} ms{note}, {100 * stage['transfer_share']:.0f} % of it transfers")
+        if stage["launch"]:
+            decides = "which decides" if stage["launch"] == stage["load"] else "meanwhile"
+            print(f"  its host launches for {stage['launch']:.4f} ms, {decides}")
         for name, share in stage["largest"].items():
             print(f"  {_describe_node(question, name):<40}{100 * share:>6.1f} % of its computing")
     for line in _explain_idle(question, count, plan):
@@ -63,6 +66,7 @@ def _explain_stage(plan: Plan, number: int, costs: Costs) -> dict[str, Any]:
     moved = stage.receive_ms + stage.send_ms
     return {
         "load": stage.load_ms,
+        "launch": stage.launch_ms,
         "transfer_share": moved / stage.load_ms if stage.load_ms else 0.0,
         "largest": {n: time[n] / total for n in largest},
     }

@@ -118,8 +118,9 @@ def _read_stage(index: int, data: dict[str, Any], names: list[str]) -> StagePlan
         if device not in names:
             raise PlanError(f"stage {index} is on {show(device)}, which is none of its devices")
     backward = _number(data["backward_ms"], f"backward_ms of stage {index}")
-    # Files of earlier versions do not say what of a backward is for weights: half of it, as simulations assume.
-    data = {"weight_ms": backward / 2, **data}
+    # Files of earlier versions do not say what of a backward is for weights: half of it, as simulations assume. They
+    # know of no launches either.
+    data = {"weight_ms": backward / 2, "forward_launch_ms": 0.0, "backward_launch_ms": 0.0, **data}
     if _number(data["weight_ms"], f"weight_ms of stage {index}") > backward:
         raise PlanError(f"weight_ms of stage {index} is {data['weight_ms']}, and it is part of backward_ms={backward}")
     return StagePlan(

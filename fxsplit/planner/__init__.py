@@ -15,8 +15,8 @@ The words, by a graph of four nodes in which a is read by b and c, and both are 
   the whole graph, with devices for each stage. The best plan has the fastest slowest stage.
 
 In the order of a search: `contraction` joins nodes that need no stage of their own, `lattice` enumerates the ideals,
-`sequence` makes them states, `moves` lists the devices for a stage, `problem` prices both, `search` finds the best
-chain, `solve` makes a plan of it, and `planner` puts these together.
+`sequence` makes them states, `moves` lists the devices for a stage, `prices` says what both take, `problem` poses the
+problem, `search` finds the best chain, `solve` makes a plan of it, and `planner` puts these together.
 """
 
 from fxsplit.planner.clock import Clock

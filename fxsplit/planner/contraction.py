@@ -25,7 +25,7 @@ from fxsplit.planner.cuts import MOST_ANCESTORS
 MOST_COPIES, MOST_IN_FLIGHT = 2e6, 1e6
 """More copies of a parameter, and more microbatches, than any optimizer and schedule makes a device hold."""
 
-TAIL = ("forward_ms", "backward_ms", "host_ms", "parameter_bytes")
+TAIL = ("forward_ms", "backward_ms", "host_ms", "parameter_bytes", "forward_launch_ms", "backward_launch_ms")
 """The figures by which a stage becomes slower that takes a block more; the order of the fields of Slack."""
 
 CALLER = -1
@@ -80,13 +80,14 @@ def contract_light_nodes(
     at its end. No two groups that are cut at the same place lie on one path of the graph. So along each path at most
     one tail counts. Cover all groups with paths, and sum the largest tail of each path.
     """
-    # What a stage takes longer for a block: forward, backward, on a host, and parameters that its replicas sum up.
+    # What a stage takes longer for a block: computing, on a host, parameters that its replicas sum up, launching.
     figures = np.array(
         [[sum(getattr(costs.by_name[name], figure) for name in names) for figure in TAIL] for names in blocks.members],
         np.float64,
     ).reshape(-1, len(TAIL))
-    # A host may take longer than an accelerator: the larger time keeps the bound honest.
-    weight = np.maximum(figures[:, 0] + figures[:, 1], figures[:, 2]) + figures[:, 3] * ms_per_byte
+    # A host may take longer than an accelerator, and launching longer than both: the largest keeps the bound honest.
+    times = figures[:, 0] + figures[:, 1], figures[:, 2], figures[:, 4] + figures[:, 5]
+    weight = np.maximum.reduce(times) + figures[:, 3] * ms_per_byte
     free = [not set(names) & set(apart) for names in blocks.members]
     graph = _Graph(costs, blocks)
     # The blocks of each tail, by the block that they have joined, and what the tail weighs.
@@ -120,7 +121,7 @@ def _weighs(node: NodeCost, bounded: bool) -> bool:
 
     Parameters always weigh: replicas of a stage take time to sum their gradients.
     """
-    if node.forward_ms or node.backward_ms or node.host_ms or node.parameter_bytes:
+    if node.forward_ms or node.backward_ms or node.host_ms or node.launch_ms or node.parameter_bytes:
         return True
     return bounded and bool(node.buffer_bytes or node.kept_bytes)
 

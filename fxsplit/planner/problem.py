@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 from fxsplit.errors import PlanError
 from fxsplit.ir.facts.antichains import Antichains
 from fxsplit.ir.facts.machine import Machine
-from fxsplit.ir.facts.price import WEIGHT_COPIES, CostModel
+from fxsplit.ir.facts.price import CostModel
 from fxsplit.ir.facts.states import States
 from fxsplit.ir.facts.workload import Workload
 from fxsplit.planner.clock import Clock
@@ -28,6 +27,7 @@ from fxsplit.planner.kernels.lattice import prefix_sums
 from fxsplit.planner.kernels.separable import reach, reach_bounded
 from fxsplit.planner.kernels.tables import IDLE, Bools, Floats, Ints, Tables
 from fxsplit.planner.moves import Move, Moves, powers
+from fxsplit.planner.prices import Kind, measure_work_with_hosts, price_launches, price_space, price_times, tabulate
 
 PairCosts = Callable[[int, NDArray[np.int64], NDArray[np.int64]], tuple[Floats, Bools]]
 Path = list[tuple[int, Move]]
@@ -40,8 +40,8 @@ class Problem:
 
     `kind[m]` is the kind of move m, IDLE for one without devices. `tables` says what a stage J..I costs (see
     kernels/tables.py). `rates` (float64 [kinds, 3]) are the work done in one ms, at most, and the ms that receiving and
-    sending a byte takes, at least. Subclasses may add to the loads: they replace `test`, `loads`, `shared`, `live` and
-    `under`, and what makes new problems of old ones.
+    sending a byte takes, at least. Subclasses may add to the loads: they replace `test`, `device_loads`, `shared`,
+    `live` and `under`, and what makes new problems of old ones.
     """
 
     states: States
@@ -59,9 +59,12 @@ class Problem:
 
     def reach(self, threshold: float, steps: int) -> tuple[Ints, Ints, int]:
         """Return the kernel's two tables for `trace`, and how many steps it took of at most `steps`."""
-        # Lists of (start, memory) take longer than a single start, and are needed only where memory has a limit.
-        bounded = bool(np.isfinite(self.tables.capacity).any())
-        return fit(reach_bounded if bounded else reach, len(self))(self.tables, threshold, steps)
+        # Lists of starts take longer than a single start, and are needed only where more than a start counts.
+        t, bounded = self.tables, bool(np.isfinite(self.tables.capacity).any())
+        if t.launch.size and not bounded:
+            # No start is worse than another for its memory alone where memory has no limit.
+            t = t._replace(space_start=t.launch, space_end=t.launch, space_low=t.launch)
+        return fit(reach_bounded if bounded or t.launch.size else reach, len(self))(t, threshold, steps)
 
     def trace(self, origin: Ints, via: Ints) -> Path | None:
         """Return the chain that two tables (by configuration and state) lead back along, or None where none is full."""
@@ -80,7 +83,23 @@ class Problem:
         return path[::-1]
 
     def loads(self, path: Path) -> list[float]:
-        """Return every stage's load in a chain, in ms."""
+        """Return every stage's load in a chain, in ms: what its devices take, or their hosts if they take longer."""
+        return [max(pair) for pair in zip(self.device_loads(path), self.launches(path), strict=True)]
+
+    def launches(self, path: Path) -> list[float]:
+        """Return how many ms the hosts of every stage in a chain are busy with launching."""
+        launch, begin = self.tables.launch, 0
+        if not launch.size:
+            return [0.0] * len(path)
+        found = []
+        for end, move in path:
+            k = self.kind[self.moves.number[move]]
+            found.append(float(launch[k, end] - launch[k, begin]))
+            begin = end
+        return found
+
+    def device_loads(self, path: Path) -> list[float]:
+        """Return how many ms the devices of every stage in a chain are busy."""
         t, found, begin = self.tables, [], 0
         for end, move in path:
             k = self.kind[self.moves.number[move]]
@@ -103,6 +122,8 @@ class Problem:
             load = np.maximum(np.maximum(load, t.start_floor[kind][a, None]), t.end_floor[kind][None, b])
             if shared.size:
                 load = load + rate[kind] * shared[np.ix_(starts, ends)]
+            if t.launch.size:
+                load = np.maximum(load, t.launch[kind][None, b] - t.launch[kind][a, None])
             space = t.space_end[kind][None, b] - t.space_start[kind][a, None]
             return load, space <= t.capacity[kind]
 
@@ -121,16 +142,28 @@ class Problem:
         return self.states.column("live_bytes") + self.states.column("live_gradient_bytes")
 
     def lower_bound(self) -> float:
-        """Return a load in ms that no chain's slowest stage can beat: all work shared evenly, or one block's alone."""
-        work, done = self.tables.work, self.tables.done
+        """Return a load in ms that no chain's slowest stage can beat.
+
+        It is all work shared evenly among the devices, or one block's work alone, or the same of launches.
+        """
+        done, stages = self.tables.done, [m for m in self.moves.moves if m.devices]
+        quickest = max(done[m.target] - done[m.source] for m in stages)
+        bound = self._share(self.tables.work, float(done.max()), float(quickest))
+        # A host device launches nothing, so nothing is known of launches then.
+        if self.tables.launch.size and not np.isinf(self.rates[:, 0]).any():
+            launched = self.states.column("forward_launch_ms") + self.states.column("backward_launch_ms")
+            everyone, most = max(map(len, self.moves.used)), max(len(m.devices) for m in stages)
+            bound = max(bound, self._share(launched, everyone, most))
+        return bound
+
+    def _share(self, work: Floats, everyone: float, most: float) -> float:
+        """Return the ms that some stage takes at least, if all do `everyone` of `work` in 1 ms, and one `most`."""
         if not work[-1] > 0:
             return 0.0
-        even = float(work[-1] / done.max())
         # An edge of the lattice adds one block, which some stage must do whole.
         ends = np.repeat(np.arange(len(self)), np.diff(self.states.in_pointer))
         largest = float((work[ends] - work[self.states.in_from]).max(initial=0.0))
-        quickest = max(done[m.target] - done[m.source] for m in self.moves.moves if m.devices)
-        return max(even, largest / float(quickest))
+        return max(float(work[-1]) / everyone, largest / most)
 
     def under(self, upper: float) -> Problem:
         """Return a problem with the same chains of loads up to `upper`, in figures of about that size."""
@@ -163,55 +196,13 @@ class Problem:
             start_floor=floor,
             end_floor=floor,
             capacity=np.full_like(t.capacity, inf),
+            launch=np.zeros((0, 0)),
             # Work prunes chains by their time, which says nothing about memory.
             work=np.zeros_like(t.work),
             done=np.zeros_like(t.done),
             left=np.zeros_like(t.left),
         )
         return replace(self, tables=tables)
-
-
-class Kind(NamedTuple):
-    """What tells one kind of move from another: what it makes of times (speed, ms per byte) and of bytes.
-
-    `in_flight` is how many microbatches the stage holds, `versions` how many versions of its weights. Both are known
-    only where the number of stages is; else memory has no limit or nothing to hold, and they do not matter.
-    """
-
-    speed: float
-    host: bool
-    reduce: float
-    receive: float
-    send: float
-    in_flight: int
-    versions: int
-    recompute: bool
-    capacity: float
-
-    @classmethod
-    def of(cls, machine: Machine, workload: Workload, model: CostModel, moves: Moves, move: Move) -> Kind:
-        """Return the kind of a move."""
-        devices = [machine.devices[d] for d in move.devices]
-        first, last = move.devices[0], move.devices[-1]
-        receive = send = 0.0
-        if model.traffic:
-            # What the caller gives to the first stage, and gets from the last, is free. A device that is not next to
-            # another one, such as to itself, is joined to it by the slowest link.
-            before = max(first - 1, 0) if move.near_before else first
-            after = min(last + 1, len(machine) - 1) if move.near_after else last
-            receive = 0.0 if move.first else 1.0 / machine.bytes_per_ms(first, before)
-            send = 0.0 if move.last else 1.0 / machine.bytes_per_ms(last, after)
-        return cls(
-            speed=len(devices) * min(d.speed for d in devices),
-            host=devices[0].host,
-            reduce=machine.reduce_ms_per_byte(move.devices),
-            receive=receive,
-            send=send,
-            in_flight=workload.in_flight[moves.n_stages][move.rank] if moves.n_stages else 0,
-            versions=workload.versions_of(moves.n_stages)[move.rank] if moves.n_stages else 1,
-            recompute=move.recompute,
-            capacity=min(d.memory_bytes for d in devices),
-        )
 
 
 def pose_problem(
@@ -234,16 +225,16 @@ def pose_problem(
     kinds = list(numbers)
     work, host_speed = states.column("forward_ms") + states.column("backward_ms"), 1.0
     if any(d.host for d in machine.devices):
-        work, host_speed = _measure_work_with_hosts(states, chains)
+        work, host_speed = measure_work_with_hosts(states, chains)
     done, left = powers(machine, moves, host_speed)
     # Who starts with nothing is the first stage, and who ends with everything the last one, unless stages may be empty.
     no_empty = not workload.may_idle
     ends_early = no_empty or (len(moves.final) > 1 and not moves.n_stages)
-    figures = dict(zip(Kind._fields, np.array(kinds, np.float64).T[:, :, None], strict=True))
-    start, end, start_floor, end_floor = _price_times(
+    figures = tabulate(kinds)
+    start, end, start_floor, end_floor = price_times(
         states, figures, model, starts_late=no_empty, ends_early=ends_early
     )
-    space_start, space_end, space_low = _price_space(states, figures, model)
+    space_start, space_end, space_low = price_space(states, figures, model)
     tables = Tables(
         in_ptr=states.in_pointer,
         in_from=states.in_from,
@@ -256,6 +247,7 @@ def pose_problem(
         space_end=space_end,
         space_low=space_low,
         capacity=np.ascontiguousarray(figures["capacity"][:, 0]),
+        launch=price_launches(states, figures),
         allowed=_list_allowed(chains, pinned, moves, machine, several=model.name == "replicated"),
         moves=np.array([(m.source, m.target, k) for m, k in zip(moves.moves, kind, strict=True)], np.int32),
         done=np.array(done, np.float64),
@@ -264,59 +256,6 @@ def pose_problem(
     )
     rates = [(inf if k.host else k.speed, k.receive * model.forwards, k.send * model.forwards) for k in kinds]
     return Problem(states, moves, kind, tables, np.array(rates, np.float64))
-
-
-def _price_times(
-    states: States, kinds: Mapping[str, Floats], model: CostModel, *, starts_late: bool, ends_early: bool
-) -> tuple[Floats, Floats, Floats, Floats]:
-    """Return start, end, start_floor and end_floor of every kind and state (see Tables), in ms.
-
-    `kinds` has each figure of every Kind by its name, as a column: float64 [kinds, 1].
-    """
-    column = states.column
-    forward = column("forward_ms")
-    live = column("live_bytes") + column("live_gradient_bytes")
-    # The first stage gets its values from the caller, and the last one returns its values there, which is free.
-    arriving, leaving = live.copy(), live.copy()
-    if starts_late:
-        arriving[0] = 0.0
-    if ends_early:
-        leaving[-1] = 0.0
-    own = forward + column("backward_ms") + kinds["recompute"] * forward
-    computing = np.where(kinds["host"] > 0, column("host_ms"), own)
-    busy = computing / kinds["speed"] + column("parameter_bytes") * kinds["reduce"]
-    received, sent = arriving * kinds["receive"], leaving * kinds["send"]
-    # Overlapped, the slowest of computing, receiving and sending counts; else their sum does.
-    if model.name == "overlapped":
-        return busy, busy, received, sent
-    floor = np.full_like(busy, -inf)
-    return (busy - received, busy + sent, floor, floor) if model.forwards else (busy, busy, floor, floor)
-
-
-def _price_space(states: States, kinds: Mapping[str, Floats], model: CostModel) -> tuple[Floats, Floats, Floats]:
-    """Return space_start, space_end and space_low of every kind and state (see Tables), in bytes."""
-    in_flight, recompute = kinds["in_flight"], kinds["recompute"] > 0
-    copies = WEIGHT_COPIES + model.optimizer_factor + kinds["versions"] - 1.0
-    # A stage that recomputes keeps the activations of the microbatch in hand alone.
-    kept = np.where(recompute, np.minimum(in_flight, 1.0), in_flight) * states.column("kept_bytes")
-    space_low = states.column("parameter_bytes") * copies + states.column("buffer_bytes") + kept
-    boundary = in_flight * states.column("live_bytes") * model.forwards
-    return space_low - boundary, space_low + boundary, space_low
-
-
-def _measure_work_with_hosts(states: States, chains: Antichains) -> tuple[Floats, float]:
-    """Return work of which an accelerator does at most 1, and a host at most the second result, in one unit of time.
-
-    With c the hosts' speed overall, a node's work is the smaller of its own time and c times its time on a host.
-    """
-    own, host = states.column("forward_ms") + states.column("backward_ms"), states.column("host_ms")
-    speed = float(own[-1] / max(host[-1], 1e-9 * own[-1])) if own[-1] > 0 else 1.0  # any c is right; this one is tight
-    each = np.zeros((len(chains.blocks), 1))
-    # The difference to the ideal without its last block is that block's own time.
-    before = chains.parent[1:]
-    each[chains.last[1:], 0] = np.minimum(own[1:] - own[before], speed * (host[1:] - host[before]))
-    sums = fit(prefix_sums, len(chains))(chains.parent, chains.last, np.maximum(each, 0.0))
-    return np.ascontiguousarray(sums[:, 0]), speed
 
 
 def _list_allowed(

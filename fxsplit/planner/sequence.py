@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 import numpy as np
 
 from fxsplit.ir.facts.antichains import Antichains
 from fxsplit.ir.facts.costs import Costs
-from fxsplit.ir.facts.states import SUMMED, States
+from fxsplit.ir.facts.states import FEATURES, SUMMED, States
 from fxsplit.planner.kernels import fit
 from fxsplit.planner.kernels.lattice import prefix_sums, reversed_edges
+
+# Reads all of a node's figures in one call, which is several times as fast as one by one.
+_read_figures = attrgetter(*SUMMED)
 
 
 def sequence_states(costs: Costs, chains: Antichains) -> States:
@@ -18,12 +23,15 @@ def sequence_states(costs: Costs, chains: Antichains) -> States:
     """
     # A block weighs what its nodes weigh together.
     weight = np.zeros((len(chains.blocks), len(SUMMED)), np.float64)
-    for block, names in enumerate(chains.blocks.members):
-        for name in names:
-            # A whole number may be larger than those of numpy.
-            weight[block] += np.array([getattr(costs.by_name[name], figure) for figure in SUMMED], np.float64)
+    nodes = [(block, costs.by_name[name]) for block, names in enumerate(chains.blocks.members) for name in names]
+    # Floats at once, as a whole number may be larger than those of numpy.
+    figures = np.array([_read_figures(node) for _, node in nodes], np.float64).reshape(-1, len(SUMMED))
+    np.add.at(weight, [block for block, _ in nodes], figures)
     # A sum grows from that of the ideal without its last block, which has a smaller number.
-    sums = fit(prefix_sums, len(chains))(chains.parent, chains.last, weight)
-    features = np.column_stack([sums, chains.live_bytes, chains.live_gradient_bytes])
+    # Most profiles have figures that are zero throughout: hosts' times, launches.
+    some = np.flatnonzero(weight.any(axis=0))
+    features = np.zeros((len(chains), len(FEATURES)), np.float64)
+    features[:, some] = fit(prefix_sums, len(chains))(chains.parent, chains.last, np.ascontiguousarray(weight[:, some]))
+    features[:, len(SUMMED) :] = np.column_stack([chains.live_bytes, chains.live_gradient_bytes])
     pointer, start = fit(reversed_edges, len(chains))(chains.pointer, chains.child)
-    return States(np.ascontiguousarray(features), pointer, start)
+    return States(features, pointer, start)

@@ -185,13 +185,13 @@ def partition(task: Task, chains: Antichains, states: States, clock: Clock | Non
 
 
 def bound_by_work(costs: Costs, machine: Machine) -> float:
-    """Return a load in ms that no plan beats: all work, shared among the devices by their speed.
+    """Return a load in ms that no plan beats: all work, shared among the devices by their speed, or all launches.
 
     A host takes other times for each node, so with hosts nothing is known.
     """
     if any(d.host for d in machine.devices):
         return 0.0
-    return costs.total_ms / sum(d.speed for d in machine.devices)
+    return max(costs.compute_ms / sum(d.speed for d in machine.devices), costs.launch_ms / len(machine))
 
 
 def _bound(problem: Problem, chains: Antichains, load: float) -> float:

@@ -63,6 +63,7 @@ def read_times(plan: Plan, schedule: Schedule) -> Times:
     shares = [_forward_share(s.in_bytes, s.in_gradient_bytes) for s in plan.stages]
     shares.append(_forward_share(plan.stages[-1].out_bytes, plan.stages[-1].out_gradient_bytes))
     forward, backward, weight, reduce = [], [], [], []
+    launches: tuple[list[float], list[float]] = ([], [])
     for i, stage in enumerate(plan.stages):
         # A plan divides a stage's times by its replicas; one replica takes as many times as long for a microbatch.
         several = len(stage.devices) if len(schedule.homes[i]) > 1 else 1
@@ -72,6 +73,8 @@ def read_times(plan: Plan, schedule: Schedule) -> Times:
         backward.append(several * (stage.backward_ms + behind * busy))
         weight.append(several * stage.weight_ms)
         reduce.append(several * stage.reduce_ms)
+        launches[0].append(several * stage.forward_launch_ms)
+        launches[1].append(several * stage.backward_launch_ms)
         if several == 1:  # a schedule without REDUCE actions pays for the sum in each backward
             backward[i] += stage.reduce_ms
     hops = [0.0 if busy else s.receive_ms for s in plan.stages]
@@ -82,6 +85,8 @@ def read_times(plan: Plan, schedule: Schedule) -> Times:
         backward_hop_ms=[hop * (1 - share) for hop, share in zip(hops, shares, strict=False)],
         reduce_ms=reduce,
         weight_ms=weight,
+        forward_launch_ms=launches[0],
+        backward_launch_ms=launches[1],
     )
 
 

@@ -1,6 +1,10 @@
 """Simulate: when every action starts and ends, from how long each takes.
 
 Each device does its actions in their order, each as soon as what it needs is there. Nothing is drawn or measured.
+
+The host of an accelerator launches the actions in the same order, and need not wait for the accelerator: it only waits
+until what an action needs has been launched too. An action begins on the device when its launch has begun, at the
+earliest, and ends when its launch has ended, at the earliest. On a CPU launches take no time, and change nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from dataclasses import dataclass
 
 from fxsplit.errors import ScheduleError
 from fxsplit.schedule.action import BACKWARD, FORWARD, INPUT_GRADIENT, RECV_F, REDUCE, STEP, WEIGHT_GRADIENT, Action
-from fxsplit.schedule.flow import drop_version, find_needs
+from fxsplit.schedule.flow import Need, drop_version, find_needs
 from fxsplit.schedule.schedule import Schedule
 from fxsplit.schedule.verify import refuse_deadlock
 
@@ -23,6 +27,7 @@ class Times:
     inputs' gradients the rest. `forward_hop_ms[s]` is how long a value is under way from stage s - 1 to stage s, and
     `backward_hop_ms[s]` its gradient on the way back; both count only where the stages are on different devices.
     `reduce_ms` is a sum over replicas, `step_ms` a step of the optimizer; both take nothing where they are not given.
+    `forward_launch_ms` and `backward_launch_ms` are how long the host of a stage launches; nothing where not given.
     """
 
     forward_ms: Sequence[float]
@@ -32,6 +37,8 @@ class Times:
     reduce_ms: Sequence[float] = ()
     step_ms: Sequence[float] = ()
     weight_ms: Sequence[float] = ()
+    forward_launch_ms: Sequence[float] = ()
+    backward_launch_ms: Sequence[float] = ()
 
     @classmethod
     def unit(cls, n_stages: int) -> Times:
@@ -50,6 +57,18 @@ class Times:
         # Sums and steps are left out of most plans, and transfers are paid for by those who wait for them.
         extra = {REDUCE: self.reduce_ms, STEP: self.step_ms}.get(action.op, ())
         return extra[stage] if extra else 0.0
+
+    def launch(self, action: Action) -> float:
+        """Return how long a host is busy with launching an action, in milliseconds."""
+        stage = action.stage
+        if action.op == FORWARD:
+            return self.forward_launch_ms[stage] if self.forward_launch_ms else 0.0
+        if action.op not in (BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT) or not self.backward_launch_ms:
+            return 0.0
+        # Launches of the two halves of a backward are in proportion to what the halves take.
+        whole = self.backward_ms[stage]
+        share = self.of(action) / whole if whole else 0.5
+        return self.backward_launch_ms[stage] * (1.0 if action.op == BACKWARD else share)
 
     def hop(self, action: Action, boundary: int) -> float:
         """Return how long what `action` waits for is under way over a boundary, in milliseconds."""
@@ -93,13 +112,15 @@ def simulate(schedule: Schedule, times: Times) -> Simulation:
     (a deadlock), naming the first device and action that cannot go on.
     """
     # A list of another plan would be read without an error where it is too long.
-    for what in ("forward_ms", "backward_ms", "weight_ms"):
+    for what in ("forward_ms", "backward_ms", "weight_ms", "forward_launch_ms", "backward_launch_ms"):
         count = len(getattr(times, what))
-        if count != schedule.n_stages and (count or what != "weight_ms"):
+        if count != schedule.n_stages and (count or what in ("forward_ms", "backward_ms")):
             raise ScheduleError(f"{schedule.name} has {schedule.n_stages} stages, and {what} has {count} times")
+    # When each action ends on its device, and when its host has launched it.
     ends: dict[Action, float] = {}
+    launched: dict[Action, float] = {}
     spans: list[list[tuple[float, float]]] = [[] for _ in schedule.actions]
-    free = [0.0] * schedule.n_devices
+    free, host_free = [0.0] * schedule.n_devices, [0.0] * schedule.n_devices
     moved = True
     while moved:
         moved = False
@@ -107,25 +128,24 @@ def simulate(schedule: Schedule, times: Times) -> Simulation:
             # A device goes on until it waits for another one. What it waits for may be simulated later in this turn.
             while len(spans[device]) < len(row):
                 action = row[len(spans[device])]
-                ready = _ready(schedule, action, ends, times)
-                if ready is None:
+                needs = find_needs(schedule, action)
+                if any(need not in ends for need, _ in needs):
                     break
-                begin = max(free[device], ready)
-                free[device] = ends[drop_version(action)] = begin + times.of(action)
+                host_begin = max([host_free[device], *(launched[need] for need, _ in needs)])
+                host_free[device] = host_begin + times.launch(action)
+                begin = max([free[device], host_begin, *(_arrive(need, ends, action, times) for need in needs)])
+                free[device] = max(begin + times.of(action), host_free[device])
                 spans[device].append((begin, free[device]))
+                done = drop_version(action)
+                ends[done], launched[done] = free[device], host_free[device]
                 moved = True
-    if any(len(done) < len(row) for done, row in zip(spans, schedule.actions, strict=True)):
+    if any(len(found) < len(row) for found, row in zip(spans, schedule.actions, strict=True)):
         # Simulated order does not tell who waits for whom in the circle; the verifier's search does.
         refuse_deadlock(schedule)
     return Simulation(schedule, tuple(tuple(row) for row in spans))
 
 
-def _ready(schedule: Schedule, action: Action, ends: dict[Action, float], times: Times) -> float | None:
-    """Return when all that an action needs has arrived, in milliseconds, or None while some of it is not made yet."""
-    ready = 0.0
-    for need, boundary in find_needs(schedule, action):
-        end = ends.get(need)
-        if end is None:
-            return None
-        ready = max(ready, end + (0.0 if boundary is None else times.hop(action, boundary)))
-    return ready
+def _arrive(need: Need, ends: dict[Action, float], action: Action, times: Times) -> float:
+    """Return when what another action has made is where `action` needs it, in milliseconds."""
+    made, boundary = need
+    return ends[made] + (0.0 if boundary is None else times.hop(action, boundary))

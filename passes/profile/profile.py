@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from fxsplit.errors import ChainError, ProfileError
-from fxsplit.ir.facts.costs import Costs, InputCost, KnownCosts, NodeCost, name_operator
+from fxsplit.ir.facts.costs import Costs, InputCost, KnownCosts, Measured, NodeCost, name_operator
 from fxsplit.ir.facts.effects import Effects, observe_effects
 from fxsplit.ir.facts.example import Example
 from fxsplit.ir.facts.machine import Machine
@@ -24,7 +24,6 @@ from fxsplit.passes.profile.time_in_step import (
     HALVED,
     WARM_UP,
     NodeTimes,
-    Times,
     describe_operator,
     run_in_worker_thread,
     time_nodes,
@@ -135,7 +134,7 @@ def _is_too_big(gm: fx.GraphModule, machine: Machine) -> bool:
 
 
 def _build_costs(
-    ir: IR, effects: Effects, signatures: Mapping[str, str], times: Mapping[str, Times], tied: str
+    ir: IR, effects: Effects, signatures: Mapping[str, str], times: Mapping[str, Measured], tied: str
 ) -> Costs:
     """Return what was observed and measured as Costs; `times` are by signature."""
     nodes, inputs = [], []
@@ -153,7 +152,7 @@ def _build_costs(
             held = [w for w in list_node_weights(ir.gm, node) if get_storage_id(w) not in counted]
             # Users that are in one stage have the parameter once. In several stages, each has it.
             counted |= {get_storage_id(w) for w in held if tied == "together"}
-            nodes.append(_build_node_cost(node, held, seen, key, times.get(key, (0.0, 0.0, 0.0, None))))
+            nodes.append(_build_node_cost(node, held, seen, key, times.get(key, Measured(0.0, 0.0, 0.0, None))))
     machine = ir[Machine]
     return Costs(
         nodes=tuple(nodes),
@@ -171,17 +170,14 @@ def _build_costs(
     )
 
 
-def _build_node_cost(node: fx.Node, held: Sequence[Tensor], seen: Observation, key: str, times: Times) -> NodeCost:
+def _build_node_cost(node: fx.Node, held: Sequence[Tensor], seen: Observation, key: str, times: Measured) -> NodeCost:
     """Return the cost of one node, which holds the weights `held`."""
-    forward_ms, backward_ms, weight_ms, spread_ms = times
     return NodeCost(
         name=node.name,
         op=name_operator(node),
         module=find_module_path(node),
         signature=key,
         inputs=tuple(i.name for i in node.all_input_nodes),
-        forward_ms=forward_ms,
-        backward_ms=backward_ms,
         output_bytes=seen.output_bytes,
         gradient_bytes=seen.gradient_bytes,
         kept_bytes=seen.kept_bytes,
@@ -189,8 +185,7 @@ def _build_node_cost(node: fx.Node, held: Sequence[Tensor], seen: Observation, k
         parameter_bytes=sum(count_bytes(w) for w in held if w.requires_grad),
         buffer_bytes=sum(count_bytes(w) for w in held if not w.requires_grad),
         draws=seen.draws,
-        weight_ms=weight_ms,
-        spread_ms=spread_ms,
+        **times._asdict(),
     )
 
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from fxsplit.errors import ProfileError
+from fxsplit.ir.facts.costs import Measured
 from fxsplit.passes.profile.time_in_step import (
     HALVED,
     WARM_UP,
     Clock,
     NodeTimes,
-    Times,
     check_stop,
     ignore_missing_backward,
     take_medians,
@@ -59,7 +59,7 @@ def time_alone(calls: Mapping[str, Call], device: torch.device, repeats: int, ti
     return times
 
 
-def _time(call: Call, device: torch.device, repeats: int) -> Times:
+def _time(call: Call, device: torch.device, repeats: int) -> Measured:
     """Return the median times of one call."""
     made: dict[int, Tensor] = {}
 

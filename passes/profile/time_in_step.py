@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, fx, nn
 
+from fxsplit.ir.facts.costs import Measured
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.grad_leaves import mute
 from fxsplit.torch_internals.grad_split import collect_weight_backwards, find_branch_nodes
@@ -35,11 +36,9 @@ WARM_UP = 1
 """Steps that are run first and not counted: kernels are loaded, memory is allocated."""
 HALVED = 2
 """Further steps whose backwards run in two halves, to know what share of a backward the gradients of weights take."""
-Times = tuple[float, float, float, float | None]
-"""Milliseconds: forward, backward, the part of backward that may wait (the gradients of weights), and the spread."""
 Halves = tuple[float, float]
 """Milliseconds of a backward's two halves: the gradients of inputs, and those of weights left for later."""
-NodeTimes = dict[str, Times]
+NodeTimes = dict[str, Measured]
 """The times of nodes, by name."""
 
 
@@ -263,7 +262,7 @@ def time_nodes(
     }
 
 
-def take_medians(forward: list[float], backward: list[float], halves: list[Halves], repeats: int) -> Times:
+def take_medians(forward: list[float], backward: list[float], halves: list[Halves], repeats: int) -> Measured:
     """Return the median forward and backward time, the part of backward that is for weights alone, and the spread.
 
     forward, backward: the times of all steps, of which `repeats` after the warm-up count. halves: the times of the
@@ -277,7 +276,7 @@ def take_medians(forward: list[float], backward: list[float], halves: list[Halve
     # A node whose backward torch refused to run has none of them, or not in every step.
     if len(backward[counted]) == len(steps):
         steps = [a + b for a, b in zip(steps, backward[counted], strict=True)]
-    return median(forward[counted]), backward_ms, late_ms, find_spread(steps)
+    return Measured(median(forward[counted]), backward_ms, late_ms, find_spread(steps))
 
 
 def find_spread(samples: Sequence[float]) -> float | None:

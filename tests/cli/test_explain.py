@@ -50,6 +50,17 @@ def test_transfers_are_a_share_of_the_load(capsys: pytest.CaptureFixture[str], p
     assert told["stages"][0]["transfer_share"] == pytest.approx(2.01 / 20.01)
 
 
+def test_launches_are_told_beside_computing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    nodes = node("n0", [], 1.0, forward_launch_ms=2.0), node("n1", ["n0"], 2.0, backward_launch_ms=7.0)
+    Costs(nodes, (), ("n1",), rows=1).save(tmp_path / "launched.json")
+    told = explain(capsys, str(tmp_path / "launched.json"), "--devices", "2")
+    assert [(s["load"], s["launch"]) for s in told["stages"]] == [(3.0, 2.0), (7.0, 7.0)]
+    assert main(["explain", str(tmp_path / "launched.json"), "--devices", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert "\n  its host launches for 2.0000 ms, meanwhile\n" in printed
+    assert "\n  its host launches for 7.0000 ms, which decides\n" in printed
+
+
 def test_the_only_plan_has_no_next_best(capsys: pytest.CaptureFixture[str], profile: str) -> None:
     arguments = [profile, "--devices", "2", "--use-all-devices", "--together", "n0,n2"]
     (cut,) = explain(capsys, *arguments)["cuts"]

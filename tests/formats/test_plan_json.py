@@ -19,8 +19,9 @@ FIGURES: dict[str, Any] = {
     for i, name in enumerate(("forward_ms", "backward_ms", "receive_ms", "send_ms", "reduce_ms", "load_ms"))
 }
 SIZES: dict[str, Any] = {"in_bytes": 1.0, "out_bytes": 2.0, "memory_bytes": 3.0, "kept_bytes": 4.0, "weight_ms": 5.0}
+LAUNCHES: dict[str, Any] = {"forward_launch_ms": 6.0, "backward_launch_ms": 7.0}
 STAGES = (
-    StagePlan(nodes=("a", "b"), devices=(0,), recompute=True, **FIGURES, **SIZES),
+    StagePlan(nodes=("a", "b"), devices=(0,), recompute=True, **FIGURES, **SIZES, **LAUNCHES),
     StagePlan(nodes=("c",), devices=(1, 2), **FIGURES, **SIZES),
 )
 PLAN = Plan(STAGES, ("x", "y", "z"), 14.0, 99.0, "GPipe", 6, 2, 7, CostModel("replicated", False, 1.0)).prove("bound")
@@ -93,6 +94,7 @@ def test_zero_is_no_damage(tmp_path: Path) -> None:
     assert read_plan(damaged(tmp_path, "rows", value=0)).rows == 0
     assert read_plan(damaged(tmp_path, "stages", 0, "weight_ms", value=11.0)).stages[0].weight_ms == 11.0
     assert read_plan(damaged(tmp_path, "stages", 0, "weight_ms", value=None)).stages[0].weight_ms == 5.5
+    assert read_plan(damaged(tmp_path, "stages", 0, "forward_launch_ms", value=None)).stages[0].launch_ms == 7.0
 
 
 def test_files_that_are_no_plans(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ def mostly_costless(draw: st.DrawFn) -> Costs:
     """Profiles in which two nodes of three take no time and no memory, and values have few sizes."""
     costs = draw(profiles(9))
     nothing = {"forward_ms": 0.0, "backward_ms": 0.0, "host_ms": 0.0, "parameter_bytes": 0, "buffer_bytes": 0}
+    nothing |= {"forward_launch_ms": 0.0, "backward_launch_ms": 0.0}
     nodes = []
     for n in costs.nodes:
         size = draw(st.integers(0, 2))
@@ -83,6 +84,14 @@ def test_floating_masks_do_not_multiply_the_ideals() -> None:
     assert len(apart) == 9, "what the user pins stays by itself"
 
 
+def test_what_only_takes_launching_is_a_cost() -> None:
+    """A view of an accelerator's tensor takes its host as long as any other operator."""
+    nodes = [node("a", output_bytes=8), node("view", ["a"], 0.0, output_bytes=8), node("b", ["view"])]
+    for launch_ms, left in ((0.0, 2), (0.01, 3)):
+        costs = Costs((nodes[0], replace(nodes[1], forward_launch_ms=launch_ms), nodes[2]), (), ("b",))
+        assert len(contract_costless_nodes(costs, Blocks.of(costs), (), 1e9)) == left
+
+
 def test_memory_keeps_nodes_apart_only_where_it_may_bind() -> None:
     heavy = [node("a"), node("b", ["a"], ms=0.0, buffer_bytes=10), node("c", ["b"])]
     costs = Costs(tuple(heavy), (), ("c",), rows=1)
@@ -93,7 +102,7 @@ def test_memory_keeps_nodes_apart_only_where_it_may_bind() -> None:
 @st.composite
 def with_light_tails(draw: st.DrawFn) -> Costs:
     """Branches of a heavy node and light ones after it, whose values have one size, as in too large lattices."""
-    branches = draw(st.integers(2, 4))
+    branches, launched = draw(st.integers(2, 4)), draw(st.booleans())
     nodes = [node("in", ms=draw(st.floats(0.1, 2)), output_bytes=8)]
     ends = []
     for b in range(branches):
@@ -101,7 +110,8 @@ def with_light_tails(draw: st.DrawFn) -> Costs:
         for i in range(draw(st.integers(1, 3))):
             ms = draw(st.floats(0.1, 4)) if i == 0 else draw(st.floats(0.001, 0.3))
             weights = draw(st.sampled_from([0.0, 0.0, 1e3, 1e5]))
-            nodes.append(node(f"b{b}_{i}", [last], ms, output_bytes=8, parameter_bytes=weights))
+            launch = {"forward_launch_ms": ms * draw(st.sampled_from([0, 0, 5])) * launched}
+            nodes.append(node(f"b{b}_{i}", [last], ms, output_bytes=8, parameter_bytes=weights, **launch))
             last = nodes[-1].name
         ends.append(last)
     nodes.append(node("out", ends, draw(st.floats(0.1, 2))))

@@ -165,11 +165,10 @@ def test_thresholds_answer_no_yes_no_yes(costs: Costs, machine: Machine) -> None
 def test_scaling_every_cost_scales_the_optimum(costs: Costs, machine: Machine, factor: float) -> None:
     if len(machine) > len(Blocks.of(costs)):
         return
+    times = ("forward_ms", "backward_ms", "forward_launch_ms", "backward_launch_ms")
     scaled = replace(
         costs,
-        nodes=tuple(
-            replace(n, forward_ms=n.forward_ms * factor, backward_ms=n.backward_ms * factor) for n in costs.nodes
-        ),
+        nodes=tuple(replace(n, **{f: getattr(n, f) * factor for f in times}) for n in costs.nodes),
     )
     unlinked = replace(machine, links=(inf,) * len(machine.links))
     a, b = solve(costs, unlinked).bottleneck_ms, solve(scaled, unlinked).bottleneck_ms

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 
 import pytest
@@ -63,6 +64,9 @@ def test_no_boundary_behind_a_forbidden_set() -> None:
 def test_work_bounds_every_plan_except_with_hosts() -> None:
     assert bound_by_work(CHAIN, Machine((Device("a"), Device("b", speed=2.0)), (inf,))) == 4.0
     assert bound_by_work(CHAIN, Machine((Device("a"), Device("h", host=True)), (inf,))) == 0.0
+    # Launching takes as long on a fast device: 40 ms on two hosts.
+    launched = replace(CHAIN, nodes=tuple(replace(n, backward_launch_ms=40.0 / len(CHAIN.nodes)) for n in CHAIN.nodes))
+    assert bound_by_work(launched, Machine((Device("a"), Device("b", speed=2.0)), (inf,))) == pytest.approx(20.0)
 
 
 def test_too_many_devices_are_said() -> None:

@@ -49,12 +49,13 @@ def test_overlapped_transfers_are_under_way() -> None:
 
 def test_a_replica_takes_as_many_times_as_long() -> None:
     """And sums once; where a schedule has no sums, a backward pays for it."""
-    wide = plan(stage(0), stage(1, 2, 3, reduce_ms=5.0, receive_ms=2.0))
+    wide = plan(stage(0), stage(1, 2, 3, reduce_ms=5.0, receive_ms=2.0, forward_launch_ms=1.0, backward_launch_ms=2.0))
     schedule = build_schedule(wide, Scheduler("1F1B", 2), 6)
     assert schedule.homes == ((0,), (1, 2, 3)) and find_replicas(wide) == schedule.homes
     times = read_times(wide, schedule)
     assert times.forward_ms == [10.0, 33.0] and times.backward_ms == [20.0, 63.0]
     assert times.weight_ms == [8.0, 24.0] and times.reduce_ms == [0.0, 15.0]
+    assert times.forward_launch_ms == [0.0, 3.0] and times.backward_launch_ms == [0.0, 6.0]
     plain = read_times(wide, generate("1F1B", 2, 6))
     assert plain.backward_ms == [20.0, 26.0] and plain.forward_ms == [10.0, 11.0]
 

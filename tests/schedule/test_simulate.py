@@ -39,6 +39,37 @@ def test_transfers_that_are_written_out_take_their_way() -> None:
     assert all(found[text] == span for text, span in plain.items())
 
 
+def test_hosts_launch_ahead_of_their_devices() -> None:
+    """Stage 0 launches F in 3 and B in 4 ms, and computes them in 1 and 2; stage 1 computes longer than it launches."""
+    times = Times([1, 5], [2, 10], forward_launch_ms=[3, 1], backward_launch_ms=[4, 2])
+    found = spans_of(generate("1F1B", 2, 2), times)
+    # A device begins when the host does, and ends when the host has launched all of the action.
+    assert found["0F0"] == (0, 3) and found["0F1"] == (3, 6)
+    # Stage 1 launches F0 at 3, B0 at 4, F1 at 6 and B1 at 7: all before its device comes to them.
+    assert [found[a] for a in ("1F0", "1B0", "1F1", "1B1")] == [(3, 8), (8, 18), (18, 23), (23, 33)]
+    # Stage 0 can launch B0 when stage 1 has, from 6 to 10, and B1 from 10 to 14: long before the gradients are there.
+    assert found["0B0"] == (18, 20) and found["0B1"] == (33, 35)
+
+
+def test_a_steady_stage_takes_the_larger_of_both_sums() -> None:
+    """Forwards wait for the host and backwards for the device: neither larger time alone is paid, nor their sum."""
+    for launches, period in (((3, 3), 9), ((7, 5), 12)):
+        times = Times([1], [8], forward_launch_ms=launches[:1], backward_launch_ms=launches[1:])
+        lengths = [simulate(generate("1F1B", 1, n), times).step_ms for n in (10, 20)]
+        assert lengths[1] - lengths[0] == 10 * period
+
+
+def test_launches_of_a_backward_in_halves() -> None:
+    """Of 6 ms the weights' gradients take 2, so a third of 9 ms of launches is theirs; half where that is unknown."""
+    for backward_ms, late_ms, halves in (([6], [2], (6, 3)), ([0], [0], (4.5, 4.5))):
+        times = Times([0], backward_ms, weight_ms=late_ms, backward_launch_ms=[9])
+        found = spans_of(generate("ZB-H1", 1, 1), times)
+        assert found["0I0"] == (0, halves[0]) and found["0W0"] == (halves[0], sum(halves))
+    assert simulate(generate("1F1B", 1, 1), Times([0], [0], backward_launch_ms=[9])).step_ms == 9
+    with pytest.raises(ScheduleError, match="has 1 stages, and backward_launch_ms has 2 times"):
+        simulate(generate("1F1B", 1, 1), Times([0], [0], backward_launch_ms=[9, 9]))
+
+
 def test_a_receive_holds_its_device_up_where_it_stands() -> None:
     """The actions of a device are done in their order, also where a receive has to wait and others could go on."""
     rows = parse_rows(

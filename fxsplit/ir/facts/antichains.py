@@ -53,6 +53,8 @@ class Slack(ReadOnlyArrays):
     backward_ms: Floats
     host_ms: Floats
     parameter_bytes: Floats
+    forward_launch_ms: Floats
+    backward_launch_ms: Floats
     weighed_ms_per_byte: float
 
     def bound_ms(self, *, twice: bool, hosts: bool, speed: float, reduce_ms_per_byte: float) -> float:
@@ -63,6 +65,8 @@ class Slack(ReadOnlyArrays):
         """
         own = self.forward_ms * (1 + twice) + self.backward_ms
         each = (np.maximum(own, self.host_ms) if hosts else own) / speed + self.parameter_bytes * reduce_ms_per_byte
+        # The load is the larger of two sums, so it grows by no more than the one that grows more.
+        each = np.maximum(each, self.forward_launch_ms * (1 + twice) + self.backward_launch_ms)
         # A cut parts one tail of each path at most, so the largest of each path counts.
         largest = np.zeros(int(self.path.max(initial=-1)) + 1)
         np.maximum.at(largest, self.path, each)

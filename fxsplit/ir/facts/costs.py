@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from fxsplit.errors import BrokenFact, ProfileError
 from fxsplit.ir.facts.figures import as_list, check_record, is_count, show
@@ -23,6 +23,8 @@ if TYPE_CHECKING:  # planning from a profile needs no torch
 
 FORMAT = "fxsplit-profile"
 VERSION = 1
+HARDWARE = ("device", "capability", "clock")
+"""The entries of `environment` that tell the accelerator measured on: its name, what it can do, how fast it ran."""
 UNSTEADY, LEAST_MS = 0.15, 5.0
 """From which spread on a profile is called unsteady, if its nodes take so long together: less makes no difference."""
 
@@ -43,6 +45,9 @@ class NodeCost:
     - `weight_ms` is the part of `backward_ms` that computes gradients of weights (None: not measured, half is assumed)
     - `spread_ms` is half the distance between the quartiles of the measured times, forward and backward together (None:
       not measured more than once)
+    - `forward_launch_ms` and `backward_launch_ms` are how long the host is busy with launching the node's work on an
+      accelerator, where `forward_ms` and `backward_ms` are the accelerator's own time. Both go on at once. On a CPU
+      nothing is launched, and both are 0
     """
 
     name: str
@@ -61,11 +66,29 @@ class NodeCost:
     host_ms: float = 0.0
     weight_ms: float | None = None
     spread_ms: float | None = None
+    forward_launch_ms: float = 0.0
+    backward_launch_ms: float = 0.0
+
+    @property
+    def launch_ms(self) -> float:
+        """How long the host is busy with launching the node, forward and backward, in milliseconds."""
+        return self.forward_launch_ms + self.backward_launch_ms
 
     @property
     def late_ms(self) -> float:
         """The ms of `backward_ms` that the gradients of weights take, which schedules such as ZB-H1 leave for later."""
         return self.backward_ms / 2 if self.weight_ms is None else self.weight_ms
+
+
+class Measured(NamedTuple):
+    """The times that are measured of an operator, in milliseconds; see the fields of NodeCost with these names."""
+
+    forward_ms: float
+    backward_ms: float
+    weight_ms: float
+    spread_ms: float | None
+    forward_launch_ms: float = 0.0
+    backward_launch_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -113,8 +136,18 @@ class Costs(Fact):
 
     @property
     def total_ms(self) -> float:
-        """The time of one microbatch, forward and backward, on one device."""
+        """The time of one microbatch, forward and backward, on one device: its own, or its host's if that is longer."""
+        return max(self.compute_ms, self.launch_ms)
+
+    @property
+    def compute_ms(self) -> float:
+        """How long one device computes for one microbatch, forward and backward."""
         return sum(n.forward_ms + n.backward_ms for n in self.nodes)
+
+    @property
+    def launch_ms(self) -> float:
+        """How long the host of one device is busy with launching one microbatch, forward and backward."""
+        return sum(n.launch_ms for n in self.nodes)
 
     @cached_property
     def spread(self) -> float | None:
@@ -122,6 +155,11 @@ class Costs(Fact):
         known = [n for n in self.nodes if n.spread_ms is not None]
         total = sum(n.forward_ms + n.backward_ms for n in known)
         return sum(n.spread_ms or 0.0 for n in known) / total if total else None
+
+    @property
+    def hardware(self) -> str:
+        """The accelerator that was measured on, for people; empty where there was none, or nobody knows."""
+        return ", ".join(self.environment[key] for key in HARDWARE if key in self.environment)
 
     @property
     def noise(self) -> str | None:
@@ -232,7 +270,7 @@ class Costs(Fact):
         head = {"format": FORMAT, "version": VERSION, "rows": self.rows, "device_kind": self.device_kind}
         head |= {"environment": self.environment, "outputs": self.outputs}
         head |= {"together": self.together, "ordered": self.ordered}
-        lists = {"inputs": [asdict(i) for i in self.inputs], "nodes": [asdict(n) for n in self.nodes]}
+        lists = {"inputs": [asdict(i) for i in self.inputs], "nodes": [_to_record(n) for n in self.nodes]}
         lists |= {"exchanges": [asdict(e) for e in self.exchanges]} if self.exchanges else {}
         # One node a line, so that two profiles can be compared line by line.
         lines = [f" {json.dumps(k)}: {json.dumps(v)}" for k, v in head.items()]
@@ -279,13 +317,17 @@ class Costs(Fact):
         return costs
 
     def __str__(self) -> str:
-        """One row a node: name, times, bytes."""
-        rows = [f"{'node':<32}{'fwd ms':>9}{'bwd ms':>9}{'out B':>12}{'kept B':>12}{'param B':>12}"]
+        """One row a node: name, times, bytes; then what stays together or in order, and what was measured on."""
+        # A CPU launches nothing, and needs no column for it.
+        launched = bool(self.launch_ms)
+        more = f"{'launch ms':>11}" * launched
+        rows = [f"{'node':<32}{'fwd ms':>9}{'bwd ms':>9}{more}{'out B':>12}{'kept B':>12}{'param B':>12}"]
         for n in self.nodes:
-            times = f"{n.forward_ms:>9.3f}{n.backward_ms:>9.3f}"
+            times = f"{n.forward_ms:>9.3f}{n.backward_ms:>9.3f}" + f"{n.launch_ms:>11.3f}" * launched
             rows.append(f"{n.name:<32}{times}{n.output_bytes:>12}{n.kept_bytes:>12}{n.parameter_bytes:>12}")
         rows += ["together: " + " ".join(names) for names in self.together]
         rows += [f"ordered: {a} before {b}" for a, b in self.ordered]
+        rows += [f"measured on: {self.hardware}"] if self.hardware else []
         return "\n".join(rows)
 
 
@@ -304,6 +346,11 @@ def _check_node(node: NodeCost, known: Collection[str]) -> None:
         )
 
 
+def _to_record(node: NodeCost) -> dict[str, Any]:
+    """Return the fields of a node as they are saved: launches only where there are some, which is not so on CPUs."""
+    return {k: v for k, v in asdict(node).items() if v or k not in ("forward_launch_ms", "backward_launch_ms")}
+
+
 def name_operator(node: fx.Node) -> str:
     """Return the kind of a node in torch.fx and what it calls, as `call_module:layer` or `call_function:relu`."""
     return f"{node.op}:{node.target if isinstance(node.target, str) else getattr(node.target, '__name__', '?')}"
@@ -319,9 +366,14 @@ class KnownCosts(GivenFact):
     made_by: ClassVar[str] = "compile(costs=)"
 
     @cached_property
-    def times(self) -> dict[str, tuple[float, float, float, float | None]]:
-        """Milliseconds by signature: forward, backward, the part of backward for gradients of weights, the spread."""
-        return {n.signature: (n.forward_ms, n.backward_ms, n.late_ms, n.spread_ms) for n in self.costs.nodes}
+    def times(self) -> dict[str, Measured]:
+        """The times of each operator, by its signature."""
+        return {
+            n.signature: Measured(
+                n.forward_ms, n.backward_ms, n.late_ms, n.spread_ms, n.forward_launch_ms, n.backward_launch_ms
+            )
+            for n in self.costs.nodes
+        }
 
     def __str__(self) -> str:
         return f"{len(self.times)} operator signatures, {'complete' if self.complete else 'others are measured'}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
+from functools import cache
 from numbers import Real
 from typing import Any
 
@@ -58,8 +59,13 @@ KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 def check_record(what: str, record: Any) -> None:
     """Raise ProfileError, naming `what` and the field, unless every field of a dataclass is what its type says."""
-    for f in fields(record):
-        fits, words = KINDS[str(f.type)]
-        value = getattr(record, f.name)
+    for name, fits, words in _list_fields(record.__class__):
+        value = getattr(record, name)
         if not fits(value):
-            raise ProfileError(f"{what} has {f.name}={show(value)}: give {words}")
+            raise ProfileError(f"{what} has {name}={show(value)}: give {words}")
+
+
+@cache  # a profile has thousands of records of one type
+def _list_fields(record_type: Any) -> list[tuple[str, Callable[[Any], bool], str]]:
+    """Return the fields of a dataclass, each with what it may hold, and the words for that."""
+    return [(f.name, *KINDS[str(f.type)]) for f in fields(record_type)]

@@ -166,15 +166,18 @@ class Plan(Fact):
 
     def __str__(self) -> str:
         """A table of the stages, then the bottleneck with its lower bound and gap."""
+        # A CPU launches nothing, and needs no column for it.
+        launched = any(s.launch_ms for s in self.stages)
+        head = f"{'launch ms':>11}" * launched
         rows = [
-            f"{'stage':<6}{'device':<10}{'nodes':>6}{'fwd ms':>10}{'bwd ms':>10}{'xfer ms':>9}"
+            f"{'stage':<6}{'device':<10}{'nodes':>6}{'fwd ms':>10}{'bwd ms':>10}{'xfer ms':>9}{head}"
             f"{'in':>11}{'out':>11}{'memory':>11}  first .. last in graph order"
         ]
         for i, s in enumerate(self.stages):
             names = "+".join(self.device_names[d] for d in s.devices)
             rows.append(
                 f"{i:<6}{names:<10}{len(s.nodes):>6}{s.forward_ms:>10.3f}{s.backward_ms:>10.3f}"
-                f"{s.receive_ms + s.send_ms + s.reduce_ms:>9.3f}"
+                f"{s.receive_ms + s.send_ms + s.reduce_ms:>9.3f}{f'{s.launch_ms:>11.3f}' * launched}"
                 f"{format_bytes(s.in_bytes):>11}{format_bytes(s.out_bytes):>11}{format_bytes(s.memory_bytes):>11}  "
                 f"{f'{s.nodes[0]} .. {s.nodes[-1]}' if s.nodes else '(passes values on)'}"
             )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.facts.costs import Costs, NodeCost
 from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.facts.workload import Workload
 
@@ -53,6 +53,8 @@ class StagePlan:
     the stage is busy with one microbatch. `memory_bytes` is what each device holds. A stage that is to `recompute` runs
     forward again before backward, which `backward_ms` includes, and keeps no activations in between.
     `weight_ms` is what of `backward_ms` can be left for later, the gradients of weights alone.
+    `forward_launch_ms` and `backward_launch_ms` are how long the stage's host is busy with launching. It launches while
+    the device computes what was launched before, so `load_ms` is the larger of what the two take.
     `in_bytes` and `out_bytes` are the values that cross its two boundaries, `in_gradient_bytes` and
     `out_gradient_bytes` the gradients that return over them. Of its memory `held_bytes` is always there (weights,
     gradients, optimizer state, buffers), `kept_bytes` once for each microbatch under way.
@@ -76,9 +78,27 @@ class StagePlan:
     held_bytes: float = 0.0
     kept_bytes: float = 0.0
     weight_ms: float = 0.0
+    forward_launch_ms: float = 0.0
+    backward_launch_ms: float = 0.0
+
+    @property
+    def launch_ms(self) -> float:
+        """How long the stage's host is busy with launching one microbatch, forward and backward, in milliseconds."""
+        return self.forward_launch_ms + self.backward_launch_ms
 
 
-FIGURES = ("forward_ms", "backward_ms", "weight_ms", "receive_ms", "send_ms", "reduce_ms", "load_ms", "memory_bytes")
+FIGURES = (
+    "forward_ms",
+    "backward_ms",
+    "weight_ms",
+    "forward_launch_ms",
+    "backward_launch_ms",
+    "receive_ms",
+    "send_ms",
+    "reduce_ms",
+    "load_ms",
+    "memory_bytes",
+)
 """What a plan says of each stage and `price_split` can compute again."""
 
 
@@ -96,6 +116,8 @@ def price_split(
       value that it shares with another stage.
     - r replicas take 1/r of the time each, and 4 (r - 1) W / (r^2 bandwidth) to sum W bytes of gradients, as in
       PipeDream (Narayanan et al. 2019).
+    - Launching is the host's work, and takes as long on devices of any speed. Each replica launches its share of the
+      microbatches. A stage that recomputes launches its forward twice. The load is the larger of launches and the rest.
     - Memory = parameters x (WEIGHT_COPIES + optimizer_factor + further versions) + buffers + microbatches in flight x
       (kept activations + boundary values, unless direct). A stage that recomputes keeps activations once.
     """
@@ -132,6 +154,8 @@ def _price_stage(
     receive, send = _price_transfers(machine, model, split, i, edges)
     reduce = sum(n.parameter_bytes for n in nodes) * machine.reduce_ms_per_byte(devices)
     busy = forward + backward + reduce
+    load = max(busy, receive, send) if model.name == "overlapped" else busy + receive + send
+    launch_forward, launch_backward = _price_launches(nodes, len(devices), host=host, recompute=recompute)
     activations = (min(in_flight, 1) if recompute else in_flight) * sum(n.kept_bytes for n in nodes)
     boundary = in_flight * (edges.taken + edges.given) if model.forwards else 0.0
     always = sum(n.parameter_bytes * (WEIGHT_COPIES + model.optimizer_factor) + n.buffer_bytes for n in nodes)
@@ -144,7 +168,7 @@ def _price_stage(
         receive_ms=receive,
         send_ms=send,
         reduce_ms=reduce,
-        load_ms=max(busy, receive, send) if model.name == "overlapped" else busy + receive + send,
+        load_ms=max(load, launch_forward + launch_backward),
         in_bytes=edges.taken,
         out_bytes=edges.given,
         memory_bytes=always + (versions - 1) * parameters + activations + boundary,
@@ -155,7 +179,17 @@ def _price_stage(
         held_bytes=always,
         kept_bytes=float(sum(n.kept_bytes for n in nodes)),
         weight_ms=0.0 if host else sum(n.late_ms for n in nodes) / speed,
+        forward_launch_ms=launch_forward,
+        backward_launch_ms=launch_backward,
     )
+
+
+def _price_launches(nodes: Sequence[NodeCost], replicas: int, *, host: bool, recompute: bool) -> tuple[float, float]:
+    """Return how many ms a stage's host launches for one microbatch, forward and backward; nothing on a host device."""
+    if host:
+        return 0.0, 0.0
+    forward = sum(n.forward_launch_ms for n in nodes)
+    return forward / replicas, (sum(n.backward_launch_ms for n in nodes) + recompute * forward) / replicas
 
 
 def _price_transfers(machine: Machine, model: CostModel, split: Split, i: int, edges: Edges) -> tuple[float, float]:

@@ -25,10 +25,12 @@ FEATURES = (
     "buffer_bytes",
     "kept_bytes",
     "host_ms",
+    "forward_launch_ms",
+    "backward_launch_ms",
     "live_bytes",
     "live_gradient_bytes",
 )
-SUMMED = FEATURES[:6]
+SUMMED = FEATURES[:8]
 """These sum over the nodes of an ideal; the rest are of the values live across it."""
 
 

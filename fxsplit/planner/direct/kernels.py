@@ -35,7 +35,7 @@ def reach(
     """Decide which ideals end a chain of stages whose every load is at most `threshold` and that fit.
 
     `t.end` is the time of all nodes inside an ideal, and `t.space_low` their memory. closing: whether to use closures,
-    which look at loads alone and not at memory. With more than `steps` it stops.
+    which look at what devices do alone, neither at memory nor at launches. With more than `steps` it stops.
 
     Returns, per configuration and ideal, the ideal at which the last stage starts and the move it is, and how many
     steps it took, as `separable.reach`.
@@ -44,6 +44,7 @@ def reach(
     pins_ptr, pins, total, size, rate, live, least, better = shared
     in_ptr, in_from, work, busy, space, capacity = t.in_ptr, t.in_from, t.work, t.end, t.space_low, t.capacity
     allowed, moves, left, may_idle = t.allowed, t.moves, t.left, t.may_idle
+    launch, hosted = t.launch, t.launch.size > 0
     n, nodes = parent.size, pins_ptr.size - 1
     configurations, kinds = left.size, rate.size
     origin = np.full((configurations, n), -1, np.int32)
@@ -189,12 +190,16 @@ def reach(
                     # Two bounds of this and every larger stage: what is fixed, and the cheapest end above.
                     bound = busy[k, i] - busy[k, j] + rate[k] * fixed
                     other = least[k, i] - busy[k, j] - rate[k] * (live[j] - fixed)
+                    if hosted:
+                        bound = max(bound, launch[k, i] - launch[k, j])
                     alive[level, k] = max(bound, other) * (1.0 - 1e-12) <= threshold
                     on = on or alive[level, k]
             for m in range(moves.shape[0]):
                 kind, b = moves[m, 2], moves[m, 1]
                 if active[m] and alive[level, kind]:
                     load = busy[kind, i] - busy[kind, j] + rate[kind] * paid
+                    if hosted:
+                        load = max(load, launch[kind, i] - launch[kind, j])
                     chain = max(load, slowest[moves[m, 0], j])
                     if load <= threshold and chain < slowest[b, i] and allowed[b, i]:
                         slowest[b, i], origin[b, i], via[b, i] = chain, j, m

@@ -55,19 +55,19 @@ class DirectProblem(Problem):
         """Return the bytes of the tensors that every pair of `states` shares with the rest; see Problem."""
         return self._shared(states), self.rate
 
-    def loads(self, path: Path) -> list[float]:
-        """Return every stage's load in a chain, in ms."""
+    def device_loads(self, path: Path) -> list[float]:
+        """Return how many ms the devices of every stage in a chain are busy."""
         states = np.array([0, *(state for state, _ in path)], np.int64)
         shared = self._shared_by_counts(membership(self.chains, states))
         rates = [self.rate[self.kind[self.moves.number[move]]] for _, move in path]
-        paid = zip(super().loads(path), rates, strict=True)
+        paid = zip(super().device_loads(path), rates, strict=True)
         return [load + float(rate * shared[i, i + 1]) for i, (load, rate) in enumerate(paid)]
 
     def test(self, threshold: float, clock: Clock | None = None) -> Path | None:
         """Return a chain whose every stage has load <= threshold and fits, or None; raises OutOfTime."""
         path = self._test(threshold, clock or Clock(), closing=True)
-        # Closures do not look at memory, so their chain may not fit. Without closures the test takes longer.
-        if path is not None and not self._fits(path):
+        # Closures look at neither memory nor launches, so their chain may not do. Without them the test takes longer.
+        if path is not None and (not self._fits(path) or max(self.launches(path)) > threshold):
             path = self._test(threshold, clock or Clock(), closing=False)
         return path
 

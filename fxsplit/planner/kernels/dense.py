@@ -24,6 +24,7 @@ def best_chains(t: Tables, below: Bools, shared: Floats, rate: Floats, upper: fl
     """
     work, start, end, start_floor, end_floor = t.work, t.start, t.end, t.start_floor, t.end_floor
     space_start, space_end, capacity = t.space_start, t.space_end, t.capacity
+    launch, hosted = t.launch, t.launch.size > 0
     allowed, moves, done, left = t.allowed, t.moves, t.done, t.left
     n = work.size
     best = np.full((done.size, n), np.inf)
@@ -65,6 +66,8 @@ def best_chains(t: Tables, below: Bools, shared: Floats, rate: Floats, upper: fl
                 load = max(max(end[kind, i] - start[kind, j], start_floor[kind, j]), end_floor[kind, i])
                 if shared.size:
                     load = load + rate[kind] * shared[j, i]
+                if hosted:
+                    load = max(load, launch[kind, i] - launch[kind, j])
                 load = max(load, best[a, j])
                 if load < value:
                     value, where = load, j

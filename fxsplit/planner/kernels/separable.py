@@ -5,8 +5,8 @@ A stage is the difference of two ideals J < I, on the devices of a move (see mov
     load(J, I) = max(end(I) - start(J), start_floor(J), end_floor(I))
 
 So among all J below I only the one with the largest start matters. That start is carried along the edges of the
-lattice, which costs O(edges) for each move in place of O(pairs of ideals). Where memory binds too, a short list of
-(start, memory), in which no entry is better in both, takes the place of the largest start.
+lattice, which costs O(edges) for each move in place of O(pairs of ideals). Where memory binds too, or hosts launch, a
+short list of (start, memory, launches), in which no entry is better in all, takes the place of the largest start.
 """
 
 from __future__ import annotations
@@ -91,11 +91,15 @@ def reach(t: Tables, threshold: float, steps: int) -> tuple[Ints, Ints, int]:
 
 
 def reach_bounded(t: Tables, threshold: float, steps: int) -> tuple[Ints, Ints, int]:
-    """Decide the same where every stage must also fit into memory; parameters and result are those of `reach`."""
+    """Decide the same where every stage must also fit into memory, and its host must launch it within `threshold`.
+
+    Parameters and result are those of `reach`.
+    """
     in_ptr, in_from, work, allowed, moves = t.in_ptr, t.in_from, t.work, t.allowed, t.moves
     start, end, start_floor, end_floor = t.start, t.end, t.start_floor, t.end_floor
     done, left, may_idle = t.done, t.left, t.may_idle
     space_start, space_end, space_low, capacity = t.space_start, t.space_end, t.space_low, t.capacity
+    launch, hosted = t.launch, t.launch.size > 0
     n = in_ptr.size - 1
     origin = np.full((done.size, n), -1, np.int32)
     via = np.full((done.size, n), -1, np.int32)
@@ -103,18 +107,19 @@ def reach_bounded(t: Tables, threshold: float, steps: int) -> tuple[Ints, Ints, 
     origin[0, 0] = 0
     slowest[0, 0] = -np.inf
     taken = 0
-    # The list of the ideal in hand: starts, their memory, and the ideals that they belong to.
+    # The list of the ideal in hand: starts, their memory, and the ideals that they belong to, which tell the launches.
     time, space, where = np.empty(n + 1, np.float64), np.empty(n + 1, np.float64), np.empty(n + 1, np.int32)
 
-    def insert(late: float, room: float, j: int, size: int) -> int:
-        """Add an entry to the list of `size` entries, unless another is better in both; return its new size."""
+    def insert(late: float, room: float, j: int, size: int, kind: int) -> int:
+        """Add an entry to the list of `size` entries, unless another is better in all; return its new size."""
         for p in range(size):
-            if time[p] >= late and space[p] >= room:
+            if time[p] >= late and space[p] >= room and not (hosted and launch[kind, where[p]] < launch[kind, j]):
                 return size
-        # What the new entry beats in both leaves the list.
+        # What the new entry beats in all leaves the list.
         kept = 0
         for p in range(size):
-            if not (late >= time[p] and room >= space[p]):
+            beaten = late >= time[p] and room >= space[p]
+            if not beaten or (hosted and launch[kind, j] < launch[kind, where[p]]):
                 time[kept], space[kept], where[kept] = time[p], space[p], where[p]
                 kept += 1
         time[kept], space[kept], where[kept] = late, room, j
@@ -145,20 +150,25 @@ def reach_bounded(t: Tables, threshold: float, steps: int) -> tuple[Ints, Ints, 
                     taken += begin[in_from[e] + 1] - begin[in_from[e]]
                     # An entry of an ideal below is of no use where even what only grows does not fit.
                     for k in range(begin[in_from[e]], begin[in_from[e] + 1]):
+                        # Launches only grow too.
+                        if hosted and launch[kind, i] - launch[kind, pool_from[k]] > threshold:
+                            continue
                         if space_low[kind, i] - pool_space[k] <= capacity[kind]:
-                            size = insert(pool_time[k], pool_space[k], pool_from[k], size)
+                            size = insert(pool_time[k], pool_space[k], pool_from[k], size, kind)
                 own = origin[a, i] >= 0 and start_floor[kind, i] <= threshold
                 if own and may_idle:
-                    size = insert(start[kind, i], space_start[kind, i], i, size)
+                    size = insert(start[kind, i], space_start[kind, i], i, size, kind)
                 if work[i] >= least and allowed[b, i]:
                     for p in range(size):
                         load = max(end[kind, i] - time[p], end_floor[kind, i], start_floor[kind, where[p]])
+                        if hosted:
+                            load = max(load, launch[kind, i] - launch[kind, where[p]])
                         fits = space_end[kind, i] - space[p] <= capacity[kind]
                         if fits and load <= threshold and max(load, slowest[a, where[p]]) < slowest[b, i]:
                             slowest[b, i] = max(load, slowest[a, where[p]])
                             origin[b, i], via[b, i] = where[p], m
                 if own and not may_idle:
-                    size = insert(start[kind, i], space_start[kind, i], i, size)
+                    size = insert(start[kind, i], space_start[kind, i], i, size, kind)
             # Grow by as much as there is and is needed, so that copies stay few.
             if count + size > pool_time.size:
                 longer = np.empty(count + size, np.float64)

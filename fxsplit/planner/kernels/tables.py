@@ -25,6 +25,7 @@ class Tables(NamedTuple):
     start, end, start_floor, end_floor: [kinds, ideals], ms; load(J, I) = max(end[I] - start[J], start_floor[J],
     end_floor[I]). space_start, space_end: [kinds, ideals], bytes; a stage fits if space_end[I] - space_start[J] <=
     capacity, of [kinds]. space_low is the part of space_end that only grows with I.
+    launch: [kinds, ideals], ms; a load is at least launch[I] - launch[J]. It is [0, 0] where nothing is launched.
     allowed: [configurations, ideals], where a stage may end. moves: [moves, 3] of (from, to, kind or IDLE), in an order
     in which a configuration is complete before it is left. done, left: [configurations], how much work the devices used
     so far, and those not used, do at most in 1 ms of load. may_idle: whether a stage may be empty.
@@ -41,6 +42,7 @@ class Tables(NamedTuple):
     space_end: Floats
     space_low: Floats
     capacity: Floats
+    launch: Floats
     allowed: Bools
     moves: Ints
     done: Floats
@@ -50,7 +52,8 @@ class Tables(NamedTuple):
     def take(self, states: NDArray[np.int64]) -> Tables:
         """Return the tables of some states alone; the edges between them are the caller's to give."""
         # Contiguous copies: numba compiles a kernel anew for arrays of another layout.
-        by_kind = ("start", "end", "start_floor", "end_floor", "space_start", "space_end", "space_low", "allowed")
+        by_kind = ["start", "end", "start_floor", "end_floor", "space_start", "space_end", "space_low", "allowed"]
+        by_kind += ["launch"] if self.launch.size else []
         chosen: dict[str, Any] = {name: np.ascontiguousarray(getattr(self, name)[:, states]) for name in by_kind}
         return self._replace(work=self.work[states], **chosen)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from math import inf, nan
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 import fxsplit
 from fxsplit import Costs
 from fxsplit.errors import ProfileError
-from fxsplit.ir.facts.costs import InputCost
+from fxsplit.ir.facts.costs import InputCost, KnownCosts
 from tests.graphs import node
 from tests.models import FAST, Mlp, Residual
 from tests.refusals import refused
@@ -100,6 +101,20 @@ def test_damaged_profiles(tmp_path: Path, change: Any, message: str) -> None:
         pipe.costs.save(path)
     with refused(ProfileError, message):
         Costs.load(edited(path, change))
+
+
+def test_launches_are_saved_where_there_are_some(tmp_path: Path) -> None:
+    """So a profile of a CPU is as before, and one without launches can be read."""
+    path = tmp_path / "launched.json"
+    nodes = node("a"), node("b", ["a"], forward_launch_ms=0.5, backward_launch_ms=2.0)
+    costs = Costs(nodes, (), ("b",), rows=1)
+    costs.save(path)
+    assert ["forward_launch_ms" in n for n in json.loads(path.read_text())["nodes"]] == [False, True]
+    assert Costs.load(path).nodes == nodes
+    known = KnownCosts(Costs.load(path), complete=True).times["f b"]
+    assert (known.forward_ms, known.forward_launch_ms, known.backward_launch_ms) == (1.0, 0.5, 2.0)
+    with refused(ProfileError, "node 'b' has backward_launch_ms=-1: give a finite number"):
+        replace(costs, nodes=(nodes[0], replace(nodes[1], backward_launch_ms=-1))).check()
 
 
 def test_truncated_profile(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from fxsplit.errors import BrokenFact
 from fxsplit.ir.facts.antichains import Antichains
 from fxsplit.ir.facts.blocks import Blocks, build_csr
 from fxsplit.ir.facts.costs import Costs, Exchange
-from fxsplit.ir.facts.machine import Machine
+from fxsplit.ir.facts.machine import Device, Machine
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.price import CostModel, format_bytes, price_split
 from fxsplit.ir.facts.states import SUMMED, States
@@ -117,6 +117,35 @@ def test_replicas_and_recomputing_by_hand() -> None:
     assert (stage.forward_ms, stage.backward_ms) == (0.5, 1.5), "two devices; the forward runs twice"
     assert stage.reduce_ms == 8 * 4 * 1 / (4 * 1.0) and stage.memory_bytes == 8 * 4 + 1 + 10
     assert stage.held_bytes == 33 and stage.kept_bytes == 10 and stage.parameter_bytes == 8
+
+
+def test_launches_are_priced_by_hand() -> None:
+    """Two nodes of 3 ms are launched within 5 and 3 ms: on a device twice as fast that takes as long."""
+    nodes = node("a", forward_launch_ms=1, backward_launch_ms=4), node("b", ["a"], forward_launch_ms=3)
+    costs = Costs(nodes, (), ("b",), rows=1)
+    assert (costs.compute_ms, costs.launch_ms, costs.total_ms) == (6.0, 8.0, 8.0)
+    machine = Machine((Device("a", speed=2.0), Device("b", speed=2.0), Device("h", host=True)), (1e3, 1e3))
+    load = Workload("1F1B", 4, {1: (1,), 2: (2, 1)})
+    first, second = price_split(costs, machine, load, one_each([("a",), ("b",)]), CostModel())
+    assert (first.forward_launch_ms, first.backward_launch_ms, first.load_ms) == (1.0, 4.0, 5.0)
+    assert (second.forward_launch_ms, second.backward_launch_ms, second.load_ms) == (3.0, 0.0, 3.0)
+    (both,) = price_split(costs, machine, load, [(("a", "b"), (0, 1), True)], CostModel())
+    assert (both.forward_launch_ms, both.backward_launch_ms, both.load_ms) == (2.0, 4.0, 6.0), "half of 4, and of 4 + 4"
+    (host,) = price_split(costs, machine, load, [(("a", "b"), (2,), False)], CostModel())
+    assert host.launch_ms == host.load_ms == 0.0
+
+
+def test_a_table_has_launches_where_there_are_some(ir: IR) -> None:
+    assert "launch ms" not in str(ir[Plan]) and "launch ms" not in str(ir[Costs])
+    launched = tuple(replace(s, forward_launch_ms=1.5, backward_launch_ms=2.0) for s in ir[Plan].stages)
+    head, first, *_ = str(replace(ir[Plan], stages=launched)).splitlines()
+    assert head.split()[9:11] == ["launch", "ms"] and first.split()[6] == "3.500"
+    nodes = tuple(replace(n, backward_launch_ms=0.25) for n in ir[Costs].nodes)
+    head, first, *rest = str(
+        replace(ir[Costs], nodes=nodes, environment={"device": "H100", "clock": "1 GHz"})
+    ).splitlines()
+    assert head.split()[5:7] == ["launch", "ms"] and first.split()[3] == "0.250"
+    assert rest[-1] == "measured on: H100, 1 GHz"
 
 
 def test_a_plan_tells_its_gap(ir: IR) -> None:

@@ -48,7 +48,7 @@ def test_what_a_clock_says_is_what_is_told() -> None:
     with patch.object(Clock, "now", lambda self: float(next(ticks) ** 2)):
         times = time_alone({"a": Call(layer, (x,), {})}, CPU, 1, lambda: told.append(1))
     # The second turn is the one that counts: the clock says 16, 25, 36, 49.
-    forward, backward, weight, spread = times["a"]
+    forward, backward, weight, spread, *_ = times["a"]
     assert (WARM_UP, HALVED, told) == (1, 2, [1]) and (forward, backward) == (25 - 16, 49 - 36)
     assert spread is None, "one repeat says nothing of noise"
     assert 0 < weight < backward

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from fxsplit.ir.facts.costs import Measured
 from fxsplit.passes.profile.time_in_step import (
     Sweep,
     describe_operator,
@@ -113,9 +114,9 @@ def test_the_gradients_of_weights_are_the_second_half() -> None:
 def test_medians_and_the_share_of_the_second_half() -> None:
     first = [99.0]  # the warm-up
     found = take_medians([*first, 3.0, 1.0, 9.0, 8.0], [*first, 8.0, 2.0, 4.0], [(0.25, 1.0), (0.75, 2.0)], 3)
-    assert found == (3.0, 4.0, 3.0, 5.0)
-    assert take_medians([*first, 1.0], [*first, 2.0], [], 1) == (1.0, 2.0, 0.0, None)
-    assert take_medians([*first, 1.0], [], [], 1) == (1.0, 0.0, 0.0, None), "a node without a backward"
+    assert found == Measured(3.0, 4.0, 3.0, 5.0)
+    assert take_medians([*first, 1.0], [*first, 2.0], [], 1) == Measured(1.0, 2.0, 0.0, None)
+    assert take_medians([*first, 1.0], [], [], 1) == Measured(1.0, 0.0, 0.0, None), "a node without a backward"
 
 
 def test_the_spread_is_half_the_distance_of_the_quartiles() -> None:

@@ -1,0 +1,136 @@
+"""What a stage takes, as sums over states: the tables that the search reads, for each kind of move.
+
+A stage's load, memory and launches are differences of two states' entries (see kernels/tables.py). The definition they
+must agree with is `price_split` of ir/facts/price.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+
+from fxsplit.ir.facts.antichains import Antichains
+from fxsplit.ir.facts.machine import Machine
+from fxsplit.ir.facts.price import WEIGHT_COPIES, CostModel
+from fxsplit.ir.facts.states import States
+from fxsplit.ir.facts.workload import Workload
+from fxsplit.planner.kernels import fit
+from fxsplit.planner.kernels.lattice import prefix_sums
+from fxsplit.planner.kernels.tables import Floats
+from fxsplit.planner.moves import Move, Moves
+
+
+class Kind(NamedTuple):
+    """What tells one kind of move from another: what it makes of times (speed, ms per byte) and of bytes.
+
+    `in_flight` is how many microbatches the stage holds, `versions` how many versions of its weights. Both are known
+    only where the number of stages is; else memory has no limit or nothing to hold, and they do not matter.
+    """
+
+    speed: float
+    replicas: int
+    host: bool
+    reduce: float
+    receive: float
+    send: float
+    in_flight: int
+    versions: int
+    recompute: bool
+    capacity: float
+
+    @classmethod
+    def of(cls, machine: Machine, workload: Workload, model: CostModel, moves: Moves, move: Move) -> Kind:
+        """Return the kind of a move."""
+        devices = [machine.devices[d] for d in move.devices]
+        first, last = move.devices[0], move.devices[-1]
+        receive = send = 0.0
+        if model.traffic:
+            # What the caller gives to the first stage, and gets from the last, is free. A device that is not next to
+            # another one, such as to itself, is joined to it by the slowest link.
+            before = max(first - 1, 0) if move.near_before else first
+            after = min(last + 1, len(machine) - 1) if move.near_after else last
+            receive = 0.0 if move.first else 1.0 / machine.bytes_per_ms(first, before)
+            send = 0.0 if move.last else 1.0 / machine.bytes_per_ms(last, after)
+        return cls(
+            speed=len(devices) * min(d.speed for d in devices),
+            replicas=len(devices),
+            host=devices[0].host,
+            reduce=machine.reduce_ms_per_byte(move.devices),
+            receive=receive,
+            send=send,
+            in_flight=workload.in_flight[moves.n_stages][move.rank] if moves.n_stages else 0,
+            versions=workload.versions_of(moves.n_stages)[move.rank] if moves.n_stages else 1,
+            recompute=move.recompute,
+            capacity=min(d.memory_bytes for d in devices),
+        )
+
+
+def tabulate(kinds: Sequence[Kind]) -> dict[str, Floats]:
+    """Return each figure of all kinds by its name, as a column: float64 [kinds, 1]."""
+    return dict(zip(Kind._fields, np.array(kinds, np.float64).T[:, :, None], strict=True))
+
+
+def price_times(
+    states: States, kinds: Mapping[str, Floats], model: CostModel, *, starts_late: bool, ends_early: bool
+) -> tuple[Floats, Floats, Floats, Floats]:
+    """Return start, end, start_floor and end_floor of every kind and state (see Tables), in ms.
+
+    `kinds` has each figure of every Kind by its name, as a column: float64 [kinds, 1].
+    """
+    column = states.column
+    forward = column("forward_ms")
+    live = column("live_bytes") + column("live_gradient_bytes")
+    # The first stage gets its values from the caller, and the last one returns its values there, which is free.
+    arriving, leaving = live.copy(), live.copy()
+    if starts_late:
+        arriving[0] = 0.0
+    if ends_early:
+        leaving[-1] = 0.0
+    own = forward + column("backward_ms") + kinds["recompute"] * forward
+    computing = np.where(kinds["host"] > 0, column("host_ms"), own)
+    busy = computing / kinds["speed"] + column("parameter_bytes") * kinds["reduce"]
+    received, sent = arriving * kinds["receive"], leaving * kinds["send"]
+    # Overlapped, the slowest of computing, receiving and sending counts; else their sum does.
+    if model.name == "overlapped":
+        return busy, busy, received, sent
+    floor = np.full_like(busy, -inf)
+    return (busy - received, busy + sent, floor, floor) if model.forwards else (busy, busy, floor, floor)
+
+
+def price_launches(states: States, kinds: Mapping[str, Floats]) -> Floats:
+    """Return the launches of every kind and state (see Tables), in ms; an empty array where there are none."""
+    forward, backward = states.column("forward_launch_ms"), states.column("backward_launch_ms")
+    if not (forward[-1] or backward[-1]):
+        return np.zeros((0, 0))
+    # A host's devices launch nothing, and replicas launch their shares of the microbatches.
+    launches: Floats = (forward + backward + kinds["recompute"] * forward) * (kinds["host"] == 0) / kinds["replicas"]
+    return launches
+
+
+def price_space(states: States, kinds: Mapping[str, Floats], model: CostModel) -> tuple[Floats, Floats, Floats]:
+    """Return space_start, space_end and space_low of every kind and state (see Tables), in bytes."""
+    in_flight, recompute = kinds["in_flight"], kinds["recompute"] > 0
+    copies = WEIGHT_COPIES + model.optimizer_factor + kinds["versions"] - 1.0
+    # A stage that recomputes keeps the activations of the microbatch in hand alone.
+    kept = np.where(recompute, np.minimum(in_flight, 1.0), in_flight) * states.column("kept_bytes")
+    space_low = states.column("parameter_bytes") * copies + states.column("buffer_bytes") + kept
+    boundary = in_flight * states.column("live_bytes") * model.forwards
+    return space_low - boundary, space_low + boundary, space_low
+
+
+def measure_work_with_hosts(states: States, chains: Antichains) -> tuple[Floats, float]:
+    """Return work of which an accelerator does at most 1, and a host at most the second result, in one unit of time.
+
+    With c the hosts' speed overall, a node's work is the smaller of its own time and c times its time on a host.
+    """
+    own, host = states.column("forward_ms") + states.column("backward_ms"), states.column("host_ms")
+    speed = float(own[-1] / max(host[-1], 1e-9 * own[-1])) if own[-1] > 0 else 1.0  # any c is right; this one is tight
+    each = np.zeros((len(chains.blocks), 1))
+    # The difference to the ideal without its last block is that block's own time.
+    before = chains.parent[1:]
+    each[chains.last[1:], 0] = np.minimum(own[1:] - own[before], speed * (host[1:] - host[before]))
+    sums = fit(prefix_sums, len(chains))(chains.parent, chains.last, np.maximum(each, 0.0))
+    return np.ascontiguousarray(sums[:, 0]), speed
