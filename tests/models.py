@@ -12,6 +12,13 @@ from torch.nn import functional as F
 FAST = "profile{repeats=1},augment,order,partition,emit"
 
 
+def take_grads(model: nn.Module) -> list[Tensor]:
+    """Return the gradients of a model's parameters that have one, and clear them."""
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    return found
+
+
 class Residual(nn.Module):
     """A convolutional net with batch norm, a residual block and in-place activations."""
 

@@ -55,7 +55,11 @@ class Compiled:
     versions: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)
 
     def adapt_candidate(self, options: Options, rows: int) -> Candidate:
-        """Return this record's schedule, with the number of microbatches for a batch of `rows`, which may be small."""
+        """Return this record's schedule, with the number of microbatches for a batch of `rows`.
+
+        A batch of fewer rows than microbatches gets the largest number, up to one a row, that the schedule is made for.
+        Where there is none, the number stays as it is, and the rows do not suffice.
+        """
         scheduler = self.program.scheduler
         count = options.count_microbatches(scheduler, rows, self.found_count)
         fewer = scheduler.nearest(rows) if rows < count else count

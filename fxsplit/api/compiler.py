@@ -38,7 +38,6 @@ from fxsplit.ir.manager import Observer
 from fxsplit.passes import Leaf
 from fxsplit.runtime.microbatches import divide_rows
 from fxsplit.runtime.program import Batch, Program
-from fxsplit.schedule.catalogue import Scheduler
 from fxsplit.torch_internals.thread_modes import enable_gradients
 from fxsplit.torch_internals.undo import Turn, leave_no_trace
 from fxsplit.torch_internals.user_lines import warn_user
@@ -97,29 +96,22 @@ class Compiler:
         inputs = compiled.captured[Example].inputs
         tensors = self._bind(inputs, call)
         rows = program.inputs.count_rows(tensors)
-        count = self.options.count_microbatches(program.scheduler, rows, compiled.found_count)
-        if rows < count:
-            count = self._take_fewer(program.scheduler, rows, count)
+        count = compiled.adapt_candidate(self.options, rows).n_microbatches
+        self._say_fewer(rows, count)
         divided = divide_rows(rows, count)
         compiled.captured[Scope].check_rows(divided)
         arguments = {name: now for name, (_, now) in inputs.find_numbers(*call).items()} if inputs.numbers else {}
         return Batch(program, tensors, divided, compiled.captured[PythonState].read_numbers(arguments))
 
-    def _take_fewer(self, scheduler: Scheduler, rows: int, stated: int) -> int:
-        """Return the largest number of microbatches, up to one a row, that the schedule is made for; warn of it once.
-
-        Where there is none, it is the number stated, for which the rows do not suffice.
-        """
-        fewer = scheduler.nearest(rows)
-        if fewer > rows:
-            return stated
-        if not self._said_fewer:
+    def _say_fewer(self, rows: int, count: int) -> None:
+        """Warn, once, of a batch whose rows do not suffice for the number of microbatches that the user stated."""
+        stated = self.options.n_microbatches
+        if isinstance(stated, int) and count < stated and not self._said_fewer:
             self._said_fewer = True
             warn_user(
-                f"a batch of {rows} rows is cut into {fewer} microbatches, and not into n_microbatches={stated}: give "
+                f"a batch of {rows} rows is cut into {count} microbatches, and not into n_microbatches={stated}: give "
                 f"at least {stated} rows (a DataLoader's last batch: drop_last=True) for the plan to hold"
             )
-        return fewer
 
     def get_compiled(self, mode: Mode) -> Compiled | None:
         """Return what was compiled first in a mode, or in the other mode where only that is compiled."""

@@ -6,9 +6,8 @@ is another one for another value. So the graph is compared with the model with t
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -23,6 +22,7 @@ from fxsplit.ir.facts.effects import CallEffects
 from fxsplit.ir.facts.numbers import hold_numbers, list_number_nodes, set_numbers
 from fxsplit.ir.facts.python_state import Number
 from fxsplit.torch_internals.dependences import find_inseparable, find_ordered_pairs
+from fxsplit.torch_internals.log import hide_warnings
 from fxsplit.torch_internals.observe import observe
 from fxsplit.torch_internals.undo import undo_after
 
@@ -53,7 +53,7 @@ def _attempt(
 ) -> tuple[Graph, CallEffects] | None:
     """Return the checked graph with these numbers as inputs; None where that is impossible."""
     # What the graph without them warns of has been said.
-    with _ignore_warnings():
+    with hide_warnings():
         try:
             graph = front_end.attempt(replace(subject, numbers=tuple(numbers)))
             if len(list_number_nodes(graph.gm.graph)) != len(numbers):
@@ -94,10 +94,3 @@ def _list_effects(subject: Subject, gm: fx.GraphModule) -> tuple[set[str], tuple
         find_inseparable(gm, seen),
         find_ordered_pairs(gm, seen),
     )
-
-
-@contextmanager
-def _ignore_warnings() -> Iterator[None]:
-    """Hide warnings inside the block."""
-    with undo_after(partial(setattr, warnings, "filters", warnings.filters)), warnings.catch_warnings(action="ignore"):
-        yield

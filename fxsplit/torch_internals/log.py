@@ -1,11 +1,13 @@
-"""Logs: hide what a package logs as warnings while something else tells the user what there is to know."""
+"""Hide what a package warns of or logs as a warning, while something else tells the user what there is to know."""
 
 from __future__ import annotations
 
 import logging
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from fxsplit.torch_internals.undo import undo_after
 
@@ -30,6 +32,13 @@ def hide_logged_warnings(package: str) -> Iterator[None]:
     with undo_after(show):
         for handler in handlers:
             handler.addFilter(is_shown)
+        yield
+
+
+@contextmanager
+def hide_warnings() -> Iterator[None]:
+    """Hide Python's warnings inside the block."""
+    with undo_after(partial(setattr, warnings, "filters", warnings.filters)), warnings.catch_warnings(action="ignore"):
         yield
 
 

@@ -11,32 +11,11 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxsplit
-from fxsplit.api import compiler as compiling
-from fxsplit.api.lowering import capture_model
 from fxsplit.errors import InputError
 from fxsplit.torch_internals.torchvision_operators import declare_detection_operators
-from tests.models import FAST, Two
+from tests.models import FAST, Two, take_grads
 
 OPTIONS: dict[str, Any] = {"passes": FAST, "n_microbatches": 2}
-
-
-@pytest.fixture
-def captured(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
-    """The models of which a graph was made, in turn."""
-    found: list[nn.Module] = []
-
-    def noting(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        found.append(model)
-        return capture_model(model, *args, **kwargs)
-
-    monkeypatch.setattr(compiling, "capture_model", noting)
-    return found
-
-
-def take_grads(model: nn.Module) -> list[Tensor]:
-    found = [p.grad for p in model.parameters() if p.grad is not None]
-    model.zero_grad()
-    return found
 
 
 class Takes(Two):

@@ -13,9 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxsplit
-from fxsplit.api import compiler as compiling
-from fxsplit.api.lowering import capture_model
-from tests.models import FAST
+from tests.models import FAST, take_grads
 
 BETA = 1.0
 
@@ -49,25 +47,6 @@ def anneal(model: Annealed, step: int) -> None:
     model.config.rate, model.leaky.negative_slope = 0.5 + 0.1 * step, 0.1 * step
 
 
-@pytest.fixture
-def captured(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
-    """The models of which a graph was made, in turn."""
-    found: list[nn.Module] = []
-
-    def noting(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        found.append(model)
-        return capture_model(model, *args, **kwargs)
-
-    monkeypatch.setattr(compiling, "capture_model", noting)
-    return found
-
-
-def grads(model: nn.Module) -> list[Tensor]:
-    found = [p.grad for p in model.parameters() if p.grad is not None]
-    model.zero_grad()
-    return found
-
-
 SETTINGS: dict[str, dict[str, Any]] = {
     "1F1B": {},
     "ZB-H1": {"schedule": "ZB-H1"},
@@ -95,9 +74,9 @@ def test_annealed_numbers_are_those_of_eager_training(name: str, captured: list[
                 anneal(each, step)
             expected = F.mse_loss(eager(x), y)
             expected.backward()
-            wanted = grads(eager)
+            wanted = take_grads(eager)
             torch.testing.assert_close(pipe.step(x, target=y), expected)
-            torch.testing.assert_close(grads(model), wanted)
+            torch.testing.assert_close(take_grads(model), wanted)
             out = pipe(x)
             torch.testing.assert_close(out, eager(x))
             # Read at the time of the forward, as in eager training.
@@ -105,7 +84,7 @@ def test_annealed_numbers_are_those_of_eager_training(name: str, captured: list[
             F.mse_loss(out, y).backward()
             anneal(model, step)
             if name != "recompute":  # there the leaky module, which reads for itself, runs again
-                torch.testing.assert_close(grads(model), wanted)
+                torch.testing.assert_close(take_grads(model), wanted)
             model.zero_grad()
             eager.zero_grad()
         assert len(captured) == 2, "at first, and when the numbers have changed for the first time"

@@ -5,8 +5,11 @@ from __future__ import annotations
 import io
 import logging
 import threading
+import warnings
 
-from fxsplit.torch_internals.log import hide_logged_warnings
+import pytest
+
+from fxsplit.torch_internals.log import hide_logged_warnings, hide_warnings
 
 
 def test_warnings_are_hidden_in_the_block_and_in_its_thread() -> None:
@@ -35,3 +38,12 @@ def test_packages_with_a_like_name_are_shown() -> None:
     with hide_logged_warnings("fxsplit_test"):
         log.warning("shown")
     assert stream.getvalue() == "shown\n"
+
+
+def test_warnings_are_hidden_inside_the_block_alone() -> None:
+    filters = warnings.filters
+    with hide_warnings():
+        warnings.warn("hidden", stacklevel=1)
+    assert warnings.filters is filters
+    with pytest.warns(UserWarning, match="shown"):
+        warnings.warn("shown", stacklevel=1)

@@ -29,9 +29,9 @@ def find_count(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
 
     None too where it is not made of inputs and buffers alone.
     """
+    numbers = list_number_nodes(gm.graph)
     while not (operands := _find_operands(gm, node)):
         # What scales or reshapes the number changes no weight of a microbatch; Python numbers are placeholders as well.
-        numbers = list_number_nodes(gm.graph)
         inputs = [n for n in node.all_input_nodes if n not in numbers]
         if len(inputs) != 1 or node.target not in PASSED | DIVISIONS:
             return None
@@ -49,10 +49,12 @@ def find_inner_counts(gm: fx.GraphModule, node: fx.Node) -> Iterator[fx.GraphMod
 
 def _extract(gm: fx.GraphModule, operands: Sequence[Any]) -> fx.GraphModule | None:
     """Return a graph that computes a count of operands from the inputs of `gm`; None where that takes more."""
-    needed = _list_needed(gm, operands)
-    if any(node.op == "call_module" or _is_weight(gm, node) for node in needed):
+    # Most nodes are divided by nothing, and most divisors are made with weights: both are told from few nodes.
+    needed = _list_ancestors([operand for operand in operands if isinstance(operand, fx.Node)])
+    if not needed or any(_uses_weights(gm, node) for node in needed):
         return None
-    if not any(node.op == "placeholder" for node in needed):
+    needed = _add_writes(gm, needed)
+    if any(_uses_weights(gm, node) for node in needed) or not any(node.op == "placeholder" for node in needed):
         return None
     graph = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
@@ -104,16 +106,15 @@ def _read_call(node: fx.Node) -> list[Any]:
     return [] if not is_mean(given) else [given["target"], given.get("weight"), given.get("ignore_index", -100)]
 
 
-def _list_needed(gm: fx.GraphModule, operands: Sequence[Any]) -> set[fx.Node]:
-    """Return the nodes that compute the operands, and those that write to any of them."""
-    needed = _list_ancestors([operand for operand in operands if isinstance(operand, fx.Node)])
+def _add_writes(gm: fx.GraphModule, needed: set[fx.Node]) -> set[fx.Node]:
+    """Return the nodes in `needed`, with those that write to any of them and what these are computed from."""
     writes = {node: _list_ancestors([node.all_input_nodes[0]]) for node in gm.graph.nodes if _writes(node)}
     while True:
         # What a node writes to may be a view of what is needed: then it is made of nodes of the same type.
         more = [w for w, made_of in writes.items() if w not in needed and _may_be_view(w, made_of & needed)]
         if not more:
             return needed
-        needed |= _list_ancestors(more)
+        needed = needed | _list_ancestors(more)
 
 
 def _list_ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
@@ -139,9 +140,11 @@ def _read_dtype(node: fx.Node) -> str:
     return str(node.meta.get("fxsplit_shape", "")).split("[")[0]
 
 
-def _is_weight(gm: fx.GraphModule, node: fx.Node) -> bool:
-    """Return whether a node fetches a parameter."""
-    return node.op == "get_attr" and isinstance(operator.attrgetter(str(node.target))(gm), nn.Parameter)
+def _uses_weights(gm: fx.GraphModule, node: fx.Node) -> bool:
+    """Return whether a node fetches a parameter, or calls a module, which may have some."""
+    if node.op == "get_attr":
+        return isinstance(operator.attrgetter(str(node.target))(gm), nn.Parameter)
+    return node.op == "call_module"
 
 
 def _writes(node: fx.Node) -> bool:

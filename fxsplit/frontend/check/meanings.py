@@ -141,9 +141,7 @@ class _Trial:
 
     def look_at_buffers(self) -> None:
         """Say of a buffer through which microbatches change each other's outputs."""
-        if not self._subject.is_cut or self._subject.from_shapes or self.doubtful:
-            return
-        buffer = find_carried_buffer(self._here, (self._subject.rows, self._subject.rows // 2 or 2))
+        buffer = find_carried_buffer(self._here, self._few) if self._may_compare else None
         if buffer:
             self.said.append(
                 f"forward() of {self._here.name} writes buffer {buffer!r}, and what it returns follows from it: the "
@@ -153,16 +151,15 @@ class _Trial:
 
     def look_at_gradients(self, run: Run, found: Sequence[Meaning]) -> None:
         """Say of a weight whose gradient for the batch is not what microbatches make, although the outputs are."""
-        if not self._subject.is_cut or self._subject.from_shapes or self.doubtful:
+        if not self._may_compare:
             return
         named = (name for name in run.whole if isinstance(run.whole[name], Tensor))
         meanings = dict(zip(named, found, strict=True))
         # A few rows, since a backward of the whole example may need more memory than there is.
-        rows = (self._subject.rows, self._subject.rows // 2 or 2)
-        weight = find_unjoined_gradient(self._here, rows, meanings)
+        weight = find_unjoined_gradient(self._here, self._few, meanings)
         # Rounding alone may take another way through a maximum: it has to be so in double precision, elsewhere too.
         closer = copy_in_double(self._here, jitter=True) if weight else None
-        if weight and (closer is None or find_unjoined_gradient(closer, rows, meanings)):
+        if weight and (closer is None or find_unjoined_gradient(closer, self._few, meanings)):
             self.said.append(
                 f"the gradient of {weight!r} of {self._here.name} is not the sum of those of microbatches: a backward "
                 "of its own, a hook, or scale_grad_by_freq compares rows. The pipeline computes it within "
@@ -231,18 +228,27 @@ class _Trial:
 
     # More runs
 
+    @property
+    def _few(self) -> tuple[int, int]:
+        """The sizes of two pieces, of which the second one differs from the first."""
+        return self._subject.rows, self._subject.rows // 2 or 2
+
+    @property
+    def _may_compare(self) -> bool:
+        """Whether more can be learnt from values: batches are cut, and the outputs are what microbatches make."""
+        return self._subject.is_cut and not self._subject.from_shapes and not self.doubtful
+
     def _list_sizes(self) -> Iterator[tuple[int, ...]]:
         """Return the sizes of pieces to try, one list after another."""
         batch, rows = self._subject.batch, self._subject.rows
-        small = (rows, rows // 2 or 2)
         cut = [spec for spec in self._here.inputs.specs if spec.cut.dim is not None]
         # Several arguments have to stay together: one may be no batch at all, and right at its full length only.
-        if sum(small) < batch and (len(cut) == 1 or self._subject.from_shapes):
-            yield small
+        if sum(self._few) < batch and (len(cut) == 1 or self._subject.from_shapes):
+            yield self._few
         yield choose_pieces(batch, rows)
         if self._subject.is_cut:
             yield divide_evenly(batch, rows)
-            yield small  # memory may not suffice for the whole example
+            yield self._few  # memory may not suffice for the whole example
 
     def _run(self, here: Runnable, rows: tuple[int, ...]) -> Run:
         """Return a run on the example's rows, or on some of them."""
@@ -278,16 +284,16 @@ class _Trial:
             kinds = kinds & list_kinds(*run.take(name), run.rows)
         return kinds
 
-    def _find_node(self, name: str, run: Run) -> fx.Node | None:
-        """Return the node of the graph that is an output; None where the graph or its outputs are others."""
+    def _find_node(self, name: str, run: Run) -> Iterator[tuple[fx.GraphModule, fx.Node]]:
+        """Yield the graph and its node that is an output; nothing where the graph or its outputs are others."""
         leaves = [] if self._gm is None else pytree.tree_leaves(self._gm.graph.output_node().args[0])
         node = leaves[list(run.whole).index(name)] if len(leaves) == len(run.whole) else None
-        return node if isinstance(node, fx.Node) else None
+        if self._gm is not None and isinstance(node, fx.Node):
+            yield self._gm, node
 
     def _find_count(self, name: str, run: Run) -> Count | None:
         """Return what a number is divided by, if the number is that of its pieces then."""
-        node = self._find_node(name, run)
-        graph = None if node is None or self._gm is None else find_count(self._gm, node)
+        graph = next((find_count(gm, node) for gm, node in self._find_node(name, run)), None)
         if graph is None:
             return None
         closer, loose = self._look_closer(run)
@@ -303,9 +309,8 @@ class _Trial:
 
     def _find_watch(self, name: str, run: Run) -> Watch | None:
         """Return what else is divided by on the way to a number that is a mean by rows on the example."""
-        node = self._find_node(name, run)
         found = []
-        for graph in [] if node is None or self._gm is None else find_inner_counts(self._gm, node):
+        for graph in (graph for gm, node in self._find_node(name, run) for graph in find_inner_counts(gm, node)):
             for by_rows in (False, True):
                 count = Count(graph, by_rows)
                 with suppress(Exception):  # such as a divisor for each row

@@ -12,7 +12,6 @@ from __future__ import annotations
 import inspect
 import io
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
@@ -42,7 +41,7 @@ from fxsplit.torch_internals.fake_weights import is_fake
 from fxsplit.torch_internals.generators import read_python_generators
 from fxsplit.torch_internals.grad_leaves import watch_hooks
 from fxsplit.torch_internals.graph_devices import move_constants
-from fxsplit.torch_internals.log import hide_logged_warnings
+from fxsplit.torch_internals.log import hide_logged_warnings, hide_warnings
 from fxsplit.torch_internals.patch import Method, patch_method
 from fxsplit.torch_internals.thread_modes import enter_function_mode
 from fxsplit.torch_internals.undo import undo_after
@@ -253,14 +252,12 @@ def _skip_idle_conversions() -> Iterator[None]:
 @contextmanager
 def _be_quiet() -> Iterator[None]:
     """Hide what torch.export prints, warns of and logs as a warning inside the block."""
-    own = partial(setattr, sys, "stderr", sys.stderr), partial(setattr, warnings, "filters", warnings.filters)
     # TraceError repeats the first line of a failure, with the user's file and line.
     with (
-        undo_after(own[0]),
-        undo_after(own[1]),
+        undo_after(partial(setattr, sys, "stderr", sys.stderr)),
         hide_logged_warnings("torch"),
         redirect_stderr(io.StringIO()),
-        warnings.catch_warnings(action="ignore"),
+        hide_warnings(),
     ):
         yield
 

@@ -31,7 +31,7 @@ MOST_ITEMS = 1000
 CONTAINERS = (list, dict, set, deque)
 """The types of containers whose content can be put back."""
 
-_OF_TORCH = vars(nn.Module()).keys() - {"training"}
+OF_TORCH = vars(nn.Module()).keys() - {"training"}
 """The attributes in which a module keeps what torch needs of it."""
 
 TORCHS = ("torch", "functorch", "torchgen", "numpy", "sympy", "mpmath", "triton")
@@ -231,7 +231,7 @@ def _list_attributes(value: Any, names: Names, label: Label) -> Iterator[Found]:
         yield Found(held, label)
     weights = (value._parameters, value._buffers) if isinstance(value, nn.Module) else ()
     submodules = value._modules if isinstance(value, nn.Module) else {}
-    built = [name for name in held or () if names.may_build(name) and name not in _OF_TORCH]
+    built = [name for name in held or () if names.may_build(name) and name not in OF_TORCH]
     for name in dict.fromkeys((*names.attributes, *built)):
         at = label.of(name)
         registry = next((kept for kept in weights if name in kept), None)

@@ -24,7 +24,15 @@ from torch import Tensor, nn
 from fxsplit.frontend.graph import Graph, list_fetched
 from fxsplit.frontend.watch.found import CONTENTS, ITEMS, STATE, VARIABLE, Found, Label
 from fxsplit.frontend.watch.names import Names, read_names
-from fxsplit.frontend.watch.places import TORCHS, find_entry, is_library, keep_entries, list_globals, list_places
+from fxsplit.frontend.watch.places import (
+    OF_TORCH,
+    TORCHS,
+    find_entry,
+    is_library,
+    keep_entries,
+    list_globals,
+    list_places,
+)
 from fxsplit.ir.facts.python_state import ABSENT, Place, PythonState, describe_change, is_plain, same
 from fxsplit.torch_internals.contents import Contents
 from fxsplit.torch_internals.interpret import get_storage_id
@@ -37,7 +45,6 @@ _CALLS_OF_MODULES = ("_call_impl", "inner")
 """The functions of torch's in which nn.Module calls hooks and forward()."""
 _READ_ENVIRONMENT = type(os.environ).__getitem__.__code__
 """What all ways to read the environment end in, as os.getenv() does."""
-_OF_TORCH = vars(nn.Module()).keys() - {"training"}
 
 
 class Home(NamedTuple):
@@ -125,7 +132,7 @@ class Watch:
         # The code of torch's own modules is not watched. It reads what a module keeps, such as LayerNorm.eps.
         for path, module in self._modules.items():
             if is_library(type(module).forward):
-                held = [name for name, value in vars(module).items() if is_plain(value) and name not in _OF_TORCH]
+                held = [name for name, value in vars(module).items() if is_plain(value) and name not in OF_TORCH]
                 names = Names((*held, *module._parameters, *module._buffers), {}, {}, (), asks=False)
                 self._visit(module, Label(kind, path), _Frame(names, "", Home(path, frozenset()), in_hook=False))
 
@@ -325,9 +332,7 @@ def _is_watched(code: CodeType) -> bool:
     """Return whether code is neither torch's, nor fxsplit's, nor of Python itself."""
     file = code.co_filename
     # What is typed in has a name in brackets as well, so only the names of generated code are left out.
-    if file.startswith((*_TORCHS, FXSPLIT, "<frozen", "<eval_with_key")):
-        return False
-    return not _is_of_python(code)
+    return not (file.startswith((*_TORCHS, FXSPLIT, "<eval_with_key")) or _is_of_python(code))
 
 
 def _is_of_python(code: CodeType) -> bool:

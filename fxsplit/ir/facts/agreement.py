@@ -65,12 +65,13 @@ def is_weighted_mean(numbers: dict[str, Tensor]) -> bool:
         return False
     # The share of a in the weights of a and b, and the share of c in those of b and c.
     of_a, of_c = (ab - b) / (a - b), (bc - b) / (c - b)
-    if not (0.0 < of_a < 1.0 and 0.0 < of_c < 1.0):
+    # Weights are quotients of differences, and so is what rounding makes of them. A share that is rounding alone is
+    # none: the median of a and b may be that of b.
+    tolerance = 1e-6 if numbers["abc"].dtype is torch.float64 else 1e-3
+    if not all(tolerance < share < 1.0 - tolerance for share in (of_a, of_c)):
         return False
     weights = of_a / (1 - of_a), 1.0, of_c / (1 - of_c)
     expected = sum(w * value for w, value in zip(weights, (a, b, c), strict=True)) / sum(weights)
-    # Weights are quotients of differences, and so is what rounding makes of them.
-    tolerance = 1e-6 if numbers["abc"].dtype is torch.float64 else 1e-3
     return abs(expected - abc) <= tolerance * (max(a, b, c) - min(a, b, c))
 
 

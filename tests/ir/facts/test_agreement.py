@@ -34,7 +34,9 @@ def test_a_mean_by_counts_is_told_from_other_numbers() -> None:
     assert is_weighted_mean({part: torch.tensor(mean(part), dtype=torch.float64) for part in parts})
     largest = {part: max(values[n] for n in part) for part in parts}
     roots = {part: mean(part) ** 0.5 for part in parts[3:]} | values
-    for other in (largest, roots):
+    # The median of a and b is that of b, but for rounding, and the median of all is that of b and c.
+    medians = {"a": -0.1, "b": 0.1, "c": 0.15, "ab": 0.1 - 1e-16, "bc": 0.13, "abc": 0.13}
+    for other in (largest, roots, medians):
         assert not is_weighted_mean({part: torch.tensor(x, dtype=torch.float64) for part, x in other.items()})
 
 

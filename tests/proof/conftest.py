@@ -1,0 +1,24 @@
+"""What several proofs count and compare."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from fxsplit.api import compiler as compiling
+from fxsplit.api.lowering import capture_model
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+    """The models of which a graph was made, in turn."""
+    found: list[nn.Module] = []
+
+    def noting(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        found.append(model)
+        return capture_model(model, *args, **kwargs)
+
+    monkeypatch.setattr(compiling, "capture_model", noting)
+    return found
