@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx, nn
-from torch.fx import _symbolic_trace as symbolic
 from torch.nn.modules.batchnorm import _NormBase
 
 from fxsplit.errors import FxsplitError, TraceError
@@ -33,11 +32,11 @@ from fxsplit.ir.facts.numbers import hold_numbers, name_numbers
 from fxsplit.ir.facts.python_state import Number
 from fxsplit.ir.facts.scope import Scope
 from fxsplit.torch_internals.containers import to_plain_containers
+from fxsplit.torch_internals.fx_state import leave_nothing_of_fx
 from fxsplit.torch_internals.generators import read_generators, read_python_generators
 from fxsplit.torch_internals.graph_devices import fix_constant_devices
 from fxsplit.torch_internals.patch import patch_method
 from fxsplit.torch_internals.rng import is_dropout
-from fxsplit.torch_internals.undo import undo_after
 from fxsplit.torch_internals.user_lines import FXSPLIT, TORCH, is_users
 from fxsplit.torch_internals.weight_reads import refuse_weight_reads
 
@@ -58,7 +57,7 @@ class SymbolicTrace:
             try:
                 with (
                     one_trace.take(),
-                    _undo_fx(),
+                    leave_nothing_of_fx(),
                     _refuse_modes(),
                     record_functions(partial(tracer.create_proxy, "call_function")),
                     refuse_weight_reads(model) as computed,
@@ -179,22 +178,6 @@ class Tracer(fx.Tracer):
                 return to_plain_containers(root_fn(root, *call.args, **call.kwargs))
 
         return run, [self.root]
-
-
-@contextmanager
-def _undo_fx() -> Iterator[None]:
-    """Leave nothing of what fx changes for as long as it traces, in nn.Module among others."""
-    before = symbolic.CURRENT_PATCHER
-
-    def put_back() -> None:
-        patcher = symbolic.CURRENT_PATCHER
-        if patcher is not None and patcher is not before:
-            patcher.revert_all_patches()
-            symbolic.CURRENT_PATCHER = before
-
-    flag = symbolic._is_fx_tracing_flag
-    with undo_after(partial(setattr, symbolic, "_is_fx_tracing_flag", flag)), undo_after(put_back):
-        yield
 
 
 MODES = (

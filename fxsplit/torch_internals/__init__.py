@@ -37,6 +37,7 @@ No other room but `frontend/` names a private part of torch. Those in use here, 
 - torch._C._autograd._pop_saved_tensors_default_hooks: modes
 - torch.utils._python_dispatch.TorchDispatchMode: thread_modes
 - torch._C._autograd._top_saved_tensors_default_hooks: modes
+- torch.fx._symbolic_trace.CURRENT_PATCHER and its revert_all_patches: fx_state
 - torch.nn.modules.batchnorm._BatchNorm: batch_norm
 - torch.nn.modules.dropout._DropoutNd: rng
 - torch._disable_dynamo: uncompiled
