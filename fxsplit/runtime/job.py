@@ -248,7 +248,8 @@ class Job:
             # A node that has hooks would run them in both parts of a backward.
             split = action.op == INPUT_GRADIENT and not self._hooked[action.stage]
             first = len(sums.totals) < len(trained)
-            of_inputs, shares, later = backward(saved, gradients, trained, first, split)
+            finder = replica.branches if split else None
+            of_inputs, shares, later = backward(saved, gradients, trained, first, finder)
             if action.op == BACKWARD:
                 # Dropped before the next action, or memory would hold one microbatch more than the schedule says.
                 del self.work.tape[key]
@@ -265,8 +266,10 @@ class Job:
     def _run_weight_gradient(self, action: Action, device: int, stream: Stream) -> None:
         """Compute the gradients of a stage's weights on a microbatch, from what the gradients of its inputs left."""
         key = action.stage, action.microbatch
+        sums = self.sums[action.stage][action.replica]
+        first = len(sums.totals) < len(self.work.trained[action.stage])
         with self._context.leave_autocast():
-            compute_weight_gradients(self._weight_backwards.pop(key), self.sums[action.stage][action.replica])
+            compute_weight_gradients(self._weight_backwards.pop(key), sums, first)
         del self.work.tape[key]
 
     def _run_reduce(self, action: Action, device: int, stream: Stream) -> None:

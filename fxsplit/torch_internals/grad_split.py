@@ -15,23 +15,56 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
+from fxsplit.torch_internals.grad_products import Product, differentiate_product, find_product
+from fxsplit.torch_internals.grad_shapes import GraphShape
+from fxsplit.torch_internals.grad_sums import differentiate
+
 FUSED = ("BatchNorm", "LayerNorm", "GroupNorm", "RmsNorm", "Rnn", "Lstm", "Gru", "Prelu", "Attention", "CppNode")
 """Parts of the names of autograd nodes whose kernels compute the gradients of inputs and weights together."""
 
-BranchNodes = dict[Any, tuple[list[GradientEdge], list[Tensor]]]
-"""Each branch node with the edges into it (one for each of its outputs that is used) and the weights to reach."""
+MOST_SHAPES = 4
+"""So many shapes of a stage's graph are kept; a graph that is another one every time is searched every time."""
+
+
+class Branch(NamedTuple):
+    """What is known of a branch node: the edges into it, one for each of its outputs that is used, and its weights.
+
+    `product` says how it is the product of a linear layer, None where it is another node.
+    """
+
+    edges: list[GradientEdge]
+    weights: list[Tensor]
+    product: Product | None
+
+
+BranchNodes = dict[Any, Branch]
+"""Each branch node with what is known of it."""
 
 Users = dict[Any, list[tuple[Any, int]]]
 """Who uses each autograd node: the nodes that hand it gradients, each with the number of the output that it used."""
 
-WeightBackward = tuple[list[GradientEdge], list[Tensor], list[Tensor]]
-"""The weight-gradient backward of one branch node: the edges to start from, the weights, the gradients that arrived."""
+
+class WeightBackward(NamedTuple):
+    """The weight-gradient backward of one branch node: the edges to start from, the weights, what arrived there."""
+
+    edges: list[GradientEdge]
+    weights: list[Tensor]
+    gradients: list[Tensor]
+    product: Product | None = None
+
+    def run(self) -> Sequence[Tensor | None]:
+        """Return the gradients of the weights. To be called under no_grad."""
+        if self.product is not None:
+            found = differentiate_product(self.product, self.edges[0].node, self.gradients[0], self.weights)
+            if found is not None:
+                return found
+        return differentiate(self.edges, self.gradients, self.weights)
 
 
 def find_branch_nodes(roots: Sequence[Tensor], trained: Iterable[Tensor]) -> tuple[BranchNodes, list[Tensor]]:
@@ -42,7 +75,7 @@ def find_branch_nodes(roots: Sequence[Tensor], trained: Iterable[Tensor]) -> tup
     users, node_of = _find_users(roots)
     # Weights that leave the stage as they are: their gradient arrives at no node of the stage.
     handed_on = {id(root) for root in roots if root.grad_fn is None}
-    nodes: BranchNodes = {}
+    own: dict[Any, list[Tensor]] = defaultdict(list)
     without: list[Tensor] = []
     for weight in trained:
         if weight not in node_of and id(weight) not in handed_on:
@@ -50,12 +83,52 @@ def find_branch_nodes(roots: Sequence[Tensor], trained: Iterable[Tensor]) -> tup
         node = None if id(weight) in handed_on else _find_branch_node(node_of[weight], users)
         if node is None:
             without.append(weight)
-        elif node in nodes:
-            nodes[node][1].append(weight)
         else:
-            numbers = sorted({number for _, number in users[node]})
-            nodes[node] = [GradientEdge(node, number) for number in numbers], [weight]
+            own[node].append(weight)
+    numbers = {node: sorted({number for _, number in users[node]}) for node in own}
+    nodes = {
+        node: Branch([GradientEdge(node, n) for n in numbers[node]], weights, find_product(node, weights))
+        for node, weights in own.items()
+    }
     return nodes, without
+
+
+class _Known(NamedTuple):
+    """What was found in graphs of one shape: nodes by position, and weights by their number among those trained."""
+
+    shape: GraphShape
+    branches: list[tuple[int, list[int], list[int], Product | None]]
+    without: list[int]
+
+
+class BranchFinder:
+    """Finds the branch nodes of one stage. What it found for a graph serves every graph of the same shape."""
+
+    def __init__(self) -> None:
+        self._known: list[_Known] = []
+
+    def find(self, roots: Sequence[Tensor], trained: Sequence[Tensor]) -> tuple[BranchNodes, list[Tensor]]:
+        """Return what `find_branch_nodes` returns."""
+        numbers = {id(weight): i for i, weight in enumerate(trained)}
+        for known in self._known:
+            nodes = known.shape.match(roots, numbers)
+            if nodes is not None:
+                found = {
+                    nodes[i]: Branch([GradientEdge(nodes[i], n) for n in outputs], [trained[w] for w in own], product)
+                    for i, outputs, own, product in known.branches
+                }
+                return found, [trained[w] for w in known.without]
+        found, without = find_branch_nodes(roots, trained)
+        # Kept by positions and numbers: what is kept of a graph must keep neither the graph nor its tensors.
+        positions: dict[Any, int] = {}
+        shape = GraphShape(roots, numbers, positions)
+        branches = [
+            (positions[node], [edge.output_nr for edge in b.edges], [numbers[id(w)] for w in b.weights], b.product)
+            for node, b in found.items()
+        ]
+        known = _Known(shape, branches, [numbers[id(weight)] for weight in without])
+        self._known = [known, *self._known][:MOST_SHAPES]
+        return found, without
 
 
 def collect_weight_backwards(nodes: BranchNodes, gradients: Iterable[Tensor | None]) -> list[WeightBackward]:
@@ -65,10 +138,10 @@ def collect_weight_backwards(nodes: BranchNodes, gradients: Iterable[Tensor | No
     """
     arrived = iter(gradients)
     found: list[WeightBackward] = []
-    for edges, weights in nodes.values():
+    for edges, weights, product in nodes.values():
         known = [(edge, gradient) for edge in edges if (gradient := next(arrived)) is not None]
         if known:
-            found.append(([edge for edge, _ in known], weights, [gradient for _, gradient in known]))
+            found.append(WeightBackward([edge for edge, _ in known], weights, [g for _, g in known], product))
     return found
 
 

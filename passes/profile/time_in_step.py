@@ -205,19 +205,20 @@ def time_halves(outputs: Tensors, leaves: Tensors, seeds: Tensors, totals: Sums 
     """
     weights = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
     nodes, _ = find_branch_nodes(outputs, weights)
-    late = {id(weight) for _, own in nodes.values() for weight in own}
+    late = {id(weight) for branch in nodes.values() for weight in branch.weights}
     first = [leaf for leaf in leaves if id(leaf) not in late]
     # Nothing can wait. Any positive time says so, as only the halves' ratio counts.
     if not nodes:
         return 1.0, 0.0
-    ends: list[Any] = [*first, *(edge for edges, _ in nodes.values() for edge in edges)]
+    ends: list[Any] = [*first, *(edge for branch in nodes.values() for edge in branch.edges)]
     begin = clock.now()
     # The second half starts from the same graph, so the first one may not free it.
     found = torch.autograd.grad(outputs, ends, seeds, retain_graph=True, allow_unused=True)
     _accumulate(totals, first, found[: len(first)])
     middle = clock.now()
-    for edges, own, arrived in collect_weight_backwards(nodes, found[len(first) :]):
-        _accumulate(totals, own, torch.autograd.grad(edges, own, arrived, allow_unused=True))
+    with torch.no_grad():
+        for left in collect_weight_backwards(nodes, found[len(first) :]):
+            _accumulate(totals, left.weights, left.run())
     return middle - begin, clock.now() - middle
 
 

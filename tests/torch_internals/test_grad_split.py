@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fxsplit.torch_internals.grad_split import collect_weight_backwards, find_branch_nodes
+from fxsplit.torch_internals import grad_split
+from fxsplit.torch_internals.grad_split import (
+    Branch,
+    BranchFinder,
+    WeightBackward,
+    collect_weight_backwards,
+    find_branch_nodes,
+)
 
 
 def leaf(*shape: int) -> Tensor:
@@ -20,14 +28,14 @@ def leaf(*shape: int) -> Tensor:
 def names(roots: list[Tensor], weights: list[Tensor]) -> list[tuple[str, int, int]]:
     """Return each branch node's name, how many edges go into it, and for how many weights."""
     nodes, _ = find_branch_nodes(roots, weights)
-    return [(node.name(), len(edges), len(own)) for node, (edges, own) in nodes.items()]
+    return [(node.name(), len(branch.edges), len(branch.weights)) for node, branch in nodes.items()]
 
 
 def test_a_product_is_the_branch_node_of_its_weight() -> None:
     x, w = leaf(3, 2), leaf(2, 2)
     out = torch.tanh(x @ w)
     nodes, without = find_branch_nodes([out], [w])
-    ((node, (edges, weights)),) = nodes.items()
+    ((node, (edges, weights, _)),) = nodes.items()
     assert node.name().startswith("MmBackward") and without == []
     assert [(edge.node, edge.output_nr) for edge in edges] == [(node, 0)] and weights == [w]
 
@@ -44,7 +52,7 @@ def test_weights_of_one_operator_share_its_node() -> None:
 def test_each_used_output_of_the_node_is_an_edge() -> None:
     w = leaf(3)
     first, _, third = w.unbind(0)
-    ((node, (edges, _)),) = find_branch_nodes([third, first], [w])[0].items()
+    ((node, (edges, *_)),) = find_branch_nodes([third, first], [w])[0].items()
     assert node.name() == "UnbindBackward0" and [edge.output_nr for edge in edges] == [0, 2]
 
 
@@ -104,23 +112,74 @@ def test_backwards_through_branch_nodes_are_those_of_the_whole() -> None:
     out = (torch.tanh(x @ w) * v).exp()
     expected = torch.autograd.grad(out.sum(), [x, w, v], retain_graph=True)
     nodes, _ = find_branch_nodes([out], [w, v])
-    edges = [edge for found, _ in nodes.values() for edge in found]
+    edges = [edge for branch in nodes.values() for edge in branch.edges]
     ends: list[Any] = [x, *edges]
     of_x, *arrived = torch.autograd.grad(out.sum(), ends, retain_graph=True)
     assert torch.equal(of_x, expected[0])
-    for starts, weights, gradients in collect_weight_backwards(nodes, arrived):
-        (found,) = torch.autograd.grad(starts, weights, gradients)
-        assert torch.equal(found, expected[1] if weights[0] is w else expected[2])
+    for left in collect_weight_backwards(nodes, arrived):
+        (found,) = left.run()
+        assert found is not None and torch.equal(found, expected[1] if left.weights[0] is w else expected[2])
 
 
 def test_nodes_at_which_nothing_arrives_have_no_backward() -> None:
     edges: list[Any] = ["a", "b", "c"]
     w: Any = ["w"]
     v: Any = ["v"]
-    nodes: Any = {"one": (edges[:2], w), "two": (edges[2:], v)}
+    nodes: Any = {"one": Branch(edges[:2], w, None), "two": Branch(edges[2:], v, None)}
     gradient = torch.ones(1)
-    assert collect_weight_backwards(nodes, [None, gradient, None]) == [(edges[1:2], w, [gradient])]
+    assert collect_weight_backwards(nodes, [None, gradient, None]) == [WeightBackward(edges[1:2], w, [gradient])]
     assert collect_weight_backwards(nodes, [gradient, None, gradient]) == [
-        (edges[:1], w, [gradient]),
-        (edges[2:], v, [gradient]),
+        WeightBackward(edges[:1], w, [gradient]),
+        WeightBackward(edges[2:], v, [gradient]),
     ]
+
+
+def find_twice(
+    finder: BranchFinder, make: Callable[[], tuple[list[Tensor], list[Tensor]]], monkeypatch: pytest.MonkeyPatch
+) -> bool:
+    """Return whether a finder knew a graph again, after the comparison of what it found with a search."""
+    searches: list[int] = []
+
+    def search(*args: Any) -> Any:
+        searches.append(1)
+        return find_branch_nodes(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(grad_split, "find_branch_nodes", search)
+        roots, trained = make()
+        found, without = finder.find(roots, trained)
+    expected, expected_without = find_branch_nodes(roots, trained)
+    assert list(found) == list(expected) and list(map(id, without)) == list(map(id, expected_without))
+    for ours, theirs in zip(found.values(), expected.values(), strict=True):
+        assert ours.edges == theirs.edges and ours.product == theirs.product
+        assert list(map(id, ours.weights)) == list(map(id, theirs.weights))
+    return not searches
+
+
+def test_a_finder_searches_each_shape_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    w, v, finder = leaf(2, 2), leaf(2), BranchFinder()
+    kinds: list[Callable[[Tensor], Tensor]] = [
+        lambda x: torch.tanh(x @ w) * v,
+        lambda x: torch.tanh(x @ w) + v,  # another type of node
+        lambda x: torch.tanh(x @ w) * v.relu(),  # another path to a weight
+        lambda x: torch.tanh(x @ w) * w[0],  # another leaf at the same place: the first one has two users then
+    ]
+    for turn in range(2):
+        for kind in kinds:
+            assert find_twice(finder, lambda kind=kind: ([kind(leaf(3, 2))], [w, v]), monkeypatch) is bool(turn)  # type: ignore[misc]
+    # A fifth one takes the place of the first.
+    assert not find_twice(finder, lambda: ([(leaf(3, 2) @ w).exp() * v], [w, v]), monkeypatch)
+    assert not find_twice(finder, lambda: ([kinds[0](leaf(3, 2))], [w, v]), monkeypatch)
+
+
+def test_a_finder_keeps_no_graph() -> None:
+    finder = BranchFinder()
+
+    def run() -> list[weakref.ref[Tensor]]:
+        x, w = leaf(3, 2), leaf(2, 2)
+        h = x @ w
+        finder.find([h.tanh()], [w])
+        finder.find([(leaf(3, 2) @ w).tanh()], [w])
+        return [weakref.ref(x), weakref.ref(w), weakref.ref(h)]
+
+    assert [ref() for ref in run()] == [None, None, None]

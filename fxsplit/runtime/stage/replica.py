@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from fxsplit.ir.facts.machine import Device
 from fxsplit.ir.facts.stages import Stage, list_weights
 from fxsplit.schedule.action import Action
+from fxsplit.torch_internals.grad_split import BranchFinder
 from fxsplit.torch_internals.grad_sums import Sums
 from fxsplit.torch_internals.graph_devices import move_constants
 from fxsplit.torch_internals.thread_modes import NO_CONTEXT
@@ -28,7 +29,7 @@ class Replica:
 
     It shares the weights that live on its torch device with the model, and with other stages that read them. Of weights
     elsewhere it has copies. They are refreshed before every forward pass, and their gradients go back to the weights.
-    `places` says where each weight lives, by its id.
+    `places` says where each weight lives, by its id. `branches` finds where the stage's backward can be cut in two.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Replica:
             move_constants(module, stage.torch_device, self._here)
         compiled = None if backend is None else torch.compile(module, backend=backend)
         self.stage = replace(stage, device_name=device.name, torch_device=self._here, module=module, compiled=compiled)
+        self.branches = BranchFinder()
         self._copies: dict[Tensor, Tensor] = {}
         self._owner_of: dict[Tensor, Tensor] = {}
 

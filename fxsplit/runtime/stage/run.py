@@ -20,7 +20,7 @@ from torch import Tensor
 from fxsplit.errors import FxsplitError
 from fxsplit.ir.facts.stages import Stage
 from fxsplit.torch_internals.grad_leaves import comes_through, mute
-from fxsplit.torch_internals.grad_split import BranchNodes, WeightBackward, collect_weight_backwards, find_branch_nodes
+from fxsplit.torch_internals.grad_split import BranchFinder, BranchNodes, WeightBackward, collect_weight_backwards
 from fxsplit.torch_internals.grad_sums import Share, Sums, differentiate, find_unshared, make_shares
 from fxsplit.torch_internals.thread_modes import NO_CONTEXT
 from fxsplit.torch_internals.user_lines import is_users
@@ -31,6 +31,10 @@ KEPT = (
     "return the tensor as an output of the model and compute the loss from that, or call pipe.model for it"
 )
 """What is said of features that somebody keeps and runs backward from."""
+
+
+HELD_BYTES = 1 << 20
+"""So many bytes of weight gradients are held at most before they are added to their sums."""
 
 
 class Packet(NamedTuple):
@@ -98,26 +102,31 @@ def refuse_kept(saved: Saved) -> None:
 
 
 def backward(
-    saved: Saved, gradients: Sequence[Tensor | None], trained: Sequence[Tensor], first: bool = True, split: bool = False
+    saved: Saved,
+    gradients: Sequence[Tensor | None],
+    trained: Sequence[Tensor],
+    first: bool = True,
+    finder: BranchFinder | None = None,
 ) -> tuple[list[Tensor | None], list[Share], list[WeightBackward]]:
     """Run a stage backward from the gradients of its outputs, which are None where there is none.
 
     Returns the gradients of its inputs, the shares of `trained` and of what else the loss depends on, and what is left
     to do. `first` says that some leaf may get its first gradient; later ones are added to a sum, whether others refer
-    to them or not, so they are not asked. With `split` the weights that have a branch node are left for later.
+    to them or not, so they are not asked. With a `finder`, which is the stage's, the weights that have a branch node
+    are left for later.
     """
     roots, arrived = list_roots(saved, gradients)
     of_inputs: list[Tensor | None] = [None] * len(saved.inputs)
     wanted = [i for i, v in enumerate(saved.inputs) if isinstance(v, Tensor) and v.requires_grad]
     nodes: BranchNodes = {}
-    if split:
+    if finder is not None:
         # A weight that the loss depends on too gets a gradient from two places, one of them outside of the stage.
         own = [weight for weight in trained if all(weight is not leaf for leaf in saved.extra)]
-        nodes, trained = find_branch_nodes(roots, own)
+        nodes, trained = finder.find(roots, own)
     leaves = [*(saved.inputs[i] for i in wanted), *trained]
     # Compared by identity, since == of tensors compares elements.
     leaves += [one for one in saved.extra if all(one is not leaf for leaf in leaves)]
-    edges = [edge for edges, _ in nodes.values() for edge in edges]
+    edges = [edge for branch in nodes.values() for edge in branch.edges]
     if not roots or not (leaves or edges):
         return of_inputs, [], []
     # The stage's own leaves are muted in all workers; which leaves a loss has is known only now.
@@ -137,13 +146,25 @@ def backward(
     return of_inputs, shares, collect_weight_backwards(nodes, found[end:])
 
 
-def compute_weight_gradients(left: list[WeightBackward], sums: Sums) -> None:
-    """Add the gradients of the weights to `sums`, and empty the list of what is left to do."""
-    # Popped, so that the gradients that a branch node was waiting with are freed one after the other.
-    while left:
-        edges, weights, gradients = left.pop()
-        found = differentiate(edges, gradients, weights)
-        sums.add(make_shares(weights, found, find_unshared(found)))
+def compute_weight_gradients(left: list[WeightBackward], sums: Sums, first: bool = True) -> None:
+    """Add the gradients of the weights to `sums`, and empty the list of what is left to do.
+
+    `first` says that some weight may get its first gradient.
+    """
+    shares: list[Share] = []
+    held_bytes = 0
+    with torch.no_grad():
+        # Popped, so that the gradients that a branch node was waiting with are freed one after the other.
+        while left:
+            one = left.pop()
+            found = one.run()
+            shares += make_shares(one.weights, found, find_unshared(found) if first else [False] * len(found))
+            held_bytes += sum(gradient.nbytes for gradient in found if gradient is not None)
+            del found
+            # Small gradients are added together, as each addition is a call. Large ones are not held together.
+            if held_bytes > HELD_BYTES or not left:
+                sums.add(shares)
+                shares, held_bytes = [], 0
 
 
 def list_roots(saved: Saved, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:

@@ -9,9 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import fxsplit
+from fxsplit.runtime.stage import run as stage_run
 from fxsplit.runtime.stage.run import Packet, Saved, backward, compute_weight_gradients
+from fxsplit.torch_internals import grad_split
+from fxsplit.torch_internals.grad_split import BranchFinder, find_branch_nodes
 from fxsplit.torch_internals.grad_sums import Sums
 from tests.models import FAST, Mlp
 from tests.runtime.stage.beside_unsplit import largest_difference
@@ -76,7 +80,7 @@ def test_two_halves_are_a_backward(name: str, wanted: bool) -> None:
     gradients = [torch.randn_like(v) for v in whole.outputs]
     expected, shares, _ = backward(whole, gradients, trained)
     once.add(shares)
-    found, early, rest = backward(saved(), gradients, trained, split=True)
+    found, early, rest = backward(saved(), gradients, trained, finder=BranchFinder())
     twice.add(early)
     compute_weight_gradients(rest, twice)
     for a, b in zip(expected, found, strict=True):
@@ -93,7 +97,7 @@ def test_two_halves_are_a_backward(name: str, wanted: bool) -> None:
 def test_halves_of_nothing() -> None:
     value = torch.ones(2)
     empty = Saved(Packet.of([value]).values, (value,))
-    found, _, rest = backward(empty, [torch.ones(2)], [], split=True)
+    found, _, rest = backward(empty, [torch.ones(2)], [], finder=BranchFinder())
     compute_weight_gradients(rest, Sums())
     assert found == [None]
 
@@ -151,7 +155,7 @@ def test_a_weight_that_is_handed_on() -> None:
     gradients = [torch.ones(3, 2), torch.full((2, 2), 100.0)]
     once, twice = Sums(), Sums()
     once.add(backward(Saved((x,), (F.linear(x, w), w)), gradients, [w])[1])
-    _, early, rest = backward(Saved((x,), (F.linear(x, w), w)), gradients, [w], split=True)
+    _, early, rest = backward(Saved((x,), (F.linear(x, w), w)), gradients, [w], finder=BranchFinder())
     twice.add(early)
     compute_weight_gradients(rest, twice)
     assert torch.equal(once.totals[w], twice.totals[w]) and float(once.totals[w].mean()) > 90
@@ -269,3 +273,78 @@ class Scaled(nn.Module):
 def test_a_function_may_use_its_memory_again_and_run_backward_once(schedule: str) -> None:
     """Once a sum referred to the function's memory, and both halves ran its backward."""
     assert largest_difference(Scaled(), schedule) < 1e-10
+
+
+class Changing(nn.Module):
+    """Stays whole, and chooses its operators by the values of a microbatch."""
+
+    def __init__(self, kinds: int) -> None:
+        super().__init__()
+        self.kinds = kinds
+        self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
+        self.scale = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kind = int(x.detach().abs().sum() * 1000) % self.kinds
+        first, second = (self.b, self.a) if kind == 1 else (self.a, self.b)
+        h: Tensor = second(torch.tanh(first(x)))
+        if kind == 2:  # as many nodes of the same types, and a weight has one user more
+            return h * self.scale + self.a.bias
+        if kind == 3:
+            again: Tensor = checkpoint(self.c, h, use_reentrant=False)
+            return again * self.scale + self.b.bias
+        if kind == 4:
+            return torch.relu(self.c(h)) * self.scale.detach() + self.c.bias
+        return h * self.scale + self.c.bias
+
+
+@pytest.mark.filterwarnings("ignore:the rows of output 0")
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("kinds", [3, 5, 1])
+@pytest.mark.parametrize("schedule", HALVED)
+def test_graphs_that_change_from_microbatch_to_microbatch(schedule: str, kinds: int, recompute: str) -> None:
+    """What was found for the graph of one microbatch must not be taken for that of another one."""
+    model = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(8, 8), Changing(kinds))))
+    passes = "".join(f"leaf{{path={i}}}," for i in range(1, 8, 2)) + FAST
+    assert largest_difference(model, schedule, recompute, passes=passes) < 1e-10
+
+
+@pytest.mark.parametrize("schedule", HALVED)
+def test_a_graph_is_searched_once_for_all_microbatches(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    searches: list[int] = []
+
+    def search(*args: Any) -> Any:
+        searches.append(1)
+        return find_branch_nodes(*args)
+
+    monkeypatch.setattr(grad_split, "find_branch_nodes", search)
+    x = torch.randn(16, 8)
+    options: Any = {"passes": FAST, "n_microbatches": 8, "example_inputs": x, "loss_fn": F.mse_loss}
+    with fxsplit.compile(deep(), ["cpu"] * 2, schedule=schedule, **options) as pipe:
+        searches.clear()
+        for _ in range(3):
+            pipe.step(x, target=x)
+        assert len(searches) == len(pipe.stages)
+
+
+def test_small_weight_gradients_are_added_together_and_large_ones_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+    trained = list(layers.parameters())
+    x = torch.randn(4, 8, requires_grad=True)
+    expected = torch.autograd.grad(layers(x).sum(), trained)
+    added: list[int] = []
+    add = Sums.add
+
+    def count(sums: Sums, shares: Any) -> None:
+        added.append(len(shares))
+        add(sums, shares)
+
+    monkeypatch.setattr(Sums, "add", count)
+    for held_bytes, calls in ((1 << 20, [12]), (0, [2] * 6), (2 * 4 * 72, [6, 6])):
+        monkeypatch.setattr(stage_run, "HELD_BYTES", held_bytes)
+        sums = Sums()
+        _, early, left = backward(Saved((x,), (layers(x).sum(),)), [torch.ones(())], trained, finder=BranchFinder())
+        added.clear()
+        compute_weight_gradients(left, sums)
+        assert early == [] and left == [] and added == calls
+        assert all(torch.equal(sums.totals[leaf], g) for leaf, g in zip(trained, expected, strict=True))
