@@ -1,67 +1,86 @@
-"""The command: `python -m bench.gpu COMMAND [--dry]`."""
+"""The command: `python -m bench.gpu correct|speed|pipeline [--dry] [--out FOLDER]`, or one of their parts alone."""
 
 from __future__ import annotations
 
 import argparse
 import faulthandler
-import os
 import sys
-from contextlib import nullcontext
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 
 import torch
 
-from bench.gpu.autograd_threads import run_backwards_in_workers
 from bench.gpu.chaos import run_chaos
 from bench.gpu.checks import run_checks
 from bench.gpu.checks.equality import call_and_backward
+from bench.gpu.example import run_example
+from bench.gpu.findings import Findings
 from bench.gpu.graphs import run_graphs
 from bench.gpu.green import run_green
 from bench.gpu.host import run_host
+from bench.gpu.parts import COMMANDS, run_command
 from bench.gpu.setting import Setting
 from bench.gpu.speed import run_speed
+from bench.gpu.suite import run_gpu_tests, run_suite
 from bench.gpu.timing import SIZES
 
-# Compiling takes a few seconds, and the steps none.
-HANG_S = 30.0
-COMMANDS = ("checks", "chaos", "bench", "green", "host", "graphs", "hang")
+SIZED: dict[str, Callable[[Setting, Sequence[str]], int]] = {"bench": run_speed, "green": run_green}
+"""The parts that take names of sizes."""
+PARTS: dict[str, Callable[[Setting], int]] = {
+    "hang": partial(run_checks, checks=[call_and_backward]),
+    "tests": run_gpu_tests,
+    "example": run_example,
+    "checks": run_checks,
+    "chaos": run_chaos,
+    "suite": run_suite,
+    "host": run_host,
+    "graphs": run_graphs,
+}
+MARGIN_S = 3.0
+"""A part plans to be over so long before it would be ended."""
+MOST_CODE = 100
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command; return how many of its checks do not hold."""
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description="Checks for a machine with one GPU.")
-    parser.add_argument("command", choices=COMMANDS)
-    parser.add_argument("sizes", nargs="*", metavar="SIZE", help=f"of bench: {', '.join(SIZES)} (default: all)")
-    parser.add_argument("--dry", action="store_true", help="run small on the CPU, to see that the checks work")
+    """Run a command, or one part; return how many of its parts, or checks, did not end well."""
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description="What to run on a machine with one GPU.")
+    parser.add_argument("command", choices=[*COMMANDS, *PARTS, *SIZED])
+    parser.add_argument("sizes", nargs="*", metavar="SIZE", help=f"of bench and green: {', '.join(SIZES)}")
+    parser.add_argument("--dry", action="store_true", help="run small on the CPU, to see that the commands work")
+    parser.add_argument(
+        "--out", type=Path, default=Path(".benchmarks/gpu"), help="folder of results (default: %(default)s)"
+    )
     parser.add_argument("--seconds", type=float, default=65.0, help="how long chaos goes on (default: %(default)s)")
-    parser.add_argument("--no-autograd-threads", action="store_true", help="run backwards in the workers' threads")
+    parser.add_argument("--json", type=Path, help="where one part writes what it finds")
+    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds that one part may take")
     given = parser.parse_args(argv)
     unknown = [size for size in given.sizes if size not in SIZES]
-    if unknown or (given.sizes and given.command != "bench"):
-        parser.error(f"sizes {given.sizes}: only bench takes any, of {', '.join(SIZES)}")
-    setting = Setting(given.dry)
-    # Figures mean nothing without what they were measured on.
-    if not given.dry:
-        name, python = torch.cuda.get_device_name(0), sys.version.split()[0]
-        print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, {name}, Python {python}, {os.cpu_count()} cores")
-    with run_backwards_in_workers() if given.no_autograd_threads else nullcontext():
-        return run_command(setting, given.command, given.sizes, given.seconds)
-
-
-def run_command(setting: Setting, command: str, sizes: list[str], chaos_s: float) -> int:
-    """Run one command; return how many of its checks do not hold."""
-    if command == "bench":
-        return run_speed(setting, sizes)
-    if command == "chaos":
-        return run_chaos(setting, chaos_s)
-    if command == "hang":
+    if unknown or (given.sizes and given.command not in SIZED):
+        parser.error(f"sizes {given.sizes}: only {' and '.join(SIZED)} take any, of {', '.join(SIZES)}")
+    if not given.dry and not torch.cuda.is_available():
+        parser.error("torch sees no GPU here: --dry runs everything small on the CPU")
+    if given.command in COMMANDS:
+        return run_command(given.command, given.out, dry=given.dry)
+    findings = Findings(given.json, time.monotonic() + given.limit - MARGIN_S)
+    if given.limit < float("inf"):
         # Standard error by its number, since sys.stderr may be replaced by what is no file.
         # A thread that waits inside autograd's engine sees no signal: only this timer's thread can end the process.
-        faulthandler.dump_traceback_later(HANG_S, exit=True, file=2)
-        try:
-            return run_checks(setting, [call_and_backward])
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-    return {"checks": run_checks, "green": run_green, "host": run_host, "graphs": run_graphs}[command](setting)
+        faulthandler.dump_traceback_later(given.limit, exit=True, file=2)
+    try:
+        return min(MOST_CODE, findings.finish(run_part(Setting(given.dry, findings), given)))
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def run_part(setting: Setting, given: argparse.Namespace) -> int:
+    """Run one part; return how many of its checks do not hold."""
+    if given.command in SIZED:
+        return SIZED[given.command](setting, given.sizes)
+    if given.command == "chaos":
+        return run_chaos(setting, given.seconds)
+    return PARTS[given.command](setting)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ import copy
 import itertools
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -14,66 +15,125 @@ import torch
 from torch.nn import functional as F
 
 from bench.gpu.checks.equality import CLOSE
+from bench.gpu.checks.placement import to_host
 from bench.gpu.setting import FAST, MICROBATCHES, RECOMPUTING, Net, Setting
-from fxsplit.api.compare import compare, run_pipeline_step, run_unsplit_step
+from fxsplit.api.compare import Outcome, compare, run_pipeline_step, run_unsplit_step
 from fxsplit.runtime.streams import AcceleratorStream, Stream
 
 MODES: tuple[dict[str, Any], ...] = ({}, {"passes": RECOMPUTING}, {"deferred_batch_norm": True})
 STEPS = 3
 LONGEST_CYCLES = 2e6
 """The longest delay: about a millisecond."""
+DRY_S = 5.0
+MORE_ROWS = 4
+"""With the few rows of a check, batch norm makes rounding a hundred times larger, in some of thousands of steps."""
+OFTEN = 0.3
+"""The share of places that are late: where all are, all keep in step again."""
 
 
 def run_chaos(setting: Setting, seconds: float = 65.0) -> int:
     """Take steps with delays under all schedules, for so many seconds; return how many checks do not hold."""
     # The same delays each time, but threads reach them in another order: a failure may need several runs to come back.
     rng = random.Random(0)
+
+    def delay(longest_cycles: float = LONGEST_CYCLES) -> None:
+        if rng.random() < OFTEN:
+            setting.occupy(rng.uniform(0, longest_cycles))
+
+    with delay_streams(setting, delay):
+        longest_s = DRY_S if setting.dry else 0.8 * setting.findings.seconds_left()
+        steps, worst = _step_for(setting, min(seconds, longest_s), delay)
+    setting.note("steps with delays", holds=worst < CLOSE, steps=steps, largest_difference=worst)
+    return int(not worst < CLOSE)
+
+
+@contextmanager
+def delay_streams(setting: Setting, delay: Callable[[], None]) -> Iterator[None]:
+    """Delay what is queued before and after each send, take and mark inside the block, and copies on their streams."""
     # The CPU's streams in a dry run, whose delays do nothing, so that the same lines run.
     kind: type[Any] = Stream if setting.dry else AcceleratorStream
-    mark, receive = kind.mark, kind.receive
 
-    def delay() -> None:
-        if rng.random() < 0.3:
-            setting.occupy(rng.uniform(1e5, LONGEST_CYCLES))
+    def make_late(own: Callable[..., Any]) -> Callable[..., Any]:
+        def late(*args: Any) -> Any:
+            delay()
+            result = own(*args)
+            delay()
+            return result
 
-    def mark_late(self: Any) -> Any:
-        delay()
-        return mark(self)
+        return late
 
-    def receive_late(self: Any, values: Sequence[Any], token: Any = None) -> list[Any]:
-        delay()
-        received: list[Any] = receive(self, values, token)
-        delay()
-        return received
+    with ExitStack() as stack:
+        for name in ("mark", "send", "receive", "wait_for"):
+            stack.enter_context(patch.object(kind, name, make_late(getattr(kind, name))))
+        # A copy is queued between two changes of the current stream: delays go to the copy's own streams.
+        where = "fxsplit.torch_internals.accelerators"
+        if not setting.dry:
+            stack.enter_context(patch(f"{where}.make_stream", lambda device: make_late_stream(delay)(device)))
+        for name in ("set_current_stream", "keep_until_read"):
+            own = getattr(__import__(where, fromlist=[name]), name)
+            stack.enter_context(patch(f"{where}.{name}", make_late(own)))
+        yield
 
-    with patch.object(kind, "mark", mark_late), patch.object(kind, "receive", receive_late):
-        steps, worst = _step_for(setting, seconds, lambda: setting.occupy(rng.uniform(0, LONGEST_CYCLES / 2)))
-    print(f"{'ok' if worst < CLOSE else 'FAIL'} chaos: {steps} steps with delays, largest difference {worst:.1e}")
-    return int(worst >= CLOSE)
+
+def make_late_stream(delay: Callable[[], None], base: type[Any] = torch.Stream) -> type[Any]:
+    """Return a class of streams, below `base`, on which marks and waits come late."""
+
+    class LateStream(base):  # type: ignore[misc]
+        def record_event(self, *args: Any) -> Any:
+            with self:
+                delay()
+            event = super().record_event(*args)
+            # The stream goes on late, and those who wait for the event must not need what comes now.
+            with self:
+                delay()
+            return event
+
+        def wait_event(self, event: Any) -> None:
+            super().wait_event(event)
+            with self:
+                delay()
+
+    return LateStream
 
 
-def _step_for(setting: Setting, seconds: float, delay: Callable[[], None]) -> tuple[int, float]:
+def list_placements(setting: Setting) -> list[list[str]]:
+    """Return the devices of pipelines: on one GPU, and on devices between which values are copied."""
+    gpu = setting.name
+    found = [[gpu] * 2, [gpu] * 4, [gpu, "cpu"], ["cpu", gpu, "cpu", gpu]]
+    if not setting.dry and torch.cuda.device_count() > 1:
+        found += [[gpu, "cuda:1"], [gpu, "cuda:1"] * 2]
+    return found
+
+
+def _step_for(setting: Setting, seconds: float, delay: Callable[[float], None]) -> tuple[int, float]:
     """Return how many steps were taken until the time was over, and their largest difference from the unsplit model."""
-    x, y = setting.make_batch()
+    x, y = (torch.cat([values] * MORE_ROWS) for values in setting.make_batch())
     end = time.monotonic() + seconds
     steps, worst = 0, 0.0
-    turns = itertools.cycle(itertools.product(setting.schedules, MODES, (2, 4)))
+    turns = itertools.cycle(itertools.product(setting.schedules, MODES, list_placements(setting)))
     while steps == 0 or time.monotonic() < end:
-        schedule, mode, n_devices = next(turns)
+        schedule, mode, devices = next(turns)
         model = Net().double().to(setting.device)
         # The twin takes the same steps unsplit, so that statistics of batch norm go on from the same values.
         twin = copy.deepcopy(model)
-        options = {"passes": FAST, **mode}
-        with setting.compile(model, n_devices, schedule=schedule, example_inputs=x, **options) as pipe:
+        options = {"passes": FAST, "schedule": schedule, "example_inputs": x, "devices": devices, **mode}
+        with setting.compile(model, len(devices), **options) as pipe:
             for _ in range(STEPS):
-                delay()
+                delay(LONGEST_CYCLES / 2)
                 # Other inputs in each step: a value of the step before would go unnoticed among equal ones.
                 inputs = torch.randn_like(x)
                 expected = run_unsplit_step(twin, [inputs], y, F.cross_entropy, MICROBATCHES)
                 model.zero_grad()
                 twin.zero_grad()
-                found = compare(run_pipeline_step(pipe, [inputs], y), expected)
+                found = run_pipeline_step(pipe, [inputs.to(devices[0])], y.to(devices[-1]))
+                differences = compare(_to_host(found), _to_host(expected))
                 # Deferred batch norm is to leave other statistics than the unsplit model, so buffers are left out.
-                worst = max(worst, found.output, found.gradient)
+                worst = max(worst, differences.output, differences.gradient)
                 steps += 1
     return steps, worst
+
+
+def _to_host(outcome: Outcome) -> Outcome:
+    """Return an outcome with all values in host memory: those of stages on other devices are compared there."""
+    parts: Sequence[dict[str, Any]] = list(vars(outcome).values())
+    return Outcome(*({name: to_host(tensor) for name, tensor in part.items()} for part in parts))

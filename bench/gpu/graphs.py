@@ -14,7 +14,7 @@ from bench.gpu.timing import measure
 
 
 def run_graphs(setting: Setting) -> int:
-    """Print the host's and the GPU's time with and without a graph; return how many checks do not hold."""
+    """Note the host's and the GPU's time with and without a graph; return how many checks do not hold."""
     # Small layers, whose kernels take less time than their launches.
     layers = [layer for _ in range(8) for layer in (nn.Linear(256, 256), nn.GELU(), nn.LayerNorm(256))]
     net = nn.Sequential(*layers).to(setting.device)
@@ -30,7 +30,7 @@ def run_graphs(setting: Setting) -> int:
 
         taken = measure(setting, run, rounds)
         host_us, gpu_us = 1e3 * taken.host_ms / calls, 1e3 * taken.gpu_ms / calls
-        print(f"{name}: host {host_us:.0f} us, GPU {gpu_us:.0f} us a forward and backward of 24 modules", flush=True)
+        setting.note("forward and backward of 24 modules", model=name, host_us=host_us, gpu_us=gpu_us)
     errors: list[str] = []
 
     def replay() -> None:
@@ -44,5 +44,5 @@ def run_graphs(setting: Setting) -> int:
     thread = threading.Thread(target=replay)
     thread.start()
     thread.join()
-    print(f"{'FAIL' if errors else 'ok'} a graph of one thread replayed in another: {errors}", flush=True)
+    setting.note("a graph of one thread in another", holds=not errors, errors=" ".join(errors))
     return len(errors)

@@ -6,7 +6,8 @@ Stages then run at once, as on four GPUs, which stages that share all of a GPU d
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +16,7 @@ import torch
 
 from bench.gpu.partitions import Partition, make_partitions
 from bench.gpu.setting import FAST, Setting
-from bench.gpu.speed import CHAIN, predict_ms
+from bench.gpu.speed import CHAIN, LONGER, predict_ms
 from bench.gpu.timing import Case, measure
 from fxsplit.passes.profile.time_in_step import run_in_worker_thread
 from fxsplit.runtime.streams import AcceleratorStream
@@ -23,20 +24,27 @@ from fxsplit.schedule.catalogue import Scheduler
 
 # An H100 has 132 multiprocessors, and partitions come in multiples of 8.
 COUNT, MULTIPROCESSORS = 4, 32
-SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "ZB-H1", "ZBVZeroBubble")
+# What says most comes first: a size may run out of time.
+SCHEDULES = ("1F1B", "ZB-H1", "Interleaved1F1B", "GPipe", "ZBVZeroBubble", "LoopedBFS", "Chimera")
+SIZES = ("large bf16", "middle bf16")
+"""Those that the GPU limits, and not the host."""
 
 
-def run_green(setting: Setting) -> int:
-    """Print a line for each of two sizes and each schedule; return 0."""
+def run_green(setting: Setting, names: Sequence[str] = ()) -> int:
+    """Note the unsplit model and each schedule of each size; return 0."""
     partitions = [] if setting.dry else make_partitions(setting, COUNT, MULTIPROCESSORS)
-    for name in ("middle bf16", "large bf16")[: 1 if setting.dry else None]:
+    for name in (names or SIZES)[: 1 if setting.dry else None]:
         case = Case.build(setting, name)
         # What one of four GPUs would do alone is the measure of a pipeline over all four.
         with _on_first(partitions):
             unsplit = measure(setting, case.run_unsplit, 1 if setting.dry else 5)
-        print(f"{name}: unsplit on one partition {unsplit.wall_ms:.1f} ms", flush=True)
-        costs = None
+        setting.note("one partition", size=name, pipeline="unsplit", wall_ms=unsplit.wall_ms, host_ms=unsplit.host_ms)
+        costs, taken_s = None, 0.0
         for schedule in SCHEDULES[: 2 if setting.dry else None]:
+            if setting.findings.seconds_left() < LONGER * taken_s:
+                setting.note("left out, as time was short", size=name, pipeline=schedule)
+                continue
+            begin = time.perf_counter()
             with (
                 _stages_on(partitions),
                 _profile_inside(lambda: _on_first(partitions)),
@@ -60,12 +68,10 @@ def run_green(setting: Setting) -> int:
                 predicted = predict_ms(pipe, Scheduler(schedule, COUNT), case.n_microbatches)
                 # What a schedule could gain at most: all work on one device, over its simulated step.
                 single = case.n_microbatches * pipe.plan.single_ms
-            print(
-                f"   {schedule}: {taken.wall_ms:.1f} ms (host {taken.host_ms:.1f}), "
-                f"{unsplit.wall_ms / taken.wall_ms:.2f} times as fast as unsplit on one partition; simulated "
-                f"{predicted:.1f} ms, {single / predicted:.2f} times",
-                flush=True,
-            )
+            measured = {"wall_ms": taken.wall_ms, "host_ms": taken.host_ms, "speedup": unsplit.wall_ms / taken.wall_ms}
+            simulated = {"simulated_ms": predicted, "simulated_speedup": single / predicted}
+            setting.note(f"{COUNT} partitions", size=name, pipeline=schedule, **measured, **simulated)
+            taken_s = time.perf_counter() - begin
         setting.release_memory()
     return 0
 
@@ -88,10 +94,15 @@ def _stages_on(partitions: list[Partition]) -> Iterator[None]:
     def create_on_next(self: AcceleratorStream, device: torch.device) -> None:
         # What else the constructor sets up stays as it is.
         create(self, device)
-        self._stream = next(streams)
+        self._stream = to_plain_stream(next(streams))
 
     with patch.object(AcceleratorStream, "__init__", create_on_next):
         yield
+
+
+def to_plain_stream(stream: Any) -> torch.Stream:
+    """Return a stream of CUDA's as one of torch's for any accelerator, whose events streams of both kinds wait for."""
+    return torch.Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
 
 
 @contextmanager

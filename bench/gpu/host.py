@@ -26,7 +26,7 @@ DEFAULT_INTERVAL_S, SHORT_INTERVAL_S = 5e-3, 1e-4
 
 
 def run_host(setting: Setting) -> int:
-    """Print microseconds for each launch; return 0."""
+    """Note microseconds for each launch; return 0."""
     operators = 40 if setting.dry else 2000
     weights = [torch.randn(SIZE, SIZE, device=setting.device) for _ in range(max(THREADS))]
     # How long a thread may keep the interpreter's lock while others wait for it.
@@ -36,12 +36,14 @@ def run_host(setting: Setting) -> int:
             sys.setswitchinterval(interval_s)
             for count in THREADS:
                 us = 1e6 * _launch_s(setting, weights[:count], operators // count) / (2 * operators)
-                print(f"switch interval {interval_s} s, {count} threads: {us:.2f} us a launch", flush=True)
+                setting.note("launches", threads=count, switch_interval_s=interval_s, us_a_launch=us)
     finally:
         sys.setswitchinterval(before)
-    _print_one_thread(setting, weights, operators)
+    setting.note(
+        "launches", threads=f"1 for {len(weights)} streams", us_a_launch=_launch_in_turn_us(setting, weights, operators)
+    )
     for count in THREADS:
-        print(f"{count} threads of forward and backward: {_train_us(setting, count):.1f} us a layer", flush=True)
+        setting.note("forward and backward", threads=count, us_a_layer=_train_us(setting, count))
     return 0
 
 
@@ -65,8 +67,8 @@ def _launch_s(setting: Setting, weights: Sequence[Tensor], count: int) -> float:
     return _time_threads([partial(launch, w) for w in weights], setting)
 
 
-def _print_one_thread(setting: Setting, weights: Sequence[Tensor], operators: int) -> None:
-    """Print what one thread takes that launches for all streams in turn."""
+def _launch_in_turn_us(setting: Setting, weights: Sequence[Tensor], operators: int) -> float:
+    """Return the microseconds for each launch of one thread that launches for all streams in turn."""
     streams = [_stream(setting) for _ in weights]
     begin = time.perf_counter()
     with torch.no_grad():
@@ -76,7 +78,7 @@ def _print_one_thread(setting: Setting, weights: Sequence[Tensor], operators: in
                     torch.mm(weight, weight).tanh_()
     us = 1e6 * (time.perf_counter() - begin) / (2 * operators)
     setting.synchronize()
-    print(f"one thread for {len(weights)} streams: {us:.2f} us a launch", flush=True)
+    return us
 
 
 def _train_us(setting: Setting, count: int) -> float:

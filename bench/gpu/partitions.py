@@ -23,11 +23,11 @@ def make_partitions(setting: Setting, count: int, multiprocessors: int) -> list[
         partitions = _by_torch(setting.device, count, multiprocessors)
         if run_apart(setting, partitions):
             return partitions
-        print("torch's green contexts share multiprocessors: the driver is asked instead", flush=True)
+        setting.note("partitions", made_by="torch", holds="no: they share multiprocessors, so the driver is asked")
     except Exception as error:  # what an older torch or driver lacks is told by many types of errors
-        print(f"torch makes no green contexts: {type(error).__name__}: {str(error)[:200]}", flush=True)
+        setting.note("partitions", made_by="torch", holds=f"no: {type(error).__name__}: {str(error)[:200]}")
     partitions = _by_driver(setting.device, count, multiprocessors)
-    print(f"green contexts by the driver; apart: {run_apart(setting, partitions)}", flush=True)
+    setting.note("partitions", made_by="the driver", holds="yes" if run_apart(setting, partitions) else "no")
     return partitions
 
 
@@ -78,8 +78,7 @@ def run_apart(setting: Setting, partitions: list[Partition]) -> bool:
     one = _multiply_s(setting, matrix, [first])
     two = _multiply_s(setting, matrix, [first, second])
     whole = _multiply_s(setting, matrix, [torch.cuda.Stream()])
-    print(f"   20 products: {1e3 * one:.1f} ms on one partition, {1e3 * two:.1f} on two at once", flush=True)
-    print(f"   20 products: {1e3 * whole:.1f} ms on the whole GPU", flush=True)
+    setting.note("20 products", one_ms=1e3 * one, two_at_once_ms=1e3 * two, whole_GPU_ms=1e3 * whole)
     return two < 1.4 * one
 
 

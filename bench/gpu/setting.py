@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxsplit
+from bench.gpu.findings import Findings
 
 FAST = "profile{repeats=1},augment,order,partition,emit"
 """Checks of values do not depend on how well the costs are measured."""
@@ -23,9 +24,14 @@ CLASSES, WIDTH, ROWS, MICROBATCHES = 5, 64, 32, 8
 
 @dataclass(frozen=True)
 class Setting:
-    """The device of all stages, and whether this is only a dry run on the CPU."""
+    """The device of all stages, whether this is only a dry run on the CPU, and what has been found."""
 
     dry: bool = False
+    findings: Findings = field(default_factory=Findings, compare=False)
+
+    def note(self, what: str, **values: Any) -> None:
+        """Add what was found: values by name, with their units."""
+        self.findings.note(what, **values)
 
     @property
     def name(self) -> str:
@@ -70,10 +76,10 @@ class Setting:
     def compile(
         self, model: nn.Module, n_devices: int, n_microbatches: int = MICROBATCHES, **options: Any
     ) -> fxsplit.Pipeline:
-        """Return the pipeline of a model over `n_devices` devices, all of which are the one device."""
+        """Return the pipeline of a model over `n_devices` devices, all of which are the one device unless stated."""
         # Options of a check come last, and win.
-        given = {"passes": FAST, "loss_fn": F.cross_entropy, **options}
-        return fxsplit.compile(model, [self.name] * n_devices, n_microbatches=n_microbatches, **given)
+        given = {"devices": [self.name] * n_devices, "passes": FAST, "loss_fn": F.cross_entropy, **options}
+        return fxsplit.compile(model, n_microbatches=n_microbatches, **given)
 
 
 class Net(nn.Module):

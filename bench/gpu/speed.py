@@ -5,26 +5,46 @@ Stages that share a GPU cannot be faster than the model alone. How little slower
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import Any
 
 import torch
+from torch import nn
 
 from bench.gpu.setting import FAST, Setting
-from bench.gpu.timing import SIZES, Case, measure
+from bench.gpu.timing import SIZES, Case, Taken, measure
+from bench.lib.peers_runtime import torchgpipe_step
 from fxsplit.api.pipeline import Pipeline
+from fxsplit.ir.facts.costs import Costs
 from fxsplit.schedule import simulate
 from fxsplit.schedule.catalogue import Scheduler
 from fxsplit.schedule.of_plan import build_schedule, read_times
 
 CHAIN = "profile{repeats=3},augment,order,partition,emit"
-# One stage shows what the runtime costs; four show what stages that wait for each other cost on top.
-PIPELINES = ((1, "1F1B"), (2, "1F1B"), (4, "1F1B"), (4, "ZB-H1"), (4, "GPipe"))
+# What says most comes first: a size may run out of time.
+PIPELINES = (
+    (4, "1F1B"),
+    (1, "1F1B"),
+    (4, "ZB-H1"),
+    (4, "GPipe"),
+    (2, "1F1B"),
+    (2, "ZB-H1"),
+    (2, "GPipe"),
+    (1, "GPipe"),
+    (1, "ZB-H1"),
+)
 DRY_PIPELINES = ((2, "1F1B"), (2, "ZB-H1"))
+PEER = "torchgpipe"
+GIB = 2**30
+LONGER = 1.3
+"""A pipeline is left out unless this many times what the last one took is left: it may take longer."""
 
 
 def run_speed(setting: Setting, names: Sequence[str] = ()) -> int:
-    """Print a block of lines for each size; return 0."""
+    """Note the unsplit model and each pipeline of each size; return 0."""
     # Single precision without it is bound by products so slow that the runtime cannot be seen.
     torch.backends.cuda.matmul.allow_tf32 = True
     for name in names or list(SIZES)[: 1 if setting.dry else None]:
@@ -34,43 +54,51 @@ def run_speed(setting: Setting, names: Sequence[str] = ()) -> int:
 
 
 def _measure_size(setting: Setting, name: str, rounds: int) -> None:
-    """Print the unsplit model's step, the profile, and a line for each pipeline."""
+    """Note the unsplit model's step, the profile, each pipeline, and torchgpipe on the stages of the first one."""
     case = Case.build(setting, name)
     unsplit = measure(setting, case.run_unsplit, rounds)
-    print(
-        f"{name}: {case.flops / 1e12:.2f} TFLOP a step; unsplit: host {unsplit.host_ms:.1f} ms, wall "
-        f"{unsplit.wall_ms:.1f}, GPU {unsplit.gpu_ms:.1f}; {case.flops / unsplit.wall_ms / 1e9:.0f} TFLOP/s; "
-        f"peak {_peak_gib(setting, case.run_unsplit):.2f} GiB",
-        flush=True,
-    )
-    costs = None
+    _note_step(setting, name, "unsplit", unsplit, unsplit, peak_GiB=_peak_gib(setting, case.run_unsplit))
+    setting.note("work", size=name, TFLOP=case.flops / 1e12, TFLOP_per_s=case.flops / unsplit.wall_ms / 1e9)
+    costs: Costs | None = None
+    taken_s = 0.0
     for n_devices, schedule in DRY_PIPELINES if setting.dry else PIPELINES:
+        what = f"{n_devices} x {schedule}"
+        if setting.findings.seconds_left() < LONGER * taken_s:
+            setting.note("left out, as time was short", size=name, pipeline=what)
+            continue
         begin = time.perf_counter()
+        options = {"schedule": schedule, "example_inputs": case.x, "costs": costs}
         with setting.compile(
-            case.model,
-            n_devices,
-            case.n_microbatches,
-            schedule=schedule,
-            example_inputs=case.x,
-            costs=costs,
-            passes=FAST if setting.dry else CHAIN,
+            case.model, n_devices, case.n_microbatches, passes=FAST if setting.dry else CHAIN, **options
         ) as pipe:
-            # One profile serves all pipelines of a model: it is the longest part of a compile.
             if costs is None:
                 costs = pipe.costs
-                total = case.n_microbatches * costs.total_ms
-                print(
-                    f"   profile: {len(costs.nodes)} nodes in {time.perf_counter() - begin:.1f} s; times of nodes x "
-                    f"microbatches {total:.1f} ms, {total / unsplit.wall_ms:.2f} of the unsplit step",
-                    flush=True,
-                )
-            _measure_pipeline(setting, case, pipe, Scheduler(schedule, n_devices), unsplit.wall_ms, rounds)
+                _note_profile(setting, case, costs, unsplit, time.perf_counter() - begin)
+            _measure_pipeline(setting, name, case, pipe, Scheduler(schedule, n_devices), (unsplit, rounds))
+            if n_devices > 1 and schedule == "1F1B":
+                _measure_peer(setting, name, case, pipe, (unsplit, rounds))
+        # The first one measures the costs, which serve all others.
+        taken_s = time.perf_counter() - begin
+
+
+def _note_profile(setting: Setting, case: Case, costs: Costs, unsplit: Taken, seconds: float) -> None:
+    """Note what the profile says of the whole model beside what the model takes."""
+    total_ms = case.n_microbatches * costs.total_ms
+    values: dict[str, Any] = {"nodes": len(costs.nodes), "compile_s": seconds, "sum_of_nodes_ms": total_ms}
+    setting.note("profile", **values, of_unsplit=total_ms / unsplit.wall_ms)
+
+
+def _note_step(setting: Setting, size: str, what: str, taken: Taken, unsplit: Taken, **more: float) -> None:
+    """Note what a step takes: a row of the table for the README."""
+    times = {"host_ms": taken.host_ms, "wall_ms": taken.wall_ms, "GPU_ms": taken.gpu_ms}
+    setting.note("steps", size=size, pipeline=what, **times, percent_kept=100 * unsplit.wall_ms / taken.wall_ms, **more)
 
 
 def _measure_pipeline(
-    setting: Setting, case: Case, pipe: Pipeline, scheduler: Scheduler, unsplit_ms: float, rounds: int
+    setting: Setting, name: str, case: Case, pipe: Pipeline, scheduler: Scheduler, beside: tuple[Taken, int]
 ) -> None:
-    """Print how a pipeline's step compares."""
+    """Note a pipeline's step beside the unsplit model's, and beside what was predicted; `beside` has the rounds too."""
+    unsplit, rounds = beside
 
     def step() -> None:
         pipe.zero_grad()
@@ -78,12 +106,34 @@ def _measure_pipeline(
 
     setting.release_memory()
     taken = measure(setting, step, rounds)
-    print(
-        f"   {scheduler.n_devices} stages {scheduler.name}: host {taken.host_ms:.1f} ms, wall {taken.wall_ms:.1f}, GPU "
-        f"{taken.gpu_ms:.1f}: {100 * unsplit_ms / taken.wall_ms:.1f} % of unsplit; peak {_peak_gib(setting, step):.2f} "
-        f"GiB; {predict_ms(pipe, scheduler, case.n_microbatches):.1f} ms if each stage had a GPU of its own",
-        flush=True,
-    )
+    apart_ms = predict_ms(pipe, scheduler, case.n_microbatches)
+    # Stages that share a GPU take turns on it, so no step is shorter than all of its work.
+    shared_ms = max(apart_ms, case.n_microbatches * pipe.plan.single_ms)
+    predicted = {"predicted_ms": shared_ms, "predicted_apart_ms": apart_ms, "predicted_peak_GiB": predict_gib(pipe)}
+    what = f"{scheduler.n_devices} x {scheduler.name}"
+    _note_step(setting, name, what, taken, unsplit, peak_GiB=_peak_gib(setting, step), **predicted)
+
+
+def _measure_peer(setting: Setting, name: str, case: Case, pipe: Pipeline, beside: tuple[Taken, int]) -> None:
+    """Note torchgpipe's step on copies of the same stages, or why there is none."""
+    unsplit, rounds = beside
+    if find_spec(PEER) is None:
+        setting.note("beside others", size=name, pipeline=PEER, left_out="it is not installed here")
+        return
+    what = f"{len(pipe.stages.stages)} x {PEER}"
+    try:
+        # Copies, so that it adds to no gradient of the pipeline's.
+        stages = nn.ModuleList(copy.deepcopy(stage.module) for stage in pipe.stages.stages)
+        train = torchgpipe_step(list(stages), case.n_microbatches, case.x, case.y, [setting.name] * len(stages))
+
+        def step() -> None:
+            stages.zero_grad()
+            train()
+
+        taken = measure(setting, step, rounds)
+        _note_step(setting, name, what, taken, unsplit, peak_GiB=_peak_gib(setting, step))
+    except Exception as error:  # a peer that fails is a finding, and not the end of this size
+        setting.note("beside others", size=name, pipeline=what, left_out=f"{type(error).__name__}: {str(error)[:200]}")
 
 
 def predict_ms(pipe: Pipeline, scheduler: Scheduler, n_microbatches: int) -> float:
@@ -91,6 +141,12 @@ def predict_ms(pipe: Pipeline, scheduler: Scheduler, n_microbatches: int) -> flo
     # As if nothing shared the GPU: stages that do share it take at least the sum of their work.
     schedule = build_schedule(pipe.plan, scheduler, n_microbatches)
     return simulate(schedule, read_times(pipe.plan, schedule)).step_ms
+
+
+def predict_gib(pipe: Pipeline) -> float:
+    """Return the memory that the plan counts for all stages, in GiB, less the optimizer's, which is not there."""
+    factor = pipe.plan.model.optimizer_factor
+    return sum(stage.memory_bytes - factor * stage.parameter_bytes for stage in pipe.plan.stages) / GIB
 
 
 def _peak_gib(setting: Setting, run: Callable[[], object]) -> float:
@@ -101,4 +157,4 @@ def _peak_gib(setting: Setting, run: Callable[[], object]) -> float:
     torch.cuda.reset_peak_memory_stats()
     run()
     setting.synchronize()
-    return torch.cuda.max_memory_allocated() / 2**30
+    return torch.cuda.max_memory_allocated() / GIB

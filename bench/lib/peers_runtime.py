@@ -44,16 +44,18 @@ class Chunked(nn.Module):
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
-def torchgpipe_step(stages: Sequence[nn.Module], n_microbatches: int, x: Tensor, y: Tensor) -> Callable[[], None]:
-    """Return a training step by torchgpipe, on CPU devices."""
+def torchgpipe_step(
+    stages: Sequence[nn.Module], n_microbatches: int, x: Tensor, y: Tensor, devices: Sequence[str] | None = None
+) -> Callable[[], None]:
+    """Return a training step by torchgpipe, a device for each stage (default: CPU devices)."""
     from torchgpipe import GPipe
 
     model = GPipe(
         nn.Sequential(*(Chunked(s) for s in stages)),
         balance=[1] * len(stages),
-        devices=["cpu"] * len(stages),
+        devices=devices or ["cpu"] * len(stages),
         chunks=n_microbatches,
-        recompute="never",
+        checkpoint="never",
     )
 
     def step() -> None:

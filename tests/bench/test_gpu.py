@@ -1,26 +1,46 @@
-"""The checks for a machine with a GPU run dry on the CPU, so that they still work on the day there is one."""
+"""The commands for a machine with a GPU run dry on the CPU, so that they still work on the day there is one."""
 
 from __future__ import annotations
 
+import ast
+import json
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
 
 import fxsplit
-from bench.gpu.__main__ import COMMANDS, main
+from bench.gpu import not_on_gpu, suite, tables
+from bench.gpu.__main__ import PARTS, SIZED, main
+from bench.gpu.chaos import make_late_stream
 from bench.gpu.checks import ALL, Check, run_check
+from bench.gpu.example import read_example
+from bench.gpu.findings import Findings, show
+from bench.gpu.parts import COMMANDS, ROOT, Part, run_command, run_part
 from bench.gpu.plugin import find_machine_on_gpu, pytest_configure
 from bench.gpu.setting import Setting, largest_difference
-from fxsplit.ir.facts.machine import Machine
+from fxsplit.ir.facts.machine import Device, Machine
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c != "checks"])
-def test_commands_run_dry(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([command, "--dry", "--seconds", "0"]) == 0
-    assert capsys.readouterr().out
+@pytest.mark.parametrize("part", [p for p in (*PARTS, *SIZED) if p not in ("checks", "suite", "tests")])
+def test_parts_run_dry(part: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    found = tmp_path / "found.json"
+    assert main([part, "--dry", "--seconds", "0", "--json", str(found)]) == 0
+    told = json.loads(found.read_text())
+    assert capsys.readouterr().out and told["failed"] == 0 and all(row["what"] for row in told["rows"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_run_dry(command: str, tmp_path: Path) -> None:
+    assert main([command, "--dry", "--out", str(tmp_path)]) == 0
+    report = json.loads((tmp_path / f"{command}.json").read_text())
+    assert [part["outcome"] for part in report["parts"]] == ["ok"] * len(COMMANDS[command])
+    assert all(part["rows"] or part["part"] in ("tests",) for part in report["parts"])
+    assert (tmp_path / f"{command}.md").read_text().startswith(f"`python -m bench.gpu {command} --dry`\non CPU")
 
 
 @pytest.mark.parametrize("check", ALL, ids=lambda check: str(check.__name__))
@@ -42,17 +62,160 @@ def test_differences_are_relative_to_the_first() -> None:
     assert largest_difference([first, first, first + torch.tensor([0.0, 0.5])]) == pytest.approx(0.1)
 
 
-def test_sizes_that_there_are_not_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["bench", "huge"], ["host", "large bf16"]):
+def test_what_cannot_run_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["bench", "huge", "--dry"], ["host", "large bf16", "--dry"], ["correct", "large bf16", "--dry"]):
         with pytest.raises(SystemExit):
-            main([*arguments, "--dry"])
-    assert "only bench takes any" in capsys.readouterr().err
+            main(arguments)
+    assert capsys.readouterr().err.count("only bench and green take any") == 3
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_without_a_gpu_only_a_dry_run_is_possible(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["correct"])
+    assert "torch sees no GPU here: --dry" in capsys.readouterr().err
+
+
+def test_no_command_takes_longer_than_eight_minutes() -> None:
+    for parts in COMMANDS.values():
+        assert sum(part.limit_s for part in parts) <= 480.0
+        assert len({part.name for part in parts}) == len(parts)
+        assert all(part.words[0] in (*PARTS, *SIZED) for part in parts)
+
+
+def test_a_part_that_hangs_costs_its_own_time_and_what_it_found_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A module of this name comes before the project's: it notes a row, and waits for ever where it is told to.
+    package = tmp_path / "bench" / "gpu"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (tmp_path / "bench" / "__init__.py").touch()
+    (package / "__main__.py").write_text(
+        "import json, sys, time\n"
+        "path = sys.argv[sys.argv.index('--json') + 1]\n"
+        "well = sys.argv[1] == 'good'\n"
+        "json.dump({'failed': 0 if well else None, 'rows': [{'what': 'steps', 'wall_ms': 1.0}]}, open(path, 'w'))\n"
+        "print('last words', flush=True)\n"
+        "if sys.argv[1] == 'crash': sys.exit(3)\n"
+        "time.sleep(0 if well else 1000)\n"
+    )
+    monkeypatch.setattr("bench.gpu.parts.ROOT", tmp_path)
+    out = tmp_path / "out"
+    parts = [Part(("hangs",), 5.0), Part(("crash",), 60.0), Part(("good",), 60.0)]
+    assert run_command("correct", out, dry=True, parts=parts) == 2
+    found = json.loads((out / "correct.json").read_text())["parts"]
+    assert [part["rows"] for part in found] == [[{"what": "steps", "wall_ms": 1.0}]] * 3
+    assert found[0]["outcome"].startswith("not over after") and found[0]["tail"] == ["last words"]
+    assert found[1]["outcome"].startswith("ended with exit code 3") and found[2]["outcome"] == "ok"
+    assert not found[2]["tail"] and "last words" in (out / "correct.md").read_text()
+
+
+def test_a_part_that_waits_in_c_code_says_where(tmp_path: Path) -> None:
+    """The limit is over before torch is loaded, which is as good a place as any."""
+    found = run_part(Part(("graphs",), 4.001), tmp_path, dry=True)
+    assert found["outcome"].startswith("not over after") and not found["rows"]
+
+
+def test_findings_are_whole_after_each_row(tmp_path: Path) -> None:
+    findings = Findings(tmp_path / "found.json")
+    findings.note("a", ms=1.5)
+    assert json.loads((tmp_path / "found.json").read_text()) == {"failed": None, "rows": [{"what": "a", "ms": 1.5}]}
+    assert findings.finish(2) == 2 and findings.seconds_left() == float("inf")
+    assert json.loads((tmp_path / "found.json").read_text())["failed"] == 2
+    assert [p.name for p in tmp_path.iterdir()] == ["found.json"]
+    assert [show(v) for v in (0.0, 1e-12, 3.14159, 314.159, 7, "x")] == ["0.00", "1.0e-12", "3.14", "314.2", "7", "x"]
+
+
+def test_tables_have_a_column_for_each_name() -> None:
+    assert tables.format_table([{"a": 1}, {"b": "x|y\nz"}]) == [
+        "| a | b |",
+        "| --- | --- |",
+        "| 1 |  |",
+        "|  | x/y z |",
+    ]
+
+
+def test_tests_that_fail_hang_or_crash_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that ends before its time costs the rest of the file it was at; the other files are run after it."""
+    for name, text in {
+        "test_a.py": "def test_good(): pass\ndef test_bad(): assert 1 == 2\n",
+        "test_b.py": "import os\ndef test_crash(): os._exit(7)\ndef test_lost(): pass\n",
+        "test_c.py": "import time\nfrom bench.gpu import tally\ntally.TEST_S = 1.0\n"
+        "def test_first(): pass\ndef test_hang(): time.sleep(1000)\n",
+        "test_d.py": "import no_such_module\n",
+        "test_e.py": "import pytest\ndef test_skipped(): pytest.skip('no reason')\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(suite, "PROCESSES", 1)
+    monkeypatch.setattr(suite, "ROOT", tmp_path)
+    setting, files = Setting(dry=True), [f"test_{letter}.py" for letter in "abcde"]
+    # Each failure and what did not come to its end: the assertion, the crash, the hang, and the import.
+    assert suite.run_files(setting, "tests", files, [], {}) == 4
+    *failures, count = setting.findings.rows
+    assert count == {"what": "tests", "files": 5, "failed": 2, "not over": 2, "passed": 2, "skipped": 1}
+    told = {row["test"]: row["why"] for row in failures}
+    assert sorted(told) == ["test_a.py::test_bad", "test_b.py::test_crash", "test_c.py::test_hang", "test_d.py"]
+    assert "exit code 7" in told["test_b.py::test_crash"] and "no_such_module" in told["test_d.py"]
+    assert "Timeout" in told["test_c.py::test_hang"] and "time.sleep" not in told["test_a.py::test_bad"]
+
+
+def test_without_time_no_process_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = Setting(dry=True, findings=Findings(until=0.0))
+    assert suite.run_files(setting, "tests", ["tests/a.py", "tests/b.py"], [], {}) == 2
+    assert "no time was left" in setting.findings.rows[0]["why"]
+
+
+def test_what_is_left_out_of_the_suite_is_there() -> None:
+    """A test that has been renamed would run on a GPU, and fail there for the reason that it was left out for."""
+    for name, reason in not_on_gpu.NOT_ON_GPU.items():
+        file, _, function = name.partition("::")
+        names = {n.name for n in ast.parse((ROOT / file).read_text()).body if isinstance(n, ast.FunctionDef)}
+        assert reason and (function in names or not function), name
+        assert file.startswith(not_on_gpu.FOLDERS), name
+    assert not_on_gpu.find_reason("tests/proof/test_noise.py::test_anything[1]") == not_on_gpu.HOST
+    name = "tests/runtime/test_job.py::test_a_traced_step_is_a_step"
+    assert not_on_gpu.find_reason(f"{name}[1F1B]") == not_on_gpu.NAMES
+    assert not_on_gpu.find_reason("tests/runtime/test_job.py::test_other") is None
+    assert {str(Path(f).parts[1]) for f in suite.list_files()} == {"proof", "runtime", "passes"}
+
+
+def test_the_example_is_the_one_that_readers_see() -> None:
+    assert read_example().startswith("import fxsplit\n") and "loss.backward()" in read_example()
+
+
+def test_late_streams_are_late_before_and_after_marks() -> None:
+    calls: list[str] = []
+
+    class Plain:
+        def record_event(self) -> str:
+            calls.append("record")
+            return "event"
+
+        def wait_event(self, event: str) -> None:
+            calls.append(f"wait for {event}")
+
+        def __enter__(self) -> None:
+            calls.append("on it")
+
+        def __exit__(self, *_: object) -> None:
+            calls.append("off it")
+
+    stream = make_late_stream(lambda: calls.append("delay"), Plain)()
+    stream.wait_event(stream.record_event())
+    late = ["on it", "delay", "off it"]
+    assert calls == [*late, "record", *late, "wait for event", *late]
 
 
 def test_the_plugin_maps_cpu_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.gpu.plugin.ON", "cpu")
     assert len(find_machine_on_gpu(3).devices) == 3
     assert [str(d.torch_device) for d in find_machine_on_gpu(["cpu", "cpu:0"]).devices] == ["cpu", "cpu"]
+    here = Device("a", torch.device("cpu", 0), memory_bytes=5.0)
+    given: list[Any] = [[here], here, Machine((here,), ())]
+    for devices in given:
+        (found,) = find_machine_on_gpu(devices).devices
+        assert (found.name, str(found.torch_device), found.memory_bytes) == ("a", "cpu", 5.0)
     with pytest.raises(fxsplit.FxsplitError, match="give at least 1"):
         find_machine_on_gpu(0)
 

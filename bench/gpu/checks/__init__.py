@@ -38,13 +38,13 @@ ALL: tuple[Check, ...] = (
 
 
 def run_checks(setting: Setting, checks: Sequence[Check] = ALL) -> int:
-    """Run checks one after another and print a line for each; return how many do not hold."""
+    """Run checks one after another and note each; return how many do not hold."""
     begin, failed = time.monotonic(), 0
     for check in checks:
         holds, text = run_check(setting, check)
         failed += not holds
-        verdict = "ok  " if holds else "FAIL"
-        print(f"{time.monotonic() - begin:6.1f}s {verdict} {check.__name__}: {text}", flush=True)
+        verdict = "ok" if holds else "FAIL"
+        setting.note("checks", verdict=verdict, check=check.__name__, seconds=time.monotonic() - begin, found=text)
     return failed
 
 

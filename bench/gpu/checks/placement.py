@@ -27,12 +27,12 @@ def stages_on_the_cpu_and_on_the_gpu(setting: Setting) -> tuple[bool, str]:
         ) as pipe:
             outcome = run_pipeline_step(pipe, [x], y.to(devices[-1]))
         # Comparing needs both on one device.
-        moved = ({name: _to_host(t) for name, t in part.items()} for part in vars(outcome).values())
+        moved = ({name: to_host(t) for name, t in part.items()} for part in vars(outcome).values())
         found.append(compare(Outcome(*moved), expected).largest)
     return max(found) < CLOSE, f"differences {found}"
 
 
-def _to_host(tensor: Tensor | None) -> Tensor | None:
+def to_host(tensor: Tensor | None) -> Tensor | None:
     """Return a tensor in host memory."""
     return None if tensor is None else tensor.cpu()
 

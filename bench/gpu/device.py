@@ -1,0 +1,43 @@
+"""What figures were measured on: a figure without its device, driver and clock says little."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+
+ASKED = {
+    "name": "name",
+    "driver_version": "driver",
+    "clocks.sm": "clock now, MHz",
+    "clocks.max.sm": "clock at most, MHz",
+    "power.limit": "power limit, W",
+    "memory.total": "memory, MiB",
+}
+"""What nvidia-smi is asked for, and what the report calls that."""
+
+
+def describe_device(dry: bool) -> dict[str, Any]:
+    """Return the GPU with its driver and clocks, torch with its CUDA, Python, the cores and the date."""
+    told = {"name": f"CPU ({platform.machine()})"} if dry else ask_driver()
+    return told | {
+        "torch": torch.__version__,
+        "CUDA": str(torch.version.cuda or torch.version.hip),
+        "Python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+
+
+def ask_driver() -> dict[str, str]:
+    """Return what nvidia-smi says of the first GPU; where there is no such program, what torch knows."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(ASKED)}", "--format=csv,noheader,nounits", "--id=0"]
+    try:
+        line = subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout.splitlines()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return {"name": torch.cuda.get_device_name(0)}
+    return dict(zip(ASKED.values(), (value.strip() for value in line.split(",")), strict=False))

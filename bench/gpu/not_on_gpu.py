@@ -1,0 +1,43 @@
+"""Which of the tests of CPU devices run on a GPU in their place, and which of them cannot, with the reason."""
+
+from __future__ import annotations
+
+FOLDERS = ("tests/proof", "tests/runtime", "tests/passes/profile")
+"""Where values, streams, memory and times of pipelines are tested; other folders compute nothing on a device."""
+
+HOST = "is about processor time, threads or files of the host"
+STATES = "makes stages on the CPU by itself, without compile()"
+NAMES = "expects the names of CPU devices"
+CPU_ONLY = "asks torch for something of the CPU: a generator, autocast or a scaler"
+
+NOT_ON_GPU = {
+    "tests/passes/profile/test_time_alone.py": STATES,
+    "tests/passes/profile/test_time_in_step.py": STATES,
+    "tests/proof/test_everyday_loops.py": CPU_ONLY,
+    "tests/proof/test_interrupts.py": HOST,
+    "tests/proof/test_noise.py": HOST,
+    "tests/proof/test_other_loops.py": CPU_ONLY,
+    "tests/proof/test_replicas.py::test_a_failing_replica_names_its_device": NAMES,
+    "tests/proof/test_semantics.py::test_autocast_and_a_gradient_scaler": CPU_ONLY,
+    "tests/proof/test_too_big.py::test_peak_of_memory": HOST,
+    "tests/proof/test_too_big.py::test_weights_are_read_stage_by_stage": NAMES,
+    "tests/proof/test_whole_files.py": HOST,
+    "tests/runtime/backends/test_threads.py": STATES,
+    "tests/runtime/stage/test_recompute.py::test_autocast_holds_in_the_second_run": CPU_ONLY,
+    "tests/runtime/stage/test_replica.py": STATES,
+    "tests/runtime/stage/test_run_split.py::test_a_failing_half_names_its_place": NAMES,
+    "tests/runtime/stage/test_weight_versions.py": STATES,
+    "tests/runtime/test_job.py::test_a_traced_step_is_a_step": NAMES,
+    "tests/runtime/test_runtime.py::test_workers_leave_the_callers_threads_alone": HOST,
+    "tests/runtime/test_status.py": HOST,
+    "tests/runtime/test_stopwatch.py": STATES,
+    "tests/runtime/test_streams.py": STATES,
+}
+"""Files, and tests as `file::function`, that are left out."""
+
+
+def find_reason(test: str) -> str | None:
+    """Return why a test, by pytest's name for it, is left out; None for one that runs."""
+    file, _, rest = test.partition("::")
+    function = rest.split("[")[0]
+    return NOT_ON_GPU.get(file) or NOT_ON_GPU.get(f"{file}::{function}")

@@ -1,0 +1,139 @@
+"""The parts of the three commands, each in a process of its own, with a time limit of its own.
+
+What hangs or crashes costs its own time alone, and what it had found by then is kept.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.gpu.device import describe_device
+from bench.gpu.findings import write_whole
+from bench.gpu.tables import format_report
+
+ROOT = Path(__file__).parents[2]
+TAIL = 12
+"""How many lines of a part's output are kept in the report if the part does not end well."""
+LAST_WORDS_S = 4.0
+"""So long before its time is over a part prints where each of its threads is, and ends itself."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a command: the words behind `python -m bench.gpu`, and the seconds that it may take."""
+
+    words: tuple[str, ...]
+    limit_s: float
+
+    @property
+    def name(self) -> str:
+        """The name of its files."""
+        return "-".join(self.words).replace(" ", "-")
+
+
+# What others rely on comes first: with a hang, or with wrong values, no figure of speed means anything.
+COMMANDS: dict[str, tuple[Part, ...]] = {
+    "correct": (
+        Part(("hang",), 40.0),
+        Part(("tests",), 60.0),
+        Part(("example",), 30.0),
+        Part(("checks",), 110.0),
+        Part(("chaos",), 80.0),
+        Part(("suite",), 160.0),
+    ),
+    "speed": (
+        Part(("bench", "large bf16"), 140.0),
+        Part(("bench", "middle bf16"), 100.0),
+        Part(("bench", "small bf16"), 80.0),
+        Part(("bench", "tiny fp32"), 80.0),
+        Part(("host",), 40.0),
+        Part(("graphs",), 40.0),
+    ),
+    "pipeline": (
+        Part(("green", "large bf16"), 280.0),
+        Part(("green", "middle bf16"), 200.0),
+    ),
+}
+"""Each command takes at most eight minutes."""
+
+
+def run_command(command: str, out: Path, *, dry: bool, parts: Sequence[Part] | None = None) -> int:
+    """Run a command's parts one after another; return how many of them did not end well.
+
+    `out` gets the command's results as JSON and as Markdown, after each part, and what each part has printed.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    report: dict[str, Any] = {"command": command, "dry": dry, "device": describe_device(dry), "parts": []}
+    for part in COMMANDS[command] if parts is None else parts:
+        print(f"=== {part.name} (at most {part.limit_s:.0f} s)", flush=True)
+        report["parts"].append(run_part(part, out, dry=dry))
+        print(f"--- {part.name}: {report['parts'][-1]['outcome']}", flush=True)
+        write_whole(out / f"{command}.json", json.dumps(report, indent=1))
+        write_whole(out / f"{command}.md", format_report(report))
+    print(format_report(report), flush=True)
+    return sum(part["outcome"] != "ok" for part in report["parts"])
+
+
+def run_part(part: Part, out: Path, *, dry: bool) -> dict[str, Any]:
+    """Run one part and return its name, outcome, seconds and rows, and the end of what it printed if it went wrong."""
+    found, log = out / f"{part.name}.json", out / f"{part.name}.txt"
+    found.unlink(missing_ok=True)
+    limit_s = part.limit_s - LAST_WORDS_S
+    words = [*part.words, "--json", str(found), "--limit", str(limit_s), *(["--dry"] if dry else [])]
+    begin = time.monotonic()
+    with log.open("wb") as output:
+        # A session of its own, so that what the part has started can be ended with it.
+        process = subprocess.Popen(
+            [sys.executable, "-m", "bench.gpu", *words],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            env=make_environment(),
+            start_new_session=True,
+        )
+        try:
+            code: int | None = process.wait(part.limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            end_session(process)
+    seconds = time.monotonic() - begin
+    told = json.loads(found.read_text(encoding="utf-8")) if found.exists() else {"failed": None, "rows": []}
+    outcome = judge(told["failed"], code, seconds, limit_s)
+    tail = [] if outcome == "ok" else log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]
+    return {"part": part.name, "outcome": outcome, "seconds": round(seconds, 1), "rows": told["rows"], "tail": tail}
+
+
+def judge(failed: int | None, code: int | None, seconds: float, limit_s: float) -> str:
+    """Return in words how a part ended: `failed` as it said itself, its exit code, and how long it took of its time."""
+    if failed is not None:
+        return "ok" if failed == 0 else f"{failed} failed"
+    if code is None or seconds >= limit_s:
+        return f"not over after {seconds:.0f} s"
+    return f"ended with exit code {code} after {seconds:.0f} s"
+
+
+def make_environment() -> dict[str, str]:
+    """Return the environment of a part: this checkout's modules, and caches where any user may write."""
+    caches = Path(tempfile.gettempdir()) / "fxsplit-bench-gpu"
+    defaults = {"NUMBA_CACHE_DIR": str(caches / "numba"), "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor")}
+    own = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    return defaults | dict(os.environ) | own | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def end_session(process: subprocess.Popen[bytes]) -> None:
+    """End a process that was started with a session of its own, and all that it has started in turn."""
+    with suppress(ProcessLookupError):  # all of them have ended
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

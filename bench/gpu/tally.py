@@ -1,0 +1,74 @@
+"""pytest plugin: append a line of JSON to a file, FXSPLIT_TALLY, for each test that starts and for each outcome.
+
+    FXSPLIT_TALLY=outcomes.jsonl python -m pytest -p bench.gpu.tally tests/...
+
+A session that hangs or crashes has then told of all tests before. One that is at a test for too long ends itself, and
+prints where each of its threads is.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+from collections.abc import Sequence
+
+import pytest
+
+TEST_S = 45.0
+"""No test takes as long as this, also where many run at once: one that does waits for ever."""
+ERRORS = os.dup(2)
+"""Standard error as it is now: while a test runs, pytest has another file in its place."""
+MOST = 300
+"""How many characters of an error are kept."""
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    """Note which test starts, and give it its time."""
+    append(nodeid, "started")
+    # A thread that waits inside of C code sees no signal, but this timer's thread runs on.
+    faulthandler.dump_traceback_later(TEST_S, exit=True, file=ERRORS)
+
+
+def pytest_runtest_logfinish() -> None:
+    """Take back the test's time limit."""
+    faulthandler.cancel_dump_traceback_later()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Note a test's outcome: of its setup and teardown only what goes wrong, or skips."""
+    if report.when == "call" or not report.passed:
+        append(report.nodeid, report.outcome, "" if report.passed else tell(report))
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    """Note a file that cannot be collected."""
+    if report.failed:
+        append(report.nodeid, "failed", tell(report))
+
+
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    """Note tests that are left out."""
+    for item in items:
+        append(item.nodeid, "deselected")
+
+
+def pytest_sessionfinish() -> None:
+    """Note that all tests were run: the exit code of a process that has ended itself may be that of tests that fail."""
+    append("", "ended")
+
+
+def tell(report: pytest.TestReport | pytest.CollectReport) -> str:
+    """Return what went wrong, in as many words as fit."""
+    if isinstance(report.longrepr, tuple):
+        return str(report.longrepr[2])[:MOST]
+    crash = getattr(report.longrepr, "reprcrash", None)
+    # The error of an import comes after all the lines that it came through.
+    return str(crash.message)[:MOST] if crash else str(report.longrepr)[-MOST:]
+
+
+def append(test: str, outcome: str, why: str = "") -> None:
+    """Append a line to the file, if there is to be one."""
+    if path := os.environ.get("FXSPLIT_TALLY"):
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"test": test, "outcome": outcome, "why": why}) + "\n")
