@@ -41,6 +41,7 @@ from fxsplit.runtime.program import Batch, Program
 from fxsplit.runtime.stage.weight_versions import Stepper, make_stepper
 from fxsplit.runtime.status import Status
 from fxsplit.runtime.stopwatch import Stopwatch
+from fxsplit.runtime.targets import Targets
 from fxsplit.schedule import simulate
 from fxsplit.schedule.memory import trace_memory
 from fxsplit.schedule.of_plan import read_footprints, read_times
@@ -311,7 +312,7 @@ class Pipeline(Facade):
         # An asynchronous schedule lets the optimizer step between microbatches: their losses have weights of their own.
         schedule = batch.program.schedule(len(batch.rows))
         stepper = make_stepper(schedule, optimizer)
-        targets = None if loss_fn is None else split_target(target, batch.rows, batch.program.inputs)
+        targets = None if loss_fn is None else Targets(split_target(target, batch.rows, batch.program.inputs))
         meaning = self._find_loss_meaning(batch)
         weigh = find_weights(batch, targets, meaning)
         return (

@@ -38,10 +38,9 @@ class Forwards:
         program, stage, m = self._program, action.stage, action.microbatch
         if self._context.keeps_graph and program.recomputes(stage, m, self._n_microbatches):
             around = partial(self._surround, replica, m)
-            known = program.written.get(stage)
             with replica.use_version(action.version):
-                outputs, record, program.written[stage] = forward_without_activations(
-                    replica.stage, packet, program.writes_inputs, known, around, self._context
+                outputs, record = forward_without_activations(
+                    replica.stage, packet, program.writes_inputs, program.written[stage], around, self._context
                 )
             return record, outputs
         with self._surround(replica, m), replica.use_version(action.version):

@@ -10,27 +10,31 @@ import itertools
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fxsplit.errors import InputError
-from fxsplit.ir.facts.counts import Count, check_nothing_counts
+from fxsplit.ir.facts.counts import Count, Watch, check_nothing_counts
 from fxsplit.ir.facts.meanings import MEAN, Meaning
 from fxsplit.runtime.loss_meaning import LossMeaning
 from fxsplit.runtime.program import Batch, Program
 from fxsplit.runtime.streams import hand_over
+from fxsplit.runtime.targets import Targets
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.containers import to_plain_outputs
+from fxsplit.torch_internals.host_copies import is_on_host
 from fxsplit.torch_internals.user_lines import find_users_line
 
 LossFn = Callable[..., Tensor]
 """loss_fn(outputs, target), or loss_fn(outputs) where a step is given no target."""
 
-Weigh = Callable[[int, int], Sequence[float]]
-"""Returns the weights of the losses of microbatches, from one up to another, in the loss of these."""
+Weights = Sequence[float | Tensor]
+"""Numbers, or tensors of double precision on an accelerator, which the host has not waited for."""
+
+Weigh = Callable[[int, int, torch.device], Weights]
+"""Returns the weights of the losses of microbatches, from one up to another, in the loss of these on a device."""
 
 Finish = Callable[[int, tuple[Any, ...]], Tensor]
 """Computes a microbatch's loss from the last stage's outputs; its backward starts there."""
@@ -104,19 +108,26 @@ def weigh_rows(reduction: str | None, rows: Sequence[int]) -> list[float]:
     return Meaning("sum" if reduction == "sum" else "mean").list_weights(rows)
 
 
-def find_weights(batch: Batch, targets: Sequence[Any] | None, meaning: LossMeaning) -> Weigh:
+def find_weights(batch: Batch, targets: Targets | None, meaning: LossMeaning) -> Weigh:
     """Return what weighs the losses of microbatches, by what they are divided by where that is known.
 
-    targets: the pieces of the target; None for a loss of the model's own.
+    targets: None for a loss of the model's own.
     """
     if targets is None:
-        return partial(batch.weigh, find_own_meaning(batch.program, len(batch.rows)))
+        own = find_own_meaning(batch.program, len(batch.rows))
+        return lambda begin, end, device: batch.weigh(own, begin, end)
 
-    def weigh(begin: int, end: int) -> Sequence[float]:
-        rows, pieces = batch.rows[begin:end], [[piece] for piece in targets[begin:end]]
-        # Asked for late: the first microbatch may have told what the loss means.
-        weights = meaning.count.weigh(pieces, rows) if meaning.count is not None else ()
-        return weights if isinstance(meaning.count, Count) else weigh_rows(meaning.reduction, rows)
+    def weigh(begin: int, end: int, device: torch.device) -> Weights:
+        rows, count = batch.rows[begin:end], meaning.count  # asked for late: the first microbatch may have told it
+        if count is None:
+            return weigh_rows(meaning.reduction, rows)
+        # What is in host memory is counted there: the host need not wait for that.
+        on_host = targets.are_on_host and (isinstance(count, Watch) or all(map(is_on_host, count.reads)))
+        pieces = [[targets.given[m] if on_host else targets.place(m, device)] for m in range(begin, end)]
+        if isinstance(count, Count):
+            return count.weigh_there(pieces, rows)
+        count.weigh(pieces, rows)
+        return weigh_rows(meaning.reduction, rows)
 
     return weigh
 
@@ -145,14 +156,14 @@ class BatchLoss:
     `meaning` is what is known of the loss function; it may come to know the reduction when it looks at the first
     microbatch, before any backward. `rows` has the rows of each microbatch. Where the optimizer steps between
     microbatches, `ends` are the last microbatches before each step, and the microbatches of one step count as a batch
-    of their own. `targets` are None for a loss of the outputs alone. Raises InputError for a loss that is not reduced
-    to one number.
+    of their own. `targets` are None for a loss of the outputs alone; they are moved to where the outputs are. Raises
+    InputError for a loss that is not reduced to one number.
     """
 
     def __init__(
         self,
         loss_fn: LossFn,
-        targets: Sequence[Any] | None,
+        targets: Targets | None,
         rows: Sequence[int],
         ends: Sequence[int] = (),
         meaning: LossMeaning | None = None,
@@ -166,10 +177,11 @@ class BatchLoss:
         self._targets = targets
         self._rows = rows
         self._ends = ends
-        self._weigh = weigh or (lambda begin, end: weigh_rows(self.meaning.reduction, rows[begin:end]))
+        self._weigh = weigh or (lambda begin, end, device: weigh_rows(self.meaning.reduction, rows[begin:end]))
         self._losses: list[Tensor | None] = [None] * len(rows)
-        # A weight as a tensor, made once. Each worker has its own: on a GPU another worker's stream may be behind.
-        self._gradients: dict[tuple[float, int], Tensor] = {}
+        # By thread: on a GPU another worker's stream may be behind. A weight as a gradient is made once.
+        self._weights: dict[tuple[int, bool], Weights] = {}
+        self._gradients: dict[tuple[int, float], Tensor] = {}
 
     @property
     def name(self) -> str:
@@ -180,21 +192,28 @@ class BatchLoss:
     def look_at(self, microbatch: int, program: Program, outputs: Sequence[Any]) -> None:
         """Let the first steps find out what the loss means, from the last stage's outputs for a microbatch."""
         if self.meaning.is_open:
-            target = () if self._targets is None else (self._targets[microbatch],)
+            target = self._list_target(microbatch, outputs)
             self.meaning.look_at(program, outputs, target, self._rows[microbatch])
 
-    @cached_property
-    def _weights_in_batch(self) -> Sequence[float]:
-        """The weight of each microbatch's loss in the loss that is reported, which is that of the whole batch."""
-        return self._weigh(0, len(self._rows))
+    def _list_target(self, microbatch: int, outputs: Any) -> tuple[Any, ...]:
+        """Return the target of a microbatch, where its outputs are; nothing where the loss is of the outputs alone."""
+        if self._targets is None:
+            return ()
+        leaves = [outputs] if isinstance(outputs, Tensor) else pytree.tree_leaves(to_plain_outputs(outputs))
+        device = next((v.device for v in leaves if isinstance(v, Tensor)), None)
+        return (self._targets.given[microbatch] if device is None else self._targets.place(microbatch, device),)
 
-    @cached_property
-    def _weights_in_step(self) -> Sequence[float]:
-        """The weight of each microbatch's loss in that of one optimizer step, whose gradients are computed."""
-        if not self._ends:
-            return self._weights_in_batch
-        bounds = itertools.pairwise([0, *(m + 1 for m in self._ends), len(self._rows)])
-        return [w for begin, end in bounds if begin < end for w in self._weigh(begin, end)]
+    def _list_weights(self, device: torch.device, *, in_batch: bool) -> Weights:
+        """Return the weight of each microbatch's loss in the loss that is reported, which is that of the whole batch.
+
+        Otherwise, its weight in that of one optimizer step, whose gradients are computed.
+        """
+        key = threading.get_ident(), in_batch or not self._ends
+        if key not in self._weights:
+            bounds = itertools.pairwise([0, *(m + 1 for m in self._ends if not key[1]), len(self._rows)])
+            parts = [self._weigh(begin, end, device) for begin, end in bounds if begin < end]
+            self._weights[key] = [w for part in parts for w in part]
+        return self._weights[key]
 
     def __call__(self, microbatch: int, outputs: Any) -> Tensor:
         """Return the loss of one microbatch, a number that autograd knows, from the model's outputs for it.
@@ -203,8 +222,7 @@ class BatchLoss:
         function is raised as it is, with a note.
         """
         try:
-            target = () if self._targets is None else (self._targets[microbatch],)
-            loss = self._loss_fn(outputs, *target)
+            loss = self._loss_fn(outputs, *self._list_target(microbatch, outputs))
         except Exception as error:
             error.add_note("raised by loss_fn")
             raise
@@ -221,13 +239,17 @@ class BatchLoss:
 
     def make_output_gradients(self, microbatch: int) -> list[Tensor | None]:
         """Return the gradient that the backward of a microbatch's loss starts from: the weight of that loss."""
-        weight = self._weights_in_step[microbatch]
+        loss = self._losses[microbatch]
+        assert loss is not None, "the backward of a loss comes after it"
+        weight = self._list_weights(loss.device, in_batch=False)[microbatch]
+        if isinstance(weight, Tensor):
+            return [weight.to(loss)]
         if not weight:
-            check_nothing_counts(self._losses[microbatch], f"the loss of microbatch {microbatch}")
+            check_nothing_counts(loss, f"the loss of microbatch {microbatch}")
             return [None]
-        key = weight, threading.get_ident()
+        key = threading.get_ident(), weight
         if key not in self._gradients:
-            self._gradients[key] = torch.full_like(self._losses[microbatch], weight)  # type: ignore[arg-type]
+            self._gradients[key] = torch.full_like(loss, weight)
         return [self._gradients[key]]
 
     def list_losses(self) -> list[Tensor]:
@@ -243,7 +265,28 @@ class BatchLoss:
         hand_over(self._losses)
         losses = self.list_losses()
         found = torch.stack([loss.to(losses[0].device) for loss in losses])
+        # Those that a worker has found, mostly.
+        made = (weights for (_, in_batch), weights in self._weights.items() if in_batch)
+        weights = next(made, None) or self._list_weights(found.device, in_batch=True)
+        hand_over(weights)
         # In double precision: a share such as 1/3 would lose digits in a loss of half precision.
-        weights = torch.tensor(self._weights_in_batch, dtype=torch.float64, device=found.device)
-        # A microbatch without anything to count has divided by zero.
-        return (found * weights).where(weights != 0, 0.0).sum().to(found.dtype)
+        return sum_weighted(found.double(), weights).to(found.dtype)
+
+
+def sum_weighted(values: Tensor, weights: Weights) -> Tensor:
+    """Return the sum of values, each times its weight; one of the weight zero may be no number.
+
+    The host does not wait for an accelerator, as it would to make a tensor of a list of numbers.
+    """
+    tensors = [weight.to(values) for weight in weights if isinstance(weight, Tensor)]
+    if tensors:
+        factors = torch.stack(tensors)
+        return (values * factors).where(factors != 0, 0.0).sum()
+    # Mostly all weights are equal. A microbatch without anything to count has divided by zero.
+    total, begin = values.new_zeros(()), 0
+    for weight, equal in itertools.groupby(weights):
+        end = begin + len(list(equal))
+        if weight:
+            total = total + values[begin:end].sum() * weight
+        begin = end
+    return total

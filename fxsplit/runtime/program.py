@@ -5,9 +5,10 @@ It has neither the model nor the graph that it was compiled from. `Batch` is a c
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.facts.meanings import Meaning
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.stages import Stages, list_weights
-from fxsplit.runtime.stage.recompute import POLICIES
+from fxsplit.runtime.stage.recompute import POLICIES, Written
 from fxsplit.runtime.stage.replica import Replica
 from fxsplit.runtime.stage.shared_modules import Turns
 from fxsplit.schedule import Schedule, verify
@@ -63,7 +64,7 @@ class Program:
     stage_backend: str | None = None
     detached: str | None = None
     # Learnt as batches run. Buffers that a recomputing stage writes are told apart by its first run.
-    written: dict[int, set[str]] = field(default_factory=dict, init=False)
+    written: defaultdict[int, Written] = field(default_factory=partial(defaultdict, Written), init=False)
     _schedules: dict[int, Schedule] = field(default_factory=dict, init=False)
     _passes: dict[int, Schedule] = field(default_factory=dict, init=False)
 

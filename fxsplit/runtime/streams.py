@@ -197,9 +197,19 @@ def join_caller(devices: Iterable[torch.device]) -> list[Any]:
 
 def hand_over(values: Iterable[Any]) -> None:
     """Keep memory of accelerators that another thread allocated until this thread's current stream has read it."""
-    for value in values:
-        if isinstance(value, Tensor) and accelerators.is_accelerator(value.device):
-            accelerators.keep_until_read(value, accelerators.find_current_stream(value.device))
+    accelerators.hand_over(values)
+
+
+def move(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device, copied on the calling thread's current streams; it is itself where it is there.
+
+    The host waits for a copy into its own memory alone.
+    """
+    if tensor.device == device:
+        return tensor
+    if not accelerators.is_accelerator(device):
+        return tensor.to(device)
+    return accelerators.pin(tensor).to(device, non_blocking=True)
 
 
 def _keep_until_read(values: Iterable[Any], stream: torch.Stream) -> None:

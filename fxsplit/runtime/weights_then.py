@@ -66,7 +66,7 @@ class WeightsThen:
             return None
         module, known = self._program.stages[stage].module, set(marks)
         named = (*module.named_parameters(), *module.named_buffers())
-        written = self._program.written.get(stage, set())
+        written = self._program.written[stage].names
         return next((path for path, w in named if path not in written and _mark(w) not in known), None)
 
 

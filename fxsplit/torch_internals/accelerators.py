@@ -6,9 +6,10 @@ queue of work on one device. Each thread has a current stream on each device, to
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,6 +58,26 @@ def keep_until_read(tensor: Tensor, stream: torch.Stream) -> None:
     The allocator knows by itself only the stream that the memory was allocated on.
     """
     tensor.record_stream(stream)
+
+
+def hand_over(values: Iterable[Any]) -> None:
+    """Keep memory of accelerators that another thread allocated until this thread's current stream has read it."""
+    for value in values:
+        if isinstance(value, Tensor) and is_accelerator(value.device):
+            keep_until_read(value, find_current_stream(value.device))
+
+
+def pin(tensor: Tensor) -> Tensor:
+    """Return a tensor of host memory in memory that an accelerator can read by itself, and any other as it is.
+
+    A copy from other memory lets the host wait until the stream that the copy is queued on is through with all else.
+    """
+    if tensor.device.type != "cpu":
+        return tensor
+    # Some kinds of tensors and of devices know no such memory: their copies are right, only slower.
+    with suppress(RuntimeError):
+        return tensor if tensor.is_pinned() else tensor.pin_memory()
+    return tensor
 
 
 def count_memory_bytes(device: torch.device) -> int:

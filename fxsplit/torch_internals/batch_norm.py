@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fxsplit.errors import InputError
+from fxsplit.torch_internals import accelerators
 from fxsplit.torch_internals.containers import HOOKS
 from fxsplit.torch_internals.rng import current_microbatch
 from fxsplit.torch_internals.undo import undo_after
@@ -87,16 +88,19 @@ class Noted(nn.Module):
         calls = [call for m in sorted(self._calls) for call in self._calls[m]]
         # The Noteds of one layer may share their notes, and only the first of them may count the notes.
         self._calls.clear()
+        # Workers have made them, on streams of their own.
+        accelerators.hand_over(value for _, *made in calls for value in made)
         for count, mean, variance in [merge_statistics(calls)] if calls and self._at_once else calls:
             running_mean, running_variance, seen = _get_statistics(self.norm)
             if count < 2:  # the variance of a single value is not a number
                 continue
-            tracked = int(seen) + 1
-            share = 1.0 / tracked if self.norm.momentum is None else self.norm.momentum
+            # By `.data`, as the kernel does: a backward may have saved the buffer, and must not see a new version.
+            seen.data.add_(1)
+            momentum = self.norm.momentum
+            # How often is not asked for: a host that reads it from an accelerator waits for all that runs there.
+            share = seen.data.double().reciprocal() if momentum is None else momentum
             for buffer, value in ((running_mean, mean), (running_variance, variance)):
-                # By `.data`, as the kernel does: a backward may have saved the buffer, and must not see a new version.
-                buffer.data.mul_(1.0 - share).add_(value.to(buffer), alpha=share)
-            seen.data.fill_(tracked)
+                buffer.data.mul_(1.0 - share).add_(value.to(buffer) * share)
 
     def _check(self, outputs: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise InputError if a user's own batch norm gives other outputs with other running statistics."""

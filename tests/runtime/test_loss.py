@@ -11,10 +11,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxsplit
 from fxsplit.errors import InputError, StageError
-from fxsplit.runtime.loss import BatchLoss, find_own_loss, find_reduction, sum_squares, take_model_loss
+from fxsplit.ir.facts import counts
+from fxsplit.runtime import loss as loss_module
+from fxsplit.runtime.loss import (
+    BatchLoss,
+    find_own_loss,
+    find_reduction,
+    find_weights,
+    sum_squares,
+    sum_weighted,
+    take_model_loss,
+)
+from fxsplit.runtime.loss_meaning import LossMeaning
+from fxsplit.runtime.program import Batch
+from fxsplit.runtime.targets import Targets
 from tests.models import FAST, Mlp
 
 mse = F.mse_loss
@@ -220,7 +234,7 @@ def test_each_microbatch_has_its_target_and_failures_a_note() -> None:
     def loss_fn(outputs: Tensor, target: float) -> Tensor:
         return outputs / target
 
-    loss = BatchLoss(loss_fn, [1.0, 4.0], [1, 1])
+    loss = BatchLoss(loss_fn, Targets([1.0, 4.0]), [1, 1])
     assert loss(1, number(8.0)).item() == 2.0 and loss(0, number(8.0)).requires_grad
     assert float(loss.compute_total()) == 5.0
     with pytest.raises(TypeError) as caught:
@@ -228,3 +242,67 @@ def test_each_microbatch_has_its_target_and_failures_a_note() -> None:
     assert caught.value.__notes__ == ["raised by loss_fn"]
     with pytest.raises(InputError, match="returned float"):
         BatchLoss(lambda outputs: 1.0, None, [1])(0, None)  # type: ignore[arg-type, return-value]
+
+
+class HostReads(TorchDispatchMode):
+    """Counts the operators that make a tensor of numbers of the host's, or let the host read one."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in ("lift_fresh", "_local_scalar_dense", "equal"):
+            self.found.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("rows", [[3, 2, 2], [2, 2], [1]])
+def test_the_loss_of_a_batch_is_computed_without_a_tensor_of_numbers(dtype: torch.dtype, rows: list[int]) -> None:
+    """The host waited for the accelerator in every step, to copy the weights of the losses there."""
+    given = [torch.rand((), dtype=dtype, requires_grad=True) for _ in rows]
+    loss = BatchLoss(lambda outputs: outputs, None, rows)
+    with HostReads() as reads:
+        for m, value in enumerate(given):
+            loss(m, value)
+        seeds = [loss.make_output_gradients(m)[0] for m in range(len(rows))]
+        total = loss.compute_total()
+    assert not reads.found
+    exact = sum(v.detach().double() * n / sum(rows) for v, n in zip(given, rows, strict=True))
+    torch.testing.assert_close(
+        total, torch.as_tensor(exact).to(dtype), rtol=0.0, atol=0.0 if dtype != torch.float64 else 1e-15
+    )
+    torch.testing.assert_close(torch.stack(seeds), torch.tensor(rows, dtype=torch.float64).div(sum(rows)).to(dtype))  # type: ignore[arg-type]
+
+
+def test_weights_that_an_accelerator_has_computed_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For labels on an accelerator the host waited once for each microbatch, to count those that are not ignored."""
+    for module in (counts, loss_module):
+        monkeypatch.setattr(module, "is_on_host", lambda tensor: False)
+    labels = [torch.tensor([1, -100, 2]), torch.tensor([-100, -100]), torch.tensor([0, 1])]
+    logits = [torch.randn(len(y), 3, requires_grad=True) for y in labels]
+    program: Any = None
+    batch = Batch(program, [], [3, 2, 2])
+    meaning = LossMeaning(F.cross_entropy, "mean")
+    meaning.count = counts.make_label_count({})
+    targets = Targets(labels)
+    loss = BatchLoss(F.cross_entropy, targets, batch.rows, (), meaning, find_weights(batch, targets, meaning))
+    with HostReads() as reads:
+        computed = [loss(m, piece) for m, piece in enumerate(logits)]
+        seeds = [loss.make_output_gradients(m)[0] for m in range(3)]
+        total = loss.compute_total()
+    assert not reads.found and all(isinstance(seed, Tensor) for seed in seeds)
+    torch.autograd.backward(computed, seeds)
+    whole = torch.cat(logits).detach().requires_grad_()
+    expected = F.cross_entropy(whole, torch.cat(labels))
+    expected.backward()
+    torch.testing.assert_close(total, expected.detach())
+    torch.testing.assert_close(torch.cat([piece.grad for piece in logits]), whole.grad)  # type: ignore[misc]
+
+
+def test_a_loss_of_weight_zero_need_not_be_a_number() -> None:
+    values = torch.tensor([1.0, float("nan"), 3.0, 5.0], dtype=torch.float64)
+    weights = [0.25, 0.0, 0.5, 0.5]
+    assert float(sum_weighted(values, weights)) == 4.25
+    assert float(sum_weighted(values, list(torch.tensor(weights).double()))) == 4.25

@@ -110,3 +110,24 @@ def test_batch_norms_are_told(module: nn.Module) -> None:
 @pytest.mark.parametrize("other", [nn.LayerNorm(2), nn.GroupNorm(1, 2), nn.Dropout(), None])
 def test_other_layers_are_no_batch_norms(other: object) -> None:
     assert not is_batch_norm(other)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_statistics_are_counted_on_their_own_device(momentum: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host read how many batches a layer has seen, and waited for an accelerator in each batch."""
+
+    def refuse(self: Tensor) -> int:
+        raise AssertionError("the host reads a tensor")
+
+    layer, unsplit = nn.BatchNorm1d(3, momentum=momentum), nn.BatchNorm1d(3, momentum=momentum)
+    noted, batches = Noted(layer, True, {}), torch.randn(4, 5, 3)
+    for x in batches:
+        unsplit(x)
+    with monkeypatch.context() as patched:
+        for x in batches:
+            with count_as_one_batch([noted]):
+                noted(x)
+                patched.setattr(Tensor, "__int__", refuse)
+            patched.undo()
+    for mine, its in zip(layer.buffers(), unsplit.buffers(), strict=True):
+        torch.testing.assert_close(mine, its)

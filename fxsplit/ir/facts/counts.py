@@ -8,6 +8,7 @@ microbatch runs.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 
 from fxsplit.errors import InputError
 from fxsplit.torch_internals import pytree
+from fxsplit.torch_internals.host_copies import HostCopy, is_on_host
 from fxsplit.torch_internals.user_lines import warn_user
 
 LABEL_MODULES = (nn.CrossEntropyLoss, nn.NLLLoss)
@@ -26,6 +28,8 @@ NAMES = ("input", "target", "weight", "size_average", "ignore_index", "reduce", 
 """The arguments of LABEL_FUNCTIONS."""
 MEAN = (None, 1, "mean")
 """How a mean is asked for: by default, by torch's own number for it, by name."""
+MOST_COMING = 8
+"""So many answers are awaited at a time: a host that is far ahead of its accelerator asks no more."""
 EVEN = 1e-9
 """How far a share may be from that of the rows: they are the same quotients but for rounding."""
 DIFFERS = (
@@ -41,48 +45,79 @@ class Count:
     """What a number is divided by. `compute` computes it from the tensors of a call, or from the target of a loss.
 
     by_rows: what is divided is a mean over rows; otherwise it is a sum.
+    safe: a number that counts nothing has gradients of zero where it has the weight zero. A sum that is divided by zero
+        has others, and nobody must run backward from it.
+    reads: the tensors that `compute` reads besides.
     """
 
     compute: Callable[..., Tensor]
     by_rows: bool = False
+    safe: bool = False
+    reads: tuple[Tensor, ...] = ()
 
     def weigh(self, pieces: Sequence[Sequence[Any]], rows: Sequence[int], whole: Sequence[Any] = ()) -> list[float]:
         """Return the weight of each piece's number in that of the whole; `rows` has the rows of each piece.
 
-        Without the whole, its count is the sum of theirs.
+        Without the whole, its count is the sum of theirs. Where the pieces are on an accelerator, the host waits for
+        it, once.
         """
-        divisors = [self.find_divisor(tensors, count) for tensors, count in zip(pieces, rows, strict=True)]
-        total = self.find_divisor(whole, sum(rows)) if whole else sum(divisors)
-        # Nothing counts in all of the batch: the model divides by zero, and so does each microbatch.
-        return [divisor / total if total else 1.0 for divisor in divisors]
+        weights: list[float] = self.compute_weights(pieces, rows, whole).tolist()
+        return weights
+
+    def weigh_there(
+        self, pieces: Sequence[Sequence[Any]], rows: Sequence[int], whole: Sequence[Any] = ()
+    ) -> list[float] | list[Tensor]:
+        """Return the same weights; as tensors, which the host need not wait for, where they are on an accelerator."""
+        weights = self.compute_weights(pieces, rows, whole)
+        if self.safe and not is_on_host(weights):
+            return list(weights.unbind())
+        found: list[float] = weights.tolist()
+        return found
+
+    def compute_weights(self, pieces: Sequence[Sequence[Any]], rows: Sequence[int], whole: Sequence[Any]) -> Tensor:
+        """Return the weights of all pieces, in double precision, where their tensors are."""
+        with torch.no_grad():
+            divisors = torch.stack([self._divide(t, count) for t, count in zip(pieces, rows, strict=True)])
+            total = self._divide(whole, sum(rows)) if whole else divisors.sum()
+            # Nothing counts in all of the batch: the model divides by zero, and so does each microbatch.
+            return (divisors / total).where(total != 0, 1.0)
 
     def find_divisor(self, tensors: Sequence[Any], rows: int) -> float:
         """Return what makes the number of so many rows their sum, if the number is multiplied by it."""
         with torch.no_grad():
-            return float(self.compute(*tensors)) * (rows if self.by_rows else 1)
+            return float(self._divide(tensors, rows))
+
+    def _divide(self, tensors: Sequence[Any], rows: int) -> Tensor:
+        """Return the same as a tensor, where the tensors are."""
+        return torch.as_tensor(self.compute(*tensors)).reshape(()).double() * (rows if self.by_rows else 1)
 
 
 class Watch:
     """Counts inside of a number that is more than a quotient: it is averaged by rows, and warned of once it differs.
 
-    `name` is that of the number, for the warning.
+    `name` is that of the number, for the warning. Where the counts are on an accelerator, the host does not wait for
+    them: the warning comes with a later batch.
     """
 
     def __init__(self, name: str, counts: Sequence[Count]) -> None:
         self.counts = counts
         self._name = name
         self._said = False
+        self._coming: deque[HostCopy] = deque()
 
     def weigh(self, pieces: Sequence[Sequence[Any]], rows: Sequence[int], whole: Sequence[Any] = ()) -> list[float]:
         """Return the share of each piece in the rows; warn, once, if a count has other shares."""
         shares = share_rows(rows)
-        if not self._said and any(
-            abs(weight - share) > EVEN
-            for count in self.counts
-            for weight, share in zip(count.weigh(pieces, rows, whole), shares, strict=True)
-        ):
-            self._said = True
-            warn_user(f"{self._name} {DIFFERS}")
+        if self._said:
+            return shares
+        if len(self._coming) < MOST_COMING:
+            for count in self.counts:
+                weights = zip(count.compute_weights(pieces, rows, whole), shares, strict=True)
+                self._coming.append(HostCopy(torch.stack([(w - share).abs() > EVEN for w, share in weights]).any()))
+        while self._coming and self._coming[0].is_there:
+            if self._coming.popleft().read() and not self._said:
+                self._said = True
+                warn_user(f"{self._name} {DIFFERS}")
         return shares
 
 
@@ -104,7 +139,13 @@ def check_nothing_counts(number: Tensor | None, name: str) -> None:
 def make_label_count(options: Mapping[str, Any], place: int = 0) -> Count:
     """Return the count of labels, where they are the part of a target at `place`, under the options of a loss."""
     weight, ignore_index = options.get("weight"), options.get("ignore_index", -100)
-    return Count(lambda target: count_labels(pytree.tree_leaves(target)[place], weight, ignore_index))
+    # torch gives labels that are ignored a gradient of zero, and divides those of classes without weight by zero.
+    safe = weight is None or bool((weight > 0).all())
+    return Count(
+        lambda target: count_labels(pytree.tree_leaves(target)[place], weight, ignore_index),
+        safe=safe,
+        reads=() if weight is None else (weight,),
+    )
 
 
 def count_labels(labels: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:

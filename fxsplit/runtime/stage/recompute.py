@@ -7,6 +7,7 @@ A loss is computed once: its graph starts at the last stage's outputs and is kep
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from fxsplit.errors import FxsplitError
 from fxsplit.ir.facts.stages import Stage
 from fxsplit.runtime.stage.run import KEPT, Packet, Saved, forward
 from fxsplit.torch_internals.batch_norm import note_nothing
+from fxsplit.torch_internals.host_copies import HostCopy, is_on_host
 from fxsplit.torch_internals.interpret import get_storage_id
 from fxsplit.torch_internals.layouts import count_bytes
 from fxsplit.torch_internals.thread_modes import ThreadModes
@@ -27,6 +29,8 @@ from fxsplit.torch_internals.undo import undo_after
 
 Surroundings = Callable[[frozenset[int]], AbstractContextManager[Any]]
 """Returns the context that a stage's forward on a microbatch runs in, from further memory that is written to."""
+MOST_COMING = 64
+"""So many comparisons of buffers are awaited at a time."""
 SMALL_BYTES = 1 << 16
 """Buffers up to this size are copied for every microbatch, larger ones only if they are known to be written."""
 
@@ -61,37 +65,89 @@ class ForwardRecord:
             return forward(stage, _copy_packet(self.packet, writes), writes)
 
 
+class Written:
+    """What is known of the buffers that a stage writes: all is compared in its first run, and less in later ones.
+
+    Versions tell of most writes. Kernels that update a buffer, as batch norm's do, do not always count that as one, so
+    values are compared too. On an accelerator the host would wait for that: but for the first run it learns of such a
+    write later, and raises then.
+    """
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self._looked = False
+        self._coming: deque[tuple[list[str], HostCopy]] = deque()
+
+    def copy_likely(self, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return copies of the buffers that a forward may write. Raises FxsplitError as `note` does."""
+        self._read_arrived()
+        likely = (n for n, b in buffers.items() if not self._looked or n in self.names or count_bytes(b) <= SMALL_BYTES)
+        return {name: buffers[name].clone() for name in likely}
+
+    def note(self, before: dict[str, Tensor], versions: dict[str, int], after: dict[str, Tensor]) -> None:
+        """Note what a forward has written. `before` are copies of buffers, `versions` are those of all.
+
+        Raises FxsplitError for a large buffer that is written and was not in the first run: no copy of it was made in
+        time. So it does, later, where the host has not waited for an accelerator to compare.
+        """
+        changed = {n for n, b in after.items() if b._version != versions[n]}
+        if late := sorted(changed - before.keys()):
+            raise FxsplitError(f"buffer {late[0]!r} is written now and was not at first: use recompute='never'")
+        self.names |= changed
+        open_ = [name for name in before if name not in self.names]
+        there = [name for name in open_ if self._looked and not is_on_host(after[name])]
+        self.names |= {name for name in open_ if name not in there and not torch.equal(before[name], after[name])}
+        # Of a host that is far ahead nothing more is asked.
+        if there and len(self._coming) < MOST_COMING:
+            self._coming.append((there, HostCopy(torch.stack([_differs(before[n], after[n]) for n in there]))))
+        self._looked = True
+
+    def _read_arrived(self) -> None:
+        """Read the comparisons that accelerators have made by now; raise FxsplitError for a buffer that differs."""
+        while self._coming and self._coming[0][1].is_there:
+            names, copy = self._coming.popleft()
+            late = [name for name, differs in zip(names, copy.read().tolist(), strict=True) if differs]
+            new = [name for name in late if name not in self.names]
+            # Known from now on. Another worker may have found it in the first run too.
+            self.names.update(late)
+            if new:
+                raise FxsplitError(
+                    f"buffer {new[0]!r} is written and was not at first, so that an earlier batch was recomputed with "
+                    "other values, and has wrong gradients: use recompute='never'"
+                )
+
+
+def _differs(a: Tensor, b: Tensor) -> Tensor:
+    """Return whether two tensors differ anywhere, as a tensor where they are; what is no number differs."""
+    if a.shape != b.shape:
+        return torch.ones((), dtype=torch.bool, device=b.device)
+    # Of floats of eight bits torch compares no values.
+    return (a.view(torch.uint8) != b.view(torch.uint8) if a.dtype.itemsize == 1 else a != b).any()
+
+
 def forward_without_activations(
     stage: Stage,
     packet: Packet,
     writes: bool,
-    written: set[str] | None,
+    written: Written,
     surroundings: Surroundings,
     context: ThreadModes,
-) -> tuple[tuple[Any, ...], ForwardRecord, set[str]]:
-    """Run a stage forward and keep no activations.
+) -> tuple[tuple[Any, ...], ForwardRecord]:
+    """Run a stage forward and keep no activations; note in `written` which buffers it writes.
 
-    Returns the detached outputs, with requires_grad as the stage set it; what was kept; and the names of all buffers
-    that the stage is known to write. `written` are those known before, None before the stage's first run. Raises
-    FxsplitError where a large buffer is written that was not in the first run: no copy of it was made in time.
+    Returns the detached outputs, with requires_grad as the stage set it, and what was kept. Raises FxsplitError for a
+    buffer that is written too late (see `Written.note`).
     """
     now = dict(stage.module.named_buffers())
-    likely = {name for name, b in now.items() if written is None or name in written or count_bytes(b) <= SMALL_BYTES}
-    before = {name: now[name].clone() for name in likely}
+    before = written.copy_likely(now)
     versions = {name: b._version for name, b in now.items()}
     with surroundings(frozenset()), saved_tensors_hooks(_drop, _refuse):
         outputs = forward(stage, _copy_packet(packet, writes), writes).outputs
-    # Versions are not enough: kernels that update a buffer, as batch norm's do, do not always count that as one.
-    after = dict(stage.module.named_buffers())
-    changed = {n for n, b in after.items() if b._version != versions[n]}
-    changed |= {n for n, b in before.items() if not torch.equal(b, after[n])}
-    if late := sorted(changed - likely):
-        raise FxsplitError(f"buffer {late[0]!r} is written now and was not at first: use recompute='never'")
+    written.note(before, versions, dict(stage.module.named_buffers()))
     # Detached, since this graph has saved nothing and can never run backward.
     detached = tuple(v.detach().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v for v in outputs)
-    known = changed | (written or set())
-    buffers = {name: b for name, b in before.items() if name in known}
-    return detached, ForwardRecord(packet, buffers, surroundings, context), known
+    buffers = {name: b for name, b in before.items() if name in written.names}
+    return detached, ForwardRecord(packet, buffers, surroundings, context)
 
 
 def _copy_packet(packet: Packet, writes: bool) -> Packet:

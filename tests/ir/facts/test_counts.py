@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fxsplit.errors import FxsplitWarning, InputError
+from fxsplit.ir.facts import counts
 from fxsplit.ir.facts.counts import (
     Count,
     Watch,
@@ -21,6 +22,7 @@ from fxsplit.ir.facts.counts import (
     read_options,
     share_rows,
 )
+from fxsplit.torch_internals.host_copies import HostCopy
 
 LABELS = torch.tensor([[1, 0], [2, -100], [-100, -100]])
 
@@ -81,3 +83,32 @@ def test_options_are_read_by_position_and_by_name() -> None:
     assert is_mean({}) and is_mean({"reduction": "mean"}) and is_mean({"reduction": 1})
     assert not is_mean({"reduction": "sum"}) and not is_mean({"reduction": 2})
     assert not is_mean({"size_average": False}) and not is_mean({"reduce": False})
+
+
+def test_weights_stay_where_they_were_computed_if_nobody_need_know_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces: Any = [[LABELS[:1]], [LABELS[1:]]]
+    weights = [make_label_count({"weight": w}) for w in (None, torch.ones(3), torch.tensor([0.0, 1.0, 1.0]))]
+    assert [count.safe for count in weights] == [True, True, False]
+    assert all(count.weigh_there(pieces, [1, 2]) == count.weigh(pieces, [1, 2]) for count in weights)
+    monkeypatch.setattr(counts, "is_on_host", lambda tensor: False)
+    found = [count.weigh_there(pieces, [1, 2]) for count in weights]
+    assert [isinstance(one, Tensor) for one, _ in found] == [True, True, False]
+    for count, values in zip(weights, found, strict=True):
+        assert [float(value) for value in values] == count.weigh(pieces, [1, 2])
+
+
+def test_a_watch_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It read a number from the accelerator in every step."""
+
+    class Coming(HostCopy):
+        is_there = False
+
+    monkeypatch.setattr(counts, "HostCopy", Coming)
+    watch = Watch("the loss", [make_label_count({})])
+    for _ in range(2 * counts.MOST_COMING):
+        watch.weigh([[LABELS[:1]], [LABELS[1:]]], [1, 2])
+    assert len(watch._coming) == counts.MOST_COMING
+    Coming.is_there = True
+    with pytest.warns(FxsplitWarning, match="the loss is divided by a count of its own") as said:
+        watch.weigh([[LABELS[:1]], [LABELS[1:]]], [1, 2])
+    assert len(said) == 1

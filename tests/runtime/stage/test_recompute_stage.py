@@ -11,14 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from fxsplit.errors import FxsplitError
+from fxsplit.runtime.stage import recompute
 from fxsplit.runtime.stage.buffer_copies import save_buffer_copies
 from fxsplit.runtime.stage.recompute import (
     POLICIES,
     SMALL_BYTES,
+    Written,
     forward_without_activations,
     list_loss_leaves,
 )
 from fxsplit.runtime.stage.run import Packet, backward, forward
+from fxsplit.torch_internals.host_copies import HostCopy
 from fxsplit.torch_internals.interpret import get_storage_id
 from fxsplit.torch_internals.thread_modes import ThreadModes
 from tests.runtime.stage.one_stage import whole_stage
@@ -54,8 +57,10 @@ def no_surroundings(more: frozenset[int]) -> Iterator[None]:
         yield
 
 
-def run(stage: Any, packet: Packet, written: set[str] | None = None, writes: bool = False) -> Any:
-    return forward_without_activations(stage, packet, writes, written, no_surroundings, ThreadModes.read())
+def run(stage: Any, packet: Packet, written: Written | None = None, writes: bool = False) -> Any:
+    written = written or Written()
+    found = forward_without_activations(stage, packet, writes, written, no_surroundings, ThreadModes.read())
+    return *found, written
 
 
 X = torch.tensor([1.0, 10.0])
@@ -66,7 +71,7 @@ def test_the_second_run_is_the_first_one_and_leaves_no_trace() -> None:
     module = Counts()
     stage = whole_stage(module)
     outputs, record, written = run(stage, PACKET)
-    assert outputs[0].tolist() == [2, 30] and written == {"inner.count"}
+    assert outputs[0].tolist() == [2, 30] and written.names == {"inner.count"}
     assert [(o.requires_grad, o.grad_fn) for o in outputs] == [(True, None), (False, None)]
     assert list(record.buffers) == ["inner.count"] and float(record.buffers["inner.count"]) == 0
     again, _, _ = run(stage, PACKET, written)
@@ -99,7 +104,7 @@ def test_nothing_is_saved_for_a_backward() -> None:
             yield
 
     packet = Packet((x,), (True,))
-    forward_without_activations(whole_stage(Keeps()), packet, False, None, watch, ThreadModes.read())
+    forward_without_activations(whole_stage(Keeps()), packet, False, Written(), watch, ThreadModes.read())
     assert seen == [], "the stage's own hooks are the inner ones, and drop everything"
     with watch(frozenset()):
         forward(whole_stage(Keeps()), packet)
@@ -124,7 +129,7 @@ def test_large_buffers_are_copied_once_they_are_known_to_be_written() -> None:
     stage = whole_stage(module)
     module.writes_large = True
     _, record, written = run(stage, PACKET)
-    assert set(record.buffers) == {"inner.count", "inner.large"} == written
+    assert set(record.buffers) == {"inner.count", "inner.large"} == written.names
     module.writes_large = False
     stage = whole_stage(module)
     _, _, written = run(stage, PACKET)
@@ -136,20 +141,60 @@ def test_large_buffers_are_copied_once_they_are_known_to_be_written() -> None:
         run(stage, PACKET, written)
 
 
-def test_a_write_that_counts_as_no_version_is_noticed() -> None:
-    class Sets(nn.Module):
-        seen: Tensor
+class Sets(nn.Module):
+    """Writes to a buffer as batch norm's kernel does, which counts as no version, from one call on."""
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("seen", torch.zeros(1))
+    seen: Tensor
 
-        def forward(self, x: Tensor) -> Any:
+    def __init__(self, silent: int = 0) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
+        self.silent = silent
+
+    def forward(self, x: Tensor) -> Any:
+        if self.silent <= 0:
             self.seen.data.add_(1)
-            return (x * 1,)
+        self.silent -= 1
+        return (x * 1,)
 
-    _, record, written = run(whole_stage(Sets()), PACKET)
-    assert written == {"inner.seen"} and record.buffers["inner.seen"].tolist() == [0]
+
+@pytest.mark.parametrize("silent", [0, 2])
+def test_a_write_that_counts_as_no_version_is_noticed(silent: int) -> None:
+    stage, written = whole_stage(Sets(silent)), Written()
+    for _ in range(silent):
+        assert not run(stage, PACKET, written)[1].buffers and not written.names
+    _, record, _ = run(stage, PACKET, written)
+    assert written.names == {"inner.seen"} and record.buffers["inner.seen"].tolist() == [0]
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_an_accelerator_is_waited_for_in_the_first_run_alone(monkeypatch: pytest.MonkeyPatch, silent: int) -> None:
+    """The host waited for each small buffer, in each forward of each microbatch."""
+    compared: list[int] = []
+    equal = torch.equal
+
+    def compare(a: Tensor, b: Tensor) -> bool:
+        compared.append(1)
+        return equal(a, b)
+
+    class Coming(HostCopy):
+        is_there = False
+
+    monkeypatch.setattr(torch, "equal", compare)
+    monkeypatch.setattr(recompute, "is_on_host", lambda tensor: False)
+    monkeypatch.setattr(recompute, "HostCopy", Coming)
+    stage, written = whole_stage(Sets(silent)), Written()
+    run(stage, PACKET, written)
+    assert len(compared) == 1 and bool(written.names) == (not silent)
+    for _ in range(3):
+        _, record, _ = run(stage, PACKET, written)
+    assert len(compared) == 1 and bool(record.buffers) == (not silent)
+    Coming.is_there = True
+    if silent:
+        with pytest.raises(FxsplitError, match=r"buffer 'inner.seen' is written and was not at first, so that an earl"):
+            run(stage, PACKET, written)
+    _, record, _ = run(stage, PACKET, written)
+    assert list(record.buffers) == ["inner.seen"] and len(compared) == 1
 
 
 def test_policies() -> None:
