@@ -140,7 +140,7 @@ class AcceleratorStream(Stream):
         self._stay_near()
         self.wait_for(token)
         hand_over(values)
-        found = [v.to(self.device, non_blocking=True) if isinstance(v, Tensor) else v for v in values]
+        found = [move(v, self.device) if isinstance(v, Tensor) else v for v in values]
         size = sum(count_bytes(v) for v in found if isinstance(v, Tensor))
         self._received.append((self.mark(), size))
         self._received_bytes += size
