@@ -49,8 +49,10 @@ from fxsplit.torch_internals import pytree
 aten = torch.ops.aten
 END = 2**63 - 1
 """Where a slice ends that goes to the end."""
-ASSERTS = (aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten._assert_async.msg)
+ASSERTS = (aten._assert_tensor_metadata.default, aten._assert_scalar.default)
 """Checks of the example's dtypes and sizes, which the pipeline checks at each call."""
+VALUE_ASSERTS = (aten._assert_async.default, aten._assert_async.msg)
+"""Checks of a tensor's values, which the model does at each call, and so does the graph."""
 UNWRAPS = (aten.item.default, aten._local_scalar_dense.default)
 """What makes a Python number of a tensor."""
 Calls = Sequence[Callable[..., Any]]
@@ -91,7 +93,7 @@ class GraphWriter:
         values = dict(zip(placeholders, written, strict=True))
         self.graph.output(pytree.tree_unflatten(self.write(self._program, values), returns))
         # Idle are fetches of weights that batch norms have themselves, and operators between marks.
-        self.graph.eliminate_dead_code(lambda n: n.op not in ("call_function", "get_attr") or writes(n))
+        self.graph.eliminate_dead_code(_is_needed_unused)
 
     def write(self, body: fx.GraphModule, values: Mapping[fx.Node, Any]) -> list[Any]:
         """Write the nodes of a program or a block's body, whose placeholders have `values`; return what it returns."""
@@ -218,3 +220,8 @@ def _copy_meta(written: fx.Node, node: fx.Node) -> fx.Node:
     """Return a written node with the notes of the one it is written for: its module, its line, its shape."""
     written.meta = dict(node.meta)
     return written
+
+
+def _is_needed_unused(node: fx.Node) -> bool:
+    """Return whether a node stays in the graph where nothing reads its value."""
+    return node.op not in ("call_function", "get_attr") or writes(node) or node.target in VALUE_ASSERTS

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+import fxsplit
 from fxsplit.errors import TraceError
 from fxsplit.frontend.autograd_functions import mark_functions
 from fxsplit.frontend.export.inline import GraphWriter
-from tests.models import Reverse
+from tests.models import FAST, Reverse
 
 
 def write(model: nn.Module, x: Tensor) -> fx.GraphModule:
@@ -50,6 +51,33 @@ class Everything(nn.Module):
             low = self.tied(h)
         out: Tensor = Reverse.apply(h * scale + same) + low.float()  # type: ignore[no-untyped-call]
         return out
+
+
+class Asserts(nn.Module):
+    """Refuses values at each call, in a way that a graph can hold, as distributions do since torch 2.15."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():  # which symbolic tracing cannot follow
+            positive = (x > 0).all()
+        torch._assert_async(positive, "x must be positive")
+        out: Tensor = self.b(self.a(x))
+        return out
+
+
+def test_a_check_of_values_stays_in_the_graph() -> None:
+    """It was taken out with the checks of sizes: the pipeline computed with what the model refuses."""
+    model, x = Asserts(), torch.rand(8, 4) + 0.1
+    gm = write(model, x)
+    torch.testing.assert_close(gm(x), model(x))
+    with fxsplit.compile(model, 2, example_inputs=x, n_microbatches=4, passes=FAST) as pipe:
+        torch.testing.assert_close(pipe(x), model(x))
+        for run in (model, gm, pipe):
+            with pytest.raises(RuntimeError, match="x must be positive"):
+                run(-x)
 
 
 def test_the_graph_is_the_model_in_larger_pieces() -> None:
