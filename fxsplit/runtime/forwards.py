@@ -38,9 +38,10 @@ class Forwards:
         program, stage, m = self._program, action.stage, action.microbatch
         if self._context.keeps_graph and program.recomputes(stage, m, self._n_microbatches):
             around = partial(self._surround, replica, m)
+            context = self._context.work_on(replica.stage.torch_device)
             with replica.use_version(action.version):
                 outputs, record = forward_without_activations(
-                    replica.stage, packet, program.writes_inputs, program.written[stage], around, self._context
+                    replica.stage, packet, program.writes_inputs, program.written[stage], around, context
                 )
             return record, outputs
         with self._surround(replica, m), replica.use_version(action.version):

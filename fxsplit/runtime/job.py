@@ -174,7 +174,7 @@ class Job:
         action: Action | None = None
         watch = self._watch
         try:
-            with stream.enter(), self._context.enter():
+            with stream.enter(), self._context.work_on(self._devices[device]).enter():
                 # On a GPU, weights and inputs may still be under way on the caller's stream.
                 for token in ready:
                     stream.wait_for(token)

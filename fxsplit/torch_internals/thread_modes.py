@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -157,6 +157,16 @@ class ThreadModes:
     def keeps_graph(self) -> bool:
         """Whether autograd records what runs in these modes."""
         return self.grad and not self.inference
+
+    def work_on(self, device: torch.device) -> ThreadModes:
+        """Return these modes for a thread that works on a device.
+
+        Where the caller's default device is an accelerator, and `device` is another one of its kind, tensors that are
+        made without a device are made on `device`: the model reads them beside values that are there.
+        """
+        if device == self.device or device.type != self.device.type or device.type == "cpu":
+            return self
+        return replace(self, device=device)
 
     @contextmanager
     def enter(self) -> Iterator[None]:

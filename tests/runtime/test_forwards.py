@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -71,6 +72,16 @@ def test_a_forward_keeps_its_graph_or_what_runs_it_again(program: Program, recom
     saved, record = kept
     assert isinstance(saved, Saved) and saved.outputs[0].grad_fn is not None
     assert isinstance(record, ForwardRecord) and record.recompute(one.stages[0], False).outputs[0].grad_fn is not None
+
+
+def test_a_second_run_makes_tensors_on_its_own_device(recomputed: Program) -> None:
+    """The caller's default device is another one of the same kind, as where stages have a GPU each."""
+    ((replica,), *_) = recomputed.replicas
+    with torch.device("meta", 0):
+        forwards = Forwards(recomputed, ThreadModes.read(), N_MICROBATCHES)
+    replica.stage = replace(replica.stage, torch_device=torch.device("meta", 1))
+    record, _ = forwards.run(replica, Action(0, FORWARD, 0), Packet((X,), (False,)))
+    assert isinstance(record, ForwardRecord) and record.context.device == torch.device("meta", 1)
 
 
 def test_nothing_is_kept_to_run_again_where_no_backward_comes(recomputed: Program) -> None:

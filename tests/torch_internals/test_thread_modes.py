@@ -66,6 +66,27 @@ def test_all_modes_are_carried() -> None:
     assert here == entered(modes) and here["inference"] and not here["grad"]
 
 
+def test_a_default_device_is_the_threads_own_of_its_kind() -> None:
+    """Two devices of one kind, as two GPUs are. A CPU, and a device of another kind, leave it as it is."""
+    first, second = torch.device("meta", 0), torch.device("meta", 1)
+    with first:
+        modes = ThreadModes.read()
+
+    def make(device: torch.device) -> Any:
+        def run() -> Any:
+            with modes.work_on(device).enter():
+                return torch.get_default_device()
+
+        return in_thread(run)
+
+    assert [make(d) for d in (first, second, torch.device("cpu"), torch.device("cuda", 1))] == [
+        *(first, second),
+        *(first, first),
+    ]
+    here = ThreadModes.read()
+    assert here.work_on(torch.device("cpu", 0)) is here, "the CPU is one place, and its default costs time"
+
+
 def test_saved_tensor_hooks_are_carried() -> None:
     packed: list[torch.Size] = []
 
