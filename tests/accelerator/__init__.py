@@ -1,0 +1,89 @@
+"""A made-up accelerator for tests, where there is no GPU: devices `toy:0` to `toy:3`.
+
+    with use_accelerator() as record:
+        pipe = fxsplit.compile(model, ["toy:0", "toy:1"], ...)
+        pipe.step(x.to("toy:0"), target=y.to("toy:1"))
+        record.check()
+
+Inside of the block:
+- torch.rand(3, device="toy:1"), tensor.to("toy:1"), module.to("toy:1") and `parameter.data = ...` work as for a GPU;
+  an operator whose tensors are on two devices raises RuntimeError.
+- Each operator is a kernel on the calling thread's current stream of its device. Streams and events are those that
+  fxsplit/torch_internals/accelerators.py gives. Values are computed at once, so results are right even where the order
+  on streams is not: `record` knows what could have gone wrong.
+- `record.check()` raises AssertionError with all races, all memory that was given back too early, and all such memory
+  that may have been used again (see tests/accelerator/record.py).
+- `record.kernels["toy:1"]`: how many kernels ran on a device. `record.draws["toy:1"]`: how many of them drew random
+  numbers, which they do from torch.toy.default_generators[1]. `record.copies["toy:0", "toy:1"]`: how many copies were
+  made between two devices.
+- `record.waits`: for each operator and place in the code, how often the host waited for a device.
+
+Two things are not emulated. Autograd's engine does not switch streams: a backward runs on the current stream of the
+thread that it runs in. And torch lets a device that is made in Python have one thread of the engine: backwards on
+`toy:1` to `toy:3` run in the thread that calls, so the block switches the engine's threads off
+unless it is told not to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from fxsplit.frontend.watch import watch
+from fxsplit.ir.facts import torch_devices
+from fxsplit.torch_internals import accelerators
+from tests.accelerator import kernels, storages  # noqa: F401  (storages adds methods to Toy)
+from tests.accelerator.devices import NAME, register, toys
+from tests.accelerator.record import FREED, RACE, REUSED, Finding, Record
+from tests.accelerator.streams import Driver
+from tests.accelerator.tensors import Toy, set_data
+
+__all__ = ["FREED", "NAME", "RACE", "REUSED", "Finding", "Record", "Toy", "use_accelerator"]
+
+SEAM = (
+    "make_stream",
+    "make_timer",
+    "find_current_stream",
+    "set_current_stream",
+    "keep_until_read",
+    "count_memory_bytes",
+)
+"""The functions of `torch_internals/accelerators.py` that know the driver."""
+
+
+@contextmanager
+def use_accelerator(*, engine_threads: bool = False) -> Iterator[Record]:
+    """Have the devices toy:0 to toy:3 in the block, and yield the record of what they do.
+
+    With `engine_threads` autograd's engine runs backwards on `toy:0` in the one thread that it has for that device, as
+    it does on a GPU; then no other toy may be used. Skips the test where there is a GPU, in whose place torch would see
+    the toys.
+    """
+    if torch.cuda.is_available():
+        pytest.skip("torch knows one kind of accelerator at a time, and here it is a real one")
+    register()
+    kernels.register_factories()
+    made = Record()
+    driver = Driver(made)
+    data = property(torch._C.TensorBase.data.__get__, set_data)  # type: ignore[attr-defined]
+    with ExitStack() as stack:
+        for name in SEAM:
+            stack.enter_context(mock.patch.object(accelerators, name, getattr(driver, name)))
+        stack.enter_context(mock.patch.object(torch.Tensor, "data", data, create=True))
+        stack.enter_context(mock.patch.object(torch_devices, "KINDS", (*torch_devices.KINDS, NAME)))
+        stack.enter_context(mock.patch.object(toys, "present", True))
+        stack.enter_context(torch.autograd.set_multithreading_enabled(engine_threads))
+        # What a loss function changes when fxsplit tries it out is put back, and its kernels are no part of that.
+        own = (kernels.__file__, *(f"{Path(__file__).parent / name}.py" for name in ("tensors", "record", "streams")))
+        watched = watch._is_watched
+        stack.enter_context(
+            mock.patch.object(watch, "_is_watched", lambda code: code.co_filename not in own and watched(code))
+        )
+        kernels.watches.append(kernels.Watch(made, driver))
+        stack.callback(kernels.watches.pop)
+        yield made

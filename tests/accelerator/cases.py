@@ -1,0 +1,258 @@
+"""Pipelines on made-up accelerators, and the loops that a user writes around them: each is a `Case`.
+
+Weights after some batches are to be those of the unsplit model, which the CPU trains microbatch by microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxsplit
+from fxsplit.errors import StageError
+from fxsplit.ir.chain import parse_chain
+from fxsplit.passes import PASSES
+from tests.accelerator import Record, use_accelerator
+from tests.models import FAST
+from tests.proof.test_replicas import dealt
+
+ROWS, WIDTH, KINDS_OF_ROWS = 16, 16, 3
+BATCHES, TOLERANCE = 2, 1e-10
+STEP, BACKWARD, EVALUATION, ASYNCHRONOUS, FAILURE = "step", "backward", "evaluation", "asynchronous", "failure"
+armed = False
+"""Whether a `Fuse` blows."""
+
+
+@torch.fx.wrap
+def burn(x: Tensor) -> Tensor:
+    """Return the input, or raise where a step is to fail; the kernels before have been queued."""
+    if armed:
+        raise RuntimeError("the fuse has blown")
+    return x * 1.0
+
+
+class Net(nn.Module):
+    """Layers with a skip from the first to the last, so that values pass stages by; written to in place."""
+
+    def __init__(self, *, norm: bool = False, dropout: float = 0.0, layers: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(WIDTH) if norm else nn.Identity() for _ in range(layers))
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(WIDTH, KINDS_OF_ROWS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = self.dropout(F.relu(norm(layer(x)), inplace=True))
+        return burn(self.head(x + first))
+
+
+class Tied(nn.Module):
+    """One layer at the start and at the end, which are on two devices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends = nn.Linear(WIDTH, WIDTH)
+        self.middle = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
+        self.head = nn.Linear(WIDTH, KINDS_OF_ROWS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.ends(self.middle(self.ends(x))))  # type: ignore[no-any-return]
+
+
+def deal(counts: Sequence[int]) -> Any:
+    """Return passes that make stages of equally many nodes, each for so many devices."""
+    return parse_chain(FAST, PASSES).replace("partition", dealt(counts))
+
+
+def compute_loss(outputs: Tensor, target: Tensor) -> Tensor:
+    # Stages of a schedule may be such that the last one is on several devices. Into host memory a copy is waited for.
+    return F.cross_entropy(outputs, target.to(outputs.device, non_blocking=outputs.device.type != "cpu"))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pipeline and a loop around it. options: more arguments of fxsplit.compile()."""
+
+    name: str
+    devices: tuple[str, ...] = ("toy:0", "toy:1")
+    schedule: str = "1F1B"
+    loop: str = STEP
+    make_model: Callable[[], nn.Module] = Net
+    n_microbatches: int = 4
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Unsplit:
+    """The model itself in place of its pipeline: run microbatch by microbatch."""
+
+    def __init__(self, model: nn.Module, n_microbatches: int) -> None:
+        self.model, self.n_microbatches = model, n_microbatches
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([self.model(piece) for piece in x.tensor_split(self.n_microbatches)])
+
+    def step(self, x: Tensor, *, target: Tensor) -> Tensor:
+        pieces = zip(x.tensor_split(self.n_microbatches), target.tensor_split(self.n_microbatches), strict=True)
+        losses = [compute_loss(self.model(a), b) * (len(a) / len(x)) for a, b in pieces]
+        torch.stack(losses).sum().backward()
+        return torch.stack(losses).detach().sum()
+
+
+class Run:
+    """A case that is compiled for some devices, or, without any, the unsplit model: `train` runs one batch."""
+
+    def __init__(self, case: Case, devices: tuple[str, ...]) -> None:
+        torch.manual_seed(0)
+        self.case = case
+        # Where values go in; a model that is on an accelerator is compiled for inputs that are there too.
+        self.first = torch.device(devices[0] if devices else "cpu")
+        self.model = case.make_model().double().to(self.first).train(case.loop != EVALUATION)
+        unsplit: Any = Unsplit(self.model, case.n_microbatches)
+        self.pipe = self._compile(devices) if devices else unsplit
+        self.last: torch.device = self.pipe.stages[-1].torch_device if devices else self.first
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.results: list[Tensor] = []
+        self._generator = torch.Generator().manual_seed(1)
+
+    def train(self) -> None:
+        """Run one batch, which the caller's current stream makes, and drop all of it."""
+        x = torch.randn(ROWS, WIDTH, dtype=torch.float64, generator=self._generator).to(self.first) * 1.0
+        y = torch.randint(0, KINDS_OF_ROWS, (ROWS,), generator=self._generator).to(self.last) * 1
+        self.results = [LOOPS[self.case.loop](self, x, y) * 1.0]
+        del x, y
+        # What the caller does next may get the memory of the batch.
+        torch.ones(ROWS, WIDTH, dtype=torch.float64, device=self.first)
+
+    def read(self) -> list[Tensor]:
+        """Return the weights and what the last batch returned, on the CPU."""
+        # Deferred, a batch norm's statistics are those of the batch, and the unsplit model's of the microbatches.
+        buffers = () if "deferred_batch_norm" in self.case.options else self.model.buffers()
+        return [t.detach().cpu() for t in (*self.model.parameters(), *buffers, *self.results)]
+
+    def _compile(self, devices: tuple[str, ...]) -> Any:
+        x = torch.randn(ROWS, WIDTH, dtype=torch.float64, device=self.first)
+        # Where the optimizer steps in between, weights depend on the cut, which is not to depend on times.
+        passes = deal([1] * len(devices)) if self.case.loop == ASYNCHRONOUS else FAST
+        options = {"passes": passes, "schedule": self.case.schedule, "loss_fn": compute_loss, **self.case.options}
+        with torch.set_grad_enabled(self.case.loop != EVALUATION):
+            return fxsplit.compile(
+                self.model, list(devices), example_inputs=x, n_microbatches=self.case.n_microbatches, **options
+            )
+
+
+def step(run: Run, x: Tensor, y: Tensor) -> Tensor:
+    run.optimizer.zero_grad()
+    loss: Tensor = run.pipe.step(x, target=y)
+    run.optimizer.step()
+    return loss
+
+
+def call_and_backward(run: Run, x: Tensor, y: Tensor) -> Tensor:
+    run.optimizer.zero_grad()
+    x.requires_grad_()
+    loss = compute_loss(run.pipe(x), y)
+    loss.backward()
+    run.optimizer.step()
+    assert x.grad is not None
+    return x.grad
+
+
+def evaluate(run: Run, x: Tensor, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        return run.pipe(x)  # type: ignore[no-any-return]
+
+
+def step_in_between(run: Run, x: Tensor, y: Tensor) -> Tensor:
+    return run.pipe.step(x, target=y, optimizer=run.optimizer)  # type: ignore[no-any-return]
+
+
+def fail_and_go_on(run: Run, x: Tensor, y: Tensor) -> Tensor:
+    """A step fails at its end, and the caller writes the weights and goes on."""
+    global armed
+    state = {name: value.clone() for name, value in run.model.state_dict().items()}
+    armed = True
+    try:
+        run.pipe.step(x, target=y)
+        raise AssertionError("the step was to fail")
+    except (StageError, RuntimeError) as error:
+        assert "the fuse has blown" in str(error)
+    finally:
+        armed = False
+    run.model.load_state_dict(state)
+    return step(run, x, y)
+
+
+Loop = Callable[[Run, Tensor, Tensor], Tensor]
+LOOPS: dict[str, Loop] = {
+    STEP: step,
+    BACKWARD: call_and_backward,
+    EVALUATION: evaluate,
+    ASYNCHRONOUS: step_in_between,
+    FAILURE: fail_and_go_on,
+}
+
+
+@contextmanager
+def start(case: Case) -> Iterator[Run]:
+    """Yield a case that is compiled."""
+    run = Run(case, case.devices)
+    with run.pipe:
+        yield run
+
+
+def train_unsplit(case: Case, batches: int) -> list[Tensor]:
+    """Return what `Run.read` is to return after some batches, computed on the CPU.
+
+    It is the unsplit model that computes it. Where the optimizer steps between microbatches it is a pipeline of CPU
+    devices, whose proof is tests/proof/test_asynchronous.py.
+    """
+    asynchronous = case.loop == ASYNCHRONOUS
+    run = Run(case, tuple("cpu" for _ in case.devices) if asynchronous else ())
+    try:
+        for _ in range(batches):
+            run.train()
+        return run.read()
+    finally:
+        if asynchronous:
+            run.pipe.close()
+
+
+class Outcome(NamedTuple):
+    """What became of a case: the record of its batches, and the largest difference to the unsplit model."""
+
+    record: Record
+    difference: float
+
+    @property
+    def is_right(self) -> bool:
+        return not self.record.findings and self.difference < TOLERANCE
+
+
+def examine(case: Case) -> Outcome:
+    """Run a case for some batches on made-up accelerators."""
+    expected = train_unsplit(case, BATCHES)
+    with use_accelerator() as record:
+        with start(case) as run:
+            # What compiling did is no part of it.
+            record.settle()
+            for _ in range(BATCHES):
+                run.train()
+        # Weights that are dropped from here on are the test's own.
+        found = run.read()
+    return Outcome(record, find_difference(found, expected))
+
+
+def find_difference(found: list[Tensor], expected: list[Tensor]) -> float:
+    """Return the largest difference of any number."""
+    return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))

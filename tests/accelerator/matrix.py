@@ -1,0 +1,82 @@
+"""The cases in which the order of work is looked at: schedules, loops, devices, and what models and callers may do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from fxsplit.schedule.catalogue import ASYNCHRONOUS as ASYNCHRONOUS_SCHEDULES
+from fxsplit.schedule.catalogue import RUNNABLE
+from tests.accelerator.cases import ASYNCHRONOUS, BACKWARD, EVALUATION, FAILURE, STEP, Case, Net, Tied, deal
+
+PLACES = {
+    "one device": ("toy:0", "toy:0"),
+    "own devices": ("toy:0", "toy:1"),
+    "three devices": ("toy:0", "toy:1", "toy:2"),
+}
+Norm = partial(Net, norm=True, layers=3)
+KINDS: dict[str, dict[str, Any]] = {
+    "tied weights": {"make_model": Tied},
+    "batch norm": {"make_model": Norm},
+    "deferred batch norm": {"make_model": Norm, "options": {"deferred_batch_norm": True}},
+    "recompute": {"make_model": Norm, "options": {"recompute": "always"}},
+    "recompute, ZB-H1": {"schedule": "ZB-H1", "options": {"recompute": "except_last"}},
+}
+LOOPS = (STEP, BACKWARD, EVALUATION)
+
+
+FEW = [
+    Case("1F1B: step, own devices", make_model=partial(Net, layers=4)),
+    Case("1F1B: step, a stage on the CPU", ("toy:0", "cpu"), make_model=partial(Net, layers=4)),
+    Case("tied weights: backward, own devices", loop=BACKWARD, make_model=Tied),
+    Case("GPipe: evaluation, one device", PLACES["one device"], "GPipe", EVALUATION, partial(Net, layers=4)),
+    Case("ZB-H1: failure, one device", PLACES["one device"], "ZB-H1", FAILURE, partial(Net, layers=4)),
+    Case("PipeDream: step, one device", PLACES["one device"], "PipeDream", ASYNCHRONOUS),
+]
+"""A few cases that have something of everything: among them they report every mutant."""
+
+
+def list_cases() -> list[Case]:
+    """Return all cases."""
+    return [*_list_schedules(), *_list_kinds(), *_list_replicas(), *_list_mixed()]
+
+
+def _name(place: str, what: str, loop: str) -> str:
+    return f"{what}: {loop}, {place}"
+
+
+def _list_schedules() -> Iterator[Case]:
+    """Yield each schedule in each loop; on the devices of one place, and with a step that fails."""
+    for place, devices in PLACES.items():
+        count = 2 * len(devices)
+        for schedule in RUNNABLE:
+            if schedule == "Chimera" and len(devices) % 2:
+                continue
+            for loop in (*LOOPS, FAILURE):
+                yield Case(_name(place, schedule, loop), devices, schedule, loop, n_microbatches=count)
+        for schedule in ASYNCHRONOUS_SCHEDULES:
+            yield Case(_name(place, schedule, STEP), devices, schedule, ASYNCHRONOUS, n_microbatches=count)
+
+
+def _list_kinds() -> Iterator[Case]:
+    for place, devices in PLACES.items():
+        for kind, more in KINDS.items():
+            for loop in LOOPS:
+                yield Case(_name(place, kind, loop), devices, loop=loop, **more)
+
+
+def _list_replicas() -> Iterator[Case]:
+    """Yield stages on several devices, of which one may be that of another stage."""
+    for place, devices in {"other devices": PLACES["three devices"], "one device": ("toy:0",) * 3}.items():
+        for counts in ((2, 1), (1, 2)):
+            for loop in LOOPS:
+                name = _name(place, f"replicas {counts}", loop)
+                yield Case(name, devices, loop=loop, make_model=Tied, options={"passes": deal(counts)})
+
+
+def _list_mixed() -> Iterator[Case]:
+    """Yield stages on the CPU among others."""
+    for devices in (("toy:0", "cpu"), ("cpu", "toy:1"), ("toy:0", "cpu", "toy:1")):
+        for loop in LOOPS:
+            yield Case(_name(", ".join(devices), "1F1B", loop), devices, loop=loop)

@@ -1,0 +1,185 @@
+"""Mutants of the runtime: each leaves out one wait, mark or keeping of memory. A check that passes all is no check.
+
+They are found in the source, so that a wait that is written tomorrow has its mutant too. A wait or a keeping becomes
+nothing. A mark becomes an event that nothing recorded, which nobody waits for.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import fxsplit.runtime
+from tests.accelerator import use_accelerator
+from tests.accelerator.cases import Case, start
+
+ROOT = Path(fxsplit.runtime.__file__).parent
+NOTHING = (
+    "wait_event",
+    "wait_for",
+    "make_caller_wait",
+    "hand_over",
+    "keep_until_read",
+    "_keep_until_read",
+    "synchronize",
+    "set_current_stream",
+)
+"""What is called for its effect on the order of work."""
+EVENT = ("record_event", "mark")
+"""What returns an event."""
+LIST = ("mark_caller", "join_caller")
+"""What returns a list of events."""
+MODULES = (
+    "streams",
+    "job",
+    "engine",
+    "loss",
+    "autograd_node",
+    "backends.threads",
+    "stage.replica",
+    "stage.weight_versions",
+)
+
+
+class Mutant(NamedTuple):
+    """One call that is left out: its module, the function around it, and which of the function's calls it is."""
+
+    module: str
+    function: str
+    number: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.function}: {self.text}"
+
+
+class _Unrecorded:
+    """An event that no stream has recorded."""
+
+    _clock: dict[str, int] = {}  # noqa: RUF012  (never written)
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+    def query(self) -> bool:
+        return False
+
+
+def list_mutants() -> list[Mutant]:
+    """Return all mutants of the runtime."""
+    return [mutant for name in MODULES for mutant in _list_of_module(name)]
+
+
+@contextmanager
+def mutate(mutant: Mutant) -> Iterator[None]:
+    """Leave a call out, in the block."""
+    module = importlib.import_module(f"fxsplit.runtime.{mutant.module}")
+    tree = ast.parse(inspect.getsource(module))
+    outer = next(node for name, node in _list_functions(tree) if name == mutant.function)
+    call = _list_calls(outer)[mutant.number]
+    _Replacing(call).visit(tree)
+    changed = compile(ast.fix_missing_locations(tree), str(module.__file__), "exec", dont_inherit=True)
+    function = _find_function(module, mutant.function)
+    before = function.__code__
+    vars(module)["_unrecorded"] = _Unrecorded()
+    # In place of the code and not of the function, since other modules have imported the function.
+    function.__code__ = next(code for code in _list_codes(changed) if code.co_qualname == before.co_qualname)
+    try:
+        yield
+    finally:
+        function.__code__ = before
+        del vars(module)["_unrecorded"]
+
+
+def _list_of_module(name: str) -> Iterator[Mutant]:
+    tree = ast.parse((ROOT / f"{name.replace('.', '/')}.py").read_text(encoding="utf-8"))
+    for function, node in _list_functions(tree):
+        for number, call in enumerate(_list_calls(node)):
+            yield Mutant(name, function, number, ast.unparse(call))
+
+
+def _list_functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Yield functions and methods by their names in the module; those inside of others belong to these."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            yield node.name, node
+        elif isinstance(node, ast.ClassDef):
+            yield from ((f"{node.name}.{n.name}", n) for n in node.body if isinstance(n, ast.FunctionDef))
+
+
+def _list_calls(function: ast.FunctionDef) -> list[ast.Call]:
+    calls = (node for node in ast.walk(function) if isinstance(node, ast.Call))
+    found = [call for call in calls if _get_name(call) in (*NOTHING, *EVENT, *LIST)]
+    return sorted(found, key=lambda call: (call.lineno, call.col_offset))
+
+
+def _get_name(call: ast.Call) -> str:
+    return getattr(call.func, "attr", getattr(call.func, "id", ""))
+
+
+class _Replacing(ast.NodeTransformer):
+    """Puts something else in the place of one call."""
+
+    def __init__(self, call: ast.Call) -> None:
+        self._call = call
+
+    def visit_Call(self, node: ast.Call) -> Any:
+        if node is not self._call:
+            return self.generic_visit(node)
+        name = _get_name(node)
+        made: ast.expr = ast.Constant(None)
+        if name in LIST:
+            made = ast.List([], ast.Load())
+        elif name in EVENT:
+            made = ast.Name("_unrecorded", ast.Load())
+        return ast.copy_location(made, node)
+
+
+def _find_function(module: ModuleType, name: str) -> FunctionType:
+    found: Any = module
+    for part in name.split("."):
+        found = vars(found)[part]
+    found = inspect.unwrap(getattr(found, "__func__", found))
+    assert isinstance(found, FunctionType), f"{name} is a {type(found).__name__}"
+    return found
+
+
+def _list_codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _list_codes(constant)
+
+
+NO_ORDER = {
+    "streams.AcceleratorStream.wait_for_instant: event.synchronize()": "it is for a stopwatch",
+    "streams.AcceleratorStream.receive: self.mark()": "it bounds how far a worker is ahead of its device",
+    "streams.AcceleratorStream._stay_near: token.synchronize()": "it bounds how far a worker is ahead of its device",
+}
+"""Mutants in which the order of work stays right, and why the call is there."""
+
+
+def list_survivors(cases: Sequence[Case]) -> tuple[list[Mutant], dict[Mutant, str]]:
+    """Return the mutants that no case reports, and for each other one the first case that does."""
+    left = [mutant for mutant in list_mutants() if str(mutant) not in NO_ORDER]
+    caught: dict[Mutant, str] = {}
+    for case in cases:
+        with use_accelerator() as record, start(case) as run:
+            run.train()
+            for mutant in left:
+                record.settle()
+                with mutate(mutant):
+                    run.train()
+                    run.train()
+                if record.findings:
+                    caught[mutant] = case.name
+            # What a mutant left undone is nobody's mistake.
+            record.settle()
+        left = [mutant for mutant in left if mutant not in caught]
+    return left, caught

@@ -1,0 +1,207 @@
+"""What a made-up accelerator has seen: kernels in order, by vector clocks, and what went wrong.
+
+A clock of a stream says, for each stream, how many of its kernels are surely over when the stream does what is queued
+next. An event carries a copy of such a clock. See Mattern, "Virtual time and global states of distributed systems",
+1989.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import NamedTuple
+
+Clock = dict[str, int]
+"""For each stream by name, how many of its kernels are over."""
+
+ROOT = Path(__file__).parents[2]
+
+
+class Access(NamedTuple):
+    """A kernel that read or wrote: its stream, its number there, and its operator."""
+
+    stream: str
+    number: int
+    operator: str
+
+
+class Finding(NamedTuple):
+    """One kind of mistake at one place of the program; `kind` is one of KINDS."""
+
+    kind: str
+    text: str
+    place: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}\n    at {self.place}"
+
+
+RACE, FREED, REUSED = "race", "freed early", "unsafe reuse"
+KINDS = {
+    RACE: "memory is read or written by two streams, or by a stream and the host, in no certain order",
+    FREED: "memory is given back while another stream may still use it, and nothing keeps it until then",
+    REUSED: "such memory may have been given to another tensor",
+}
+
+
+class Block:
+    """The memory of a tensor and of its views. The allocator gives it back to `home`, the stream that made it."""
+
+    def __init__(self, record: Record, device: str, home: str, label: str) -> None:
+        self.device, self.home, self.label = device, home, label
+        self.kept: set[str] = set()
+        self.write: Access | None = None
+        self.reads: dict[str, Access] = {}
+        self.used: Clock = {}
+        self._record = record
+
+    def __del__(self) -> None:
+        self._record.free(self)
+
+
+class Record:
+    """What the kernels of all threads did since the record began. All methods may be called by any thread."""
+
+    def __init__(self) -> None:
+        # Reentrant: a block may be given back in the middle of anything.
+        self.lock = threading.RLock()
+        self.findings: Counter[Finding] = Counter()
+        self.kernels: Counter[str] = Counter()
+        self.draws: Counter[str] = Counter()
+        self.copies: Counter[tuple[str, str]] = Counter()
+        self.waits: Counter[tuple[str, str]] = Counter()
+        self.clocks: defaultdict[str, Clock] = defaultdict(dict)
+        # What the host knows to be over: each thread for itself, and all together.
+        self._host = threading.local()
+        self._over: Clock = {}
+        self._freed: defaultdict[str, list[tuple[Block, Clock]]] = defaultdict(list)
+
+    def check(self) -> None:
+        """Raise AssertionError with everything that was found; in tests, the last line of the block."""
+        with self.lock:
+            text = "\n".join(f"{count} x {finding}" for finding, count in self.findings.most_common(20))
+        assert not text, f"{sum(self.findings.values())} mistakes in the order of work on streams:\n{text}"
+
+    def count(self, kind: str) -> int:
+        """Return how often a kind of mistake was found."""
+        return sum(count for finding, count in self.findings.items() if finding.kind == kind)
+
+    def settle(self) -> None:
+        """Let everything be over, as after waiting for all devices, and forget what was found."""
+        with self.lock:
+            whole: Clock = {}
+            for clock in self.clocks.values():
+                _merge(whole, clock)
+            for clock in self.clocks.values():
+                _merge(clock, whole)
+            self._over = whole
+            self._freed.clear()
+            for counter in (self.findings, self.kernels, self.draws, self.copies, self.waits):
+                counter.clear()
+
+    def queue(self, stream: str, device: str) -> None:
+        """Queue a kernel: everything that this thread knows to be over is over before it."""
+        clock = self.clocks[stream]
+        _merge(clock, self._get_host())
+        clock[stream] = clock.get(stream, 0) + 1
+        self.kernels[device] += 1
+
+    def read(self, block: Block, stream: str, operator: str) -> None:
+        """Let the kernel queued last on a stream read a block."""
+        self._check_write(block, stream, f"{operator} reads")
+        block.reads[stream] = self._note_use(block, stream, operator)
+
+    def write(self, block: Block, stream: str, operator: str) -> None:
+        """Let the kernel queued last on a stream write a block."""
+        self._check_write(block, stream, f"{operator} writes")
+        for earlier in block.reads.values():
+            if not self._is_after(stream, earlier):
+                self.report(
+                    RACE,
+                    f"{operator} writes {block.label} on {strip(stream)}, "
+                    f"which {earlier.operator} may still read on {strip(earlier.stream)}",
+                )
+        block.write, block.reads = self._note_use(block, stream, operator), {}
+
+    def allocate(self, device: str, stream: str, label: str) -> Block:
+        """Return new memory, made on a stream; it may be what was given back to that stream before."""
+        for old, used in self._freed.pop(stream, []):
+            if still := [s for s, n in used.items() if self.clocks[stream].get(s, 0) < n]:
+                self.report(
+                    REUSED,
+                    f"{label} on {strip(stream)} may get the memory of {old.label}, still used on {name(still)}",
+                )
+        return Block(self, device, stream, label)
+
+    def free(self, block: Block) -> None:
+        """Give a block's memory back to its stream, whose allocator knows only the streams that keep it."""
+        with self.lock:
+            home = self.clocks[block.home]
+            used = {s: n for s, n in block.used.items() if s not in (block.home, *block.kept) and home.get(s, 0) < n}
+            if used:
+                self.report(FREED, f"{block.label} of {strip(block.home)}, still used on {name(used)}")
+                self._freed[block.home].append((block, used))
+
+    def note_wait(self, operator: str) -> None:
+        """Count that the host waits for a device, and who asked for that."""
+        self.waits[operator, find_place(1)] += 1
+
+    def synchronize(self, clock: Clock) -> None:
+        """Let the calling thread know that everything before an event, or in a stream, is over."""
+        _merge(self._get_host(), clock)
+        _merge(self._over, clock)
+
+    def read_on_host(self, label: str, ready: Access) -> None:
+        """Let the calling thread read host memory that a copy on a stream fills."""
+        if self._over.get(ready.stream, 0) < ready.number:
+            self.report(RACE, f"the host reads {label}, which {strip(ready.stream)} may still be writing")
+
+    def report(self, kind: str, text: str) -> None:
+        """Note a mistake of the calling thread."""
+        self.findings[Finding(kind, text, find_place(2))] += 1
+
+    def _note_use(self, block: Block, stream: str, operator: str) -> Access:
+        block.used[stream] = self.clocks[stream][stream]
+        return Access(stream, block.used[stream], operator)
+
+    def _check_write(self, block: Block, stream: str, what: str) -> None:
+        earlier = block.write
+        if earlier is not None and not self._is_after(stream, earlier):
+            self.report(
+                RACE,
+                f"{what} {block.label} on {strip(stream)}, "
+                f"which {earlier.operator} may still write on {strip(earlier.stream)}",
+            )
+
+    def _is_after(self, stream: str, earlier: Access) -> bool:
+        return self.clocks[stream].get(earlier.stream, 0) >= earlier.number
+
+    def _get_host(self) -> Clock:
+        found: Clock = self._host.__dict__.setdefault("clock", {})
+        return found
+
+
+def find_place(deepest: int) -> str:
+    """Return the innermost lines of fxsplit, or else of its tests, that the calling thread is at."""
+    frames = [f for f in traceback.extract_stack() if f.filename.startswith(f"{ROOT}/")]
+    frames = [f for f in frames if not f.filename.startswith(f"{ROOT}/tests/accelerator/")]
+    own = [f for f in frames if f.filename.startswith(f"{ROOT}/fxsplit/")] or frames
+    lines = [f"{f.filename[len(str(ROOT)) + 1 :]}:{f.lineno} {f.name}" for f in reversed(own[-deepest:])]
+    return " <- ".join(lines) or "no line of fxsplit"
+
+
+def strip(stream: str) -> str:
+    """Return the name of a stream without its number, so that the same mistake of two runs reads the same."""
+    return stream.split("#")[0]
+
+
+def name(streams: object) -> str:
+    """Return the names of streams for a message."""
+    return ", ".join(sorted(strip(s) for s in streams))  # type: ignore[attr-defined]
+
+
+def _merge(clock: Clock, other: Clock) -> None:
+    for stream, number in other.items():
+        clock[stream] = max(clock.get(stream, 0), number)

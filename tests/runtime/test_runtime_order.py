@@ -1,0 +1,56 @@
+"""The order of work on streams, on made-up accelerators: see tests/accelerator. `python -m bench.streams` prints it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.accelerator import REUSED, use_accelerator
+from tests.accelerator.cases import Case, examine, start
+from tests.accelerator.matrix import FEW, list_cases
+from tests.accelerator.mutants import list_mutants, list_survivors, mutate
+
+
+@pytest.mark.parametrize("case", FEW, ids=str)
+def test_no_race(case: Case) -> None:
+    outcome = examine(case)
+    outcome.record.check()
+    assert outcome.difference < 1e-10
+    assert outcome.record.kernels["toy:0"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", list_cases(), ids=str)
+def test_no_race_in_any_schedule_and_loop(case: Case) -> None:
+    outcome = examine(case)
+    outcome.record.check()
+    assert outcome.difference < 1e-10
+
+
+@pytest.mark.parametrize("function", ["AcceleratorStream.send", "AcceleratorStream.receive"])
+def test_a_copy_needs_each_of_its_waits_and_marks(function: str) -> None:
+    left_out = [m for m in list_mutants() if m.function == function and m.text != "self.mark()"]
+    assert len(left_out) >= 2
+    with use_accelerator() as record, start(FEW[0]) as run:
+        run.train()
+        for mutant in left_out:
+            record.settle()
+            with mutate(mutant):
+                run.train()
+                run.train()
+            assert record.findings, f"without {mutant} nothing was found"
+        record.settle()
+
+
+def test_memory_that_a_copy_reads_is_reused_where_nothing_keeps_it() -> None:
+    (mutant,) = [m for m in list_mutants() if m.function == "AcceleratorStream.send" and "keep" in m.text]
+    with use_accelerator() as record, start(FEW[0]) as run, mutate(mutant):
+        run.train()
+        run.train()
+        assert record.count(REUSED)
+
+
+@pytest.mark.long
+def test_every_wait_mark_and_keeping_is_needed() -> None:
+    left, caught = list_survivors(FEW)
+    assert left == [], "no case reports these mutants"
+    assert len(caught) >= 25
