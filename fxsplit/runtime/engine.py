@@ -113,7 +113,6 @@ class Engine:
             outputs = join_outputs(job, batch.rows, batch.weigh_outputs())[0] if keep_outputs else []
             result = (total, program.build_result(outputs)) if keep_outputs else total
             sums = job.total()
-            hand_over(list(sums.totals.values()))
             raise_lost_interrupt()
             # Last, so that a step that fails leaves every .grad as it was.
             accumulate(sums, receipt)

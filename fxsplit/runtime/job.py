@@ -23,7 +23,7 @@ from fxsplit.runtime.stage.run import Packet, Saved, backward, compute_weight_gr
 from fxsplit.runtime.stage.weight_versions import Stepper, VersionedReplica
 from fxsplit.runtime.status import WorkerStatus
 from fxsplit.runtime.stopwatch import Stopwatch
-from fxsplit.runtime.streams import Stream
+from fxsplit.runtime.streams import Stream, hand_over
 from fxsplit.schedule.action import BACKWARD, FORWARD, INPUT_GRADIENT, NAMES, REDUCE, STEP, WEIGHT_GRADIENT, Action
 from fxsplit.schedule.schedule import Schedule
 from fxsplit.torch_internals.grad_leaves import find_leaves
@@ -123,6 +123,9 @@ class Job:
 
     def total(self) -> Sums:
         """Return one sum of all stages' gradients, in their replicas' place; a loss may depend on any of them."""
+        # Workers have made them, and sums that are added to others are gone before the caller's stream has read them.
+        for made in (s for sums in self.sums for s in sums):
+            hand_over(made.totals.values())
         pairs = zip(self._replicas, self.sums, strict=True)
         return merge_sums(
             [r.assign_to_owners(s) for replicas, sums in pairs for r, s in zip(replicas, sums, strict=True)]

@@ -20,6 +20,7 @@ from fxsplit.errors import InputError
 from fxsplit.ir.facts.machine import Device
 from fxsplit.ir.facts.stages import Stage
 from fxsplit.runtime.stage.replica import Replica
+from fxsplit.runtime.streams import hand_over
 from fxsplit.schedule import Schedule
 from fxsplit.schedule.action import COMPUTES, Action
 from fxsplit.torch_internals.grad_leaves import unmute
@@ -142,6 +143,8 @@ class VersionedReplica(Replica):
 
     def _move_weights(self) -> None:
         """Move the model's weights to other memory. Those that share memory go on sharing it."""
+        # The caller's stream made the memory that they leave, and this worker's may still be reading it.
+        hand_over(self._weights)
         moved: dict[int, UntypedStorage] = {}
         for weight in self._weights:
             key = get_storage_id(weight)
