@@ -6,6 +6,7 @@ parameters, and its inputs, which are detached from the stage before.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, update_wrapper
@@ -19,9 +20,19 @@ from torch.overrides import has_torch_function_unary
 from fxsplit.torch_internals.patch import Method, patch_method
 from fxsplit.torch_internals.undo import undo_after
 
-BEFORE, AFTER = "fxsplit mutes hooks before .grad", "fxsplit mutes hooks behind .grad"
-"""Names under which torch keeps, for a thread and for the backwards that it starts, which hooks are muted."""
+BEFORE, AFTER = "before .grad", "behind .grad"
+"""The kinds of a leaf's gradient hooks, by when they are called."""
 BOTH = BEFORE, AFTER
+
+
+class _Muted(threading.local):
+    """Which kinds of hooks are muted in one thread."""
+
+    def __init__(self) -> None:
+        self.kinds: Sequence[str] = ()
+
+
+_muted = _Muted()
 
 
 def find_leaves(root: Tensor, below: Iterable[object] = ()) -> list[Tensor]:
@@ -89,7 +100,7 @@ class _MutableHook:
 
 @contextmanager
 def mute(leaves: Iterable[Tensor], kinds: Sequence[str] = BOTH) -> Iterator[None]:
-    """Let the leaves' gradient hooks do nothing in backwards that this thread starts inside the block.
+    """Let the leaves' gradient hooks do nothing in backwards of this thread inside the block, which it runs itself.
 
     Gradients inside the block are those of one microbatch, and a hook expects that of a whole batch. The hooks stay
     where they are, so that no interrupt can lose them. `kinds` are BEFORE, for hooks that may change a gradient, and
@@ -97,7 +108,13 @@ def mute(leaves: Iterable[Tensor], kinds: Sequence[str] = BOTH) -> Iterator[None
     """
     for leaf in leaves:
         make_mutable(leaf)
-    with undo_after(partial(_set_muted, [kind for kind in BOTH if _is_muted(kind)])):
+    threaded = torch.autograd.is_multithreading_enabled()
+    with (
+        undo_after(partial(_set_muted, _muted.kinds)),
+        undo_after(partial(torch.autograd.set_multithreading_enabled, threaded)),
+    ):
+        # Autograd would run the part of a backward that is on a GPU in a thread of its own, where nothing is muted.
+        torch.autograd.set_multithreading_enabled(False)
         _set_muted(kinds)
         yield
 
@@ -105,7 +122,7 @@ def mute(leaves: Iterable[Tensor], kinds: Sequence[str] = BOTH) -> Iterator[None
 @contextmanager
 def unmute() -> Iterator[None]:
     """Let hooks run inside the block, which is inside one of `mute`."""
-    with undo_after(partial(_set_muted, [kind for kind in BOTH if _is_muted(kind)])):
+    with undo_after(partial(_set_muted, _muted.kinds)):
         _set_muted(())
         yield
 
@@ -121,19 +138,13 @@ def make_mutable(leaf: Tensor) -> None:
 
 
 def _is_muted(kind: str) -> bool:
-    """Return whether hooks of a kind are muted for this thread, or for the backward that it works for."""
-    # torch hands what it keeps here on to the threads that run a backward on a GPU.
-    return torch._C._is_key_in_tls(kind)
+    """Return whether hooks of a kind are muted for this thread."""
+    return kind in _muted.kinds
 
 
 def _set_muted(kinds: Sequence[str]) -> None:
-    """Mute hooks of these kinds and no others, for this thread and for the backwards that it starts."""
-    for kind in BOTH:
-        if kind in kinds:
-            torch._C._stash_obj_in_tls(kind, None)
-        # Removed and not set to something else: a thread that ends with an object in there waits for ever.
-        elif _is_muted(kind):
-            torch._C._remove_obj_from_tls(kind)
+    """Mute hooks of these kinds and no others, for this thread."""
+    _muted.kinds = kinds
 
 
 def list_gradient_hooks(leaf: Tensor) -> list[dict[int, Any]]:

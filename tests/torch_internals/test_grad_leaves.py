@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fxsplit.torch_internals.grad_leaves import (
+    BEFORE,
     comes_through,
     find_leaves,
     list_gradient_hooks,
@@ -77,6 +78,17 @@ def test_hooks_are_muted_for_one_thread_alone() -> None:
     with mute([weight]), ThreadPoolExecutor(1) as pool:
         (found,) = pool.submit(torch.autograd.grad, (weight * 1).sum(), weight).result()
     assert found.tolist() == [2, 2]
+
+
+def test_a_muted_thread_runs_its_backwards_itself() -> None:
+    """On a GPU autograd's own threads would, which do not know what is muted."""
+    weight = leaf(2)
+    assert torch.autograd.is_multithreading_enabled()
+    with mute([weight]):
+        with unmute(), mute([weight], [BEFORE]):
+            assert not torch.autograd.is_multithreading_enabled()
+        assert not torch.autograd.is_multithreading_enabled()
+    assert torch.autograd.is_multithreading_enabled()
 
 
 def test_dictionaries_of_hooks_are_those_that_autograd_reads() -> None:
