@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import inf
 from pathlib import Path
 
 import torch
@@ -40,7 +41,9 @@ PARTS: dict[str, Callable[[Setting], int]] = {
 }
 MARGIN_S = 3.0
 """A part plans to be over so long before it would be ended."""
+SOON_S = 0.001
 MOST_CODE = 100
+"""An exit code is one byte."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -54,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--seconds", type=float, default=65.0, help="how long chaos goes on (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="where one part writes what it finds")
-    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds that one part may take")
+    parser.add_argument("--until", type=float, default=inf, help="when one part must be over, by time.monotonic()")
     given = parser.parse_args(argv)
     unknown = [size for size in given.sizes if size not in SIZES]
     if unknown or (given.sizes and given.command not in SIZED):
@@ -63,11 +66,12 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("torch sees no GPU here: --dry runs everything small on the CPU")
     if given.command in COMMANDS:
         return run_command(given.command, given.out, dry=given.dry)
-    findings = Findings(given.json, time.monotonic() + given.limit - MARGIN_S)
-    if given.limit < float("inf"):
+    findings = Findings(given.json, given.until - MARGIN_S)
+    if given.until < inf:
         # Standard error by its number, since sys.stderr may be replaced by what is no file.
         # A thread that waits inside autograd's engine sees no signal: only this timer's thread can end the process.
-        faulthandler.dump_traceback_later(given.limit, exit=True, file=2)
+        left_s = max(SOON_S, given.until - time.monotonic())
+        faulthandler.dump_traceback_later(left_s, exit=True, file=2)
     try:
         return min(MOST_CODE, findings.finish(run_part(Setting(given.dry, findings), given)))
     finally:

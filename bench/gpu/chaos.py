@@ -107,13 +107,15 @@ def list_placements(setting: Setting) -> list[list[str]]:
 
 def _step_for(setting: Setting, seconds: float, delay: Callable[[float], None]) -> tuple[int, float]:
     """Return how many steps were taken until the time was over, and their largest difference from the unsplit model."""
-    x, y = (torch.cat([values] * MORE_ROWS) for values in setting.make_batch())
+    batch = [torch.cat([values] * MORE_ROWS) for values in setting.make_batch()]
     end = time.monotonic() + seconds
     steps, worst = 0, 0.0
     turns = itertools.cycle(itertools.product(setting.schedules, MODES, list_placements(setting)))
     while steps == 0 or time.monotonic() < end:
         schedule, mode, devices = next(turns)
-        model = Net().double().to(setting.device)
+        # With stages on the CPU too, model and batch begin in host memory, and values are copied to the GPU and back.
+        home = torch.device("cpu") if "cpu" in devices else setting.device
+        model, x, y = Net().double().to(home), *(values.to(home) for values in batch)
         # The twin takes the same steps unsplit, so that statistics of batch norm go on from the same values.
         twin = copy.deepcopy(model)
         options = {"passes": FAST, "schedule": schedule, "example_inputs": x, "devices": devices, **mode}
@@ -125,7 +127,7 @@ def _step_for(setting: Setting, seconds: float, delay: Callable[[float], None]) 
                 expected = run_unsplit_step(twin, [inputs], y, F.cross_entropy, MICROBATCHES)
                 model.zero_grad()
                 twin.zero_grad()
-                found = run_pipeline_step(pipe, [inputs.to(devices[0])], y.to(devices[-1]))
+                found = run_pipeline_step(pipe, [inputs], y.to(devices[-1]))
                 differences = compare(_to_host(found), _to_host(expected))
                 # Deferred batch norm is to leave other statistics than the unsplit model, so buffers are left out.
                 worst = max(worst, differences.output, differences.gradient)

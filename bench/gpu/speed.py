@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from bench.gpu.setting import FAST, Setting
-from bench.gpu.timing import SIZES, Case, Taken, measure
+from bench.gpu.timing import SIZES, Case, Taken, measure, measure_in_turns
 from bench.lib.peers_runtime import torchgpipe_step
 from fxsplit.api.pipeline import Pipeline
 from fxsplit.ir.facts.costs import Costs
@@ -74,18 +74,19 @@ def _measure_size(setting: Setting, name: str, rounds: int) -> None:
             if costs is None:
                 costs = pipe.costs
                 _note_profile(setting, case, costs, unsplit, time.perf_counter() - begin)
-            _measure_pipeline(setting, name, case, pipe, Scheduler(schedule, n_devices), (unsplit, rounds))
+            _measure_pipeline(setting, name, case, pipe, Scheduler(schedule, n_devices), rounds)
             if n_devices > 1 and schedule == "1F1B":
-                _measure_peer(setting, name, case, pipe, (unsplit, rounds))
+                _measure_peer(setting, name, case, pipe, rounds)
         # The first one measures the costs, which serve all others.
         taken_s = time.perf_counter() - begin
 
 
 def _note_profile(setting: Setting, case: Case, costs: Costs, unsplit: Taken, seconds: float) -> None:
     """Note what the profile says of the whole model beside what the model takes."""
-    total_ms = case.n_microbatches * costs.total_ms
-    values: dict[str, Any] = {"nodes": len(costs.nodes), "compile_s": seconds, "sum_of_nodes_ms": total_ms}
-    setting.note("profile", **values, of_unsplit=total_ms / unsplit.wall_ms)
+    n = case.n_microbatches
+    values: dict[str, Any] = {"nodes": len(costs.nodes), "compile_s": seconds}
+    values |= {"nodes_compute_ms": n * costs.compute_ms, "nodes_launch_ms": n * costs.launch_ms}
+    setting.note("profile", **values, of_unsplit=n * costs.total_ms / unsplit.wall_ms)
 
 
 def _note_step(setting: Setting, size: str, what: str, taken: Taken, unsplit: Taken, **more: float) -> None:
@@ -95,17 +96,16 @@ def _note_step(setting: Setting, size: str, what: str, taken: Taken, unsplit: Ta
 
 
 def _measure_pipeline(
-    setting: Setting, name: str, case: Case, pipe: Pipeline, scheduler: Scheduler, beside: tuple[Taken, int]
+    setting: Setting, name: str, case: Case, pipe: Pipeline, scheduler: Scheduler, rounds: int
 ) -> None:
-    """Note a pipeline's step beside the unsplit model's, and beside what was predicted; `beside` has the rounds too."""
-    unsplit, rounds = beside
+    """Note a pipeline's step beside the unsplit model's in turns with it, and beside what was predicted."""
 
     def step() -> None:
         pipe.zero_grad()
         pipe.step(case.x, target=case.y)
 
     setting.release_memory()
-    taken = measure(setting, step, rounds)
+    taken, unsplit = measure_in_turns(setting, [step, case.run_unsplit], rounds)
     apart_ms = predict_ms(pipe, scheduler, case.n_microbatches)
     # Stages that share a GPU take turns on it, so no step is shorter than all of its work.
     shared_ms = max(apart_ms, case.n_microbatches * pipe.plan.single_ms)
@@ -114,9 +114,8 @@ def _measure_pipeline(
     _note_step(setting, name, what, taken, unsplit, peak_GiB=_peak_gib(setting, step), **predicted)
 
 
-def _measure_peer(setting: Setting, name: str, case: Case, pipe: Pipeline, beside: tuple[Taken, int]) -> None:
+def _measure_peer(setting: Setting, name: str, case: Case, pipe: Pipeline, rounds: int) -> None:
     """Note torchgpipe's step on copies of the same stages, or why there is none."""
-    unsplit, rounds = beside
     if find_spec(PEER) is None:
         setting.note("beside others", size=name, pipeline=PEER, left_out="it is not installed here")
         return
@@ -130,7 +129,7 @@ def _measure_peer(setting: Setting, name: str, case: Case, pipe: Pipeline, besid
             stages.zero_grad()
             train()
 
-        taken = measure(setting, step, rounds)
+        taken, unsplit = measure_in_turns(setting, [step, case.run_unsplit], rounds)
         _note_step(setting, name, what, taken, unsplit, peak_GiB=_peak_gib(setting, step))
     except Exception as error:  # a peer that fails is a finding, and not the end of this size
         setting.note("beside others", size=name, pipeline=what, left_out=f"{type(error).__name__}: {str(error)[:200]}")

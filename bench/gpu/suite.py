@@ -102,13 +102,14 @@ def run_pytest(setting: Setting, words: Sequence[str], environment: Mapping[str,
     # A file that cannot be imported is one failure, and no reason to leave out the others.
     options = ["-q", "--continue-on-collection-errors", "-p", "bench.gpu.tally", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *options, *words]
-    own = {"FXSPLIT_TALLY": str(tally), "OMP_NUM_THREADS": "1"}
+    given = make_environment() | dict(environment)
+    # numba numbers the files of its cache without a lock: processes that compile one kernel at once mix them up.
+    own = {"NUMBA_CACHE_DIR": f"{given['NUMBA_CACHE_DIR']}-{tally.stem}"}
+    own |= {"FXSPLIT_TALLY": str(tally), "OMP_NUM_THREADS": "1"}
     left_s = setting.findings.seconds_left()
     printed = tally.with_suffix(".txt")
     with printed.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=output, cwd=ROOT, env=make_environment() | dict(environment) | own
-        )
+        process = subprocess.Popen(command, stdout=output, stderr=output, cwd=ROOT, env=given | own)
         try:
             # There is no limit where a person runs this part alone.
             code = process.wait(None if left_s == float("inf") else left_s)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -81,22 +81,36 @@ class Case(NamedTuple):
 
 def measure(setting: Setting, run: Callable[[], Any], rounds: int) -> Taken:
     """Return how long `run` takes, after two rounds that do not count."""
-    taken = []
+    return measure_in_turns(setting, [run], rounds)[0]
+
+
+def measure_in_turns(setting: Setting, runs: Sequence[Callable[[], Any]], rounds: int) -> list[Taken]:
+    """Return how long each run takes, after two rounds that do not count.
+
+    Runs take turns, so that a GPU that gets warm, or another program on the machine, slows down all of them.
+    """
+    taken: list[list[tuple[float, float, float]]] = [[] for _ in runs]
     for turn in range(WARM_UP + rounds):
-        setting.synchronize()
-        # Nothing is left on the GPU of the round before.
-        events = [] if setting.dry else [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        begin = time.perf_counter()
-        for event in events[:1]:
-            event.record()
-        run()
-        for event in events[1:]:
-            event.record()
-        # The host is done once all is queued; if that takes as long as the GPU, the GPU waits for the host.
-        host_s = time.perf_counter() - begin
-        setting.synchronize()
-        wall_s = time.perf_counter() - begin
-        gpu_ms = events[0].elapsed_time(events[1]) if events else 0.0
-        if turn >= WARM_UP:
-            taken.append((1e3 * host_s, 1e3 * wall_s, gpu_ms))
-    return Taken(*(median(column) for column in zip(*taken, strict=True)))
+        for column, run in zip(taken, runs, strict=True):
+            once = _measure_once(setting, run)
+            if turn >= WARM_UP:
+                column.append(once)
+    return [Taken(*(median(values) for values in zip(*column, strict=True))) for column in taken]
+
+
+def _measure_once(setting: Setting, run: Callable[[], Any]) -> tuple[float, float, float]:
+    """Return the milliseconds until `run` returned, until the GPU was done, and between two events on the GPU."""
+    setting.synchronize()
+    # Nothing is left on the GPU of the round before.
+    events = [] if setting.dry else [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    begin = time.perf_counter()
+    for event in events[:1]:
+        event.record()
+    run()
+    for event in events[1:]:
+        event.record()
+    # The host is done once all is queued; if that takes as long as the GPU, the GPU waits for the host.
+    host_s = time.perf_counter() - begin
+    setting.synchronize()
+    wall_s = time.perf_counter() - begin
+    return 1e3 * host_s, 1e3 * wall_s, events[0].elapsed_time(events[1]) if events else 0.0

@@ -19,6 +19,7 @@ from bench.gpu.chaos import make_late_stream
 from bench.gpu.checks import ALL, Check, run_check
 from bench.gpu.example import read_example
 from bench.gpu.findings import Findings, show
+from bench.gpu.green import to_plain_stream
 from bench.gpu.parts import COMMANDS, ROOT, Part, run_command, run_part
 from bench.gpu.plugin import find_machine_on_gpu, pytest_configure
 from bench.gpu.setting import Setting, largest_difference
@@ -205,6 +206,12 @@ def test_late_streams_are_late_before_and_after_marks() -> None:
     stream.wait_event(stream.record_event())
     late = ["on it", "delay", "off it"]
     assert calls == [*late, "record", *late, "wait for event", *late]
+
+
+def test_a_partitions_stream_becomes_one_for_any_accelerator() -> None:
+    """An event of a stream of CUDA's own kind is not one that the other kind of streams can wait for."""
+    plain = to_plain_stream(SimpleNamespace(stream_id=5, device_index=0, device_type=1))
+    assert type(plain) is torch.Stream and plain.stream_id == 5 and plain.device == torch.device("cuda:0")
 
 
 def test_the_plugin_maps_cpu_devices(monkeypatch: pytest.MonkeyPatch) -> None:

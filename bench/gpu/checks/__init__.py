@@ -21,6 +21,7 @@ ALL: tuple[Check, ...] = (
     equality.call_and_backward,
     order.inputs_made_on_a_side_stream,
     order.a_trace_has_every_action,
+    placement.a_number_of_devices_is_the_gpu,
     placement.stages_on_the_cpu_and_on_the_gpu,
     placement.inputs_and_targets_in_host_memory,
     placement.gradient_of_an_input_in_host_memory,

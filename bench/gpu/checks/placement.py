@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import torch
 from torch import Tensor
@@ -77,3 +78,19 @@ def pinned_input_overwritten_after_the_call(setting: Setting) -> tuple[bool, str
         setting.synchronize()
     difference = float((found - expected).abs().max())
     return difference < 1e-3, f"outputs differ by {difference:.1e}: was the input copied before the call returned?"
+
+
+def a_number_of_devices_is_the_gpu(setting: Setting) -> tuple[bool, str]:
+    """Ask for twice as many devices as there are GPUs: a model on a GPU stays on GPUs, and a warning says so."""
+    if setting.dry:
+        return True, "needs a GPU"
+    count = 2 * torch.cuda.device_count()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        machine = fxsplit.Machine.of(count, model=Net().to(setting.device))
+    kinds = {device.type for device in machine.torch_devices()}
+    # What is free is less than what there is, and two devices share it.
+    total = torch.cuda.get_device_properties(setting.device).total_memory
+    share = machine.devices[0].memory_bytes / total
+    holds = kinds == {"cuda"} and len(caught) == 1 and 0.0 < share < 0.5
+    return holds, f"{len(machine)} devices on {kinds}, {len(caught)} warning, {share:.2f} of the memory for each"
