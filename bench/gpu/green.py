@@ -18,7 +18,7 @@ from bench.gpu.partitions import Partition, make_partitions
 from bench.gpu.setting import FAST, Setting
 from bench.gpu.speed import CHAIN, LONGER, predict_ms
 from bench.gpu.timing import Case, measure
-from fxsplit.passes.profile.time_in_step import run_in_worker_thread
+from fxsplit.passes.profile.thread import run_in_worker_thread
 from fxsplit.runtime.streams import AcceleratorStream
 from fxsplit.schedule.catalogue import Scheduler
 
@@ -109,13 +109,13 @@ def to_plain_stream(stream: Any) -> torch.Stream:
 def _profile_inside(context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
     """Let the profile be measured inside a context, which its own thread enters."""
 
-    def in_thread_inside(run: Callable[[], Any], intraop_threads: int) -> Any:
+    def in_thread_inside(run: Callable[[], Any], intraop_threads: int, device: torch.device) -> Any:
         # The context is entered in the profile's own thread, as the current stream is a thread's.
         def run_inside() -> Any:
             with context():
                 return run()
 
-        return run_in_worker_thread(run_inside, intraop_threads)
+        return run_in_worker_thread(run_inside, intraop_threads, device)
 
     with patch("fxsplit.passes.profile.profile.run_in_worker_thread", in_thread_inside):
         yield

@@ -56,6 +56,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "n_microbatches": plan.n_microbatches,
         "rows": plan.rows,
         "spread": plan.spread,
+        "measured_on": plan.measured_on,
     }
 
 
@@ -103,6 +104,7 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
             ),
             # Files of earlier versions, and plans of other tools' profiles, do not have it.
             spread=None if data.get("spread") is None else _number(data["spread"], "spread"),
+            measured_on=str(data.get("measured_on", "")),
         )
         return plan.prove(proof)
     except (KeyError, TypeError, ValueError, AttributeError, PlanError) as error:

@@ -15,6 +15,7 @@ No other room but `frontend/` names a private part of torch. Those in use here, 
 - torch._C._will_engine_execute_node: grad_leaves
 - torch.autograd.graph._engine_run_backward: grad_sums
 - torch.autograd.Variable._execution_engine: grad_sums
+- torch.cuda._sleep: accelerators
 - torch._foreach_add_: grad_sums
 - torch._debug_has_internal_overlap: grad_sums
 - torch.Tensor._use_count: grad_sums

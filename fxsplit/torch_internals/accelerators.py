@@ -83,3 +83,42 @@ def pin(tensor: Tensor) -> Tensor:
 def count_memory_bytes(device: torch.device) -> int:
     """Return how much memory a device has."""
     return int(torch.accelerator.get_memory_info(device)[1])
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a device has done all that was queued on it, on all of its streams."""
+    torch.accelerator.synchronize(device)
+
+
+def release_cached_memory() -> None:
+    """Give back the memory that the allocator keeps for later, where nothing uses it.
+
+    It keeps memory for the stream that it was allocated on, and no other stream can have it.
+    """
+    torch.accelerator.empty_cache()
+
+
+def occupy(device: torch.device, cycles: int) -> None:
+    """Let a device's current stream do nothing for so many cycles of the device's clock; 2e6 are about a millisecond.
+
+    Does nothing on an accelerator that torch has no such kernel for.
+    """
+    # There is no public way to make a kernel of a known length.
+    if device.type == "cuda":
+        torch.cuda._sleep(cycles)
+
+
+def describe(device: torch.device) -> dict[str, str]:
+    """Return what an accelerator is called, what it can do, and how fast its clock is, as far as torch can tell.
+
+    The clock is that of the moment, and is told only where NVIDIA's management library is installed. Of other kinds of
+    devices nothing is known.
+    """
+    if device.type != "cuda":
+        return {}
+    major, minor = torch.cuda.get_device_capability(device)
+    found = {"device": torch.cuda.get_device_name(device), "capability": f"compute capability {major}.{minor}"}
+    # The library may be missing, or refuse: then the clock is simply not known.
+    with suppress(Exception):
+        found["clock"] = f"{torch.cuda.clock_rate(device)} MHz"
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -12,26 +13,28 @@ import torch
 from torch import Tensor, fx
 
 from fxsplit.errors import ChainError, ProfileError
-from fxsplit.ir.facts.costs import Costs, InputCost, KnownCosts, Measured, NodeCost, name_operator
+from fxsplit.ir.facts.costs import HARDWARE, Costs, InputCost, KnownCosts, Measured, NodeCost, name_operator
 from fxsplit.ir.facts.effects import Effects, observe_effects
 from fxsplit.ir.facts.example import Example
 from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.facts.stages import list_weights
 from fxsplit.ir.graph import IR
 from fxsplit.ir.progress import track
+from fxsplit.passes.profile.thread import run_in_worker_thread
 from fxsplit.passes.profile.time_alone import Call, time_alone
 from fxsplit.passes.profile.time_in_step import (
     HALVED,
     WARM_UP,
     NodeTimes,
     describe_operator,
-    run_in_worker_thread,
     time_nodes,
 )
+from fxsplit.torch_internals import accelerators
 from fxsplit.torch_internals.dependences import list_node_weights
 from fxsplit.torch_internals.interpret import get_storage_id, preserve
 from fxsplit.torch_internals.layouts import count_bytes
 from fxsplit.torch_internals.observe import Observation
+from fxsplit.torch_internals.undo import undo_after
 
 TIED = ("replicated", "together")
 """What may be asked of parameters with several users: copies in several stages, or all users in one stage."""
@@ -96,7 +99,10 @@ class Profile:
                 steps = partial(time_nodes, ir.gm, effects.nodes, names, example.tensors, device, self.repeats)
                 measured = _measure(ir.gm, machine, WARM_UP + self.repeats + HALVED, steps)
             times |= {key: measured[name] for key, name in first.items()}
-        return ir.learn(_build_costs(ir, effects, signatures, times, self.tied), effects)
+        # Where nothing is measured, the figures are of the accelerator that the known ones are of.
+        found = known.costs.environment if known and not first else accelerators.describe(device)
+        hardware = {key: found[key] for key in HARDWARE if key in found}
+        return ir.learn(_build_costs(ir, effects, signatures, times, self.tied, hardware), effects)
 
 
 def _check_known(known: KnownCosts, unknown: dict[str, str], kind: str) -> None:
@@ -121,8 +127,11 @@ def _measure(
     """Return the times that `run` measures; it is given a function to call in each of its `turns`, for progress."""
     # Timing runs operators for real, so it must leave no trace, and needs gradients whatever the caller's mode is.
     tick = partial(next, track(range(turns), "profiling"))
-    with preserve(gm, machine.torch_devices()[:1]), torch.enable_grad():
-        return run_in_worker_thread(partial(run, tick), machine.intraop_threads())
+    device = machine.torch_devices()[0]
+    # Memory that the profile's stream had is of no use to the streams of the workers.
+    freed = undo_after(accelerators.release_cached_memory) if accelerators.is_accelerator(device) else nullcontext()
+    with preserve(gm, [device]), torch.enable_grad(), freed:
+        return run_in_worker_thread(partial(run, tick), machine.intraop_threads(), device)
 
 
 def _is_too_big(gm: fx.GraphModule, machine: Machine) -> bool:
@@ -134,9 +143,14 @@ def _is_too_big(gm: fx.GraphModule, machine: Machine) -> bool:
 
 
 def _build_costs(
-    ir: IR, effects: Effects, signatures: Mapping[str, str], times: Mapping[str, Measured], tied: str
+    ir: IR,
+    effects: Effects,
+    signatures: Mapping[str, str],
+    times: Mapping[str, Measured],
+    tied: str,
+    hardware: Mapping[str, str],
 ) -> Costs:
-    """Return what was observed and measured as Costs; `times` are by signature."""
+    """Return what was observed and measured as Costs; `times` are by signature, `hardware` is the accelerator's."""
     nodes, inputs = [], []
     outputs: tuple[str, ...] = ()
     counted: set[int] = set()
@@ -166,6 +180,7 @@ def _build_costs(
             "torch": torch.__version__,
             "machine": platform.machine(),
             "intraop_threads": str(machine.intraop_threads()),
+            **hardware,
         },
     )
 

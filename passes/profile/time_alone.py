@@ -15,13 +15,15 @@ from torch import Tensor, nn
 
 from fxsplit.errors import ProfileError
 from fxsplit.ir.facts.costs import Measured
+from fxsplit.passes.profile.clock import Span, make_clock
+from fxsplit.passes.profile.thread import check_stop
 from fxsplit.passes.profile.time_in_step import (
     HALVED,
     WARM_UP,
-    Clock,
+    Halves,
     NodeTimes,
-    check_stop,
     ignore_missing_backward,
+    settle,
     take_medians,
     time_halves,
 )
@@ -75,27 +77,39 @@ def _time(call: Call, device: torch.device, repeats: int) -> Measured:
     leaves = [t for t in made.values() if t.requires_grad]
     if isinstance(target, nn.Module):
         leaves += [p for p in target.parameters() if p.requires_grad]
-    clock = Clock(device)
-    forward, backward, halves = [], [], []
-    for turn in range(WARM_UP + repeats + HALVED):
+    clock = make_clock(device)
+    forward: list[Span] = []
+    backward: list[Span] = []
+    halves: list[Halves] = []
+
+    def run(halved: bool = False) -> bool:
+        """Run the call forward and backward, and return whether its times can be trusted."""
         check_stop()
+        clock.enter("forward")
         # Each turn gets lists of its own, and copies of what it writes to: autograd refuses to write to a leaf.
         given, named = pytree.tree_map_only(Tensor, lambda t: t.clone() if call.writes else t, (args, kwargs))
-        begin = clock.now()
+        begin = clock.start()
         value = getattr(given[0], target)(*given[1:], **named) if isinstance(target, str) else target(*given, **named)
-        middle = clock.now()
+        forward.append(clock.stop(begin))
         outputs = [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor) and t.requires_grad]
         seeds = [torch.ones_like(t) for t in outputs]
-        if turn >= WARM_UP + repeats:
+        clock.enter("backward")
+        if halved and outputs and leaves:
             with ignore_missing_backward():
-                halves += [time_halves(outputs, leaves, seeds, None, clock)] if outputs and leaves else []
-            continue
-        # The clock starts anew: making the seeds is no part of a backward.
-        start = clock.now()
-        with ignore_missing_backward():
-            _ = torch.autograd.grad(outputs, leaves, seeds, allow_unused=True) if outputs and leaves else ()
-        forward.append(middle - begin)
-        backward.append(clock.now() - start)
+                halves.append(time_halves(outputs, leaves, seeds, None, clock))
+        elif outputs and leaves:
+            # The clock starts anew: making the seeds is no part of a backward.
+            begin = clock.start()
+            with ignore_missing_backward():
+                _ = torch.autograd.grad(outputs, leaves, seeds, allow_unused=True)
+                backward.append(clock.stop(begin, calls=1))
+        return clock.end_sweep()
+
+    settle(clock, run)
+    forward.clear()
+    backward.clear()
+    for turn in range(WARM_UP + repeats + HALVED):
+        run(halved=turn >= WARM_UP + repeats)
     return take_medians(forward, backward, halves, repeats)
 
 

@@ -6,14 +6,9 @@ The usual way to measure; time_alone is for models that are too large for it. Wh
 from __future__ import annotations
 
 import copy
-import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
 from statistics import median
 from typing import Any, TypeVar
 
@@ -21,14 +16,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxsplit.ir.facts.costs import Measured
+from fxsplit.passes.profile.clock import MOST_SWEEPS, Clock, Span, make_clock
+from fxsplit.passes.profile.thread import check_stop
 from fxsplit.torch_internals import pytree
-from fxsplit.torch_internals.grad_leaves import mute
 from fxsplit.torch_internals.grad_split import collect_weight_backwards, find_branch_nodes
 from fxsplit.torch_internals.grad_sums import Sums, make_shares
 from fxsplit.torch_internals.interpret import Interpreter, describe_tensor
 from fxsplit.torch_internals.observe import Observation
-from fxsplit.torch_internals.thread_modes import ThreadModes
-from fxsplit.torch_internals.undo import undo_after
 
 R = TypeVar("R")
 Tensors = Sequence[Tensor]
@@ -36,20 +30,10 @@ WARM_UP = 1
 """Steps that are run first and not counted: kernels are loaded, memory is allocated."""
 HALVED = 2
 """Further steps whose backwards run in two halves, to know what share of a backward the gradients of weights take."""
-Halves = tuple[float, float]
-"""Milliseconds of a backward's two halves: the gradients of inputs, and those of weights left for later."""
+Halves = tuple[Span, Span]
+"""What a backward's two halves took: the gradients of inputs, and those of weights left for later."""
 NodeTimes = dict[str, Measured]
 """The times of nodes, by name."""
-
-
-class _Measurement(threading.local):
-    """What the thread of a measurement knows: whether it has been told to stop."""
-
-    def __init__(self) -> None:
-        self.stop = threading.Event()
-
-
-_measurement = _Measurement()
 
 
 class Sweep(Interpreter):
@@ -57,7 +41,8 @@ class Sweep(Interpreter):
 
     Each node's inputs are detached from the nodes that made them, so that its backward can run by itself. The caches
     are as cold or warm for it as in a real step, which a loop over one operator would not show. A node that writes in
-    place gets copies, which are not timed, and what it wrote is copied back.
+    place gets copies, which are not timed, and what it wrote is copied back. Cutting the graph, and all else that is
+    not the node's own call, lies outside of what is timed.
 
     seen: what every node did when the graph was observed. timed: names of the nodes to time.
     """
@@ -66,37 +51,48 @@ class Sweep(Interpreter):
         self, gm: fx.GraphModule, seen: Mapping[str, Observation], timed: set[str], device: torch.device
     ) -> None:
         super().__init__(gm)
-        # By node, a time for each step; those of nodes without a backward are missing.
-        self.forward_ms: dict[str, list[float]] = defaultdict(list)
-        self.backward_ms: dict[str, list[float]] = defaultdict(list)
-        self.halves_ms: dict[str, list[Halves]] = defaultdict(list)
+        # By node, what it took in each step; backwards of nodes without one are missing.
+        self.forwards: dict[str, list[Span]] = defaultdict(list)
+        self.backwards: dict[str, list[Span]] = defaultdict(list)
+        self.halves: dict[str, list[Halves]] = defaultdict(list)
         self._seen = seen
         self._timed = timed
         self._written = {owner for node in seen.values() for owner in node.mutates}
-        self._clock = Clock(device)
+        self._clock = make_clock(device)
         self._device = device
         self._pending: list[tuple[str, list[Tensor], list[Tensor]]] = []  # (node, leaves, outputs), backward to be run
         self._totals = Sums()  # accumulating a parameter's gradient is part of its backward
 
-    def run_step(self, *inputs: Tensor, halved: bool = False) -> None:
-        """Run one step, forward and backward; `halved`: with backwards in two halves, which are timed instead."""
+    def settle(self, *inputs: Tensor) -> None:
+        """Run steps that do not count until they can be trusted: on an accelerator a few, on a CPU none."""
+        settle(self._clock, lambda: self.run_step(*inputs))
+        for spans in (self.forwards, self.backwards):
+            spans.clear()
+
+    def run_step(self, *inputs: Tensor, halved: bool = False) -> bool:
+        """Run one step, forward and backward, and return whether its times can be trusted.
+
+        halved: run backwards in two halves, which are timed instead.
+        """
         # Clones, because a graph may write to its inputs.
         self.run(*(t.detach().clone().to(self._device).requires_grad_(t.requires_grad) for t in inputs))
         while self._pending:
             name, leaves, outputs = self._pending.pop()
             with ignore_missing_backward():
                 self._run_backward(name, leaves, outputs, halved)
+        return self._clock.end_sweep()
 
     def _run_backward(self, name: str, leaves: list[Tensor], outputs: list[Tensor], halved: bool) -> None:
         """Run the backward of one node, and note its time."""
+        self._clock.enter(f"{name} backward")
         seeds = [torch.ones_like(t) for t in outputs]
         if halved:
-            self.halves_ms[name].append(time_halves(outputs, leaves, seeds, self._totals, self._clock))
+            self.halves[name].append(time_halves(outputs, leaves, seeds, self._totals, self._clock))
             return
         # autograd.grad and not backward(): gradients must not reach the `.grad` of the user's parameters.
-        begin = self._clock.now()
+        begin = self._clock.start()
         _accumulate(self._totals, leaves, torch.autograd.grad(outputs, leaves, seeds, allow_unused=True))
-        self.backward_ms[name].append(self._clock.now() - begin)
+        self.backwards[name].append(self._clock.stop(begin, calls=1))
 
     def run_node(self, n: fx.Node) -> Any:
         """Run one node; if it is to be timed, time its forward and keep what its backward needs."""
@@ -104,6 +100,7 @@ class Sweep(Interpreter):
         check_stop()
         if not n.op.startswith("call"):
             return super().run_node(n)
+        self._clock.enter(n.name)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         if n.name not in self._timed:
             return self._run_untimed(n, args, kwargs)
@@ -113,9 +110,9 @@ class Sweep(Interpreter):
         leaves: list[Tensor] = []
         given = pytree.tree_leaves((args, kwargs))
         args, kwargs = pytree.tree_map_only(Tensor, self._cut(leaves, self._needs_copies(n)), (args, kwargs))
-        begin = self._clock.now()
+        begin = self._clock.start()
         value = getattr(self, n.op)(n.target, args, kwargs)
-        self.forward_ms[n.name].append(self._clock.now() - begin)
+        self.forwards[n.name].append(self._clock.stop(begin))
         # Nodes that read this memory later must see what was written to the copies.
         if self._seen[n.name].mutates:
             for original, copied in zip(given, pytree.tree_leaves((args, kwargs)), strict=True):
@@ -168,18 +165,11 @@ class Sweep(Interpreter):
         return cut
 
 
-class Clock:
-    """Milliseconds on one device: the wall clock on a CPU; on a GPU, after everything queued has finished."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def now(self) -> float:
-        """Return milliseconds from an arbitrary start."""
-        # Kernels on a GPU run after the call returns: without waiting, only their launch would be timed.
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter() * 1000.0
+def settle(clock: Clock, run: Callable[[], bool]) -> None:
+    """Call `run`, a sweep that returns whether it can be trusted, until it can; not at all for a CPU's clock."""
+    for _ in range(MOST_SWEEPS if clock.queues else 0):
+        if run():
+            return
 
 
 @contextmanager
@@ -198,7 +188,7 @@ def ignore_missing_backward() -> Iterator[None]:
 
 
 def time_halves(outputs: Tensors, leaves: Tensors, seeds: Tensors, totals: Sums | None, clock: Clock) -> Halves:
-    """Return the milliseconds of a backward's two halves: the gradients of inputs, and those of weights left for later.
+    """Return what a backward's two halves take: the gradients of inputs, and those of weights left for later.
 
     outputs: where the backward starts, with the gradients `seeds`. leaves: where it ends. totals: what gradients of
         weights are added to, if given. The second half is 0 where no gradient can be left for later.
@@ -209,17 +199,18 @@ def time_halves(outputs: Tensors, leaves: Tensors, seeds: Tensors, totals: Sums 
     first = [leaf for leaf in leaves if id(leaf) not in late]
     # Nothing can wait. Any positive time says so, as only the halves' ratio counts.
     if not nodes:
-        return 1.0, 0.0
+        return Span(1.0), Span(0.0)
     ends: list[Any] = [*first, *(edge for branch in nodes.values() for edge in branch.edges)]
-    begin = clock.now()
+    begin = clock.start()
     # The second half starts from the same graph, so the first one may not free it.
     found = torch.autograd.grad(outputs, ends, seeds, retain_graph=True, allow_unused=True)
     _accumulate(totals, first, found[: len(first)])
-    middle = clock.now()
+    early = clock.stop(begin)
+    begin = clock.start()
     with torch.no_grad():
         for left in collect_weight_backwards(nodes, found[len(first) :]):
             _accumulate(totals, left.weights, left.run())
-    return middle - begin, clock.now() - middle
+    return early, clock.stop(begin)
 
 
 def _accumulate(totals: Sums | None, leaves: Tensors, gradients: Sequence[Tensor | None]) -> None:
@@ -228,12 +219,6 @@ def _accumulate(totals: Sums | None, leaves: Tensors, gradients: Sequence[Tensor
     if totals is not None:
         found = make_shares(leaves, gradients, [False] * len(leaves))
         totals.add(share for share in found if isinstance(share[0], nn.Parameter))
-
-
-def check_stop() -> None:
-    """Raise InterruptedError once the thread that waits for the measurement has been interrupted."""
-    if _measurement.stop.is_set():
-        raise InterruptedError("profiling was interrupted")
 
 
 def time_nodes(
@@ -253,31 +238,41 @@ def time_nodes(
     if any(w.device != device for w in (*gm.parameters(), *gm.buffers())):
         gm = copy.deepcopy(gm).to(device)
     sweep = Sweep(gm, seen, timed, device)
+    sweep.settle(*inputs)
     # Backwards in halves have steps of their own: they take longer, and must not blur the times of whole ones.
     for turn in range(WARM_UP + repeats + HALVED):
         sweep.run_step(*inputs, halved=turn >= WARM_UP + repeats)
         tick()
     return {
-        name: take_medians(sweep.forward_ms[name], sweep.backward_ms[name], sweep.halves_ms[name], repeats)
-        for name in timed
+        name: take_medians(sweep.forwards[name], sweep.backwards[name], sweep.halves[name], repeats) for name in timed
     }
 
 
-def take_medians(forward: list[float], backward: list[float], halves: list[Halves], repeats: int) -> Measured:
-    """Return the median forward and backward time, the part of backward that is for weights alone, and the spread.
+def take_medians(forward: list[Span], backward: list[Span], halves: list[Halves], repeats: int) -> Measured:
+    """Return the median times forward and backward, the part of backward that is for weights alone, and the spread.
 
-    forward, backward: the times of all steps, of which `repeats` after the warm-up count. halves: the times of the
+    forward, backward: the spans of all steps, of which `repeats` after the warm-up count. halves: the spans of the
         backward's two halves, whose ratio says how large that part is. A node without a backward has none of either.
+    The spread is that of the device's times.
     """
     counted = slice(WARM_UP, WARM_UP + repeats)
-    late, both = sum(second for _, second in halves), sum(first + second for first, second in halves)
-    backward_ms = median(backward[counted] or [0.0])
+    forward, backward = forward[counted], backward[counted]
+    late = sum(second.device_ms for _, second in halves)
+    both = late + sum(first.device_ms for first, _ in halves)
+    backward_ms = median([span.device_ms for span in backward] or [0.0])
     late_ms = backward_ms * late / both if both else 0.0
-    steps = forward[counted]
+    steps = [span.device_ms for span in forward]
     # A node whose backward torch refused to run has none of them, or not in every step.
-    if len(backward[counted]) == len(steps):
-        steps = [a + b for a, b in zip(steps, backward[counted], strict=True)]
-    return Measured(median(forward[counted]), backward_ms, late_ms, find_spread(steps))
+    if len(backward) == len(steps):
+        steps = [a + b.device_ms for a, b in zip(steps, backward, strict=True)]
+    return Measured(
+        median(span.device_ms for span in forward),
+        backward_ms,
+        late_ms,
+        find_spread(steps),
+        median(span.launch_ms for span in forward),
+        median([span.launch_ms for span in backward] or [0.0]),
+    )
 
 
 def find_spread(samples: Sequence[float]) -> float | None:
@@ -289,44 +284,6 @@ def find_spread(samples: Sequence[float]) -> float | None:
         return None
     ordered, cut = sorted(samples), (len(samples) - 1) // 4
     return (ordered[-1 - cut] - ordered[cut]) / 2
-
-
-def run_in_worker_thread(run: Callable[[], R], intraop_threads: int) -> R:
-    """Return what `run` returns in a thread set up like the runtime's workers, with the modes of the caller.
-
-    Operators then use as many threads, and memory comes from the same kind of pool, as when the pipeline runs. Raises
-    what `run` raises; an interrupt ends the thread first.
-    """
-    # A user's hooks on saved tensors are for the user's own graph, not for one that is measured.
-    context = replace(ThreadModes.read(), hooks=None)
-    # Each measurement has a flag of its own: the next one must not revive a thread that was told to stop.
-    done, stop = Future[R](), threading.Event()
-
-    def work() -> None:
-        _measurement.stop = stop
-        try:
-            # The interrupt may have come before this thread was known to run.
-            check_stop()
-            torch.get_num_threads()  # sets up torch in a new thread, without which the next line has no effect
-            torch.set_num_threads(intraop_threads)
-            # The gradients are of no batch.
-            with context.enter(), mute(()):
-                done.set_result(context.variables.run(run))
-        except BaseException as error:
-            done.set_exception(error)
-
-    thread = threading.Thread(target=work, name="fxsplit-profile", daemon=True)
-
-    def end() -> None:
-        # Ctrl-C: the callers restore buffers, and the thread must have ended before. It is waited for, never joined:
-        # where an interrupt ends a join, the next join returns at once.
-        stop.set()
-        if thread.is_alive():
-            wait([done])
-
-    with undo_after(partial(torch.set_num_threads, torch.get_num_threads())), undo_after(end):
-        thread.start()
-        return done.result()
 
 
 def describe_operator(call: Any, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

@@ -24,7 +24,8 @@ STAGES = (
     StagePlan(nodes=("a", "b"), devices=(0,), recompute=True, **FIGURES, **SIZES, **LAUNCHES),
     StagePlan(nodes=("c",), devices=(1, 2), **FIGURES, **SIZES),
 )
-PLAN = Plan(STAGES, ("x", "y", "z"), 14.0, 99.0, "GPipe", 6, 2, 7, CostModel("replicated", False, 1.0)).prove("bound")
+PLAN = Plan(STAGES, ("x", "y", "z"), 14.0, 99.0, "GPipe", 6, 2, 7, CostModel("replicated", False, 1.0), None, "a GPU")
+PLAN = PLAN.prove("bound")
 
 
 def damaged(folder: Path, *place: str | int, value: Any) -> Path:
@@ -52,6 +53,7 @@ def test_what_other_programs_read() -> None:
     assert not told["optimal"] and told["proof"] == "bound" and told["ideals"] == 7 and told["single"] == 99.0
     assert told["stages"][1]["devices"] == ["y", "z"] and told["stages"][0]["recompute"]
     unbounded = Plan(STAGES, ("x", "y", "z"), 0.0, 99.0, "GPipe", 6, 2, 7)
+    assert told["measured_on"] == "a GPU" and "measured on: a GPU" in str(PLAN)
     assert unbounded.gap == inf and plan_to_dict(unbounded)["gap"] is None, "JSON has no infinity"
 
 

@@ -28,7 +28,8 @@ class Plan(Fact):
 
     `lower_bound_ms` is a load that the slowest stage of no plan can beat; `single_ms` is the time of one microbatch on
     one device; `n_states` is how many states were searched; `rows` is the size of a microbatch; `model` is what stages
-    pay for; `spread` is the share by which the measured times vary (see Costs), and so all that follows from them.
+    pay for; `spread` is the share by which the measured times vary (see Costs), and so all that follows from them;
+    `measured_on` is the accelerator that they are of, empty where that is a CPU or unknown.
 
     `proof` says how that bound is known: "search" where all plans were searched, "bound" where it is less sure to be
     reached, None where nobody has proven it. Only the planner fills it in: a plan that a pass makes or changes is not
@@ -45,6 +46,7 @@ class Plan(Fact):
     n_states: int
     model: CostModel = field(default_factory=CostModel)
     spread: float | None = None
+    measured_on: str = ""
     proof: Proof | None = field(default=None, init=False)
 
     derives_from: ClassVar[tuple[type, ...]] = (Costs, Machine, Workload, Pins)
@@ -65,7 +67,8 @@ class Plan(Fact):
         """Return the plan of priced stages."""
         names, single_ms = tuple(d.name for d in machine.devices), costs.total_ms
         schedule, count = workload.schedule, workload.n_microbatches
-        return cls(stages, names, lower_bound_ms, single_ms, schedule, count, costs.rows, n_states, model, costs.spread)
+        rows, spread, hardware = costs.rows, costs.spread, costs.hardware
+        return cls(stages, names, lower_bound_ms, single_ms, schedule, count, rows, n_states, model, spread, hardware)
 
     def prove(self, proof: Proof | None) -> Plan:
         """Note how the lower bound was proven, and return the plan; for the planner, and for plans read from files."""
@@ -190,6 +193,7 @@ class Plan(Fact):
             f"steady-state speed-up {speedup:.2f} over one device"
         )
         rows.append(f"{self.schedule}, {self.n_microbatches} microbatches of {self.rows} rows")
+        rows += [f"measured on: {self.measured_on}"] if self.measured_on else []
         return "\n".join(rows)
 
 

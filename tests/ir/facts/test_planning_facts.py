@@ -141,11 +141,13 @@ def test_a_table_has_launches_where_there_are_some(ir: IR) -> None:
     head, first, *_ = str(replace(ir[Plan], stages=launched)).splitlines()
     assert head.split()[9:11] == ["launch", "ms"] and first.split()[6] == "3.500"
     nodes = tuple(replace(n, backward_launch_ms=0.25) for n in ir[Costs].nodes)
-    head, first, *rest = str(
-        replace(ir[Costs], nodes=nodes, environment={"device": "H100", "clock": "1 GHz"})
-    ).splitlines()
+    costs = replace(ir[Costs], nodes=nodes, environment={"device": "H100", "clock": "1 GHz"})
+    head, first, *rest = str(costs).splitlines()
     assert head.split()[5:7] == ["launch", "ms"] and first.split()[3] == "0.250"
     assert rest[-1] == "measured on: H100, 1 GHz"
+    plan = Plan.of(ir[Plan].stages, costs, MACHINE, LOAD, CostModel(), lower_bound_ms=0.0, n_states=1)
+    assert plan.measured_on == "H100, 1 GHz" and str(plan).endswith("\nmeasured on: H100, 1 GHz")
+    assert "measured on" not in str(ir[Plan])
 
 
 def test_a_plan_tells_its_gap(ir: IR) -> None:

@@ -8,7 +8,10 @@ import os
 import signal
 import subprocess
 import sys
+from collections import defaultdict
+from contextlib import ExitStack
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,9 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxsplit
-from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.facts.costs import Costs, Measured
 from fxsplit.ir.progress import listen
 from fxsplit.passes.profile.time_in_step import HALVED, Sweep
+from fxsplit.torch_internals import accelerators
 from tests.models import FAST, Chunked, LateReader, Mlp, Residual, Tied
 
 
@@ -195,3 +199,32 @@ def test_ctrl_c_while_profiling_leaves_the_model_as_it_was() -> None:
         program.send_signal(signal.SIGINT)
         assert program.stdout.readline().strip() == "stopped True []"
         assert program.wait(timeout=30) == 0
+
+
+def test_a_profile_says_which_accelerator_it_is_of(tmp_path: Path) -> None:
+    """Measured there, or known from there; a profile of a CPU says nothing."""
+    model, x = Mlp(layers=2), torch.randn(8, 8)
+    assert fxsplit.profile(model, x, device="cpu").hardware == ""
+    gpu = {"device": "GPU", "capability": "compute capability 9.0"}
+    with patch.object(accelerators, "describe", lambda device: gpu):
+        costs = fxsplit.profile(model, x, device="cpu")
+    assert costs.hardware == "GPU, compute capability 9.0" and costs.environment["torch"] == torch.__version__
+    costs.save(tmp_path / "gpu.json")
+    with fxsplit.compile(model, 2, n_microbatches=1, example_inputs=x, costs=tmp_path / "gpu.json") as pipe:
+        assert pipe.costs.hardware == pipe.plan.measured_on == costs.hardware
+
+
+def test_memory_of_a_profile_on_an_accelerator_is_given_back() -> None:
+    """The allocator keeps it for the profile's own stream, and the workers' streams cannot have it."""
+    told: list[str] = []
+
+    def measure(run: object, threads: int, device: torch.device) -> dict[str, Measured]:
+        told.append("measure")
+        return defaultdict(lambda: Measured(1.0, 2.0, 0.5, None))
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(accelerators, "is_accelerator", lambda device: True))
+        stack.enter_context(patch.object(accelerators, "release_cached_memory", lambda: told.append("give back")))
+        stack.enter_context(patch("fxsplit.passes.profile.profile.run_in_worker_thread", measure))
+        fxsplit.profile(Mlp(layers=2), torch.randn(8, 8), device="cpu")
+    assert told == ["measure", "give back"]

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from fxsplit.errors import ProfileError
+from fxsplit.passes.profile.clock import Clock
 from fxsplit.passes.profile.time_alone import Call, make_up_tensor, time_alone
-from fxsplit.passes.profile.time_in_step import HALVED, WARM_UP, Clock
+from fxsplit.passes.profile.time_in_step import HALVED, WARM_UP
 
 CPU = torch.device("cpu")
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import threading
-import time
 from collections.abc import Callable
 
 import pytest
@@ -12,11 +9,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxsplit.ir.facts.costs import Measured
+from fxsplit.passes.profile.clock import Clock, Span
 from fxsplit.passes.profile.time_in_step import (
     Sweep,
     describe_operator,
     find_spread,
-    run_in_worker_thread,
     take_medians,
     time_halves,
 )
@@ -48,10 +45,11 @@ def test_a_timed_run_computes_what_the_graph_computes(timed: set[str]) -> None:
     outputs = []
     sweep.run = lambda *inputs: outputs.append(fx.Interpreter.run(sweep, *inputs))  # type: ignore[method-assign]
     sweep.run_step(x)
-    assert set(sweep.forward_ms) == timed and set(sweep.backward_ms) <= timed
-    assert all(ms > 0 for (ms,) in (*sweep.forward_ms.values(), *sweep.backward_ms.values()))
+    assert set(sweep.forwards) == timed and set(sweep.backwards) <= timed
+    spans = [span for (span,) in (*sweep.forwards.values(), *sweep.backwards.values())]
+    assert all(span.device_ms > 0 and span.launch_ms == 0 for span in spans)
     torch.testing.assert_close(outputs[0], model(x))
-    assert {"a", "b"} & timed <= set(sweep.backward_ms)
+    assert {"a", "b"} & timed <= set(sweep.backwards)
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -95,7 +93,7 @@ def test_a_backward_that_cannot_run_by_itself_takes_no_time(use: Callable[[Tenso
 def test_the_gradients_of_weights_are_the_second_half() -> None:
     layer, x = nn.Linear(8, 8), torch.randn(4, 8, requires_grad=True)
 
-    class Counts:
+    class Counts(Clock):
         """A clock that stands still but for one millisecond a call."""
 
         calls = 0.0
@@ -105,18 +103,22 @@ def test_the_gradients_of_weights_are_the_second_half() -> None:
             return self.calls
 
     outputs = [layer(x)]
-    both = time_halves(outputs, [x, *layer.parameters()], [torch.ones(4, 8)], None, Counts())  # type: ignore[arg-type]
-    assert both == (1.0, 1.0)
+    both = time_halves(outputs, [x, *layer.parameters()], [torch.ones(4, 8)], None, Counts())
+    assert both == (Span(1.0), Span(1.0))
     tanh = [torch.tanh(x)]
-    assert time_halves(tanh, [x], [torch.ones(4, 8)], None, Counts())[1] == 0.0  # type: ignore[arg-type]
+    assert time_halves(tanh, [x], [torch.ones(4, 8)], None, Counts())[1] == Span(0.0)
 
 
 def test_medians_and_the_share_of_the_second_half() -> None:
-    first = [99.0]  # the warm-up
-    found = take_medians([*first, 3.0, 1.0, 9.0, 8.0], [*first, 8.0, 2.0, 4.0], [(0.25, 1.0), (0.75, 2.0)], 3)
-    assert found == Measured(3.0, 4.0, 3.0, 5.0)
-    assert take_medians([*first, 1.0], [*first, 2.0], [], 1) == Measured(1.0, 2.0, 0.0, None)
-    assert take_medians([*first, 1.0], [], [], 1) == Measured(1.0, 0.0, 0.0, None), "a node without a backward"
+    def spans(*ms: float) -> list[Span]:
+        """Spans after one of the warm-up; each is launched in a tenth of its time."""
+        return [Span(99.0), *(Span(each, each / 10) for each in ms)]
+
+    halves = [(Span(0.25), Span(1.0)), (Span(0.75), Span(2.0))]
+    found = take_medians(spans(3.0, 1.0, 9.0, 8.0), spans(8.0, 2.0, 4.0), halves, 3)
+    assert found == Measured(3.0, 4.0, 3.0, 5.0, 0.3, 0.4)
+    assert take_medians(spans(1.0), spans(2.0), [], 1) == Measured(1.0, 2.0, 0.0, None, 0.1, 0.2)
+    assert take_medians(spans(1.0), [], [], 1) == Measured(1.0, 0.0, 0.0, None, 0.1, 0.0), "a node without a backward"
 
 
 def test_the_spread_is_half_the_distance_of_the_quartiles() -> None:
@@ -160,34 +162,3 @@ def test_operators_that_differ_are_told_apart() -> None:
         describe("add", x, 1),
     ]
     assert len(set(texts)) == len(texts)
-
-
-def test_a_worker_thread_has_the_callers_modes_and_its_own_number_of_threads() -> None:
-    def run() -> tuple[bool, int, bool]:
-        return torch.is_grad_enabled(), torch.get_num_threads(), threading.current_thread() is threading.main_thread()
-
-    before = torch.get_num_threads()
-    with torch.no_grad():
-        assert run_in_worker_thread(run, 1) == (False, 1, False)
-    assert run_in_worker_thread(run, 1)[0] and torch.get_num_threads() == before
-    with pytest.raises(ZeroDivisionError):
-        run_in_worker_thread(lambda: 1 / 0, 1)
-
-
-def test_an_interrupt_waits_for_the_thread() -> None:
-    """A thread that is joined twice, first in vain, was taken for ended, and wrote to buffers restored by then."""
-    ended: list[bool] = []
-
-    def run() -> None:
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-        time.sleep(0.3)
-        ended.append(True)
-
-    # Python has no handler where the tests run as a background job of a shell.
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            run_in_worker_thread(run, 1)
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    assert ended == [True]
