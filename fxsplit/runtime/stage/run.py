@@ -22,6 +22,7 @@ from fxsplit.ir.facts.stages import Stage
 from fxsplit.torch_internals.grad_leaves import comes_through, mute
 from fxsplit.torch_internals.grad_split import BranchFinder, BranchNodes, WeightBackward, collect_weight_backwards
 from fxsplit.torch_internals.grad_sums import Share, Sums, differentiate, find_unshared, make_shares
+from fxsplit.torch_internals.layouts import count_bytes
 from fxsplit.torch_internals.thread_modes import NO_CONTEXT
 from fxsplit.torch_internals.user_lines import is_users
 
@@ -159,7 +160,7 @@ def compute_weight_gradients(left: list[WeightBackward], sums: Sums, first: bool
             one = left.pop()
             found = one.run()
             shares += make_shares(one.weights, found, find_unshared(found) if first else [False] * len(found))
-            held_bytes += sum(gradient.nbytes for gradient in found if gradient is not None)
+            held_bytes += sum(count_bytes(gradient) for gradient in found if gradient is not None)
             del found
             # Small gradients are added together, as each addition is a call. Large ones are not held together.
             if held_bytes > HELD_BYTES or not left:

@@ -16,7 +16,7 @@ from fxsplit.runtime.stage import run as stage_run
 from fxsplit.runtime.stage.run import Packet, Saved, backward, compute_weight_gradients
 from fxsplit.torch_internals import grad_split
 from fxsplit.torch_internals.grad_split import BranchFinder, find_branch_nodes
-from fxsplit.torch_internals.grad_sums import Sums
+from fxsplit.torch_internals.grad_sums import Sums, accumulate
 from tests.models import FAST, Mlp
 from tests.runtime.stage.beside_unsplit import largest_difference
 
@@ -348,3 +348,23 @@ def test_small_weight_gradients_are_added_together_and_large_ones_alone(monkeypa
         compute_weight_gradients(left, sums)
         assert early == [] and left == [] and added == calls
         assert all(torch.equal(sums.totals[leaf], g) for leaf, g in zip(trained, expected, strict=True))
+
+
+def test_sparse_gradients_of_weights_are_counted_by_their_parts() -> None:
+    """torch refuses to say how many bytes a sparse tensor has, and the step failed."""
+    embed = nn.Embedding(7, 2, sparse=True).double()
+    tokens = torch.tensor([3, 3, 5])
+    outputs = embed(tokens)
+    (gradient,) = torch.autograd.grad(outputs.sum(), [embed.weight], retain_graph=True)
+
+    class Left(grad_split.WeightBackward):
+        """The gradient that autograd has found."""
+
+        def run(self) -> list[Tensor | None]:
+            return [gradient]
+
+    sums = Sums()
+    compute_weight_gradients([Left([], [embed.weight], [])], sums)
+    accumulate(sums)
+    assert embed.weight.grad is not None
+    torch.testing.assert_close(embed.weight.grad.to_dense(), gradient.to_dense())
