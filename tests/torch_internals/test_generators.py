@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 from torch import Generator, Tensor, nn
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensorMode, fake_tensor
 from torch.nn import functional as F
 
 from fxsplit.torch_internals.generators import (
@@ -37,6 +37,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> tuple[Generator, Generator]:
     monkeypatch.setattr(torch.cuda, "default_generators", made)
     for name, value in {"is_initialized": True, "is_available": True, "current_device": 1}.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    # Builds of torch with CUDA initialise a GPU for the first fake tensor on one.
+    monkeypatch.setattr(fake_tensor, "init_gpu_context", lambda device: None)
     return made
 
 
