@@ -30,7 +30,8 @@ def sequence_states(costs: Costs, chains: Antichains) -> States:
     # A sum grows from that of the ideal without its last block, which has a smaller number.
     # Most profiles have figures that are zero throughout: hosts' times, launches.
     some = np.flatnonzero(weight.any(axis=0))
-    features = np.zeros((len(chains), len(FEATURES)), np.float64)
+    # One figure of all states lies behind the other in memory, as they are read figure by figure.
+    features = np.zeros((len(chains), len(FEATURES)), np.float64, order="F")
     features[:, some] = fit(prefix_sums, len(chains))(chains.parent, chains.last, np.ascontiguousarray(weight[:, some]))
     features[:, len(SUMMED) :] = np.column_stack([chains.live_bytes, chains.live_gradient_bytes])
     pointer, start = fit(reversed_edges, len(chains))(chains.pointer, chains.child)
