@@ -29,6 +29,10 @@ class FxsplitDeprecationWarning(FxsplitWarning, DeprecationWarning):
     """An option has another name now; the warning gives that name."""
 
 
+class TorchError(FxsplitError, ImportError):
+    """The installed torch lacks what fxsplit needs, or behaves otherwise; the message says what, and which do not."""
+
+
 class InputError(FxsplitError, ValueError):
     """An argument of a public function, or of the command, cannot be used."""
 

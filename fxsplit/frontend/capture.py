@@ -26,6 +26,7 @@ from fxsplit.ir.facts.python_state import Number, PythonState
 from fxsplit.ir.graph import IR
 from fxsplit.ir.imports import import_whole
 from fxsplit.torch_internals.fake_weights import lacks_values
+from fxsplit.torch_internals.probes import probe_torch
 from fxsplit.torch_internals.undo import undo_after
 from fxsplit.torch_internals.user_lines import warn_user
 
@@ -168,7 +169,11 @@ def _set_modes(gm: fx.GraphModule, model: nn.Module) -> None:
 
 
 def load_torch() -> None:
-    """Import what torch imports while it traces, before anything that an interrupted import would cut short."""
+    """Import what torch imports while it traces, before anything that an interrupted import would cut short.
+
+    Raises TorchError for a torch that does not behave as fxsplit needs it.
+    """
+    probe_torch()
     import_whole(LATE, if_there=True)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fxsplit.torch_internals.needs import INDUCTOR, require
+
 RECORDING = "cudagraphs"
 """The backend that does nothing but record CUDA graphs."""
 
@@ -14,6 +16,7 @@ def records_cuda_graphs(backend: str) -> bool:
     """
     if backend != "inductor":
         return backend == RECORDING
+    require(INDUCTOR)
     from torch._inductor import config  # takes a while to load, and nobody else needs it
 
     return bool(config.triton.cudagraphs)

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxsplit.errors import InputError
 from fxsplit.torch_internals.modes import AUTOCAST_DEVICES, Modes, drop_hooks, read_hooks
+from fxsplit.torch_internals.needs import COMPILERS, require
 from fxsplit.torch_internals.undo import Turn, undo_after
 
 OTHERS = "and a pipeline's stages run in others"
@@ -94,6 +95,7 @@ def enter_saved_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Ten
 @contextmanager
 def disable_compilers() -> Iterator[None]:
     """Let torch.compile compile nothing inside the block, on any thread: functions run as they are written."""
+    require(COMPILERS)
     from torch._dynamo import eval_frame  # takes seconds to load, and compile() has loaded it
 
     # The whole process has one stance, so threads take turns.

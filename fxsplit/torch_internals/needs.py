@@ -1,0 +1,144 @@
+"""What fxsplit needs of torch that torch does not promise to keep: looked for once, and its lack is said by name.
+
+The names are looked for when this room is first imported, before any file uses them. What takes torch seconds to load
+is looked for where it is first used, with `require`. How torch behaves is tried out in `probes`.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Iterable
+from importlib import import_module
+from typing import Any, NoReturn
+
+import torch
+
+from fxsplit.errors import TorchError
+
+TRIED = "torch 2.11, 2.13, 2.14 and 2.15"
+"""The releases with which the tests were run."""
+
+NEEDED = (
+    # Containers, modules and tensors
+    "torch.utils._pytree",
+    "torch.nn.Module.register_parameter",
+    "torch.nn.modules.batchnorm._BatchNorm",
+    "torch.nn.modules.batchnorm._NormBase",
+    "torch.nn.modules.dropout._DropoutNd",
+    "torch.nn.modules.module._global_forward_hooks",
+    "torch.nn.modules.module._global_forward_pre_hooks",
+    "torch.nn.modules.module._global_backward_hooks",
+    "torch.nn.modules.module._global_backward_pre_hooks",
+    "torch.Tensor._make_subclass",
+    "torch.Tensor._version",
+    "torch.Tensor._is_view",
+    "torch.Tensor._base",
+    "torch.Tensor._use_count",
+    "torch.UntypedStorage._cdata",
+    "torch._C._storage_Use_Count",
+    "torch._C._nn._parse_to",
+    "torch._debug_has_internal_overlap",
+    # Operators
+    "torch._ops.OpOverload",
+    "torch.ops.aten.add.Tensor._schema",
+    "torch._ops.OpOverloadPacket",
+    "torch._ops.HigherOrderOperator",
+    "torch._foreach_add_",
+    "torch.ops.aten._assert_async",
+    "torch.ops.aten._assert_scalar",
+    "torch.ops.aten._assert_tensor_metadata",
+    "torch.ops.aten._local_scalar_dense",
+    # Fake tensors
+    "torch._subclasses.fake_tensor.FakeTensor",
+    "torch._subclasses.fake_tensor.FakeTensorMode",
+    "torch._subclasses.fake_tensor.unset_fake_temporarily",
+    # Autograd
+    "torch.Tensor._backward_hooks",
+    "torch.Tensor._post_accumulate_grad_hooks",
+    "torch.autograd.graph._engine_run_backward",
+    "torch.autograd.Variable._execution_engine.run_backward",
+    "torch.autograd.is_multithreading_enabled",
+    "torch.autograd.set_multithreading_enabled",
+    "torch._C._will_engine_execute_node",
+    "torch._C._autograd._push_saved_tensors_default_hooks",
+    "torch._C._autograd._pop_saved_tensors_default_hooks",
+    "torch._C._autograd._top_saved_tensors_default_hooks",
+    # Modes of a thread
+    "torch._C._len_torch_function_stack",
+    "torch._C._pop_torch_function_stack",
+    "torch._C._get_function_stack_at",
+    "torch._C._len_torch_dispatch_stack",
+    "torch._C._pop_torch_dispatch_stack",
+    "torch._C._get_dispatch_stack_at",
+    "torch._C._only_lift_cpu_tensors",
+    "torch._C._set_only_lift_cpu_tensors",
+    "torch._C._get_tracing_state",
+    "torch._C._functorch.maybe_current_level",
+    "torch._C._dynamo.guards.set_is_in_mode_without_ignore_compile_internals",
+    "torch.utils._python_dispatch.TorchDispatchMode",
+    "torch.utils._python_dispatch._is_in_torch_dispatch_mode",
+    "torch.utils._python_dispatch._is_in_non_infra_torch_dispatch_mode",
+    "torch.utils._python_dispatch._is_in_any_mode_without_ignore_compile_internals",
+    "torch.utils._device.DeviceContext",
+    # Tracing
+    "torch.fx._symbolic_trace.CURRENT_PATCHER",
+    "torch.fx._symbolic_trace._is_fx_tracing_tls or torch.fx._symbolic_trace._is_fx_tracing_flag",
+    "torch._disable_dynamo",
+    # Accelerators
+    "torch.Stream",
+    "torch.Event",
+    "torch.Tensor.record_stream",
+    "torch.accelerator.current_stream",
+    "torch.accelerator.set_stream",
+    "torch.accelerator.synchronize",
+    "torch.accelerator.empty_cache",
+    "torch.accelerator.get_memory_info",
+    "torch.cuda._sleep",
+    "torch._C._get_privateuse1_backend_name",
+)
+"""What is there once torch is imported; "a or b" where releases differ in the name."""
+
+COMPILERS = (
+    "torch._dynamo.eval_frame._stance",
+    "torch._dynamo.eval_frame._set_stance",
+    "torch._dynamo.eval_frame.DynamoStance",
+)
+INDUCTOR = ("torch._inductor.config.triton.cudagraphs",)
+LATE = (*COMPILERS, *INDUCTOR)
+"""What takes torch seconds to load."""
+
+
+def require(names: Iterable[str]) -> None:
+    """Raise TorchError if torch lacks any of these names."""
+    missing = [name for name in names if not any(map(_exists, name.split(" or ")))]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        refuse(f"has no {missing[0]}{more}")
+
+
+def refuse(what: str, cause: Exception | None = None) -> NoReturn:
+    """Raise TorchError for what this torch lacks, or does otherwise; `cause` is how that showed."""
+    raise TorchError(
+        f"torch {torch.__version__} {what}, on which fxsplit relies: install a release that fxsplit was tried with, "
+        f"{TRIED}, or an fxsplit that knows this one"
+    ) from cause
+
+
+def _exists(name: str) -> bool:
+    """Return whether torch has a name; modules on the way to it are imported."""
+    found: Any = torch
+    parts = name.split(".")
+    for i, part in enumerate(parts[1:], 2):
+        try:
+            found = operator.attrgetter(part)(found)
+        except AttributeError:
+            path = ".".join(parts[:i])
+            try:
+                found = sys.modules.get(path) or import_module(path)
+            except ImportError:
+                return False
+    return True
+
+
+require(NEEDED)
