@@ -46,7 +46,8 @@ class Forwards:
             return record, outputs
         with self._surround(replica, m), replica.use_version(action.version):
             saved = forward(replica.stage, packet, program.writes_inputs)
-        saved = saved._replace(outputs=clone_outputs(saved.outputs, self._rewritten))
+        if self._rewritten:
+            saved = saved._replace(outputs=clone_outputs(saved.outputs, self._rewritten))
         return saved, saved.outputs
 
     def compute_loss(self, finish: Finish, m: int, outputs: tuple[Any, ...]) -> Tensor:

@@ -7,6 +7,7 @@ parameters, and its inputs, which are detached from the stage before.
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, update_wrapper
@@ -127,10 +128,21 @@ def unmute() -> Iterator[None]:
         yield
 
 
+def put_hook_behind(leaf: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Call a hook when a gradient has been added to the `.grad` of a new leaf, which has no hooks yet."""
+    # What register_post_accumulate_grad_hook() does, without a handle to remove the hook by, which takes four times as
+    # long. Handles count from 0.
+    leaf._post_accumulate_grad_hooks = OrderedDict({-1: hook})
+
+
 def make_mutable(leaf: Tensor) -> None:
     """Let the hooks that a leaf has now ask whether they are muted."""
-    for kind, found in zip(BOTH, (leaf._backward_hooks, leaf._post_accumulate_grad_hooks), strict=True):
-        hooks: dict[int, Any] = found or {}
+    # The usual case, and asked of every leaf in every step.
+    found: list[dict[int, Any] | None] = [leaf._backward_hooks, leaf._post_accumulate_grad_hooks]
+    if found == [None, None]:
+        return
+    for kind, some in zip(BOTH, found, strict=True):
+        hooks = some or {}
         # Autograd reads this very dictionary; the handle of a hook knows the hook by its key.
         for key, hook in list(hooks.items()):
             if type(hook) is not _MutableHook:

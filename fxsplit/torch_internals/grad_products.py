@@ -19,6 +19,7 @@ class Product(NamedTuple):
 
     factor, bias: which of the weights is the second factor, and which is added (None: none of them).
     transposed: whether the second factor is the weight's transpose, as in nn.Linear.
+    by_columns: whether the second factor lies in memory column by column, as in nn.Linear.
     saved: the name of the node's attribute for the first factor.
     scales: whether the node may multiply its parts by numbers.
     """
@@ -26,6 +27,7 @@ class Product(NamedTuple):
     factor: int
     bias: int | None
     transposed: bool
+    by_columns: bool
     saved: str
     scales: bool
 
@@ -47,7 +49,12 @@ def find_product(node: Any, weights: Sequence[Tensor]) -> Product | None:
     bias = numbers.pop(id(getattr(added, "variable", None)), None)
     if factor is None or numbers or (bias is not None and weights[bias].ndim != 1):
         return None
-    return Product(factor, bias, transposed, saved, edge == 2)
+    if weights[factor].layout is not torch.strided:
+        return None
+    shape, strides = weights[factor].shape, weights[factor].stride()
+    if transposed:
+        shape, strides = shape[::-1], strides[::-1]
+    return Product(factor, bias, transposed, strides == (1, shape[0]), saved, edge == 2)
 
 
 def differentiate_product(
@@ -59,21 +66,16 @@ def differentiate_product(
     do it itself: for sparse or complex numbers, several dtypes, factors that are scaled, and where anomalies are to be
     detected.
     """
-    weight = weights[product.factor]
     if product.scales and (node._saved_alpha != 1 or node._saved_beta != 1):
         return None
-    x = getattr(node, product.saved)
-    for tensor in (gradient, x):
-        if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.dtype is not weight.dtype:
-            return None
-    if weight.layout is not torch.strided or weight.is_complex() or torch.is_anomaly_enabled():
+    x, dtype = getattr(node, product.saved), weights[product.factor].dtype
+    if not (type(gradient) is type(x) is Tensor and gradient.dtype is x.dtype is dtype and dtype.is_floating_point):
+        return None
+    if not gradient.layout is x.layout is torch.strided or torch.is_anomaly_enabled():
         return None
     found: list[Tensor | None] = [None] * len(weights)
     # Of the two ways to compute it, autograd takes the one whose result lies in memory as the second factor does.
-    shape, strides = weight.shape, weight.stride()
-    if product.transposed:
-        shape, strides = shape[::-1], strides[::-1]
-    if strides == (1, shape[0]):
+    if product.by_columns:
         of_factor = gradient.t().mm(x)
         found[product.factor] = of_factor if product.transposed else of_factor.t()
     else:

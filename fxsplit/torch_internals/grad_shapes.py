@@ -45,7 +45,7 @@ class GraphShape:
             self._fresh.append(tuple(fresh))
         flat = list(chain.from_iterable(rows))
         self._lengths = list(map(len, rows))
-        self._outputs = [output for _, output in flat]
+        self._outputs = tuple(output for _, output in flat)
         # Twice None at the end: a getter of one position returns no tuple.
         self._targets = itemgetter(*(positions[node] for node, _ in flat), 0, 0)
         self._types = list(map(type, nodes))
@@ -53,8 +53,9 @@ class GraphShape:
         # A leaf's node, AccumulateGrad, is the only kind that names its tensor.
         self._leaves = [i for i, node in enumerate(nodes) if hasattr(node, "variable")]
         self._numbers = [numbers.get(id(nodes[i].variable)) for i in self._leaves]
-        # Nodes of extensions in C++ have one type in Python, and other names.
-        self._names = [(i, n.name()) for i, n in enumerate(nodes) if i and n.name() != type(n).__name__]
+        # Nodes of extensions in C++ have one type in Python, and other names. Leaves' nodes have a type of their own.
+        others = [(i, nodes[i]) for i in range(1, len(nodes)) if i not in self._leaves]
+        self._names = [(i, node.name()) for i, node in others if node.name() != type(node).__name__]
 
     def match(self, roots: Sequence[Tensor], numbers: Mapping[int, int]) -> list[Any] | None:
         """Return the nodes of the graph behind `roots`, or None where it has another shape."""
@@ -72,12 +73,12 @@ class GraphShape:
         # A node has fewer edges than the shape's, or there is none.
         except (AttributeError, IndexError):
             return None
-        flat = list(chain.from_iterable(rows))
+        targets, outputs = zip(*chain.from_iterable(rows), strict=True) if roots else ((), ())
         same = (
             list(map(type, nodes)) == self._types
             and list(map(len, rows)) == self._lengths
-            and [output for _, output in flat] == self._outputs
-            and (*(node for node, _ in flat), None, None) == self._targets(nodes)
+            and outputs == self._outputs
+            and (*targets, None, None) == self._targets(nodes)
             # What was taken for a new node must not be one that was there.
             and len(set(nodes)) == len(nodes)
             and _number_leaf_roots(roots, numbers) == self._leaf_roots

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -63,10 +64,15 @@ def differentiate(
     A root or an end is a tensor, or an edge of the autograd graph. This is torch.autograd.grad(allow_unused=True)
     without its checks of arguments: they are right here, and the checks took a third of the time of a small action.
     """
+    # Torch's function also hands this thread's context variables to those that autograd starts. Where it starts none,
+    # as in workers, that is left out: what a thread keeps for them is copied for each node of the graph.
+    threads = torch.autograd.is_multithreading_enabled()
+    run = _engine_run_backward if threads else torch.autograd.Variable._execution_engine.run_backward
     # The constants are create_graph=False and allow_unreachable=True.
-    return _engine_run_backward(
+    found: tuple[Tensor | None, ...] = run(
         tuple(roots), tuple(gradients), retain_graph, False, tuple(ends), True, accumulate_grad=False
     )
+    return found
 
 
 def make_shares(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None], unshared: Sequence[bool]) -> list[Share]:
@@ -74,18 +80,20 @@ def make_shares(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None], un
     return [(leaf, g, alone) for leaf, g, alone in zip(leaves, gradients, unshared, strict=True) if g is not None]
 
 
-def find_unshared(gradients: Sequence[Tensor | None]) -> list[bool]:
+def find_unshared(gradients: Sequence[Tensor | None], begin: int = 0, end: int | None = None) -> list[bool]:
     """Return, for each gradient, whether no other tensor shares its memory and no other object refers to it.
 
-    Such a gradient may be added to in place. `gradients` is the tuple that autograd has just returned. A gradient may
-    be shared, because autograd gives one tensor to several leaves, gives two views of one tensor, or keeps it, and
-    because a hook may have stored it.
+    Such a gradient may be added to in place. `gradients` is the tuple that autograd has just returned, of which those
+    from number `begin` up to `end` are asked about. A gradient may be shared, because autograd gives one tensor to
+    several leaves, gives two views of one tensor, or keeps it, and because a hook may have stored it.
 
     Where the answer is False, `Sums.add` copies. To copy all first gradients took 5 % of a step's processor time on
     VGG-16 (16 rows in 4 microbatches on two CPU workers), none that could be measured on a transformer, and on a GPU
     the memory of all weights once more. `bench_runtime.py -k copies` measures it.
     """
-    return [g is not None and sys.getrefcount(g) <= _REFERENCES and _owns_its_memory(g) for g in gradients]
+    # No slice of the tuple, which would refer to the gradients as well.
+    asked = islice(gradients, begin, end)
+    return [g is not None and sys.getrefcount(g) <= _REFERENCES and _owns_its_memory(g) for g in asked]
 
 
 # The tuple's reference, the loop variable's, and the one that the call itself holds; counted, as versions of Python

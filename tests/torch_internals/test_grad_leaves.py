@@ -16,6 +16,7 @@ from fxsplit.torch_internals.grad_leaves import (
     find_leaves,
     list_gradient_hooks,
     mute,
+    put_hook_behind,
     unmute,
     watch_hooks,
 )
@@ -42,6 +43,24 @@ def test_the_search_ends_at_the_nodes_below() -> None:
     assert outputs.grad_fn is not None
     found = find_leaves((outputs * scale).sum(), [outputs.grad_fn])
     assert len(found) == 1 and found[0] is scale
+
+
+def test_a_hook_behind_a_leaf_is_one_of_torchs_own() -> None:
+    calls: list[str] = []
+    first, second = leaf(2), leaf(2)
+    for one in (first, second):
+        put_hook_behind(one, lambda tensor: calls.append("ours"))
+    handles = [first.register_post_accumulate_grad_hook(lambda tensor: calls.append("theirs")) for _ in range(2)]
+    assert torch.autograd.grad((first * 2).sum(), first)[0].tolist() == [2, 2] and calls == []
+    (first * 2).sum().backward()
+    assert calls == ["ours", "theirs", "theirs"]
+    for handle in handles:
+        handle.remove()
+    (first + second).sum().backward()
+    assert calls[3:] == ["ours", "ours"]
+    with mute([first, second]):
+        (first + second).sum().backward()
+    assert len(calls) == 5
 
 
 def test_muted_leaves_call_no_hooks_and_get_them_back() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from fxsplit.torch_internals.grad_sums import (
     Receipt,
@@ -32,6 +33,22 @@ def test_gradients_that_are_ours_alone() -> None:
     assert asked(model(torch.randn(2, 3, 8, 8)), list(model.parameters())) == [True] * 8
     w = torch.ones(2, 2, requires_grad=True)
     assert find_unshared([None]) == [False] and asked(w.t() * 2, [w]) == [True]
+    x, v = torch.ones(2, 2, requires_grad=True), torch.ones(2, requires_grad=True)
+    found = torch.autograd.grad((x @ w) * v, [x, w, v], torch.ones(2, 2))
+    assert find_unshared(found, 1, 3) == [True, True] and find_unshared(found, 1, 1) == []
+
+
+@pytest.mark.parametrize("threads", [True, False])
+def test_gradients_with_and_without_threads_of_autograds_own(threads: bool) -> None:
+    x, w, unused = (torch.ones(2, 2, requires_grad=True) for _ in range(3))
+    out = x @ w
+    with torch.autograd.set_multithreading_enabled(threads):
+        of_w, of_unused, of_edge = differentiate([out], [torch.ones(2, 2)], [w, unused, get_gradient_edge(out)], True)
+        assert of_w is not None and of_w.tolist() == [[2, 2], [2, 2]] and of_unused is None
+        assert of_edge is not None and not of_w.requires_grad and w.grad is None
+        differentiate([out], [torch.ones(2, 2)], [x])
+        with pytest.raises(RuntimeError, match="a second time"):
+            differentiate([out], [torch.ones(2, 2)], [x])
 
 
 def test_gradients_that_others_refer_to() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fxsplit.errors import FxsplitError
 from fxsplit.ir.facts.stages import Stage
-from fxsplit.torch_internals.grad_leaves import comes_through, mute
+from fxsplit.torch_internals.grad_leaves import comes_through, mute, put_hook_behind
 from fxsplit.torch_internals.grad_split import BranchFinder, BranchNodes, WeightBackward, collect_weight_backwards
 from fxsplit.torch_internals.grad_sums import Share, Sums, differentiate, find_unshared, make_shares
 from fxsplit.torch_internals.layouts import count_bytes
@@ -47,8 +47,8 @@ class Packet(NamedTuple):
     @classmethod
     def of(cls, values: Sequence[Any]) -> Packet:
         """Return the packet of a stage's outputs."""
-        detached = tuple(v.detach() if isinstance(v, Tensor) else v for v in values)
-        return cls(detached, tuple(isinstance(v, Tensor) and v.requires_grad for v in values))
+        detached = tuple([v.detach() if isinstance(v, Tensor) else v for v in values])
+        return cls(detached, tuple([isinstance(v, Tensor) and v.requires_grad for v in values]))
 
 
 class Saved(NamedTuple):
@@ -83,7 +83,7 @@ def _make_boundary(value: Tensor) -> Tensor:
     The pipeline's own asks for the leaf's gradient and accumulates none, so it runs no hook.
     """
     leaf = value.detach().requires_grad_()
-    leaf.register_post_accumulate_grad_hook(_refuse_foreign_backward)
+    put_hook_behind(leaf, _refuse_foreign_backward)
     return leaf
 
 
@@ -122,8 +122,8 @@ def backward(
     nodes: BranchNodes = {}
     if finder is not None:
         # A weight that the loss depends on too gets a gradient from two places, one of them outside of the stage.
-        own = [weight for weight in trained if all(weight is not leaf for leaf in saved.extra)]
-        nodes, trained = finder.find(roots, own)
+        beside = {id(leaf) for leaf in saved.extra}
+        nodes, trained = finder.find(roots, [weight for weight in trained if id(weight) not in beside])
     leaves = [*(saved.inputs[i] for i in wanted), *trained]
     # Compared by identity, since == of tensors compares elements.
     leaves += [one for one in saved.extra if all(one is not leaf for leaf in leaves)]
@@ -139,11 +139,11 @@ def backward(
         if "a second time" not in str(error):
             raise
         raise FxsplitError(KEPT) from error
-    unshared = find_unshared(found) if first else [False] * len(found)
+    at, end = len(wanted), len(leaves)
+    unshared = find_unshared(found, at, end) if first else [False] * (end - at)
     for i, gradient in zip(wanted, found, strict=False):
         of_inputs[i] = gradient
-    at, end = len(wanted), len(leaves)
-    shares = make_shares(leaves[at:], found[at:end], unshared[at:end])
+    shares = make_shares(leaves[at:], found[at:end], unshared)
     return of_inputs, shares, collect_weight_backwards(nodes, found[end:])
 
 
@@ -159,9 +159,10 @@ def compute_weight_gradients(left: list[WeightBackward], sums: Sums, first: bool
         while left:
             one = left.pop()
             found = one.run()
-            shares += make_shares(one.weights, found, find_unshared(found) if first else [False] * len(found))
-            held_bytes += sum(count_bytes(gradient) for gradient in found if gradient is not None)
-            del found
+            new = make_shares(one.weights, found, find_unshared(found) if first else [False] * len(found))
+            shares += new
+            held_bytes += sum([g.nbytes if g.layout is torch.strided else count_bytes(g) for _, g, _ in new])
+            del found, new
             # Small gradients are added together, as each addition is a call. Large ones are not held together.
             if held_bytes > HELD_BYTES or not left:
                 sums.add(shares)
