@@ -12,7 +12,7 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fxsplit.errors import InputError
 from fxsplit.ir.facts.call import Inputs
@@ -165,8 +165,8 @@ class Program:
         """Return, for each stage, whether its modules have hooks now, or put hooks on activations."""
         # Asked for every job: hooks may be registered and removed between calls.
         return [
-            self.puts_hooks or any(m.__dict__[kind] for m in s.module.modules() for kind in HOOKS if kind in m.__dict__)
-            for s in self.stages.stages
+            self.puts_hooks or any(state.get(kind) for state in map(vars, modules) for kind in HOOKS)
+            for modules in self._modules
         ]
 
     def draws(self) -> bool:
@@ -175,14 +175,21 @@ class Program:
         return any(isinstance(m, Draw) and not m.idle for s in self.stages.stages for m in s.module.children())
 
     @cached_property
-    def weight_dicts(self) -> list[list[Mapping[str, Tensor | None]]]:
-        """For each stage, the dictionaries in which its modules hold their parameters and buffers."""
+    def _modules(self) -> list[list[nn.Module]]:
+        """The modules of each stage; a model whose modules were replaced is compiled again."""
         # To find all modules takes longer than to look at all weights, and is asked for at every call.
-        return [[held for m in s.module.modules() for held in (m._parameters, m._buffers)] for s in self.stages.stages]
+        return [list(s.module.modules()) for s in self.stages.stages]
+
+    @cached_property
+    def weight_dicts(self) -> list[list[Mapping[str, Tensor | None]]]:
+        """For each stage, the dictionaries in which its modules hold their parameters, and then those of buffers."""
+        return [[m._parameters for m in modules] + [m._buffers for m in modules] for modules in self._modules]
 
     def list_trained(self) -> list[list[Tensor]]:
         """Return, for each stage, its leaves that want a gradient now; a frozen parameter may be thawed later."""
-        return [[w for w in list_weights(s.module) if w.requires_grad] for s in self.stages.stages]
+        weights = [[w for held in dicts for w in held.values() if w is not None] for dicts in self.weight_dicts]
+        # Each once: by identity, since a tensor is looked up in a set by a function of Python's.
+        return [list({id(w): w for w in held if w.requires_grad}.values()) for held in weights]
 
 
 class Batch(NamedTuple):

@@ -149,19 +149,19 @@ def accumulate(sums: Sums, receipt: Receipt | None = None) -> None:
     receipt = receipt or Receipt()
     totals = _run_hooks(sums.totals)
     watched = {leaf: total for leaf, total in totals.items() if any(list_gradient_hooks(leaf))}
-    others = {leaf: total for leaf, total in totals.items() if leaf not in watched}
+    others = {leaf: total for leaf, total in totals.items() if leaf not in watched} if watched else totals
     # A new `.grad` is assigned, because autograd would copy a sum, to which `sums` still refers.
-    free = [leaf for leaf in others if leaf.grad is None]
-    held = [leaf for leaf in others if leaf.grad is not None]
+    free = [(leaf, total) for leaf, total in others.items() if leaf.grad is None]
+    held = [(leaf, total) for leaf, total in others.items() if leaf.grad is not None]
     before = [(leaf, g, None if g is None else g.clone()) for leaf in watched for g in (leaf.grad,)]
-    with undo_after(partial(_restore_unless_added, receipt, before, free)):
+    with undo_after(partial(_restore_unless_added, receipt, before, [leaf for leaf, _ in free])):
         # Hooks behind `.grad` may raise, so their leaves come first. The hooks before it have run.
         if watched:
             with mute(watched, [BEFORE]):
                 _add(list(watched), list(watched.values()))()
         # In C and without Python in between: an interrupt comes before all of it, or after.
-        work: list[Callable[[], object]] = [_add(held, [others[leaf] for leaf in held])] if held else []
-        work += [partial(setattr, leaf, "grad", others[leaf]) for leaf in free]
+        work: list[Callable[[], object]] = [_add(*zip(*held, strict=True))] if held else []
+        work += [partial(setattr, leaf, "grad", total) for leaf, total in free]
         call_all([*work, partial(setattr, receipt, "added", True)])
 
 

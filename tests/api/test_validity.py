@@ -242,3 +242,66 @@ def test_weights_without_values_are_named() -> None:
         assert compiled is not None
         with pytest.raises(fxsplit.FxsplitError, match=r"'body.0.weight' has no values yet.*pipe.load_weights\(path\)"):
             compiled.validity.check_weights()
+
+
+def test_what_changes_after_it_was_seen_is_found_and_what_changes_back_is_not() -> None:
+    """Between calls that change nothing a model is not read in full, and a change must be found all the same."""
+    model = Plain()
+    with fxsplit.compile(model, 2, example_inputs=torch.randn(8, 8), passes=FAST) as pipe:
+        compiled = pipe.compiler.get_compiled("train")
+        assert compiled is not None
+        find_changes = compiled.validity.find_changes
+        dropout, head = model.body[1], model.head
+        assert isinstance(dropout, nn.Dropout)
+        own, tied, fixed = head.weight, model.get_parameter("body.0.weight"), nn.Parameter(torch.zeros(8, 8))
+        changes: list[tuple[str, Any, Any]] = [
+            ("head.training", lambda: head.eval(), lambda: head.train()),
+            ("body.1.p", lambda: setattr(dropout, "p", 0.0), lambda: setattr(dropout, "p", 0.5)),
+            ("head.weight as", lambda: setattr(head, "weight", tied), lambda: setattr(head, "weight", own)),
+            ("head.more as", lambda: setattr(head, "more", own), lambda: delattr(head, "more")),
+        ]
+        for name, change, change_back in changes:
+            assert find_changes() == {} and find_changes() == {}
+            change()
+            for _ in range(2):
+                assert list(find_changes()) == [f"attribute {name!r} of the model"]
+            change_back()
+        head.weight = fixed
+        assert find_changes() == {}, "a weight that is replaced is followed"
+
+
+class Longer(nn.Module):
+    """Computes its length without torch, so that it is exported, and for one length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] > 100:
+            x = x * 2
+        places = torch.arange(len([*range(x.shape[1])]), dtype=x.dtype)
+        result: Tensor = self.b(torch.tanh(self.a(x) + places[None, :, None]))
+        return result
+
+
+def test_the_dtypes_of_an_exported_graph_are_seen() -> None:
+    model = Longer()
+    with fxsplit.compile(model, 2, example_inputs=torch.randn(8, 5, 8), passes=FAST) as pipe:
+        compiled = pipe.compiler.get_compiled("train")
+        assert compiled is not None and compiled.validity.find_changes() == {}
+        model.b.double()
+        assert "attribute 'b.weight.dtype' of the model" in compiled.validity.find_changes()
+
+
+def test_another_name_of_a_submodule_is_no_other_model() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 5))
+    x = vectors()
+    with fxsplit.compile(model, 2, example_inputs=x, passes=FAST) as pipe:
+        before = pipe.compiler.get_compiled("train")
+        model[0].add_module("again", model[1])
+        pipe(x)
+        assert pipe.compiler.get_compiled("train") is before
+        model[0].add_module("again", nn.Identity())
+        pipe(x)
+        assert pipe.compiler.get_compiled("train") is not before
