@@ -34,9 +34,13 @@ class Targets:
 
     def place(self, microbatch: int, device: torch.device) -> Any:
         """Return the target of a microbatch with its tensors on a device."""
+        given = self.given[microbatch]
+        # The usual case, on the path of every action: to look through containers takes longer than a small loss.
+        if isinstance(given, Tensor) and given.device == device:
+            return given
         key = threading.get_ident(), microbatch, device
         if key not in self._placed:
-            self._placed[key] = pytree.tree_map_only(Tensor, lambda t: self._place(t, device), self.given[microbatch])
+            self._placed[key] = pytree.tree_map_only(Tensor, lambda t: self._place(t, device), given)
         return self._placed[key]
 
     def _place(self, tensor: Tensor, device: torch.device) -> Tensor:

@@ -124,7 +124,7 @@ def backward(
         # A weight that the loss depends on too gets a gradient from two places, one of them outside of the stage.
         beside = {id(leaf) for leaf in saved.extra}
         nodes, trained = finder.find(roots, [weight for weight in trained if id(weight) not in beside])
-    leaves = [*(saved.inputs[i] for i in wanted), *trained]
+    leaves = [saved.inputs[i] for i in wanted] + list(trained)
     # Compared by identity, since == of tensors compares elements.
     leaves += [one for one in saved.extra if all(one is not leaf for leaf in leaves)]
     edges = [edge for branch in nodes.values() for edge in branch.edges]
@@ -144,7 +144,7 @@ def backward(
     for i, gradient in zip(wanted, found, strict=False):
         of_inputs[i] = gradient
     shares = make_shares(leaves[at:], found[at:end], unshared)
-    return of_inputs, shares, collect_weight_backwards(nodes, found[end:])
+    return of_inputs, shares, collect_weight_backwards(nodes, found[end:]) if nodes else []
 
 
 def compute_weight_gradients(left: list[WeightBackward], sums: Sums, first: bool = True) -> None:
