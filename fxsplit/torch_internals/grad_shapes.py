@@ -45,7 +45,7 @@ class GraphShape:
             self._fresh.append(tuple(fresh))
         flat = list(chain.from_iterable(rows))
         self._lengths = list(map(len, rows))
-        self._outputs = tuple(output for _, output in flat)
+        self._outputs = [output for _, output in flat]
         # Twice None at the end: a getter of one position returns no tuple.
         self._targets = itemgetter(*(positions[node] for node, _ in flat), 0, 0)
         self._types = list(map(type, nodes))
@@ -73,12 +73,13 @@ class GraphShape:
         # A node has fewer edges than the shape's, or there is none.
         except (AttributeError, IndexError):
             return None
-        targets, outputs = zip(*chain.from_iterable(rows), strict=True) if roots else ((), ())
+        # Node, output, node, output and so on, without a step of Python for each edge.
+        flat = list(chain.from_iterable(chain.from_iterable(rows)))
         same = (
             list(map(type, nodes)) == self._types
             and list(map(len, rows)) == self._lengths
-            and outputs == self._outputs
-            and (*targets, None, None) == self._targets(nodes)
+            and flat[1::2] == self._outputs
+            and (*flat[::2], None, None) == self._targets(nodes)
             # What was taken for a new node must not be one that was there.
             and len(set(nodes)) == len(nodes)
             and _number_leaf_roots(roots, numbers) == self._leaf_roots
