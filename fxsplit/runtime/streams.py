@@ -78,7 +78,7 @@ class Stream:
         before this stream has read it.
         """
         self.wait_for(token)
-        return [v.cpu() if isinstance(v, Tensor) and not v.is_cpu else v for v in values]
+        return [v.cpu() if isinstance(v, Tensor) and v.device.type != "cpu" else v for v in values]
 
 
 class AcceleratorStream(Stream):
