@@ -23,7 +23,7 @@ from fxsplit.runtime.program import Batch, Program
 from fxsplit.runtime.stage.run import Packet, Saved, refuse_kept
 from fxsplit.runtime.stage.weight_versions import Stepper
 from fxsplit.runtime.stopwatch import Stopwatch
-from fxsplit.runtime.streams import hand_over, join_caller
+from fxsplit.runtime.streams import hand_over, join_caller, move
 from fxsplit.runtime.weights_then import WeightsThen
 from fxsplit.schedule.action import BACKWARD, FORWARD
 from fxsplit.torch_internals.batch_norm import count_as_one_batch
@@ -207,22 +207,32 @@ def join_outputs(job: Job, rows: Sequence[int], meanings: Sequence[Meaning]) -> 
     for i, (column, meaning) in enumerate(zip(zip(*(p.values for p in packets), strict=True), meanings, strict=True)):
         hand_over(column)
         try:
-            outputs.append(join(column, rows, meaning))
+            outputs.append(join(gather(column), rows, meaning))
         except InputError as error:
             raise InputError(f"output {i}: {error}") from error
     return outputs, [any(flags) for flags in zip(*(p.wanted for p in packets), strict=True)]
 
 
+def gather(values: Sequence[Any]) -> list[Any]:
+    """Return values of several microbatches with all tensors among them on the device of the first one.
+
+    The first stage, and the last one, may have several devices, which take turns.
+    """
+    device = next((v.device for v in values if isinstance(v, Tensor)), None)
+    return [move(v, device) if isinstance(v, Tensor) and device is not None else v for v in values]
+
+
 def join_gradients(pieces: Sequence[Tensor | None], like: Sequence[Tensor], cut: Cut) -> Tensor | None:
     """Return the gradient of a whole batch, zero for microbatches that got none; their sum where all share a tensor.
 
-    pieces: on the first stage's device. like: the microbatches of the input, on whose device the gradient is.
+    pieces: on the first stage's devices. like: the microbatches of the input, on whose device the gradient is.
     """
     there = next((p.device for p in pieces if p is not None), None)
     if there is None:
         return None
     found = [torch.zeros_like(t, device=there) if p is None else p for p, t in zip(pieces, like, strict=True)]
     hand_over(found)
+    found = gather(found)
     joined = torch.stack(found).sum(0) if cut.dim is None else cut.join(found)
     # Autograd refuses a gradient elsewhere than its input, which may be in host memory while the stage is not.
     return joined.to(like[0].device)

@@ -18,10 +18,9 @@ Inside of the block:
   made between two devices.
 - `record.waits`: for each operator and place in the code, how often the host waited for a device.
 
-Two things are not emulated. Autograd's engine does not switch streams: a backward runs on the current stream of the
-thread that it runs in. And torch lets a device that is made in Python have one thread of the engine: backwards on
-`toy:1` to `toy:3` run in the thread that calls, so the block switches the engine's threads off
-unless it is told not to.
+What autograd's engine does with streams is emulated for nodes written in Python and for leaves alone (see engine.py).
+And torch lets a device that is made in Python have one thread of the engine: backwards on `toy:1` to `toy:3` run in the
+thread that calls, so the block switches the engine's threads off unless it is told not to.
 """
 
 from __future__ import annotations
@@ -39,6 +38,7 @@ from fxsplit.ir.facts import torch_devices
 from fxsplit.torch_internals import accelerators
 from tests.accelerator import kernels, storages  # noqa: F401  (storages adds methods to Toy)
 from tests.accelerator.devices import NAME, register, toys
+from tests.accelerator.engine import EngineStreams
 from tests.accelerator.record import FREED, RACE, REUSED, Finding, Record
 from tests.accelerator.streams import Driver
 from tests.accelerator.tensors import Toy, set_data
@@ -52,6 +52,8 @@ SEAM = (
     "set_current_stream",
     "keep_until_read",
     "count_memory_bytes",
+    "synchronize",
+    "release_cached_memory",
 )
 """The functions of `torch_internals/accelerators.py` that know the driver."""
 
@@ -61,8 +63,8 @@ def use_accelerator(*, engine_threads: bool = False) -> Iterator[Record]:
     """Have the devices toy:0 to toy:3 in the block, and yield the record of what they do.
 
     With `engine_threads` autograd's engine runs backwards on `toy:0` in the one thread that it has for that device, as
-    it does on a GPU; then no other toy may be used. Skips the test where there is a GPU, in whose place torch would see
-    the toys.
+    it does on a GPU; then no other toy may be used, and no backward may have run in the process before. Skips the test
+    where there is a GPU, in whose place torch would see the toys.
     """
     if torch.cuda.is_available():
         pytest.skip("torch knows one kind of accelerator at a time, and here it is a real one")
@@ -84,6 +86,7 @@ def use_accelerator(*, engine_threads: bool = False) -> Iterator[Record]:
         stack.enter_context(
             mock.patch.object(watch, "_is_watched", lambda code: code.co_filename not in own and watched(code))
         )
+        stack.enter_context(EngineStreams(driver).install())
         kernels.watches.append(kernels.Watch(made, driver))
         stack.callback(kernels.watches.pop)
         yield made

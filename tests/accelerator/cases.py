@@ -18,13 +18,15 @@ import fxsplit
 from fxsplit.errors import StageError
 from fxsplit.ir.chain import parse_chain
 from fxsplit.passes import PASSES
+from fxsplit.torch_internals import accelerators
 from tests.accelerator import Record, use_accelerator
 from tests.models import FAST
 from tests.proof.test_replicas import dealt
 
 ROWS, WIDTH, KINDS_OF_ROWS = 16, 16, 3
 BATCHES, TOLERANCE = 2, 1e-10
-STEP, BACKWARD, EVALUATION, ASYNCHRONOUS, FAILURE = "step", "backward", "evaluation", "asynchronous", "failure"
+STEP, BACKWARD, ACCUMULATION, EVALUATION = "step", "backward", "accumulation", "evaluation"
+ASYNCHRONOUS, FAILURE, SIDE = "asynchronous", "failure", "side stream"
 armed = False
 """Whether a `Fuse` blows."""
 
@@ -70,6 +72,26 @@ class Tied(nn.Module):
 def deal(counts: Sequence[int]) -> Any:
     """Return passes that make stages of equally many nodes, each for so many devices."""
     return parse_chain(FAST, PASSES).replace("partition", dealt(counts))
+
+
+class HalfTied(Tied):
+    """One layer at the start and at the end, of which the end alone gives it a gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        start = F.linear(x, self.ends.weight.detach(), self.ends.bias.detach())
+        return self.head(self.ends(self.middle(start)))  # type: ignore[no-any-return]
+
+
+class Double(torch.autograd.Function):
+    """Twice a tensor; its backward runs on the stream that is current when it is called."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * 2.0
 
 
 def compute_loss(outputs: Tensor, target: Tensor) -> Tensor:
@@ -134,6 +156,11 @@ class Run:
         # What the caller does next may get the memory of the batch.
         torch.ones(ROWS, WIDTH, dtype=torch.float64, device=self.first)
 
+    def renew(self) -> None:
+        """Let the weights be in memory that the caller's stream has made, as before the first batch."""
+        for weight in self.model.parameters():
+            weight.data = weight.data.clone()
+
     def read(self) -> list[Tensor]:
         """Return the weights and what the last batch returned, on the CPU."""
         # Deferred, a batch norm's statistics are those of the batch, and the unsplit model's of the microbatches.
@@ -168,6 +195,39 @@ def call_and_backward(run: Run, x: Tensor, y: Tensor) -> Tensor:
     return x.grad
 
 
+def accumulate(run: Run, x: Tensor, y: Tensor) -> Tensor:
+    """Two backwards before a step: the second adds to gradients that are there."""
+    run.optimizer.zero_grad()
+    for _ in range(2):
+        loss = compute_loss(run.pipe(x), y)
+        loss.backward()
+    run.optimizer.step()
+    return loss.detach()
+
+
+def call_on_a_side_stream(run: Run, x: Tensor, y: Tensor) -> Tensor:
+    """The input is computed on a stream of its own, where its gradient goes back to."""
+    run.optimizer.zero_grad()
+    x.requires_grad_()
+    on_host = x.device.type == "cpu"
+    if on_host:
+        z = Double.apply(x)  # type: ignore[no-untyped-call]
+    else:
+        outside, side = accelerators.find_current_stream(x.device), accelerators.make_stream(x.device)
+        side.wait_event(outside.record_event())
+        with accelerators.use_stream(side):
+            z = Double.apply(x)  # type: ignore[no-untyped-call]
+        outside.wait_event(side.record_event())
+        accelerators.keep_until_read(z, outside)
+        accelerators.keep_until_read(x, side)
+    compute_loss(run.pipe(z), y).backward()
+    run.optimizer.step()
+    assert x.grad is not None
+    if not on_host:
+        accelerators.keep_until_read(x.grad, outside)
+    return x.grad
+
+
 def evaluate(run: Run, x: Tensor, y: Tensor) -> Tensor:
     with torch.no_grad():
         return run.pipe(x)  # type: ignore[no-any-return]
@@ -197,6 +257,8 @@ Loop = Callable[[Run, Tensor, Tensor], Tensor]
 LOOPS: dict[str, Loop] = {
     STEP: step,
     BACKWARD: call_and_backward,
+    ACCUMULATION: accumulate,
+    SIDE: call_on_a_side_stream,
     EVALUATION: evaluate,
     ASYNCHRONOUS: step_in_between,
     FAILURE: fail_and_go_on,
@@ -234,22 +296,16 @@ class Outcome(NamedTuple):
     record: Record
     difference: float
 
-    @property
-    def is_right(self) -> bool:
-        return not self.record.findings and self.difference < TOLERANCE
-
 
 def examine(case: Case) -> Outcome:
     """Run a case for some batches on made-up accelerators."""
     expected = train_unsplit(case, BATCHES)
-    with use_accelerator() as record:
-        with start(case) as run:
-            # What compiling did is no part of it.
-            record.settle()
-            for _ in range(BATCHES):
-                run.train()
-        # Weights that are dropped from here on are the test's own.
-        found = run.read()
+    with use_accelerator() as record, start(case) as run:
+        # What compiling did is no part of it.
+        record.settle()
+        for _ in range(BATCHES):
+            run.train()
+    found = run.read()
     return Outcome(record, find_difference(found, expected))
 
 

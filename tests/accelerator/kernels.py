@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from tests.accelerator.devices import NAME, find_device, toys
+from tests.accelerator.engine import find_stream
 from tests.accelerator.record import Access, Record
 from tests.accelerator.streams import Driver, Stream
 from tests.accelerator.tensors import Toy, find_storage, share_storage, unwrap
@@ -58,6 +59,8 @@ def run_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     found = [t for t in (*reads, *writes) if isinstance(t, Toy) and t.device.type == NAME]
     if not found and find_asked(kwargs) is None:
         return func(*unwrap(args), **unwrap(kwargs))
+    if func._schema.name.startswith("aten::_foreach_") and len({t.device for t in found}) > 1:
+        return run_foreach(func, args, kwargs, reads, writes)
     device = find_asked(kwargs) or check_devices(func, [*reads, *writes])
     out = compute(func, args, kwargs, device)
     # Values of arguments by their memory: a result with the same memory is a view, or the argument itself.
@@ -76,6 +79,16 @@ def run_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         return made
 
     return pytree.tree_map_only(Tensor, wrap, out)
+
+
+def run_foreach(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reads: list[Tensor], writes: list[Tensor]
+) -> None:
+    """Write to tensors of several devices, by one kernel on each; torch does it one tensor after the other."""
+    assert not func._schema.returns, f"{func} of several devices is not emulated"
+    for device in sorted({t.device for t in writes}, key=str):
+        note_kernel(func, [t for t in reads if t.device == device], [t for t in writes if t.device == device], device)
+    func(*unwrap(args), **unwrap(kwargs))
 
 
 def sort_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
@@ -143,7 +156,7 @@ def note_kernel(
     """Note a kernel on the current stream of a device, and return the stream; None where nobody watches."""
     if not watches:
         return None
-    record, stream = watches[-1].record, watches[-1].driver.find_current_stream(device)
+    record, stream = watches[-1].record, find_stream(watches[-1].driver, device)
     if queues:
         with record.lock:
             name = func._schema.name
@@ -210,7 +223,7 @@ def note_copy(target: Tensor, source: Tensor, non_blocking: bool) -> Access | No
     if not ends:
         return None
     # torch queues the copy on the source's stream, where there are two (aten/src/ATen/native/cuda/Copy.cu).
-    streams = [driver.find_current_stream(device) for device in ends]
+    streams = [find_stream(driver, device) for device in ends]
     stream = streams[0]
     with record.lock:
         if source.device != target.device:
@@ -245,7 +258,7 @@ def copy_to(source: Tensor, *, non_blocking: bool = False, **options: Any) -> Te
         return Toy(made, device, ready=access) if non_blocking and access is not None else made
     if device.type != NAME:
         return made.to(device)
-    stream = watches[-1].driver.find_current_stream(device) if watches else None
+    stream = find_stream(watches[-1].driver, device) if watches else None
     found = make_toy(made, device, stream, "copy")
     note_copy(found, source, non_blocking)
     return found

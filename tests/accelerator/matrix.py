@@ -8,7 +8,20 @@ from typing import Any
 
 from fxsplit.schedule.catalogue import ASYNCHRONOUS as ASYNCHRONOUS_SCHEDULES
 from fxsplit.schedule.catalogue import RUNNABLE
-from tests.accelerator.cases import ASYNCHRONOUS, BACKWARD, EVALUATION, FAILURE, STEP, Case, Net, Tied, deal
+from tests.accelerator.cases import (
+    ACCUMULATION,
+    ASYNCHRONOUS,
+    BACKWARD,
+    EVALUATION,
+    FAILURE,
+    SIDE,
+    STEP,
+    Case,
+    HalfTied,
+    Net,
+    Tied,
+    deal,
+)
 
 PLACES = {
     "one device": ("toy:0", "toy:0"),
@@ -18,18 +31,21 @@ PLACES = {
 Norm = partial(Net, norm=True, layers=3)
 KINDS: dict[str, dict[str, Any]] = {
     "tied weights": {"make_model": Tied},
+    "weights of another stage": {"make_model": HalfTied},
     "batch norm": {"make_model": Norm},
     "deferred batch norm": {"make_model": Norm, "options": {"deferred_batch_norm": True}},
     "recompute": {"make_model": Norm, "options": {"recompute": "always"}},
     "recompute, ZB-H1": {"schedule": "ZB-H1", "options": {"recompute": "except_last"}},
 }
-LOOPS = (STEP, BACKWARD, EVALUATION)
+LOOPS = (STEP, BACKWARD, ACCUMULATION, SIDE, EVALUATION)
 
 
 FEW = [
     Case("1F1B: step, own devices", make_model=partial(Net, layers=4)),
     Case("1F1B: step, a stage on the CPU", ("toy:0", "cpu"), make_model=partial(Net, layers=4)),
     Case("tied weights: backward, own devices", loop=BACKWARD, make_model=Tied),
+    Case("tied weights: accumulation, own devices", loop=ACCUMULATION, make_model=HalfTied),
+    Case("1F1B: side stream, own devices", loop=SIDE, make_model=partial(Net, layers=4)),
     Case("GPipe: evaluation, one device", PLACES["one device"], "GPipe", EVALUATION, partial(Net, layers=4)),
     Case("ZB-H1: failure, one device", PLACES["one device"], "ZB-H1", FAILURE, partial(Net, layers=4)),
     Case("PipeDream: step, one device", PLACES["one device"], "PipeDream", ASYNCHRONOUS),

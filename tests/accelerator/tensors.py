@@ -23,12 +23,15 @@ Dispatch = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 class Toy(torch.Tensor):
     """A tensor of a toy, or one of the CPU that a toy fills. `raw` has the values, and `block` is the memory.
 
-    block: None where nothing watches. ready: the copy after which a tensor of the CPU has its values.
+    block: None where nothing watches. ready: the copy after which a tensor of the CPU has its values. The rest is for
+    `engine.EngineStreams`, and not there before.
     """
 
     raw: Tensor
     block: Block | None
     ready: Access | None
+    made_on: Any
+    accumulates_on: Any
     dispatch: Dispatch
     """What runs operators; replaced by `kernels.run_operator` (the two modules would import each other)."""
 

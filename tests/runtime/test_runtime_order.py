@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from tests.accelerator import REUSED, use_accelerator
-from tests.accelerator.cases import Case, examine, start
+from tests.accelerator.cases import BACKWARD, Case, Net, examine, start
 from tests.accelerator.matrix import FEW, list_cases
 from tests.accelerator.mutants import list_mutants, list_survivors, mutate
 
@@ -16,6 +18,14 @@ def test_no_race(case: Case) -> None:
     outcome.record.check()
     assert outcome.difference < 1e-10
     assert outcome.record.kernels["toy:0"]
+
+
+def test_outputs_and_gradients_of_devices_that_take_turns_are_joined() -> None:
+    """The first stage and the last one are on both devices, and torch joins no tensors of two devices."""
+    case = Case("Chimera: backward, own devices", schedule="Chimera", loop=BACKWARD, make_model=partial(Net, layers=4))
+    outcome = examine(case)
+    outcome.record.check()
+    assert outcome.difference < 1e-10
 
 
 @pytest.mark.long

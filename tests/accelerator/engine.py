@@ -1,0 +1,120 @@
+"""What autograd's engine does with streams, for nodes that are written in Python, and for the accumulation into leaves.
+
+torch's engine runs a node on the stream that was current when the node was made, lets that stream wait for those that
+made the node's arguments, keeps these until then, and lets the caller's streams wait at the end for those that wrote
+to `.grad` (torch/csrc/autograd/engine.cpp, input_buffer.cpp). For a device that is made in Python it does not. Nodes
+that torch has made itself run here on the current stream of the thread that runs them, the caller's or a worker's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from tests.accelerator.streams import Driver, Stream
+from tests.accelerator.tensors import Toy
+
+ACCUMULATES = "torch::autograd::AccumulateGrad"
+
+
+class EngineStreams:
+    """Knows the stream of each node that is written in Python, and of each leaf among its inputs."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._written: set[Stream] = set()
+        # What is in torch outside of the block.
+        self._apply = torch.autograd.Function.__dict__["apply"]
+        self._run_node: Callable[..., Any] = BackwardCFunction.apply
+        self._run_engine: Callable[..., Any] = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    def install(self) -> AbstractContextManager[Any]:
+        """Return a block in which nodes have streams."""
+        stack = ExitStack()
+        run_node, run_engine = self._run_node, self._run_engine
+
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            made = self._apply.__get__(None, cls)(*args, **kwargs)
+            self._note(made if isinstance(made, tuple) else (made,), args)
+            return made
+
+        def run(node: Any, *args: Any) -> Any:
+            stream = getattr(node, "toy_stream", None)
+            return run_node(node, *args) if stream is None else self._run(node, stream, args)
+
+        def run_whole(*args: Any, **kwargs: Any) -> Any:
+            result = run_engine(*args, **kwargs)
+            self._end()
+            return result
+
+        stack.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)))
+        stack.enter_context(mock.patch.object(BackwardCFunction, "apply", run))
+        stack.enter_context(mock.patch.object(torch.autograd, "_engine_run_backward", run_whole))
+        return stack
+
+    def _note(self, outputs: Iterable[Any], inputs: Sequence[Any]) -> None:
+        """Note the streams that are current as a node is made: for it, and for the accumulation into its leaves."""
+        node: Any = next((t.grad_fn for t in outputs if isinstance(t, Toy) and t.grad_fn is not None), None)
+        if hasattr(type(node), "apply"):
+            # Of all arguments only tensors have a node behind them.
+            node.toy_arguments = [i for i, value in enumerate(inputs) if isinstance(value, Tensor)]
+            made = next(t for t in outputs if isinstance(t, Toy))
+            node.toy_stream = self._driver.find_current_stream(made.device)
+            for leaf in (t for t in inputs if isinstance(t, Toy) and t.is_leaf and t.requires_grad):
+                leaf.accumulates_on = self._driver.find_current_stream(leaf.device)
+
+    def _run(self, node: Any, stream: Stream, args: tuple[Any, ...]) -> Any:
+        """Run a node on its stream."""
+        outside, before = self._driver.find_current_stream(), self._driver.find_current_stream(stream.device)
+        for gradient in (a for a in args if isinstance(a, Toy)):
+            producer = getattr(gradient, "made_on", None) or self._driver.find_current_stream(gradient.device)
+            self._hand_over(gradient, producer, stream)
+        self._driver.set_current_stream(stream)
+        try:
+            found = self._run_node(node, *args)
+        finally:
+            self._driver.set_current_stream(before)
+            self._driver.set_current_stream(outside)
+        results = found if isinstance(found, tuple) else (found,)
+        of_tensors = [results[i] for i in node.toy_arguments]
+        for gradient, (following, _) in zip(of_tensors, node.next_functions, strict=True):
+            if not isinstance(gradient, Toy):
+                continue
+            gradient.made_on = stream
+            if following is not None and following.name() == ACCUMULATES:
+                consumer = getattr(following.variable, "accumulates_on", stream)
+                self._written.add(consumer)
+            else:
+                consumer = self._driver.find_current_stream(gradient.device)
+            self._hand_over(gradient, stream, consumer)
+        return found
+
+    def _hand_over(self, gradient: Tensor, producer: Stream, consumer: Stream) -> None:
+        """Let a stream wait for a gradient that another one has made, whose memory stays until then."""
+        if consumer != producer:
+            consumer.wait_event(producer.record_event())
+            if gradient.device == consumer.device:
+                self._driver.keep_until_read(gradient, consumer)
+
+    def _end(self) -> None:
+        """Let the caller's streams wait for those on which gradients were accumulated."""
+        for stream in self._written:
+            self._driver.find_current_stream(stream.device).wait_event(stream.record_event())
+        self._written.clear()
+
+
+def find_stream(driver: Driver, device: torch.device) -> Stream:
+    """Return the stream that the next kernel on a device goes to: that of the leaf whose gradient is accumulated."""
+    node: Any = torch._C._current_autograd_node()
+    if node is not None and node.name() == ACCUMULATES:
+        leaf: Tensor = node.variable
+        stream: Stream | None = getattr(leaf, "accumulates_on", None)
+        if stream is not None and stream.device == device:
+            return stream
+    return driver.find_current_stream(device)
