@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._inductor import config
 
 import fxsplit
 from fxsplit import Costs, Machine
@@ -109,8 +110,9 @@ def test_inductor_is_refused_where_it_would_record_cuda_graphs(monkeypatch: pyte
     stand_in(monkeypatch, 1)
     on_gpu, on_cpu = Machine.of(["cpu", "cuda:0"]), Machine.of(["cpu"] * 2)
     assert make(machine=on_gpu, stage_backend="inductor").stage_backend == "inductor"
-    monkeypatch.setattr("torch._inductor.config.triton.cudagraphs", True)
-    assert make(machine=on_cpu, stage_backend="inductor").stage_backend == "inductor"
-    assert make(machine=on_gpu, stage_backend="aot_eager").stage_backend == "aot_eager"
-    with refused(InputError, r"stage_backend='inductor' records CUDA graphs.*triton\.cudagraphs off"):
-        make(machine=on_gpu, stage_backend="inductor")
+    # monkeypatch would leave the option deleted.
+    with config.patch({"triton.cudagraphs": True}):
+        assert make(machine=on_cpu, stage_backend="inductor").stage_backend == "inductor"
+        assert make(machine=on_gpu, stage_backend="aot_eager").stage_backend == "aot_eager"
+        with refused(InputError, r"stage_backend='inductor' records CUDA graphs.*triton\.cudagraphs off"):
+            make(machine=on_gpu, stage_backend="inductor")

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch._dynamo import eval_frame
-from torch._inductor import config
 
 from fxsplit.errors import TorchError
 from fxsplit.torch_internals import needs
@@ -83,10 +81,10 @@ def test_the_error_says_how_much_more_is_missing(monkeypatch: pytest.MonkeyPatch
 
 def test_what_takes_long_to_load_is_missed_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     require(LATE)
-    monkeypatch.delattr(eval_frame, "_set_stance")
+    take_away(monkeypatch, "torch._dynamo.eval_frame._set_stance")
     with pytest.raises(TorchError, match=r"has no torch\._dynamo\.eval_frame\._set_stance, on"), disable_compilers():
         pass
-    monkeypatch.delattr(config.triton, "cudagraphs")
+    take_away(monkeypatch, "torch._inductor.config.triton.cudagraphs")
     with pytest.raises(TorchError, match=r"has no torch\._inductor\.config\.triton\.cudagraphs"):
         records_cuda_graphs("inductor")
 

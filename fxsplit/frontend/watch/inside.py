@@ -6,9 +6,10 @@ import contextvars
 import queue
 import threading
 import types
+import warnings
 import weakref
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from fxsplit.frontend.watch.found import CONTENTS, STATE, VARIABLE, Found, Label
 from fxsplit.frontend.watch.names import Names
 from fxsplit.ir.facts.python_state import ABSENT, Place, is_plain
 from fxsplit.torch_internals.contents import Contents, has_contents
+from fxsplit.torch_internals.undo import undo_after
 
 
 def list_inside(value: Any, label: Label) -> Iterator[Found]:
@@ -69,6 +71,15 @@ def _read_state(value: Any) -> Any:
         # What every object has makes another object of the same memory: a file over a file, which closes it at the end.
         if getattr(type(value), name, object.__reduce__) is object.__reduce__:
             continue
-        with suppress(Exception):
+        with suppress(Exception), _hide_deprecations() if type(value).__module__ == "itertools" else nullcontext():
             return getattr(value, name)()
     return ABSENT
+
+
+@contextmanager
+def _hide_deprecations() -> Iterator[None]:
+    """Hide that a future Python's iterators of itertools have no state that can be read, which is of Python 3.12 on."""
+    # Warnings that are turned into errors would come out of the iterator, whose state then would be unknown.
+    with undo_after(partial(setattr, warnings, "filters", warnings.filters)), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
