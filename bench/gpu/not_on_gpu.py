@@ -8,11 +8,13 @@ FOLDERS = ("tests/proof", "tests/runtime", "tests/passes/profile")
 HOST = "is about processor time, threads or files of the host"
 STATES = "makes stages on the CPU by itself, without compile()"
 NAMES = "expects the names of CPU devices"
+MADE_UP = "has a made-up accelerator in the GPU's place"
 CPU_ONLY = "asks torch for something of the CPU: a generator, autocast or a scaler"
 
 NOT_ON_GPU = {
     "tests/passes/profile/test_time_alone.py": STATES,
     "tests/passes/profile/test_time_in_step.py": STATES,
+    "tests/proof/test_default_device.py": MADE_UP,
     "tests/proof/test_everyday_loops.py": CPU_ONLY,
     "tests/proof/test_interrupts.py": HOST,
     "tests/proof/test_noise.py": HOST,
@@ -28,6 +30,7 @@ NOT_ON_GPU = {
     "tests/runtime/stage/test_run_split.py::test_a_failing_half_names_its_place": NAMES,
     "tests/runtime/stage/test_weight_versions.py": STATES,
     "tests/runtime/test_job.py::test_a_traced_step_is_a_step": NAMES,
+    "tests/runtime/test_runtime_order.py": MADE_UP,
     "tests/runtime/test_runtime.py::test_workers_leave_the_callers_threads_alone": HOST,
     "tests/runtime/test_status.py": HOST,
     "tests/runtime/test_stopwatch.py": STATES,

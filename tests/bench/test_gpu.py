@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fxsplit
-from bench.gpu import not_on_gpu, suite, tables
+from bench.gpu import chaos, not_on_gpu, suite, tables
 from bench.gpu.__main__ import PARTS, SIZED, main
 from bench.gpu.chaos import make_late_stream
 from bench.gpu.checks import ALL, Check, run_check
@@ -24,6 +24,10 @@ from bench.gpu.parts import COMMANDS, ROOT, Part, run_command, run_part
 from bench.gpu.plugin import find_machine_on_gpu, pytest_configure
 from bench.gpu.setting import Setting, largest_difference
 from fxsplit.ir.facts.machine import Device, Machine
+from fxsplit.torch_internals import accelerators
+from tests.accelerator import use_accelerator
+from tests.accelerator.cases import start
+from tests.accelerator.matrix import FEW
 
 
 @pytest.mark.parametrize("part", [p for p in (*PARTS, *SIZED) if p not in ("checks", "suite", "tests")])
@@ -206,6 +210,29 @@ def test_late_streams_are_late_before_and_after_marks() -> None:
     stream.wait_event(stream.record_event())
     late = ["on it", "delay", "off it"]
     assert calls == [*late, "record", *late, "wait for event", *late]
+
+
+def test_all_that_streams_hand_over_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a made-up accelerator: a GPU's own streams are late too, and those are not here."""
+    count = 0
+
+    def delay() -> None:
+        nonlocal count
+        count += 1
+
+    with use_accelerator() as record, start(FEW[0]) as run:
+        run.train()
+        monkeypatch.setattr(chaos, "make_late_stream", lambda delay: accelerators.make_stream)
+        run.train()
+        assert not count
+        with chaos.delay_streams(Setting(dry=False), delay):
+            run.train()
+        during = count
+        run.train()
+        record.settle()
+        assert not record.findings
+    # Before and after each mark, and each place where a stream waits, sends or receives: dozens in a step.
+    assert during > 50 and count == during
 
 
 def test_a_partitions_stream_becomes_one_for_any_accelerator() -> None:

@@ -22,7 +22,6 @@ from fxsplit.runtime.stage.run import Packet
 from fxsplit.schedule import RUNNABLE, generate
 from fxsplit.schedule.action import BACKWARD, COMPUTES
 from fxsplit.torch_internals.grad_sums import Sums
-from fxsplit.torch_internals.thread_modes import ThreadModes
 from tests.models import FAST, Mlp
 
 
@@ -232,22 +231,6 @@ def test_a_failed_step_keeps_no_memory(handled: bool, loop: str) -> None:
         finally:
             gc.enable()
     assert len(calls) == 12
-
-
-def test_a_worker_takes_the_callers_modes_for_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: set[tuple[str, torch.device]] = set()
-    work_on = ThreadModes.work_on
-
-    def note(modes: ThreadModes, device: torch.device) -> ThreadModes:
-        seen.add((threading.current_thread().name, device))
-        return work_on(modes, device)
-
-    places = torch.device("cpu"), torch.device("cpu", 0)  # one place, and two devices to torch
-    machine = fxsplit.Machine(tuple(fxsplit.Device(str(i), place) for i, place in enumerate(places)), (1e9,))
-    with fxsplit.compile(Mlp(), machine, example_inputs=vectors(), n_microbatches=2, passes=FAST) as pipe:
-        monkeypatch.setattr(ThreadModes, "work_on", note)
-        pipe(vectors(3))
-    assert seen == {(f"fxsplit-worker-{i}", place) for i, place in enumerate(places)}
 
 
 def test_an_os_error_keeps_its_number_and_file() -> None:
