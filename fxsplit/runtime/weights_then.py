@@ -9,11 +9,9 @@ from torch import Tensor
 from fxsplit.errors import ChangedWeightError
 from fxsplit.runtime.program import Program
 from fxsplit.torch_internals.interpret import count_writes, get_storage_id
+from fxsplit.torch_internals.words import is_changed_tensor
 
 ADVICE = "step the optimizer, and write to weights or load them, after backward()"
-OF_TORCH = "modified by an inplace operation"
-"""What torch says of a tensor that it has kept for backward."""
-
 
 Mark = tuple[int, int | None, int]
 """A weight by its identity, how often it had been written to, and its memory, since `.data` may be replaced."""
@@ -46,7 +44,7 @@ class WeightsThen:
 
     def explain(self, error: Exception) -> None:
         """Raise ChangedWeightError in place of torch's own error for a weight that it has kept and that has changed."""
-        if OF_TORCH not in str(error):
+        if not is_changed_tensor(error):
             return
         # Buffers that autograd has kept are copies.
         modules = [stage.module for stage in self._program.stages.stages]

@@ -20,6 +20,7 @@ from fxsplit.torch_internals.interpret import Interpreter, describe_tensor, find
 from fxsplit.torch_internals.layouts import list_parts
 from fxsplit.torch_internals.rng import can_draw, notice_draws
 from fxsplit.torch_internals.thread_modes import enter_saved_hooks
+from fxsplit.torch_internals.words import is_refusal_of_hooks
 
 CUTS = ("detach_", "requires_grad_")
 """Methods that write to what autograd knows of a tensor, and not to its memory."""
@@ -106,7 +107,7 @@ class ObservingInterpreter(Interpreter):
             with enter_saved_hooks(keep, _no_backward):
                 return super().run_node(n), saved
         except RuntimeError as error:
-            if "saved tensor hooks" not in str(error):
+            if not is_refusal_of_hooks(error):
                 raise
         # torch.func refuses such hooks: of what it saves, the tensors that the node reads are all that is known.
         return super().run_node(n), [part.untyped_storage() for t in tensors for part in list_parts(t)]

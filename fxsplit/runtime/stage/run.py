@@ -25,6 +25,7 @@ from fxsplit.torch_internals.grad_sums import Share, Sums, differentiate, find_u
 from fxsplit.torch_internals.layouts import count_bytes
 from fxsplit.torch_internals.thread_modes import NO_CONTEXT
 from fxsplit.torch_internals.user_lines import is_users
+from fxsplit.torch_internals.words import is_second_backward
 
 KEPT = (
     "a backward of your own runs through a tensor that a hook (or an attribute of a module) has kept of a pipeline's "
@@ -136,7 +137,7 @@ def backward(
             found = differentiate(roots, arrived, [*leaves, *edges], retain_graph=bool(edges))
     except RuntimeError as error:
         # torch does not know who else may have run a backward, and has freed the graph.
-        if "a second time" not in str(error):
+        if not is_second_backward(error):
             raise
         raise FxsplitError(KEPT) from error
     at, end = len(wanted), len(leaves)
