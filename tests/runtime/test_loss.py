@@ -136,15 +136,29 @@ def mean_square(outputs: Tensor, target: Tensor) -> Tensor:
 def test_uneven_microbatches_weigh_by_their_rows(dtype: torch.dtype) -> None:
     model = deep().to(dtype)
     x, y = torch.randn(7, 8, dtype=dtype), torch.randn(7, 8, dtype=dtype)
-    alone = copy.deepcopy(model)
+    alone, exact = copy.deepcopy(model), copy.deepcopy(model).double()
     expected = F.mse_loss(alone(x), y)
     expected.backward()
     with fxsplit.compile(model, 2, loss_fn=mean_square, n_microbatches=3, passes=FAST) as pipe:
         found = pipe.step(x, target=y)
     assert found.dtype == dtype and not found.requires_grad
     torch.testing.assert_close(found, expected.detach())
-    for a, b in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad)
+    assert all(p.grad is not None and p.grad.dtype == dtype for p in model.parameters())
+    if dtype is not torch.bfloat16:
+        tolerances = {torch.float32: 1e-5, torch.float64: 1e-12}
+        torch.testing.assert_close(join_gradients(model), join_gradients(alone), rtol=1e-6, atol=tolerances[dtype])
+        return
+    # Sums of three rows are rounded otherwise than sums of seven, and kernels differ by release: both are compared with
+    # what neither rounds.
+    F.mse_loss(exact(x.double()), y.double()).backward()
+    true = join_gradients(exact)
+    error, of_alone = (float((join_gradients(one) - true).norm() / true.norm()) for one in (model, alone))
+    assert error < 2 * of_alone + torch.finfo(dtype).eps
+
+
+def join_gradients(model: nn.Module) -> Tensor:
+    """Return the gradients of all parameters in one vector of float64."""
+    return torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])
 
 
 def test_a_loss_that_is_a_parameter_itself() -> None:
