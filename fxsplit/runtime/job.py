@@ -122,11 +122,16 @@ class Job:
         return error
 
     def total(self) -> Sums:
-        """Return one sum of all stages' gradients, in their replicas' place; a loss may depend on any of them."""
+        """Return one sum of all stages' gradients, in their replicas' place; a loss may depend on any of them.
+
+        The job holds no sums afterwards.
+        """
+        # A worker may hold the job for a moment still, and autograd copies a gradient that others hold.
+        parts, self.sums = self.sums, []
         # Workers have made them, and sums that are added to others are gone before the caller's stream has read them.
-        for made in (s for sums in self.sums for s in sums):
+        for made in (s for sums in parts for s in sums):
             hand_over(made.totals.values())
-        pairs = zip(self._replicas, self.sums, strict=True)
+        pairs = zip(self._replicas, parts, strict=True)
         return merge_sums(
             [r.assign_to_owners(s) for replicas, sums in pairs for r, s in zip(replicas, sums, strict=True)]
         )

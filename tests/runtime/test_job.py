@@ -153,6 +153,25 @@ def test_a_step_leaves_nothing_to_the_garbage_collector(schedule: str) -> None:
     assert left == alive
 
 
+def test_gradients_are_not_copied_while_a_worker_still_holds_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[Job] = []
+    memory: dict[Tensor, int] = {}
+    own = Job.total
+
+    def total(job: Job) -> Sums:
+        held.append(job)
+        found = own(job)
+        memory.update((leaf, one.data_ptr()) for leaf, one in found.totals.items())
+        return found
+
+    monkeypatch.setattr(Job, "total", total)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(4, 4)
+    with fxsplit.compile(model, ["cpu"] * 2, example_inputs=x, n_microbatches=2, passes=FAST) as pipe:
+        pipe(x).sum().backward()
+    assert len(held) == 1 and len(memory) == 4
+    assert all(p.grad is not None and p.grad.data_ptr() == memory[p] for p in model.parameters())
+
+
 def vectors(rows: int = 8) -> Tensor:
     return torch.randn(rows, 8)
 
