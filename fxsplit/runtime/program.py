@@ -32,6 +32,8 @@ from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.batch_norm import Noted
 from fxsplit.torch_internals.containers import HOOKS
 from fxsplit.torch_internals.interpret import get_storage_id
+from fxsplit.torch_internals.optimizer_state import note_move
+from fxsplit.torch_internals.recurrent import flatten_weights
 from fxsplit.torch_internals.rng import Draw
 
 
@@ -121,12 +123,22 @@ class Program:
     def place_weights(self) -> None:
         """Move each stage's parameters and buffers to its device, in place: optimizers keep holding them.
 
-        Those that have no values yet stay where they are.
+        Their gradients move with them, and so does what optimizers know of them, before their next step. Those that
+        have no values yet stay where they are.
         """
         for weight, device in self.list_placed():
+            before = weight.device
+            if before == device or weight.is_meta:
+                continue
             # `.data` keeps the parameter the same object, which optimizers and the model hold.
-            if weight.device != device and not weight.is_meta:
-                weight.data = weight.data.to(device)
+            weight.data = weight.data.to(device)
+            if isinstance(weight, nn.Parameter):
+                note_move(weight, before)
+            # A gradient, too: a program may hold it.
+            if weight.grad is not None:
+                weight.grad.data = weight.grad.data.to(device)
+        for stage in self.stages.stages:
+            flatten_weights(stage.module.modules())
 
     @cached_property
     def shares_parameters(self) -> bool:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -173,3 +174,42 @@ def test_the_policy_and_the_plan_say_when_a_stage_recomputes() -> None:
         pipe, program = compiled(Mlp(), x, recompute=policy)
         with pipe:
             assert [program.recomputes(0, m, 2) for m in range(2)] == expected
+
+
+class Recurrent(nn.Module):
+    """An LSTM between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.lstm, self.last = nn.Linear(6, 6), nn.LSTM(6, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(torch.tanh(self.lstm(self.first(x))[0]))
+        return out
+
+
+def test_a_gradient_moves_with_its_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that keeps gradients of a training elsewhere failed in its first step."""
+    pipe, program = compiled(Mlp(), torch.randn(8, 8))
+    grad = SimpleNamespace(data=torch.ones(2))
+    weight: Any = SimpleNamespace(device=torch.device("cpu"), is_meta=False, data=torch.ones(2), grad=grad)
+    monkeypatch.setattr(Program, "list_placed", lambda self: [(weight, torch.device("meta"))])
+    with pipe:
+        program.place_weights()
+    assert weight.data.is_meta and weight.grad is grad and grad.data.is_meta
+
+
+def test_recurrent_layers_are_flattened_where_they_are_placed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN copied all weights of an LSTM in every call, with a warning."""
+    model, calls = Recurrent(), list[Any]()
+    pipe, program = compiled(model, torch.randn(8, 4, 6))
+    monkeypatch.setattr(nn.RNNBase, "flatten_parameters", lambda self: calls.append(self))
+    program.place_weights()
+    assert not calls, "on a CPU there is no cuDNN"
+    made = nn.LSTM(6, 5, device="meta")
+    for layer in [m for stage in program.stages.stages for m in stage.module.modules() if m is model.lstm]:
+        layer._parameters.update(made._parameters)
+    monkeypatch.setattr(Program, "list_placed", lambda self: [])
+    with pipe:
+        program.place_weights()
+    assert calls[-1] is model.lstm

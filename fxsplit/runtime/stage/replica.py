@@ -21,6 +21,7 @@ from fxsplit.schedule.action import Action
 from fxsplit.torch_internals.grad_split import BranchFinder
 from fxsplit.torch_internals.grad_sums import Sums
 from fxsplit.torch_internals.graph_devices import move_constants
+from fxsplit.torch_internals.recurrent import flatten_weights
 from fxsplit.torch_internals.thread_modes import NO_CONTEXT
 
 
@@ -60,6 +61,7 @@ class Replica:
             for kind in ("_parameters", "_buffers"):
                 held: dict[str, Tensor | None] = getattr(copied, kind)
                 held |= {name: None if w is None else self._copy_weight(w) for name, w in getattr(mine, kind).items()}
+        flatten_weights(self.stage.module.modules())
         self._owner_of = {local: own for own, local in self._copies.items()}
 
     def _copy_weight(self, own: Tensor) -> Tensor:
