@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.errors import ClosedError, FxsplitError
 from fxsplit.ir.facts.chunks import Cut
 from fxsplit.runtime.engine import join_gradients
+from tests.accelerator import use_accelerator
 from tests.models import FAST, Mlp
 
 
@@ -119,3 +122,53 @@ def test_an_input_gets_its_gradient_on_its_own_device(cut: Cut) -> None:
         assert joined is not None and joined.device == like[0].device
         assert joined.shape == ((2, 3) if cut.dim is None else (4, 3))
     assert join_gradients([None, None], like, cut) is None
+
+
+class Normed(nn.Module):
+    """Draws, writes statistics, and holds a buffer that nothing writes."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.norm, self.drop = nn.BatchNorm1d(8), nn.Dropout(0.3)
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.c(torch.relu(self.b(self.drop(self.norm(self.a(x * self.scale))))))
+        return out
+
+
+def mean_with_labels(outputs: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, target) + 0.1 * outputs.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("loop", "loss_fn", "place", "options"),
+    [
+        ("step", F.cross_entropy, "toy:1", {}),
+        ("step", F.cross_entropy, "toy:0", {}),
+        ("step", F.cross_entropy, "cpu", {}),
+        ("step", mean_with_labels, "toy:1", {}),
+        ("step", F.cross_entropy, "toy:1", {"schedule": "ZB-H1"}),
+        ("step", F.cross_entropy, "toy:1", {"recompute": "always"}),
+        ("step", F.cross_entropy, "toy:1", {"deferred_batch_norm": True}),
+        ("call", None, "toy:1", {}),
+        ("call", None, "toy:1", {"recompute": "always", "deferred_batch_norm": True}),
+    ],
+)
+def test_a_warm_batch_waits_for_no_accelerator(loop: str, loss_fn: Any, place: str, options: dict[str, Any]) -> None:
+    """The host waited in each step: for the losses' weights, counts of labels, buffers that were compared."""
+    with use_accelerator() as record:
+        model, x, y = Normed().to("toy:0"), torch.randn(15, 8).to("toy:0"), torch.randint(0, 3, (15,)).to(place)
+        given = {"n_microbatches": 4, "example_inputs": x, "loss_fn": loss_fn, "passes": FAST, **options}
+        with fxsplit.compile(model, ["toy:0", "toy:1"], **given) as pipe:
+            for _ in range(4):
+                waits = record.waits.copy()
+                if loop == "step":
+                    pipe.step(x, target=y)
+                else:
+                    F.cross_entropy(pipe(x), y).backward()
+            assert record.waits == waits
+        record.check()

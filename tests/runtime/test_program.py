@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 import subprocess
@@ -20,6 +21,7 @@ import fxsplit
 from fxsplit.ir.facts.call import Call
 from fxsplit.runtime.program import Program
 from fxsplit.schedule import Schedule
+from tests.accelerator import use_accelerator
 from tests.models import FAST, Mlp, Residual
 
 FRESH_PROCESS = """
@@ -199,6 +201,30 @@ def test_a_gradient_moves_with_its_weight(monkeypatch: pytest.MonkeyPatch) -> No
     assert weight.data.is_meta and weight.grad is grad and grad.data.is_meta
 
 
+def test_state_of_an_optimizer_moves_with_the_weights() -> None:
+    """A model that was trained on the CPU before failed in its optimizer's first step elsewhere."""
+    torch.manual_seed(0)
+    model, x, y = Mlp(), torch.randn(8, 8), torch.randn(8, 3)
+    alone = copy.deepcopy(model)
+    adam, other = (torch.optim.Adam(m.parameters(), lr=0.1, foreach=True) for m in (model, alone))
+    for m, optimizer in ((model, adam), (alone, other)):
+        F.mse_loss(m(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    options: Any = {"passes": FAST, "n_microbatches": 4, "loss_fn": F.mse_loss, "example_inputs": x}
+    with use_accelerator() as record, fxsplit.compile(model, ["toy:0", "toy:1"], **options) as pipe:
+        assert {str(p.device) for p in model.parameters()} == {"toy:0", "toy:1"}
+        for _ in range(2):
+            pipe.step(x, target=y)
+            adam.step()
+            F.mse_loss(alone(x), y).backward()
+            other.step()
+        record.check()
+        for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
+            assert adam.state[mine]["exp_avg"].device == mine.device
+            torch.testing.assert_close(mine.cpu(), its)
+
+
 def test_recurrent_layers_are_flattened_where_they_are_placed(monkeypatch: pytest.MonkeyPatch) -> None:
     """cuDNN copied all weights of an LSTM in every call, with a warning."""
     model, calls = Recurrent(), list[Any]()
@@ -206,10 +232,8 @@ def test_recurrent_layers_are_flattened_where_they_are_placed(monkeypatch: pytes
     monkeypatch.setattr(nn.RNNBase, "flatten_parameters", lambda self: calls.append(self))
     program.place_weights()
     assert not calls, "on a CPU there is no cuDNN"
-    made = nn.LSTM(6, 5, device="meta")
-    for layer in [m for stage in program.stages.stages for m in stage.module.modules() if m is model.lstm]:
-        layer._parameters.update(made._parameters)
-    monkeypatch.setattr(Program, "list_placed", lambda self: [])
-    with pipe:
+    weights = list(model.parameters())
+    with pipe, use_accelerator():
+        monkeypatch.setattr(Program, "list_placed", lambda self: [(w, torch.device("toy:1")) for w in weights])
         program.place_weights()
-    assert calls[-1] is model.lstm
+    assert calls == [model.lstm] and model.lstm.weight_hh_l0.device == torch.device("toy:1")
