@@ -7,9 +7,10 @@ program (lowering). Weights then move to the devices of their stages.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +39,7 @@ from fxsplit.ir.manager import Observer
 from fxsplit.passes import Leaf
 from fxsplit.runtime.microbatches import divide_rows
 from fxsplit.runtime.program import Batch, Program
-from fxsplit.torch_internals.thread_modes import enable_gradients
+from fxsplit.torch_internals.thread_modes import cast_in_place, enable_gradients
 from fxsplit.torch_internals.undo import Turn, leave_no_trace
 from fxsplit.torch_internals.user_lines import warn_user
 
@@ -195,7 +196,7 @@ class Compiler:
         inputs, tensors = Inputs.of(self.model, *call, self.options.chunks)
         count = first.adapt_candidate(self.options, inputs.count_rows(tensors)).n_microbatches
         rows = divide_rows(inputs.count_rows(tensors), count)[0]
-        with enable_gradients():
+        with enable_gradients(), cast_in_place(self._kinds, tensors, self._read_dtype()):
             captured = fit_to_shapes(first.captured, self.model, call, rows, read_stated(self.options))
         return None if captured is None else replace(first, captured=captured)
 
@@ -252,7 +253,7 @@ class Compiler:
             grad_enabled=torch.is_grad_enabled(),
             earlier=[known.captured for known in (outdated, like) if known is not None],
         )
-        with enable_gradients(), show_progress(), restore_model(self.model):  # what stays whole may count its runs
+        with self._run_for_compile(tensors):
             # The second mode keeps the first one's schedule, whose devices hold the weights already.
             if like is None:
                 candidate, known = choose_candidate(self.options, rows, capture_rows)
@@ -288,6 +289,14 @@ class Compiler:
             moves_weights=moves_weights,
             versions={} if program.detached is None else read_versions(self.model),
         )
+
+    @contextmanager
+    def _run_for_compile(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Let the model run in the block in the modes that it will run in, and leave it as it was."""
+        cast = cast_in_place(self._kinds, tensors, self._read_dtype())
+        # What stays whole may count its runs.
+        with enable_gradients(), cast, show_progress(), restore_model(self.model):
+            yield
 
     def _make_observers(self, inputs: Inputs, tensors: Sequence[Tensor]) -> Sequence[Observer]:
         """Return what watches the chain for the model's present mode and these tensors."""
@@ -346,8 +355,17 @@ class Compiler:
 
     def _bind(self, inputs: Inputs, call: Call) -> list[Tensor]:
         """Return the tensors of a call, whose floating type may follow the model's; raises InputError for a misfit."""
-        floating = (p.dtype for p in self.model.parameters() if p.is_floating_point())
-        return inputs.bind(*call, next(floating, None))
+        return inputs.bind(*call, self._read_dtype(), self._kinds)
+
+    def _read_dtype(self) -> torch.dtype | None:
+        """Return the floating type of the model's parameters, or None where it has no such parameters."""
+        return next((p.dtype for p in self.model.parameters() if p.is_floating_point()), None)
+
+    @cached_property
+    def _kinds(self) -> tuple[str, ...]:
+        """The kinds of devices that stages run on."""
+        devices = self.options.machine.devices
+        return tuple(dict.fromkeys(d.torch_device.type for d in devices if d.torch_device is not None))
 
 
 def _list_children(modules: Sequence[nn.Module]) -> list[int]:

@@ -22,6 +22,14 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta")
 
 
+def is_present(device: torch.device) -> bool:
+    """Return whether this process has devices of the same kind."""
+    if not is_accelerator(device):
+        return True
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    return kind is not None and kind.type == device.type
+
+
 def make_stream(device: torch.device) -> torch.Stream:
     """Return a new stream of a device."""
     return torch.Stream(device)

@@ -69,16 +69,19 @@ def without_weights() -> Iterator[None]:
 
 
 @contextmanager
-def make_runnable(module: M, tensors: Sequence[Tensor], from_shapes: bool) -> Iterator[tuple[M, list[Tensor]]]:
+def make_runnable(
+    module: M, tensors: Sequence[Tensor], from_shapes: bool, device: torch.device | None = None
+) -> Iterator[tuple[M, list[Tensor]]]:
     """Yield the module and inputs for it, such that they can run on one device.
 
-    With `from_shapes` all parameters, buffers and inputs are replaced by fake tensors for as long as the block takes.
+    With `from_shapes` all parameters, buffers and inputs are replaced by fake tensors for as long as the block takes:
+    on `device`, which need not exist, by default on that of the first input.
     Where weights are on several devices, as once stages have been placed, they are replaced by copies in host memory
     for as long. In all other cases module and inputs are yielded as they are.
     """
     devices = {w.device for w in (*module.parameters(), *module.buffers())}
     if from_shapes:
-        with _replace_by_fakes(module, tensors[0].device) as make_fake:
+        with _replace_by_fakes(module, device or tensors[0].device) as make_fake:
             yield module, [make_fake(t) for t in tensors]
     elif len(devices) > 1:
         # Not a copy of the modules: their Python attributes are the user's objects, which forward() reads and writes.

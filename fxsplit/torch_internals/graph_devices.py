@@ -39,9 +39,28 @@ def move_constants(module: nn.Module, captured_on: torch.device, here: torch.dev
     for part in module.modules():
         if isinstance(part, fx.GraphModule):
             for node in part.graph.nodes:
-                converts = node.op == "call_method" and node.target in ("to", "type")
-                _rewrite(node, partial(_replace_device, captured_on, here, converts))
+                _rewrite(node, partial(_replace_device, captured_on, here, _converts(node)))
             part.recompile()
+
+
+def name_other_device(node: fx.Node, values: Any, captured_on: torch.device, here: torch.device) -> Any:
+    """Return the arguments that a node runs with, or its keyword arguments, with `here` for the device of the capture.
+
+    The graph stays as it is.
+    """
+    change = partial(_replace_device, captured_on, here, _converts(node))
+
+    def rename(key: str, value: Any) -> Any:
+        if type(value) is dict:
+            return {name: rename(name, v) for name, v in value.items()}
+        return type(value)(rename(key, v) for v in value) if type(value) in (list, tuple) else change(key, value)
+
+    return rename("", values)
+
+
+def _converts(node: fx.Node) -> bool:
+    """Return whether a node calls a method that takes a device as a text, by position."""
+    return node.op == "call_method" and node.target in ("to", "type")
 
 
 def _rewrite(node: fx.Node, change: Callable[[str, Any], Any]) -> None:

@@ -7,7 +7,7 @@ modes reads them first, and puts them back where it fails.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -79,6 +79,11 @@ class Modes(NamedTuple):
             if torch.autocast_decrement_nesting() == 0:
                 torch.clear_autocast_cache()
         torch.set_grad_enabled(self.grad)
+
+
+def is_autocast_on(kinds: Iterable[str]) -> bool:
+    """Return whether operators on any of these kinds of devices convert what they are given."""
+    return any(kind in AUTOCAST_DEVICES and torch.is_autocast_enabled(kind) for kind in kinds)
 
 
 def read_hooks() -> Any:

@@ -16,6 +16,7 @@ from fxsplit.errors import FxsplitError, TraceError
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.fake_weights import Snapshot, make_runnable
 from fxsplit.torch_internals.grad_leaves import find_leaves
+from fxsplit.torch_internals.graph_devices import name_other_device
 from fxsplit.torch_internals.interpret import Interpreter, describe_tensor, find_target, get_storage_id, preserve
 from fxsplit.torch_internals.layouts import list_parts
 from fxsplit.torch_internals.rng import can_draw, notice_draws
@@ -54,18 +55,31 @@ class Observation:
 
 
 class ObservingInterpreter(Interpreter):
-    """Interprets a graph in the current grad mode, and fills `seen` with one Observation for each node."""
+    """Interprets a graph in the current grad mode, and fills `seen` with one Observation for each node.
 
-    def __init__(self, gm: fx.GraphModule, visit: Visit | None = None) -> None:
+    renamed: the device that the graph was captured on, and the one that it is to name in its place.
+    """
+
+    def __init__(
+        self, gm: fx.GraphModule, visit: Visit | None = None, renamed: tuple[torch.device, torch.device] | None = None
+    ) -> None:
         super().__init__(gm, garbage_collect_values=False)
         self.seen: dict[str, Observation] = {}
         self._visit = visit
+        self._renamed = renamed
         # By the storage's number: which node made each, and those that autograd keeps already.
         self._owners: dict[int, str] = {}
         self._kept: set[int] = set()
         self._alive: list[UntypedStorage] = []  # the number of a freed storage would be given to another one
         self._buffers = {get_storage_id(b) for b in gm.buffers()}
         self._weights = self._buffers | {get_storage_id(p) for p in gm.parameters()}
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments and keyword arguments of a node."""
+        args, kwargs = super().fetch_args_kwargs_from_env(n)
+        if self._renamed is None:
+            return args, kwargs
+        return name_other_device(n, args, *self._renamed), name_other_device(n, kwargs, *self._renamed)
 
     def run_node(self, n: fx.Node) -> Any:
         """Run one node and observe it."""
@@ -127,18 +141,25 @@ class ObservingInterpreter(Interpreter):
 
 
 def observe(
-    gm: fx.GraphModule, tensors: Sequence[Tensor], visit: Visit | None = None, *, from_shapes: bool = False
+    gm: fx.GraphModule,
+    tensors: Sequence[Tensor],
+    visit: Visit | None = None,
+    *,
+    from_shapes: bool = False,
+    device: torch.device | None = None,
 ) -> dict[str, Observation]:
     """Return what each node of `gm` does with copies of `tensors`, by the node's name, in grad mode.
 
     visit: called before each call node runs. from_shapes: nothing is computed, and what a node would do is told from
         the shapes of its weights and of `tensors`.
+    device: with `from_shapes`, where the weights and `tensors` are taken to be; it need not exist.
 
     Buffers, random generators and gradients are afterwards as they were. Raises TraceError for a graph that trains a
     tensor which is no parameter.
     """
-    with make_runnable(gm, tensors, from_shapes) as (own, given), preserve(own), torch.enable_grad():
-        observer = ObservingInterpreter(own, visit)
+    renamed = None if device is None else (tensors[0].device, device)
+    with make_runnable(gm, tensors, from_shapes, device) as (own, given), preserve(own), torch.enable_grad():
+        observer = ObservingInterpreter(own, visit, renamed)
         leaves = [t.detach().requires_grad_(t.requires_grad) for t in given]
         # The graph gets clones, because autograd refuses to write in place to a leaf.
         result = observer.run(*(leaf.clone() for leaf in leaves))

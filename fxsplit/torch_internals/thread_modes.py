@@ -7,7 +7,7 @@ and entered in each worker.
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +20,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxsplit.errors import InputError
-from fxsplit.torch_internals.modes import AUTOCAST_DEVICES, Modes, drop_hooks, read_hooks
+from fxsplit.torch_internals.modes import AUTOCAST_DEVICES, Modes, drop_hooks, is_autocast_on, read_hooks
 from fxsplit.torch_internals.needs import COMPILERS, require
 from fxsplit.torch_internals.undo import Turn, undo_after
 
@@ -54,6 +54,22 @@ def enable_gradients() -> Iterator[None]:
         if entered:
             outside.__enter__()
         torch.set_grad_enabled(True)
+        yield
+
+
+@contextmanager
+def cast_in_place(of: Iterable[str], tensors: Sequence[Tensor], dtype: torch.dtype | None) -> Iterator[None]:
+    """Let autocast of other kinds of devices hold for the tensors' own kind, for the block, where they need it.
+
+    A model that is to run on a GPU may be given tensors in half precision while it and they are in host memory still.
+    dtype: that of the model's weights.
+    """
+    on = [kind for kind in of if is_autocast_on([kind])]
+    here = {t.device.type for t in tensors if t.is_floating_point() and t.dtype != dtype}
+    with keep_modes(), ExitStack() as stack:
+        for kind in here if on else ():
+            if kind in AUTOCAST_DEVICES and not is_autocast_on([kind]):
+                stack.enter_context(torch.autocast(kind, torch.get_autocast_dtype(on[0])))
         yield
 
 

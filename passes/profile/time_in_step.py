@@ -21,6 +21,7 @@ from fxsplit.passes.profile.thread import check_stop
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.grad_split import collect_weight_backwards, find_branch_nodes
 from fxsplit.torch_internals.grad_sums import Sums, make_shares
+from fxsplit.torch_internals.graph_devices import move_constants
 from fxsplit.torch_internals.interpret import Interpreter, describe_tensor
 from fxsplit.torch_internals.observe import Observation
 
@@ -237,6 +238,7 @@ def time_nodes(
     # Weights may be on several devices: one kind of device is measured, and on it all of the graph.
     if any(w.device != device for w in (*gm.parameters(), *gm.buffers())):
         gm = copy.deepcopy(gm).to(device)
+        move_constants(gm, inputs[0].device, device)
     sweep = Sweep(gm, seen, timed, device)
     sweep.settle(*inputs)
     # Backwards in halves have steps of their own: they take longer, and must not blur the times of whole ones.

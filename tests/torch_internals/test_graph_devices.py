@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxsplit
-from fxsplit.torch_internals.graph_devices import fix_constant_devices, move_constants
+from fxsplit.torch_internals.graph_devices import fix_constant_devices, move_constants, name_other_device
 from tests.models import FAST
 
 
@@ -88,3 +88,17 @@ def test_graphs_inside_a_graph_move_too() -> None:
     outer = fx.GraphModule({"inner": inner}, graph)
     move_constants(outer, torch.device("cpu"), torch.device("meta"))
     assert arguments(inner) == [torch.device("meta")] and "meta" in inner.code
+
+
+def test_a_node_runs_with_another_device_than_it_names() -> None:
+    graph = fx.Graph()
+    made = graph.call_function(torch.zeros, ([2],), {"device": torch.device("cpu"), "dtype": torch.int64})
+    moved = graph.call_method("to", (made, "cpu"))
+    here, there = torch.device("cpu"), torch.device("cuda:1")
+    assert name_other_device(made, dict(made.kwargs), here, there) == {"device": there, "dtype": torch.int64}
+    assert name_other_device(moved, (1, ["cpu", {"a": here}]), here, there) == (1, [there, {"a": there}])
+    assert name_other_device(made, ("cpu", {"device": "cpu", "mode": "cpu"}), here, there) == (
+        "cpu",
+        {"device": there, "mode": "cpu"},
+    )
+    assert made.kwargs["device"] == here

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fxsplit.torch_internals.thread_modes import NO_CONTEXT, ThreadModes, disable_compilers
+from fxsplit.torch_internals.thread_modes import NO_CONTEXT, ThreadModes, cast_in_place, disable_compilers
 
 word = contextvars.ContextVar("word", default="none")
 
@@ -165,3 +165,23 @@ def test_blocks_of_two_threads_do_not_overlap() -> None:
         order.append("first")
     thread.join()
     assert order == ["first", "second"]
+
+
+def test_autocast_of_another_kind_of_device_holds_where_it_is_needed() -> None:
+    """A tensor of half precision in host memory, for a model that is to run on GPUs, failed where it was captured."""
+    half, single = torch.ones(2, 2, dtype=torch.float16), torch.ones(2, 2)
+
+    def enter(*tensors: torch.Tensor) -> torch.dtype:
+        with cast_in_place(["cuda"], tensors, torch.float32):
+            return torch.mm(single, single).dtype
+
+    assert enter(half) == torch.float32
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        assert enter(half, single) == torch.get_autocast_dtype("cuda") == torch.float16
+        assert enter(single) == enter(torch.ones(2, dtype=torch.int64)) == torch.float32
+        with torch.autocast("cpu", torch.bfloat16):
+            assert enter(half) == torch.bfloat16
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+    assert not torch.is_autocast_enabled("cpu")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from fxsplit.ir.facts.chunks import Chunks, Cut, find_cuts
 from fxsplit.ir.facts.number_arguments import NUMBERS, NumberSpec, is_taken
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.containers import register_dataclasses
+from fxsplit.torch_internals.modes import is_autocast_on
 from fxsplit.torch_internals.objects import Opaque, StandIn, is_packed, take_apart
 
 MOST_LISTED = 20
@@ -47,8 +48,11 @@ class TensorSpec:
     shape: tuple[int, ...]
     cut: Cut
 
-    def check(self, value: Tensor, dtype: torch.dtype | None) -> None:
-        """Raise InputError unless the graph takes `value` in this place; `dtype` is what the model has become."""
+    def check(self, value: Tensor, dtype: torch.dtype | None, kinds: Collection[str] = ()) -> None:
+        """Raise InputError unless the graph takes `value` in this place; `dtype` is what the model has become.
+
+        kinds: those of the stages' devices.
+        """
         if value.device != self.device:
             raise InputError(
                 f"argument {self.name!r} is on {value.device} and the pipeline takes it on {self.device}: "
@@ -56,7 +60,7 @@ class TensorSpec:
             )
         # After model.double() the inputs are double too. Under autocast each operator converts by itself.
         follows = value.is_floating_point() and self.dtype.is_floating_point and value.dtype == dtype
-        if value.dtype != self.dtype and not follows and not torch.is_autocast_enabled(value.device.type):
+        if value.dtype != self.dtype and not follows and not is_autocast_on([value.device.type, *kinds]):
             raise InputError(
                 f"argument {self.name!r} is {value.dtype} and the pipeline takes {self.dtype}: "
                 f"convert it with .to({self.dtype})"
@@ -187,10 +191,17 @@ class Inputs:
                 kwargs[p.name] = value
         return Call(tuple(args), kwargs)
 
-    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype | None) -> list[Tensor]:
+    def bind(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        dtype: torch.dtype | None,
+        kinds: Collection[str] = (),
+    ) -> list[Tensor]:
         """Return the tensors of a later call.
 
-        `dtype` is the floating type the parameters have now: an input may follow the model to it. Raises InputError,
+        `dtype` is the floating type the parameters have now: an input may follow the model to it. `kinds` are those of
+        the stages' devices: under autocast for one of them, too, an input may have another type. Raises InputError,
         naming the argument, where the call has another structure, constant, dtype, device or number of dimensions.
         """
         names, values, structure, _ = flatten_call(self.signature, args, kwargs)
@@ -205,7 +216,7 @@ class Inputs:
         tensors: list[Tensor] = []
         for name, value, leaf in zip(names, values, self.leaves, strict=True):
             if isinstance(leaf, TensorSpec) and isinstance(value, Tensor):
-                leaf.check(value, dtype)
+                leaf.check(value, dtype, kinds)
                 tensors.append(value)
             elif isinstance(leaf, TensorSpec) or not is_taken(leaf, value):
                 raise InputError(

@@ -7,7 +7,8 @@ the new graph. `CallEffects` is of the model as a whole, and the same whichever 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -16,10 +17,13 @@ from torch import Tensor
 from fxsplit.errors import BrokenFact
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.example import Example
+from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.facts.meanings import Meaning
 from fxsplit.ir.graph import IR, Fact, GivenFact
 from fxsplit.torch_internals import pytree
+from fxsplit.torch_internals.accelerators import is_present
 from fxsplit.torch_internals.dependences import find_inseparable, find_ordered_pairs
+from fxsplit.torch_internals.modes import is_autocast_on
 from fxsplit.torch_internals.observe import Observation, Visit, observe
 
 
@@ -83,12 +87,35 @@ def observe_effects(ir: IR, visit: Visit | None = None, *, parameters_together: 
     visit: called before each call node runs, with the node, its callable, arguments and keyword arguments.
     parameters_together: whether all users of one parameter must be in one stage.
 
+    Where autocast is on for the stages' kind of device, and the model is elsewhere, sizes are those on such a device.
     Raises MissingFact without an Example, and TraceError for a graph that trains what is no parameter.
     """
     example = ir[Example]
-    nodes = observe(ir.gm, example.tensors, visit, from_shapes=example.from_shapes)
+    there = _observe_cast(ir, visit)
+    # What a node writes and draws is seen where it runs.
+    nodes = observe(ir.gm, example.tensors, None if there else visit, from_shapes=example.from_shapes)
+    for name, seen in there.items():
+        sizes = {field: getattr(seen, field) for field in ("text", "output_bytes", "gradient_bytes", "kept_bytes")}
+        nodes[name] = replace(nodes[name], **sizes)
     together = find_inseparable(ir.gm, nodes, parameters_together=parameters_together)
     return Effects(nodes, tuple(together), tuple(find_ordered_pairs(ir.gm, nodes)))
+
+
+def _observe_cast(ir: IR, visit: Visit | None) -> dict[str, Observation]:
+    """Return what the nodes make on the stages' device if autocast is on there and not where the model is, or nothing.
+
+    Nothing is computed there, and no memory is taken.
+    """
+    example, machine = ir[Example], ir.get(Machine)
+    device = machine.devices[0].torch_device if machine else None
+    here = example.tensors[0].device.type
+    # Autograd asks for streams of the device also where tensors are imagined, and aborts Python where it has none.
+    if device is None or device.type == here or not (is_autocast_on([device.type]) and is_present(device)):
+        return {}
+    # An operator may need values. Sizes are those without autocast then.
+    with suppress(Exception):
+        return observe(ir.gm, example.tensors, visit, from_shapes=True, device=device)
+    return {}
 
 
 @dataclass(frozen=True, eq=False)

@@ -116,6 +116,15 @@ def test_a_dtype_may_follow_the_model_or_autocast() -> None:
         inputs.bind((X.long(),), {}, torch.int64)
 
 
+def test_autocast_of_the_stages_devices_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor of half precision in host memory was refused, although the stages are on GPUs under autocast."""
+    inputs, _ = bind(plain, X)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
+    assert inputs.bind((X.half(),), {}, None, ("cpu", "cuda"))[0].dtype == torch.float16
+    with pytest.raises(InputError, match="float16"):
+        inputs.bind((X.half(),), {}, None, ("cpu", "xpu"))
+
+
 def test_rows_are_cut_where_they_are() -> None:
     inputs, tensors = bind(plain, X, extra=X.T.contiguous(), chunks={"extra": 1})
     assert inputs.count_rows(tensors) == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -15,6 +16,7 @@ from fxsplit.errors import BrokenFact, MissingFact
 from fxsplit.frontend.capture import capture
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.effects import CallEffects, Effects, find_effects, observe_effects
+from fxsplit.ir.facts.example import Example
 from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.facts.meanings import ROWS, Meaning
 from fxsplit.passes import Profile
@@ -141,3 +143,51 @@ def test_what_a_call_leaves_behind() -> None:
         "saves buffer count",
         "outputs: rows on 0",
     ]
+
+
+@torch.fx.wrap
+def read(x: Tensor) -> Tensor:
+    """Read a value, which a tensor that is only imagined has not."""
+    return x * float(x.detach().sum() * 0.0 + 1.0)
+
+
+class Reads(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return read(x)
+
+
+def imagine_elsewhere() -> IR:
+    """Return a graph on an example that has shapes alone, on another kind of device than the CPU."""
+    ir = capture(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), (torch.randn(4, 8),), {}, 2)
+    return ir.learn(replace(ir[Example], tensors=tuple(t.to("meta") for t in ir[Example].tensors), from_shapes=True))
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_sizes_under_autocast_are_those_on_the_stages_devices(cast: bool) -> None:
+    """A model in host memory was planned with single precision: twice the bytes that a GPU has to hold and send."""
+    visited: list[str] = []
+
+    def visit(node: fx.Node, call: object, args: tuple[Tensor, ...], kwargs: object) -> None:
+        visited.append(str(args[0].device))
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+        ir = imagine_elsewhere()
+        nodes = observe_effects(ir.learn(Machine.of(["cpu"] * 2)), visit).nodes
+    assert set(visited) == {"cpu" if cast else "meta"}
+    found = [(nodes[name].text, nodes[name].output_bytes, nodes[name].gradient_bytes) for name in ("_0", "_1")]
+    # The linear layer keeps its input in half precision, and tanh its output.
+    kept = [nodes[name].kept_bytes for name in ("_0", "_1")]
+    if cast:
+        assert found == [("bfloat16[2, 8]", 32, 32)] * 2 and kept == [32, 32]
+    else:
+        assert found == [("float32[2, 8]", 64, 64)] * 2 and kept == [0, 64]
+
+
+def test_sizes_are_those_here_where_no_device_can_be_imagined() -> None:
+    ir = capture(nn.Sequential(nn.Linear(8, 8), Reads()), (torch.randn(4, 8),), {}, 2)
+    gpus = Machine(tuple(fxsplit.Device(name, torch.device(name), 1e9) for name in ("cuda:0", "cuda:1")), links=(1e9,))
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        assert observe_effects(ir.learn(gpus)).nodes["_0"].text == "float32[2, 8]"
+    finally:
+        torch.set_autocast_enabled("cuda", False)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
 
+import fxsplit
 from fxsplit.ir.facts.costs import Measured
 from fxsplit.passes.profile.clock import Clock, Span
 from fxsplit.passes.profile.time_in_step import (
@@ -18,6 +20,8 @@ from fxsplit.passes.profile.time_in_step import (
     time_halves,
 )
 from fxsplit.torch_internals.observe import observe
+from tests.accelerator import use_accelerator
+from tests.models import FAST
 from tests.runtime.stage.beside_unsplit import largest_difference
 
 
@@ -162,3 +166,24 @@ def test_operators_that_differ_are_told_apart() -> None:
         describe("add", x, 1),
     ]
     assert len(set(texts)) == len(texts)
+
+
+class Positions(nn.Module):
+    """Adds numbers that it makes on the device of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.b(torch.tanh(self.a(x)) + torch.arange(8, device=x.device))
+        return out
+
+
+def test_a_graph_that_makes_constants_is_timed_on_another_device() -> None:
+    """They were made where the graph was captured, and added to what was made where it is timed."""
+    model, x = Positions(), torch.randn(8, 8)
+    expected = model(x)
+    options: Any = {"example_inputs": x, "n_microbatches": 2, "passes": FAST}
+    with use_accelerator(), fxsplit.compile(model, ["toy:0", "toy:1"], **options) as pipe:
+        torch.testing.assert_close(pipe(x).cpu(), expected)
