@@ -202,8 +202,9 @@ class _Trial:
         target = () if self.loss_fn else None
         loss_fn, how = self.loss_fn or take_model_loss, self.batch.program.inputs
         batch = self.batch._replace(rows=rows)
-        meanings = [replace(m, weights=batch.weigh(m)) for m in self.meanings]
-        weights = batch.weigh(find_own_meaning(batch.program, len(rows))) if self.loss_fn is None else None
+        meanings = [replace(m, weights=[float(w) for w in batch.weigh(m)]) for m in self.meanings]
+        own = find_own_meaning(batch.program, len(rows)) if self.loss_fn is None else None
+        weights = None if own is None else [float(w) for w in batch.weigh(own)]
         joined = Joined(meanings, weights, self.joins_first)
         return run_unsplit_step(model, args, target, loss_fn, rows, kwargs, how, joined)
 

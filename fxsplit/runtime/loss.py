@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fxsplit.errors import InputError
-from fxsplit.ir.facts.counts import Count, Watch, check_nothing_counts
+from fxsplit.ir.facts.counts import Count, Watch, Weights, check_nothing_counts
 from fxsplit.ir.facts.meanings import MEAN, Meaning
 from fxsplit.runtime.loss_meaning import LossMeaning
 from fxsplit.runtime.program import Batch, Program
@@ -29,9 +29,6 @@ from fxsplit.torch_internals.user_lines import find_users_line
 
 LossFn = Callable[..., Tensor]
 """loss_fn(outputs, target), or loss_fn(outputs) where a step is given no target."""
-
-Weights = Sequence[float | Tensor]
-"""Numbers, or tensors of double precision on an accelerator, which the host has not waited for."""
 
 Weigh = Callable[[int, int, torch.device], Weights]
 """Returns the weights of the losses of microbatches, from one up to another, in the loss of these on a device."""
@@ -100,7 +97,7 @@ def find_reduction(loss_fn: LossFn) -> str | None:
     return None if stated is None else str(stated)
 
 
-def weigh_rows(reduction: str | None, rows: Sequence[int]) -> list[float]:
+def weigh_rows(reduction: str | None, rows: Sequence[int]) -> Weights:
     """Return the weight of each microbatch's loss in the loss of all of them; `rows` has the rows of each.
 
     A mean over rows, which is assumed where nothing is known, has the microbatch's share of the rows, a sum 1.

@@ -107,10 +107,18 @@ def join(pieces: Sequence[Tensor], rows: Sequence[int], meaning: Meaning = ROWS)
     if meaning.kind == "sum":
         return stacked.sum(0, dtype=stacked.dtype)
     weights = meaning.list_weights(rows)
-    for m in (m for m, weight in enumerate(weights) if not weight):
+    for m in (m for m, weight in enumerate(weights) if not isinstance(weight, Tensor) and not weight):
         check_nothing_counts(pieces[m], f"that of microbatch {m}")
     pairs = zip(pieces, weights, strict=True)
-    return torch.stack([piece * weight if weight else torch.zeros_like(piece) for piece, weight in pairs]).sum(0)
+    return torch.stack([_scale(piece, weight) for piece, weight in pairs]).sum(0)
+
+
+def _scale(piece: Tensor, weight: float | Tensor) -> Tensor:
+    """Return what a microbatch adds to a mean; nothing where it weighs nothing, whatever its number is."""
+    if isinstance(weight, Tensor):
+        weight = weight.to(piece.device)
+        return (piece.double() * weight).where(weight != 0, 0.0).to(piece.dtype)
+    return piece * weight if weight else torch.zeros_like(piece)
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:
@@ -129,4 +137,9 @@ def split_gradient(gradient: Tensor, rows: Sequence[int], meaning: Meaning = ROW
     if meaning.kind == "sum":
         return [gradient] * len(rows)
     # What is the same for all microbatches is made by each of them: their shares add up to one.
-    return [gradient * weight if weight else None for weight in meaning.list_weights(rows)]
+    weights = meaning.list_weights(rows)
+    # Where the host does not know whether a weight is zero, the backward is right for zeros too.
+    return [
+        gradient * weight.to(gradient) if isinstance(weight, Tensor) else gradient * weight if weight else None
+        for weight in weights
+    ]

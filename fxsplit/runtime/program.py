@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fxsplit.errors import InputError
 from fxsplit.ir.facts.call import Inputs
+from fxsplit.ir.facts.counts import Count, Weights
 from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.facts.meanings import Meaning
 from fxsplit.ir.facts.plan import Plan
@@ -215,7 +216,7 @@ class Batch(NamedTuple):
     rows: Sequence[int]
     numbers: tuple[float, ...] = ()
 
-    def weigh(self, meaning: Meaning, first: int = 0, last: int | None = None) -> list[float]:
+    def weigh(self, meaning: Meaning, first: int = 0, last: int | None = None) -> Weights:
         """Return the weight of each microbatch, from `first` up to `last`, in what these make."""
         rows = self.rows[first:last]
         if meaning.count is None:
@@ -224,7 +225,8 @@ class Batch(NamedTuple):
         whole = [cut.narrow(t.detach(), before, sum(rows)) for cut, t in zip(cuts, self.tensors, strict=True)]
         columns = [cut.split(t, rows) for cut, t in zip(cuts, whole, strict=True)]
         pieces = [(*piece, *self.numbers) for piece in zip(*columns, strict=True)]
-        return meaning.count.weigh(pieces, rows, [*whole, *self.numbers])
+        weigh = meaning.count.weigh_there if isinstance(meaning.count, Count) else meaning.count.weigh
+        return weigh(pieces, rows, [*whole, *self.numbers])
 
     def weigh_outputs(self) -> list[Meaning]:
         """Return what each output of the program means, with the weights of this batch's microbatches."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -140,6 +141,14 @@ class Normed(nn.Module):
         return out
 
 
+class Own(Normed):
+    """Returns its own loss, a mean over the labels that count."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:  # type: ignore[override]
+        out = super().forward(x)
+        return {"loss": F.cross_entropy(out, labels), "out": out}
+
+
 def mean_with_labels(outputs: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(outputs, target) + 0.1 * outputs.square().mean()
 
@@ -172,3 +181,34 @@ def test_a_warm_batch_waits_for_no_accelerator(loop: str, loss_fn: Any, place: s
                     F.cross_entropy(pipe(x), y).backward()
             assert record.waits == waits
         record.check()
+
+
+@pytest.mark.parametrize("loop", ["step", "call"])
+def test_a_model_that_averages_labels_waits_for_no_accelerator(loop: str) -> None:
+    """The host read how many labels count in each microbatch."""
+    torch.manual_seed(0)
+    model, x, labels = Own(), torch.randn(15, 8), torch.randint(0, 3, (15,))
+    model.drop.p = 0.0
+    model.norm.eval()
+    labels[3:9] = -100  # all of one microbatch
+    alone = copy.deepcopy(model)
+    expected = alone(x, labels)["loss"]
+    expected.backward()
+    with use_accelerator() as record:
+        given = [t.to("toy:0") for t in (x, labels)]
+        options: Any = {"n_microbatches": 4, "example_inputs": tuple(given), "passes": FAST}
+        with fxsplit.compile(model.to("toy:0"), ["toy:0", "toy:1"], **options) as pipe:
+            for _ in range(2):
+                pipe.zero_grad()
+                waits = record.waits.copy()
+                if loop == "step":
+                    loss = pipe.step(*given)
+                else:
+                    loss = pipe(*given)["loss"]
+                    loss.backward()
+            assert record.waits == waits
+        record.check()
+        torch.testing.assert_close(loss.detach().cpu(), expected.detach())
+        for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
+            assert mine.grad is not None
+            torch.testing.assert_close(mine.grad.cpu(), its.grad)

@@ -39,6 +39,13 @@ def find_count(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
     return _extract(gm, operands)
 
 
+def is_safe(count: fx.GraphModule) -> bool:
+    """Return whether a number divided by this count, of a graph that `find_count` returned, is safe (see `Count`)."""
+    made = count.graph.output_node().args[0]
+    # torch gives labels that are ignored a gradient of zero, and divides those of classes without weight by zero.
+    return isinstance(made, fx.Node) and made.target is count_labels and made.args[1] is None
+
+
 def find_inner_counts(gm: fx.GraphModule, node: fx.Node) -> Iterator[fx.GraphModule]:
     """Return such a graph for everything that is divided on the way to `node`."""
     for inner in _list_ancestors([node]):

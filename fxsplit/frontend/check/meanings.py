@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from fxsplit.errors import InputError
 from fxsplit.frontend.check.carried import find_carried_buffer
-from fxsplit.frontend.check.counts import find_count, find_inner_counts
+from fxsplit.frontend.check.counts import find_count, find_inner_counts, is_safe
 from fxsplit.frontend.check.row_gradients import find_unjoined_gradient
 from fxsplit.frontend.check.rows import cut_pieces, join_pieces, mix_batch
 from fxsplit.frontend.check.trial import (
@@ -299,7 +299,7 @@ class _Trial:
         closer, loose = self._look_closer(run)
         whole, pieces = closer.take(name)
         for by_rows in (False, True):
-            count = Count(graph, by_rows)
+            count = Count(graph, by_rows, safe=is_safe(graph) and not by_rows)
             with suppress(Exception):  # such as labels for which the loss itself fails
                 weights = self._weigh(count, run)
                 found = torch.stack([p * w for p, w in zip(pieces, weights, strict=True) if w]).sum(0)

@@ -40,6 +40,10 @@ DIFFERS = (
 """What is said of a number that microbatches do not make, after its name."""
 
 
+Weights = Sequence[float | Tensor]
+"""What microbatches weigh: numbers, or tensors of double precision on an accelerator, which the host need not know."""
+
+
 @dataclass(frozen=True, eq=False)
 class Count:
     """What a number is divided by. `compute` computes it from the tensors of a call, or from the target of a loss.
@@ -64,9 +68,7 @@ class Count:
         weights: list[float] = self.compute_weights(pieces, rows, whole).tolist()
         return weights
 
-    def weigh_there(
-        self, pieces: Sequence[Sequence[Any]], rows: Sequence[int], whole: Sequence[Any] = ()
-    ) -> list[float] | list[Tensor]:
+    def weigh_there(self, pieces: Sequence[Sequence[Any]], rows: Sequence[int], whole: Sequence[Any] = ()) -> Weights:
         """Return the same weights; as tensors, which the host need not wait for, where they are on an accelerator."""
         weights = self.compute_weights(pieces, rows, whole)
         if self.safe and not is_on_host(weights):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fxsplit.ir.facts.chunks import Cut
-from fxsplit.ir.facts.counts import Count, Watch, share_rows
+from fxsplit.ir.facts.counts import Count, Watch, Weights, share_rows
 
 Kind = Literal["rows", "mean", "counted", "sum", "same", "all", "any", "unjoined"]
 
@@ -34,14 +34,14 @@ class Meaning:
     each: int = 1
     why: str = ""
     count: Count | Watch | None = field(default=None, compare=False)
-    weights: Sequence[float] | None = field(default=None, compare=False)
+    weights: Weights | None = field(default=None, compare=False)
 
     @property
     def cut(self) -> Cut:
         """Where the output has rows."""
         return Cut(self.dim, self.each) if self.kind == "rows" else Cut(None)
 
-    def list_weights(self, rows: Sequence[int]) -> list[float]:
+    def list_weights(self, rows: Sequence[int]) -> Weights:
         """Return the weights of microbatches of so many rows in what they make: 1 in a sum, their shares in a mean."""
         if self.kind == "sum":
             return [1.0] * len(rows)
