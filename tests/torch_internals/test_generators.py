@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import threading
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Generator, Tensor, nn
 from torch._subclasses import FakeTensorMode, fake_tensor
 from torch.nn import functional as F
 
+import fxsplit
 from fxsplit.torch_internals.generators import (
     CPU,
     find_generators,
@@ -26,6 +28,8 @@ from fxsplit.torch_internals.generators import (
 )
 from fxsplit.torch_internals.interpret import preserve
 from fxsplit.torch_internals.rng import Draw, isolate_draws, notice_draws, take_turn
+from tests.accelerator import use_accelerator
+from tests.models import FAST
 
 FIRST, SECOND = ("cuda", 0), ("cuda", 1)
 
@@ -172,3 +176,38 @@ def test_draws_on_two_devices_do_not_wait_for_each_other() -> None:
     for thread in threads:
         thread.join()
     assert behind.is_set()
+
+
+class Drops(nn.Module):
+    """Draws for a tensor, on the device of one, and by a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.drop = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3), nn.Dropout(0.4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.drop(torch.relu(self.a(x)))
+        h = h * torch.rand(h.shape[0], 1, device=x.device)
+        out: Tensor = self.c(F.dropout(torch.relu(self.b(h)), 0.3, self.training))
+        return out
+
+
+def test_draws_on_accelerators_do_not_depend_on_cut_device_or_recomputation() -> None:
+    """Draws that no tensor told of took other numbers in each run, and in the second run of a recomputation."""
+    torch.manual_seed(0)
+    base, x = Drops(), torch.randn(16, 8)
+    found = []
+    for devices, again in (("01", "never"), ("01", "always"), ("0000", "always"), ("10", "never")):
+        places = [f"toy:{number}" for number in devices]
+        with use_accelerator() as record:
+            model, given = copy.deepcopy(base).to(places[0]), x.to(places[0])
+            options: Any = {"example_inputs": given, "n_microbatches": 4, "recompute": again, "passes": FAST}
+            with fxsplit.compile(model, places, **options) as pipe:
+                torch.manual_seed(5)
+                before, drawn = read_generators(), record.draws.copy()
+                pipe(given).square().sum().backward()
+                assert read_generators()[1:] == before[1:] and all(record.draws[p] > drawn[p] for p in places)
+            record.check()
+            found.append([p.grad.cpu() for p in model.parameters() if p.grad is not None])
+    for gradients in found[1:]:
+        torch.testing.assert_close(gradients, found[0], rtol=0.0, atol=0.0)
