@@ -26,6 +26,7 @@ NEEDED = (
     "torch.nn.modules.batchnorm._BatchNorm",
     "torch.nn.modules.batchnorm._NormBase",
     "torch.nn.modules.dropout._DropoutNd",
+    "torch.nn.RNNBase._update_flat_weights",
     "torch.nn.modules.module._global_forward_hooks",
     "torch.nn.modules.module._global_forward_pre_hooks",
     "torch.nn.modules.module._global_backward_hooks",
