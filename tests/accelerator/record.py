@@ -153,6 +153,15 @@ class Record:
         _merge(self._get_host(), clock)
         _merge(self._over, clock)
 
+    def finish(self, device: str) -> None:
+        """Let everything on all streams of a device be over: what is queued from now on, by any thread, is after it."""
+        done: Clock = {}
+        for stream, clock in self.clocks.items():
+            if stream.startswith(f"{device} "):
+                _merge(done, clock)
+        for clock in (*self.clocks.values(), self._get_host(), self._over):
+            _merge(clock, done)
+
     def read_on_host(self, label: str, ready: Access) -> None:
         """Let the calling thread read host memory that a copy on a stream fills."""
         if self._over.get(ready.stream, 0) < ready.number:
