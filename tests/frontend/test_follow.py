@@ -61,11 +61,30 @@ FOLLOWED: dict[str, Use] = {
 }
 
 
+def exports_exponents() -> bool:
+    """Return whether torch exports a power without asking whether its exponent is 1, as torch 2.11 does."""
+
+    class Power(nn.Module):
+        def forward(self, x: Tensor, rate: Tensor) -> Tensor:
+            result: Tensor = x ** rate.item()
+            return result
+
+    try:
+        torch.export.export(Power(), (torch.ones(2), torch.tensor(0.75, dtype=torch.float64)), strict=False)
+    except RuntimeError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("exported", [False, True])
 @pytest.mark.parametrize("kind", FOLLOWED)
 def test_a_changed_number_becomes_an_input(kind: str, exported: bool) -> None:
     model = Uses(FOLLOWED[kind], exported=exported)
     ir = capture_changed(model, rate=0.75)
+    if exported and kind == "exponent" and not exports_exponents():
+        assert list_followed(ir) == [] and len(ir[PythonState].stuck) == 1
+        torch.testing.assert_close(ir.gm(torch.ones(2, 4)), model(torch.ones(2, 4)))
+        return
     assert list_followed(ir) == ["attribute 'rate' of the model"] and not ir[PythonState].stuck
     (node,) = list_number_nodes(ir.gm.graph)
     assert (node.target, node.args) == ("rate", (0.75,)), "without a value the graph runs with that of the capture"
