@@ -26,6 +26,7 @@ from typing import Any
 from fxsplit.errors import InputError
 from fxsplit.ir.facts.figures import TOO_LARGE, is_amount, show
 from fxsplit.ir.facts.machine import MAX_DEVICES, Device, Machine
+from fxsplit.ir.files import explain_unreadable
 
 KEYS = {"name", "count", "memory_bytes", "speed", "link_bytes_per_s", "bytes_per_s", "host"}
 
@@ -40,7 +41,7 @@ def read_machine(path: str | os.PathLike[str]) -> Machine:
         data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     # ValueError is a file that is no TOML or no text, or a path that cannot be one.
     except (OSError, ValueError, RecursionError) as error:
-        what = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        what = explain_unreadable(error)
         raise InputError(f"cannot read a machine from {name!r}: {what}; give [[devices]] tables in TOML") from error
     entries = data.get("devices")
     # A key that is not known is refused: a misspelt one would be left out without a word.

@@ -18,7 +18,7 @@ from fxsplit.errors import PlanError
 from fxsplit.ir.facts.figures import AMOUNT, as_list, is_amount, is_count, show
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.price import COST_MODELS, CostModel, StagePlan
-from fxsplit.ir.files import write_whole
+from fxsplit.ir.files import explain_unreadable, write_whole
 
 # All numbers of a stage: a figure that StagePlan gains is written and read without a change here.
 _FIGURES = [f.name for f in fields(StagePlan) if f.name.endswith(("_ms", "_bytes"))]
@@ -71,7 +71,7 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        what = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        what = explain_unreadable(error)
         raise PlanError(f"cannot read a plan from {name!r}: {what}; write one with fxsplit plan --json") from error
     # Any JSON file comes here, so the two keys that every plan has tell whether it is one.
     if not isinstance(data, dict) or "stages" not in data or "objective" not in data:

@@ -10,6 +10,7 @@ from fxsplit.errors import ProfileError
 from fxsplit.formats import dnn_partitioning, pipedream
 from fxsplit.formats.foreign import Profile
 from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.files import explain_unreadable
 
 
 def read(path: str | os.PathLike[str], by_bytes: bool = False) -> Profile:
@@ -34,7 +35,7 @@ def read(path: str | os.PathLike[str], by_bytes: bool = False) -> Profile:
             raise
         raise ProfileError(f"{name!r} is no whole JSON file (is it cut off?): {error}") from error
     except RecursionError as error:
-        raise ProfileError(f"{name!r} is nested too deeply for a profile") from error
+        raise ProfileError(f"{name!r} is no profile: {explain_unreadable(error)}") from error
     # fxsplit's own files have nodes, but name what each node reads and so need no edges.
     if "nodes" in data and "edges" in data:
         return dnn_partitioning.parse(data, name, by_bytes)

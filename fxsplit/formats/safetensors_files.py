@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from fxsplit.errors import InputError
 from fxsplit.ir.facts.figures import show
+from fxsplit.ir.files import explain_unreadable
 from fxsplit.torch_internals.fake_weights import fill_like
 from fxsplit.torch_internals.grad_leaves import list_gradient_hooks
 
@@ -140,7 +141,8 @@ def _read_index(path: Path) -> dict[str, Path]:
         held = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         files = dict(held.items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise InputError(f"{str(path)!r} is no index of safetensors files (no weight_map): {error}") from error
+        what = explain_unreadable(error)
+        raise InputError(f"{str(path)!r} is no index of safetensors files (no weight_map): {what}") from error
     # A name with a folder in it could lead anywhere, and an index comes from others.
     for file in files.values():
         if not isinstance(file, str) or PurePosixPath(file).name != file or not os.path.isfile(path.parent / file):

@@ -27,6 +27,12 @@ NEXT_STEPS = {
 """What to do about an error of the operating system, by its number."""
 
 
+def explain_unreadable(error: Exception) -> str:
+    """Return in words why a file could not be read or parsed, after "cannot read ...: "."""
+    # Python tells of its own stack, and not of the file.
+    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+
+
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
     """Write a file so that it holds all of `content`, or is as it was before; text is written as UTF-8.
 

@@ -104,5 +104,8 @@ def test_files_that_are_no_plans(tmp_path: Path) -> None:
         (tmp_path / "other").write_text(text)
         with pytest.raises(PlanError, match=message):
             read_plan(tmp_path / "other")
+    (tmp_path / "other").write_text("[" * 10**5 + "]" * 10**5)
+    with pytest.raises(PlanError, match="it is nested too deeply; write one with"):
+        read_plan(tmp_path / "other")
     with pytest.raises(PlanError, match=r"cannot read a plan from .*nothing"):
         read_plan(tmp_path / "nothing")

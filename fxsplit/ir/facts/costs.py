@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from fxsplit.errors import BrokenFact, ProfileError
 from fxsplit.ir.facts.figures import as_list, check_record, is_count, show
-from fxsplit.ir.files import write_whole
+from fxsplit.ir.files import explain_unreadable, write_whole
 from fxsplit.ir.graph import IR, Fact, GivenFact
 
 if TYPE_CHECKING:  # planning from a profile needs no torch
@@ -285,7 +285,7 @@ class Costs(Fact):
             # A file that is no JSON, or no text, is as wrong as one that is missing.
             data = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
-            raise ProfileError(f"cannot read a profile from {str(path)!r}: {error}") from error
+            raise ProfileError(f"cannot read a profile from {str(path)!r}: {explain_unreadable(error)}") from error
         return cls.parse(data, str(path))
 
     @classmethod
