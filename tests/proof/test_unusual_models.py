@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -39,7 +40,13 @@ class Decides(nn.Module):
         return out
 
 
-def test_a_branch_that_values_decide_is_never_a_constant() -> None:
+@pytest.mark.parametrize("default_device", [None, "cpu"])
+def test_a_branch_that_values_decide_is_never_a_constant(default_device: str | None) -> None:
+    with torch.device(default_device) if default_device else nullcontext():
+        check_branch()
+
+
+def check_branch() -> None:
     with pytest.raises(TraceError, match="cond, which decides by values"):
         fxsplit.compile(Decides(), 2, example_inputs=torch.randn(8, 4), **OPTIONS)
     model = nn.Sequential(nn.Linear(4, 4), Decides(), nn.Linear(4, 4))

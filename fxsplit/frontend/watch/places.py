@@ -88,7 +88,12 @@ def is_library(value: Any) -> bool:
     if not isinstance(value, (types.ModuleType, type, types.FunctionType, types.BuiltinFunctionType)):
         return False
     home = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
-    top = str(home or "torch").partition(".")[0]
+    return is_of_library(str(home or "torch"))
+
+
+def is_of_library(module: str) -> bool:
+    """Return whether a module's name is one of torch's or of Python's own."""
+    top = module.partition(".")[0]
     return top in TORCHS or top in sys.stdlib_module_names
 
 

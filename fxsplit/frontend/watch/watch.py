@@ -29,6 +29,7 @@ from fxsplit.frontend.watch.places import (
     TORCHS,
     find_entry,
     is_library,
+    is_of_library,
     keep_entries,
     list_globals,
     list_places,
@@ -209,6 +210,8 @@ class Watch:
             if code is _READ_ENVIRONMENT:
                 self._take_environment(frame)
             return None
+        if code.co_filename.startswith("<") and _is_made_by_library(frame):
+            return None
         parent, module = self._find_caller(frame)
         outer = parent.home if parent else Home("", frozenset())
         path = outer.path if module is None else self._paths.get(id(module), "")
@@ -333,6 +336,16 @@ def _is_watched(code: CodeType) -> bool:
     file = code.co_filename
     # What is typed in has a name in brackets as well, so only the names of generated code are left out.
     return not (file.startswith((*_TORCHS, FXSPLIT, "<eval_with_key")) or _is_of_python(code))
+
+
+def _is_made_by_library(frame: FrameType) -> bool:
+    """Return whether code without a file is a library's: a method of its dataclass, or a text that it evaluates."""
+    home = frame.f_globals.get("__name__")
+    if home is not None:
+        return is_of_library(str(home)) or str(home).partition(".")[0] == "fxsplit"
+    # A text that has names of its own says nothing of who wrote it; who evaluates it does.
+    caller = frame.f_back
+    return frame.f_code.co_name == "<module>" and caller is not None and not _is_watched(caller.f_code)
 
 
 def _is_of_python(code: CodeType) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -136,6 +138,30 @@ def test_what_forward_reads_is_followed_in_a_container_that_it_fills() -> None:
 def test_a_cache_is_no_change(change: Callable[[Any, Tensor], None]) -> None:
     with fxsplit.compile(Changes(change), 2, example_inputs=torch.randn(8, 4), passes=FAST):
         pass
+
+
+IN_TORCH = str(Path(torch.__file__).parent / "made_up.py")
+
+
+@pytest.mark.parametrize(
+    ("file", "names", "is_users"),
+    [
+        (IN_TORCH, {}, False),
+        (IN_TORCH, {"__name__": "torch.made_up"}, False),
+        (IN_TORCH, {"__name__": __name__}, True),  # torch evaluates a text for the user, as types in quotes
+        (__file__, {}, True),
+        (__file__, {"__name__": __name__}, True),
+    ],
+)
+def test_a_text_that_torch_evaluates_is_no_code_of_the_users(file: str, names: Any, is_users: bool) -> None:
+    """Under a default device, torch evaluates guards for `torch.cond`, whose global 'G' was said to change."""
+    held: dict[str, Any] = {"KEPT": {"G": [], **names}}
+    exec(compile("def ask(text): return eval(text, KEPT)", file, "exec"), held)
+    ask = held["ask"]
+    model, x = Changes(lambda m, h: ask("G.append(1)")), torch.randn(8, 4)
+    warns = pytest.warns(fxsplit.FxsplitWarning, match=r"changes global .*'G'.* .from 0 items to 1")
+    with fxsplit.compile(model, 2, passes=FAST) as pipe, warns if is_users else contextlib.nullcontext():
+        pipe(x)
 
 
 class Warms(Two):

@@ -149,6 +149,7 @@ READS: dict[str, tuple[dict[str, Any], Callable[[Any, Tensor], Any], Callable[[A
         lambda m, h: m.cfg.inner.rate,
         lambda m: setattr(m.cfg.inner, "rate", 2.0),
     ),
+    "text": ({"cfg": Config()}, lambda m, h: eval("c.rate", {"c": m.cfg}), lambda m: setattr(m.cfg, "rate", 2.0)),
     "namespace": (
         {"cfg": types.SimpleNamespace(rate=1.0)},
         lambda m, h: m.cfg.rate,
@@ -220,7 +221,7 @@ READS: dict[str, tuple[dict[str, Any], Callable[[Any, Tensor], Any], Callable[[A
 
 NUMBERS = (
     *("attribute", "attribute by getattr", "attribute by a name put together", "property", "global", "closure"),
-    *("dataclass", "dataclass in dataclass", "namespace", "slots", "each of a list", "comprehension", "helper"),
+    *("dataclass", "dataclass in dataclass", "text", "namespace", "slots", "each of a list", "comprehension", "helper"),
 )
 """What becomes an input of the graph, since it is a float in a place of its own that the code only computes with."""
 
