@@ -23,6 +23,7 @@ from fxsplit.torch_internals.generators import (
     Place,
     find_generators,
     get_turn,
+    lend_generators,
     list_places,
     read_generators,
     take_generators,
@@ -42,9 +43,14 @@ class _Turn(NamedTuple):
 
 
 class _Thread(threading.local):
-    """What a thread knows: its turn, or None."""
+    """What a thread knows: its turn, or None, and the states that generators had before each block of draws it is in.
 
-    now: _Turn | None = None
+    The outermost block is the first.
+    """
+
+    def __init__(self) -> None:
+        self.now: _Turn | None = None
+        self.before: list[dict[Generator, Tensor]] = []
 
 
 _thread = _Thread()
@@ -138,6 +144,32 @@ def take_turn(seed: int, microbatch: int, devices: Sequence[torch.device] = ()) 
         yield
 
 
+@contextmanager
+def lend_draws() -> Iterator[None]:
+    """Let other threads draw in the block, also where this thread is in a block that draws from a state of its own.
+
+    It is to wait for them there: a loss function may call another pipeline, whose workers draw.
+    Meanwhile generators have the states that they had before this thread changed them.
+    """
+    blocks = {generator: before for before in reversed(_thread.before) for generator in before}
+    own: dict[Generator, Tensor] = {}
+
+    def come_back() -> None:
+        for generator, state in own.items():
+            before = generator.get_state()
+            # They are equal where an interrupt came before the state was put back.
+            if not torch.equal(before, state):
+                blocks[generator][generator] = before
+                generator.set_state(state)
+
+    with undo_after(come_back):
+        for generator, before in blocks.items():
+            own[generator] = generator.get_state()
+            generator.set_state(before[generator])
+        with lend_generators():
+            yield
+
+
 def current_microbatch() -> int:
     """Return the microbatch whose turn it is in this thread; 0 outside of any turn."""
     return 0 if _thread.now is None else _thread.now.microbatch
@@ -168,18 +200,20 @@ def _set_states(generators: Iterable[tuple[Place, Generator]], seed: int, microb
     places = [place for place, _ in generators]
     # Nearly always one generator.
     with get_turn(places[0]).take() if len(places) == 1 else take_generators(places):
-        states = [(generator, generator.get_state()) for _, generator in generators]
-        with undo_after(partial(_put_back, states)):
+        before = {generator: generator.get_state() for _, generator in generators}
+        with undo_after(partial(_put_back, before, len(_thread.before))):
+            _thread.before.append(before)
             for _, generator in generators:
                 # One number for all: what is drawn must not depend on the number of the GPU that a stage is on.
                 generator.manual_seed(number)
             yield
 
 
-def _put_back(states: Sequence[tuple[Generator, Tensor]]) -> None:
-    """Give generators their states back."""
-    for generator, state in states:
+def _put_back(states: Mapping[Generator, Tensor], block: int) -> None:
+    """Give generators their states back, at the end of this thread's block of draws with a number."""
+    for generator, state in states.items():
         generator.set_state(state)
+    del _thread.before[block:]
 
 
 def _mix(*numbers: int) -> int:

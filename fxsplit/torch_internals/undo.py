@@ -135,10 +135,27 @@ class Turn:
             self._holder = threading.get_ident()
             yield
 
+    @contextmanager
+    def lend(self) -> Iterator[None]:
+        """Let other threads hold the lock in the block, where the calling thread does: it is to wait for them there."""
+        if not self.mine:
+            yield
+            return
+        with undo_after(self._take_back):
+            self._give_back()
+            yield
+
+    def _take_back(self) -> None:
+        """Hold the lock again, unless the calling thread does."""
+        if not self.mine:
+            self._lock.acquire()
+            self._holder = threading.get_ident()
+
     def _give_back(self) -> None:
         """Free the lock, if the calling thread holds it."""
         if self.mine:
             self._holder = None
-        # The lock knows best who holds it: an interrupt may have come before the holder was noted.
+        # The lock knows best who holds it, and how often: an interrupt may have come before the holder was noted.
         with suppress(RuntimeError):
-            self._lock.release()
+            while True:
+                self._lock.release()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.ir.facts.call import Call
@@ -103,3 +105,25 @@ def test_a_loss_that_draws_has_a_state_of_its_own(program: Program) -> None:
         by_microbatch = {m: forwards.compute_loss(finish, m, (X,)).item() for m in order}
         losses.append([by_microbatch[m] for m in (0, 1)])
     assert losses[0] == losses[1] and losses[0][0] != losses[0][1]
+
+
+@pytest.mark.filterwarnings("ignore:loss_fn is no mean over rows")
+def test_a_loss_may_call_another_pipeline_that_draws() -> None:
+    """A loss is computed with the generator in hand, for which the other pipeline's workers waited for ever."""
+    torch.manual_seed(0)
+    teacher, student = (nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 3)).double() for _ in range(2))
+    x = torch.randn(8, 6, dtype=torch.float64)
+    options: Any = {"n_microbatches": 2, "passes": FAST}
+    found = []
+    with fxsplit.compile(teacher, ["cpu"] * 2, example_inputs=x, **options) as teach:
+
+        def compare(outputs: Tensor, inputs: Tensor) -> Tensor:
+            with torch.no_grad():
+                wanted = teach(inputs)
+            return F.mse_loss(outputs, wanted * torch.rand(3))
+
+        with fxsplit.compile(student, ["cpu"] * 2, example_inputs=x, loss_fn=compare, **options) as learn:
+            for seed in (1, 1, 2):
+                torch.manual_seed(seed)
+                found.append(float(learn.step(x, target=x, timeout_s=30.0)))
+    assert found[0] == found[1] != found[2]

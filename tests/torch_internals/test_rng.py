@@ -17,6 +17,7 @@ from fxsplit.torch_internals.rng import (
     current_microbatch,
     is_dropout,
     isolate_draws,
+    lend_draws,
     new_seed,
     notice_draws,
     take_turn,
@@ -74,6 +75,36 @@ def test_a_draw_is_noticed_beside_blocks_of_other_threads() -> None:
         torch.rand(1)
     thread.join()
     assert drew() and entered.is_set()
+
+
+def test_a_thread_that_waits_lends_its_draws() -> None:
+    """Blocks of other threads draw meanwhile, and what this thread and the caller draw next is as without them."""
+    found: list[Tensor] = []
+
+    def draw_there() -> None:
+        found.append(draw(9, 0, "b"))
+        torch.rand(1)  # by nobody's block, as by another loop of the user's
+
+    torch.manual_seed(3)
+    torch.rand(1)
+    wanted = torch.rand(2)
+    expected = draw(9, 0, "b")
+    with isolate_draws(1, 0, "a", ()):
+        with isolate_draws(2, 0, "c", ()):
+            inside = torch.rand(2)
+        own = torch.rand(2)
+    torch.manual_seed(3)
+    with isolate_draws(1, 0, "a", ()):
+        with isolate_draws(2, 0, "c", ()):
+            with lend_draws():
+                thread = threading.Thread(target=draw_there, daemon=True)
+                thread.start()
+                thread.join(10.0)
+                assert not thread.is_alive(), "the other thread waits for this one"
+            assert torch.equal(torch.rand(2), inside)
+        assert torch.equal(torch.rand(2), own)
+    assert torch.equal(found[0], expected)
+    assert torch.equal(torch.rand(2), wanted)
 
 
 def test_turns_nest_and_belong_to_one_thread() -> None:

@@ -89,6 +89,34 @@ def test_a_turn_is_taken_once_more_by_its_holder_alone() -> None:
     thread.join()
 
 
+def test_a_turn_is_lent_for_a_block_and_taken_back() -> None:
+    turn = Turn()
+
+    def other() -> None:
+        with turn.take():
+            pass
+
+    held: list[bool] = []
+    with turn.take():
+        with turn.take(), turn.lend():
+            held.append(turn.mine)
+            thread = threading.Thread(target=other, daemon=True)
+            thread.start()
+            thread.join(10.0)
+            assert not thread.is_alive()
+        held.append(turn.mine)
+        waits = threading.Thread(target=other, daemon=True)
+        waits.start()
+        waits.join(0.05)
+        assert waits.is_alive()
+    waits.join(10.0)
+    assert not waits.is_alive()
+    # Nothing is lent of a lock that nobody holds.
+    with turn.lend():
+        held.append(turn.mine)
+    assert [*held, turn.mine] == [False, True, False, False]
+
+
 def test_calls_one_after_the_other() -> None:
     done: list[int] = []
     with pytest.raises(ZeroDivisionError):

@@ -26,6 +26,7 @@ from fxsplit.runtime.job import Job
 from fxsplit.runtime.status import Status, WorkerStatus
 from fxsplit.runtime.streams import Stream, make_caller_wait, make_stream, mark_caller
 from fxsplit.torch_internals.grad_leaves import mute
+from fxsplit.torch_internals.rng import lend_draws
 from fxsplit.torch_internals.undo import call_all, leave_no_trace, undo_after
 
 GRACE_S = 1.5
@@ -92,7 +93,7 @@ class Workers:
         ready, course = mark_caller([*self._devices, *job.list_devices()]), _Course(len(job.marks))
         tasks = [partial(_run_task, job, device, ready, course) for device in range(len(job.marks))]
         hand_out = [partial(queue.put, task) for queue, task in zip(self._tasks, tasks, strict=False)]
-        with undo_after(partial(_give_up, job, course)):
+        with lend_draws(), undo_after(partial(_give_up, job, course)):
             try:
                 self._check_free()
                 self._last = weakref.ref(job), course
