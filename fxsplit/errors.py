@@ -172,8 +172,10 @@ def is_late(error: BaseException) -> bool:
     if any(base.__name__ == "AcceleratorError" for base in type(error).__mro__):
         return True
     # Older kernels, and libraries such as cuBLAS, raise a RuntimeError with CUDA's text, or ROCm's, in it.
-    texts = ("CUDA error", "HIP error", "device-side assert", "CUBLAS_STATUS_EXECUTION_FAILED", "cuDNN error")
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+    texts = ("CUDA error", "HIP error", "device-side assert", "cuDNN error")
+    # NVIDIA's own names stay, whatever torch says around them.
+    statuses = ("CUBLAS_STATUS_EXECUTION_FAILED", "CUDNN_STATUS_EXECUTION_FAILED", "CUSOLVER_STATUS_EXECUTION_FAILED")
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in (*texts, *statuses))
 
 
 def _list_slots(kind: type) -> list[str]:

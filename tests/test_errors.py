@@ -44,6 +44,7 @@ def test_texts_and_fields() -> None:
         RuntimeError("CUDA error: an illegal memory access was encountered"),
         RuntimeError("CUBLAS_STATUS_EXECUTION_FAILED when calling cublasSgemm"),
         RuntimeError("CUDA error: device-side assert triggered"),
+        RuntimeError("other words of torch's: CUDNN_STATUS_EXECUTION_FAILED"),
     ],
 )
 def test_an_error_that_comes_late_says_so(original: Exception) -> None:

@@ -78,6 +78,10 @@ class InPlaceProxy(fx.Proxy):
         """Return the traced value of `function(self, other)`."""
         return self.tracer.create_proxy("call_function", function, (self, other), {})
 
+    def __setitem__(self, *_: object) -> None:
+        """Raise TypeError, as Python does of itself: the call of this method tells the failure from others."""
+        raise TypeError("a traced tensor does not support item assignment")
+
 
 for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"):
     setattr(InPlaceProxy, f"__{_name}__", partialmethod(InPlaceProxy._write_in_place, getattr(operator, _name)))
@@ -212,14 +216,13 @@ def _read_modes() -> tuple[Any, ...]:
 
 
 ADVICE = {
-    "control flow": "What depends on tensor values or shapes cannot decide Python's flow: compute both sides and "
+    "to_bool": "What depends on tensor values or shapes cannot decide Python's flow: compute both sides and "
     "select with torch.where, or turn what never changes into a constant of the module",
-    "item assignment": "A traced tensor cannot be assigned into: use torch.where, masked_fill or index_fill",
-    "len": "Use x.shape[0] in place of len(x)",
-    "iterated": "Loop over a number that the module knows, or use torch.unbind with a fixed length",
-    "": "Write the part in plain tensor operations",
+    "__setitem__": "A traced tensor cannot be assigned into: use torch.where, masked_fill or index_fill",
+    "__len__": "Use x.shape[0] in place of len(x)",
+    "iter": "Loop over a number that the module knows, or use torch.unbind with a fixed length",
 }
-"""What to do about a failure, by what torch says of it; the first that fits."""
+"""What to do about a failure, by the method of a tracer or proxy that it was raised in; what torch says may change."""
 
 OBJECT = "Return the tensors in it, and make such an object of them outside of forward()"
 DISTRIBUTIONS = f"{TORCH}distributions{os.sep}"
@@ -254,10 +257,12 @@ def _explain(model: nn.Module, tracer: Tracer, error: Exception) -> TraceError:
     # An error of fxsplit's own says already what to do.
     if isinstance(error, FxsplitError):
         return TraceError(f"{what}{move}", submodule=tracer.failed_in)
-    if "argument of type" in str(error):  # what torch.fx says of an object that a graph cannot hold
+    asked = {f.name for f in frames if f.filename.startswith((f"{TORCH}fx", FXSPLIT))}
+    # create_arg() raises it for an object that a graph cannot hold.
+    if isinstance(error, NotImplementedError) and "create_arg" in asked:
         return TraceError(f"{what}. {OBJECT}", submodule=tracer.failed_in)
     if any(DISTRIBUTIONS in f.filename for f in frames):
         return TraceError(f"{what}. {VALIDATES}{move}", submodule=tracer.failed_in)
-    advice = next((a for sign, a in ADVICE.items() if sign in str(error)), ADVICE[""])
+    advice = next((a for method, a in ADVICE.items() if method in asked), "Write the part in plain tensor operations")
     wrap = "or mark the function with torch.fx.wrap: it stays one node"
     return TraceError(f"{what.rstrip('.')}. {advice}, {wrap}{move}", submodule=tracer.failed_in)

@@ -1,17 +1,22 @@
 """Recognise errors that torch raises as a bare RuntimeError: by its own words for them, whichever release it is.
 
-The words are those of an error that is provoked on a small tensor, once, and only where an error is to be recognised.
+The words are those that two errors have in common which are provoked on small tensors, once, and only where an error is
+to be recognised. The tensors differ in shape and dtype, which torch may name anywhere in its text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from difflib import SequenceMatcher
 from functools import cache
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+
+SHORTEST = 16
+"""How many characters in a row tell one error from others."""
 
 
 def is_second_backward(error: BaseException) -> bool:
@@ -30,27 +35,35 @@ def is_refusal_of_hooks(error: BaseException) -> bool:
 
 
 def _says(error: BaseException, provoke: Callable[[Tensor], object]) -> bool:
-    """Return whether an error is of the type and begins with the words of one that is provoked."""
-    provoked = _find_words(provoke)
-    return provoked is not None and isinstance(error, RuntimeError) and provoked in str(error)
+    """Return whether an error is of the type and has the words of those that are provoked."""
+    words = _find_words(provoke)
+    return words is not None and isinstance(error, RuntimeError) and words in str(error)
 
 
 @cache
 def _find_words(provoke: Callable[[Tensor], object]) -> str | None:
-    """Return the words of the error that a function raises, without those of one tensor; None for no such error."""
+    """Return the first words that do not depend on a tensor in the errors of a function; None for no such error."""
 
-    def run() -> str | None:
+    def run(x: Tensor) -> str:
         try:
-            provoke(torch.ones(2, device="cpu", requires_grad=True))
+            provoke(x.requires_grad_())
         except RuntimeError as error:
-            return str(error).partition(": [")[0]
+            return str(error)
         except Exception:  # as where warnings are errors, and autograd is to warn of the operator that fails
-            return None
-        return None
+            return ""
+        return ""
+
+    def compare() -> str | None:
+        one, other = run(torch.ones(2, device="cpu")), run(torch.ones(3, 3, dtype=torch.float64, device="cpu"))
+        # The first, since hints on what to do stand last, and those depend on modes of the process.
+        same = SequenceMatcher(None, one, other, autojunk=False).get_matching_blocks()
+        found = (one[block.a : block.a + block.size] for block in same if block.size >= SHORTEST)
+        # The last word may be the beginning of a tensor's type.
+        return next((words.rpartition(" ")[0] for words in found), None)
 
     # In a thread of its own, which is in none of the caller's modes.
     with ThreadPoolExecutor(1, "fxsplit-words") as pool:
-        return pool.submit(run).result()
+        return pool.submit(compare).result()
 
 
 def _run_backward_twice(x: Tensor) -> None:

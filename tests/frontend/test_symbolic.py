@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import fxsplit
 from fxsplit.errors import TraceError
+from fxsplit.frontend.symbolic import SymbolicTrace
+from tests.frontend.subjects import make_subject
 from tests.models import FAST, Two
 
 
@@ -122,6 +124,56 @@ def test_numbers_of_other_types_become_pythons_own(use: Any, front_end: str) -> 
     with fxsplit.compile(model, 2, example_inputs=x, **OPTIONS) as pipe:
         assert pipe.front_end == front_end
         torch.testing.assert_close(pipe(x), model(x), rtol=0, atol=1e-12)
+
+
+# By name, since the error shows the line that failed.
+def branch(x: Tensor) -> Tensor:
+    return x if x.sum() > 0 else -x
+
+
+def loop(x: Tensor) -> Any:
+    return sum(x)
+
+
+def measure(x: Tensor) -> Tensor:
+    return x * len(x)
+
+
+def assign(x: Tensor) -> Tensor:
+    x[0] = 1
+    return x
+
+
+def convert(x: Tensor) -> Tensor:
+    return x * int(x.sum())
+
+
+@pytest.mark.parametrize("torchs_words", [True, False])
+@pytest.mark.parametrize(
+    ("use", "advice"),
+    [
+        (branch, "select with torch.where"),
+        (loop, "Loop over a number that the module knows"),
+        (measure, r"Use x.shape\[0\] in place of len\(x\)"),
+        (assign, "use torch.where, masked_fill or index_fill"),
+        (convert, "Write the part in plain tensor operations"),
+    ],
+)
+def test_advice_follows_from_what_was_asked_of_a_tensor(
+    use: Any, advice: str, torchs_words: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It followed from torch's words: a loop was taken for control flow, which torch mentions there too."""
+
+    class Reworded(RuntimeError):
+        def __init__(self, *_: object) -> None:
+            super().__init__("iterated control flow, len, item assignment")
+
+    if not torchs_words:
+        monkeypatch.setattr("torch.fx.proxy.TraceError", Reworded)
+        monkeypatch.setattr("torch.fx.proxy.RuntimeError", Reworded, raising=False)
+    subject = make_subject(Numbers(use), rows())
+    with pytest.raises(TraceError, match=advice):
+        SymbolicTrace().attempt(subject)
 
 
 class Policy(nn.Module):

@@ -64,6 +64,20 @@ def test_other_words_of_torchs_are_followed(monkeypatch: pytest.MonkeyPatch) -> 
     assert not is_second_backward(RuntimeError("Trying to backward through the graph a second time"))
 
 
+def test_torch_may_name_the_tensor_anywhere_in_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What came before a colon and a bracket was taken for torch's words: here, nothing that is the same twice."""
+
+    def say_otherwise(tensor: Tensor, *_: object, **__: object) -> None:
+        raise RuntimeError(
+            f"{tensor.dtype}: [{tensor.numel()}] was overwritten since autograd has kept it. Do {tensor}"
+        )
+
+    monkeypatch.setattr(Tensor, "backward", say_otherwise)
+    monkeypatch.setattr(Tensor, "sum", lambda tensor: tensor)
+    assert is_changed_tensor(RuntimeError("torch.int8: [7] was overwritten since autograd has kept it. Do not"))
+    assert not is_changed_tensor(RuntimeError("torch.float32: [2] was freed"))
+
+
 def test_a_torch_that_raises_no_such_error_has_no_words_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "backward", lambda tensor: None)
     assert not is_second_backward(RuntimeError(""))
