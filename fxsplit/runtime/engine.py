@@ -68,7 +68,7 @@ class Engine:
         if not any(wanted):
             return outputs
         ties = self._tie_stages(program)
-        backward = self._make_backward(batch, meanings, ties, work.tape, WeightsThen(program, len(rows)))
+        backward = self._make_backward(batch, meanings, ties, work.tape, WeightsThen(batch))
         inputs = [t for t in tensors if t.requires_grad]
         tied = [tie.value for tie in ties]
         joined: tuple[Tensor, ...] = PipelineFunction.apply(backward, outputs, wanted, *inputs, *tied)  # type: ignore[no-untyped-call]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 import fxsplit
-from fxsplit.errors import ChangedWeightError
+from fxsplit.errors import BackwardError, ChangedWeightError
 from tests.models import FAST
 
 RECOMPUTE = ("never", "plan", "except_last", "always")
@@ -93,6 +93,49 @@ def test_what_eager_training_refuses_is_refused_by_name(recompute: str) -> None:
                 out.sum().backward()
             assert isinstance(raised.value, RuntimeError), "as torch's own"
             model.zero_grad()
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_an_input_that_is_written_to_is_named(recompute: str) -> None:
+    """As a buffer for batches is that the next batch is copied into. A recomputing stage once took that batch."""
+    model, x = Shifted(), torch.randn(8, 4)
+    with compile_it(model, x, recompute) as pipe:
+        out, eager = pipe(x), model(x)
+        x.mul_(2)
+        with pytest.raises(RuntimeError, match="inplace"):
+            eager.sum().backward()
+        model.zero_grad()
+        with pytest.raises(BackwardError, match=r"^argument 'x' has been written to .* after backward\(\), or"):
+            out.sum().backward()
+        assert all(p.grad is None for p in model.parameters())
+
+
+class OfSigns(nn.Module):
+    """Takes the signs of its input alone, so that no backward needs the input itself; may write to it."""
+
+    def __init__(self, *, writes: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.writes = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), writes
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.writes:
+            x.mul_(3)
+        out: Tensor = self.c(torch.tanh(self.b(torch.tanh(self.a(x.sign())))))
+        return out
+
+
+@pytest.mark.parametrize(("recompute", "writes"), [("never", False), ("always", True)])
+def test_an_input_that_no_backward_reads_may_be_written_to(recompute: str, writes: bool) -> None:
+    """Of one that the model itself writes to the pipeline has a copy."""
+    model, x = OfSigns(writes=writes), torch.randn(8, 4)
+    unsplit = copy.deepcopy(model)
+    with compile_it(model, x, recompute) as pipe:
+        out = pipe(x)
+        unsplit(x.clone()).sum().backward()
+        x.neg_()
+        out.sum().backward()
+        for mine, other in zip(model.parameters(), unsplit.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, other.grad)
 
 
 @pytest.mark.parametrize("recompute", ["never", "plan"])
