@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,10 +21,18 @@ import pytest
 import torch
 from torch.overrides import _get_current_function_mode_stack as list_modes
 
+from fxsplit.torch_internals import grad_split
+
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def small_weights_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The networks of tests are tiny, and it is their weights' gradients that tests of backwards in two halves see."""
+    monkeypatch.setattr(grad_split, "LEAST_PRODUCTS", defaultdict(int))
 
 
 def workers() -> list[str]:

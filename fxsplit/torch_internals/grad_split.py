@@ -8,15 +8,18 @@ starts from those and goes to the weights alone, so no gradient is computed twic
 
 Three kinds of weights have no branch node, and get their gradient with the inputs: one with several users, one of a
 function with a backward of the user's own, and one of an operator that computes all its gradients at once, as a batch
-norm does. The last two would do their work twice.
+norm does. The last two would do their work twice. Weights whose gradient takes less than it takes the host to put it
+off get theirs with the inputs too.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
@@ -27,6 +30,13 @@ from fxsplit.torch_internals.grad_sums import differentiate
 
 FUSED = ("BatchNorm", "LayerNorm", "GroupNorm", "RmsNorm", "Rnn", "Lstm", "Gru", "Prelu", "Attention", "CppNode")
 """Parts of the names of autograd nodes whose kernels compute the gradients of inputs and weights together."""
+
+LEAST_PRODUCTS: Mapping[str, int] = defaultdict(lambda: 1 << 27, cpu=1 << 20)
+"""So many multiplications a weight gradient takes, by the type of its device, for it to be worth to put it off.
+
+To put one off takes the host 15 us for a linear layer, and 60 us for others. The multiplications take about twice that,
+on one thread of a CPU, and on an accelerator that does 2e12 in a second. The second figure is an estimate.
+"""
 
 MOST_SHAPES = 4
 """So many shapes of a stage's graph are kept; a graph that is another one every time is searched every time."""
@@ -67,10 +77,13 @@ class WeightBackward(NamedTuple):
         return differentiate(self.edges, self.gradients, self.weights)
 
 
-def find_branch_nodes(roots: Sequence[Tensor], trained: Iterable[Tensor]) -> tuple[BranchNodes, list[Tensor]]:
+def find_branch_nodes(
+    roots: Sequence[Tensor], trained: Iterable[Tensor], small_too: bool = False
+) -> tuple[BranchNodes, list[Tensor]]:
     """Return the branch nodes of the weights `trained` in the graph of `roots`, and the weights that have none.
 
-    A weight that no root depends on is in neither.
+    A weight that no root depends on is in neither. One whose gradient is not worth to be put off
+    has none, unless `small_too`.
     """
     users, node_of = _find_users(roots)
     # Weights that leave the stage as they are: their gradient arrives at no node of the stage.
@@ -85,12 +98,30 @@ def find_branch_nodes(roots: Sequence[Tensor], trained: Iterable[Tensor]) -> tup
             without.append(weight)
         else:
             own[node].append(weight)
-    numbers = {node: sorted({number for _, number in users[node]}) for node in own}
-    nodes = {
-        node: Branch([GradientEdge(node, n) for n in numbers[node]], weights, find_product(node, weights))
-        for node, weights in own.items()
-    }
+    nodes: BranchNodes = {}
+    for node, weights in own.items():
+        numbers = sorted({number for _, number in users[node]})
+        if _is_small(node, numbers, weights) and not small_too:
+            without += weights
+        else:
+            nodes[node] = Branch([GradientEdge(node, n) for n in numbers], weights, find_product(node, weights))
     return nodes, without
+
+
+def _is_small(node: Any, numbers: Sequence[int], weights: Sequence[Tensor]) -> bool:
+    """Return whether the gradients of a branch node's weights take too little work to be put off.
+
+    `numbers` are those of the node's outputs that are used.
+    """
+    # What arrives has an element for each output of a layer, and each one is multiplied with all that made it: those
+    # are the elements of a weight for one of its outputs, which are its first dimension.
+    outputs = [node._input_metadata[number] for number in numbers]
+    # Nested tensors have no shape that says how many elements they have.
+    if any(output.is_nested_tensor for output in outputs):
+        return False
+    arriving: int = sum(math.prod(output.shape) for output in outputs)
+    products = max(arriving * weight.numel() // max(1, weight.shape[0] if weight.ndim else 1) for weight in weights)
+    return products < LEAST_PRODUCTS[weights[0].device.type]
 
 
 class _Known(NamedTuple):
@@ -106,9 +137,15 @@ class BranchFinder:
 
     def __init__(self) -> None:
         self._known: list[_Known] = []
+        # The shapes of the roots of graphs whose weights are all too small for their gradients to be put off.
+        self._idle: set[tuple[torch.Size, ...]] = set()
 
     def find(self, roots: Sequence[Tensor], trained: Sequence[Tensor]) -> tuple[BranchNodes, list[Tensor]]:
-        """Return what `find_branch_nodes` returns."""
+        """Return what `find_branch_nodes` returns; no branch nodes where those of such roots were all too small."""
+        # To put nothing off is right for every graph, so that small ones need not be known again.
+        shapes = tuple([root.shape for root in roots])
+        if shapes in self._idle:
+            return {}, list(trained)
         numbers = {id(weight): i for i, weight in enumerate(trained)}
         for known in self._known:
             nodes = known.shape.match(roots, numbers)
@@ -119,6 +156,10 @@ class BranchFinder:
                 }
                 return found, [trained[w] for w in known.without]
         found, without = find_branch_nodes(roots, trained)
+        few = without and not found and len(self._idle) < MOST_SHAPES
+        if few and find_branch_nodes(roots, trained, small_too=True)[0]:
+            self._idle.add(shapes)
+            return found, without
         # Kept by positions and numbers: what is kept of a graph must keep neither the graph nor its tensors.
         positions: dict[Any, int] = {}
         shape = GraphShape(roots, numbers, positions)

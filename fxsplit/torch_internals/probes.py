@@ -70,7 +70,7 @@ def _finds_nodes() -> bool:
     weight, bias, x = _make_leaf(), _make_leaf()[0].detach().requires_grad_(), _make_leaf()
     out = torch.nn.functional.linear(x.exp(), weight, bias).exp()
     leaves = {id(leaf) for leaf in find_leaves(out)}
-    nodes, without = find_branch_nodes([out], [weight, bias])
+    nodes, without = find_branch_nodes([out], [weight, bias], small_too=True)
     edges = [edge for branch in nodes.values() for edge in branch.edges]
     given = torch.ones_like(out)
     *arrived, of_weight, of_bias = differentiate([out], [given], [*edges, weight, bias], retain_graph=True)

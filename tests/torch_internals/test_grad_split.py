@@ -56,6 +56,63 @@ def test_each_used_output_of_the_node_is_an_edge() -> None:
     assert node.name() == "UnbindBackward0" and [edge.output_nr for edge in edges] == [0, 2]
 
 
+LAYERS: dict[str, Callable[[], tuple[Tensor, Tensor, int]]] = {
+    "linear": lambda: (leaf(8, 64), leaf(32, 64), 8 * 64 * 32),
+    "convolution": lambda: (leaf(2, 3, 10, 10), leaf(5, 3, 3, 3), 2 * 5 * 8 * 8 * 3 * 3 * 3),
+    "scale": lambda: (leaf(7, 6), leaf(6), 7 * 6),
+    "number": lambda: (leaf(7, 6), leaf(1)[0].detach().requires_grad_(), 7 * 6),
+}
+APPLY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "linear": F.linear,
+    "convolution": F.conv2d,
+    "scale": lambda x, w: x * w,
+    "number": lambda x, w: x * w,
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_small_gradient_is_not_put_off(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is put off from as many multiplications on as it is worth."""
+    x, w, products = LAYERS[name]()
+    out = APPLY[name](x.exp(), w).exp()
+    for least, waits in ((products, True), (products + 1, False)):
+        monkeypatch.setattr(grad_split, "LEAST_PRODUCTS", {"cpu": least})
+        nodes, without = find_branch_nodes([out], [w])
+        assert (len(nodes), without) == ((1, []) if waits else (0, [w]))
+        assert len(find_branch_nodes([out], [w], small_too=True)[0]) == 1
+
+
+def test_the_larger_of_two_weights_of_a_node_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grad_split, "LEAST_PRODUCTS", {"cpu": 3 * 2 * 4})
+    x, w, b = leaf(3, 2), leaf(4, 2), leaf(4)
+    assert names([F.linear(x, w, b).exp()], [w, b]) == [("AddmmBackward0", 1, 2)]
+
+
+def test_all_outputs_of_a_node_that_are_used_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grad_split, "LEAST_PRODUCTS", {"cpu": 8})
+    w = leaf(3, 2)
+    first, _, third = w.unbind(0)
+    assert len(find_branch_nodes([third, first], [w])[0]) == 1
+    assert find_branch_nodes([third], [w])[0] == {}
+
+
+def test_where_nothing_is_put_off_no_later_graph_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are searched again once their roots have other shapes, and then something may be put off."""
+    monkeypatch.setattr(grad_split, "LEAST_PRODUCTS", {"cpu": 100})
+    searched: list[bool] = []
+
+    def search(*args: Any, **kwargs: Any) -> Any:
+        searched.append(not kwargs)
+        return find_branch_nodes(*args, **kwargs)
+
+    monkeypatch.setattr(grad_split, "find_branch_nodes", search)
+    finder, w = BranchFinder(), leaf(4, 5)
+    for rows, waits, times in ((2, False, 1), (2, False, 1), (5, True, 2), (2, False, 2)):
+        nodes, without = finder.find([F.linear(leaf(rows, 5).exp(), w).exp()], [w])
+        assert (bool(nodes), bool(without)) == (waits, not waits)
+        assert sum(searched) == times
+
+
 class Double(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
@@ -140,9 +197,9 @@ def find_twice(
     """Return whether a finder knew a graph again, after the comparison of what it found with a search."""
     searches: list[int] = []
 
-    def search(*args: Any) -> Any:
+    def search(*args: Any, **kwargs: Any) -> Any:
         searches.append(1)
-        return find_branch_nodes(*args)
+        return find_branch_nodes(*args, **kwargs)
 
     with monkeypatch.context() as patch:
         patch.setattr(grad_split, "find_branch_nodes", search)

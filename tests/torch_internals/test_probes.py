@@ -53,7 +53,7 @@ def test_a_torch_that_behaves_otherwise_is_refused(words: str, monkeypatch: pyte
 
 
 def test_a_probe_that_fails_with_an_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise TypeError("other arguments now")
 
     monkeypatch.setattr(probes, "find_branch_nodes", fail)

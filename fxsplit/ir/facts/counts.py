@@ -79,19 +79,26 @@ class Count:
     def compute_weights(self, pieces: Sequence[Sequence[Any]], rows: Sequence[int], whole: Sequence[Any]) -> Tensor:
         """Return the weights of all pieces, in double precision, where their tensors are."""
         with torch.no_grad():
-            divisors = torch.stack([self._divide(t, count) for t, count in zip(pieces, rows, strict=True)])
-            total = self._divide(whole, sum(rows)) if whole else divisors.sum()
+            # Stacked before they are divisors: an operator takes as long for one number as for all.
+            divisors = self._make_divisors([self._count(tensors) for tensors in pieces], rows)
+            total = self._make_divisors([self._count(whole)], [sum(rows)])[0] if whole else divisors.sum()
             # Nothing counts in all of the batch: the model divides by zero, and so does each microbatch.
             return (divisors / total).where(total != 0, 1.0)
 
     def find_divisor(self, tensors: Sequence[Any], rows: int) -> float:
         """Return what makes the number of so many rows their sum, if the number is multiplied by it."""
         with torch.no_grad():
-            return float(self._divide(tensors, rows))
+            return float(self._make_divisors([self._count(tensors)], [rows]))
 
-    def _divide(self, tensors: Sequence[Any], rows: int) -> Tensor:
-        """Return the same as a tensor, where the tensors are."""
-        return torch.as_tensor(self.compute(*tensors)).reshape(()).double() * (rows if self.by_rows else 1)
+    def _count(self, tensors: Sequence[Any]) -> Tensor:
+        """Return what `compute` counts, a number where the tensors are."""
+        return torch.as_tensor(self.compute(*tensors)).reshape(())
+
+    def _make_divisors(self, counts: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
+        """Return what makes numbers of so many rows their sums, from the counts, in double precision."""
+        if self.by_rows:
+            counts = [count.double() * n for count, n in zip(counts, rows, strict=True)]
+        return torch.stack(list(counts)).double()
 
 
 class Watch:

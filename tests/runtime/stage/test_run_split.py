@@ -313,9 +313,9 @@ def test_graphs_that_change_from_microbatch_to_microbatch(schedule: str, kinds: 
 def test_a_graph_is_searched_once_for_all_microbatches(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     searches: list[int] = []
 
-    def search(*args: Any) -> Any:
+    def search(*args: Any, **kwargs: Any) -> Any:
         searches.append(1)
-        return find_branch_nodes(*args)
+        return find_branch_nodes(*args, **kwargs)
 
     monkeypatch.setattr(grad_split, "find_branch_nodes", search)
     x = torch.randn(16, 8)
