@@ -27,6 +27,7 @@ class WeightsThen:
         self._marks = [_mark_all(held) for held in program.weight_dicts]
         # Another object may have the identity of one that is gone.
         self._alive = [w for dicts in program.weight_dicts for held in dicts for w in held.values()]
+        self._trained = program.list_trained()
         self._inputs = [(spec.name, t, _mark(t)) for spec, t in zip(program.inputs.specs, tensors, strict=True)]
         n_microbatches = len(rows)
         counts = range(n_microbatches)
@@ -39,8 +40,15 @@ class WeightsThen:
     def check(self) -> None:
         """Raise ChangedWeightError for a change of a weight with which a stage is to compute again.
 
-        Raises BackwardError for a write to an input with which it is.
+        So it does for a weight that has been frozen. Raises BackwardError for a write to an input with which a stage is
+        to compute again.
         """
+        frozen = next((leaf for part in self._trained for leaf in part if not leaf.requires_grad), None)
+        if frozen is not None:
+            raise ChangedWeightError(
+                f"{self._find_path(frozen)!r} wanted a gradient in the pipeline's forward, and wants none now: set "
+                "requires_grad before the forward, or after backward()"
+            )
         if 0 in self._recomputing and (name := self._find_written(read_again=True)):
             raise BackwardError(
                 f"argument {name!r} has been written to since the pipeline's forward, and stage 0 is to run again with "
@@ -76,6 +84,11 @@ class WeightsThen:
                 f"argument {name!r} has been written to since the pipeline's forward, and its backward needs it as it "
                 f"was: {INPUT_ADVICE}"
             ) from error
+
+    def _find_path(self, weight: Tensor) -> str:
+        """Return the path of a weight; another one may have taken its place in the model since."""
+        named = (pair for stage in self._program.stages.stages for pair in stage.module.named_parameters())
+        return next((path for path, other in named if other is weight), "a parameter that was replaced")
 
     def _find_written(self, *, read_again: bool) -> str | None:
         """Return the name of an input that is another now; with `read_again`, of one that the first stage keeps."""

@@ -65,7 +65,8 @@ def vectors(rows: int = 8) -> Tensor:
     [
         (lambda: fxsplit.Machine.of(2, memory_bytes=0), "memory_bytes=0: give a positive number"),
         (lambda: fxsplit.Machine.of(["cpu"] * 2, bytes_per_s=0), "a link of 0 bytes per second"),
-        (lambda: device("a", "cpu"), "torch_device='cpu': give a torch.device"),
+        (lambda: device("a", "gpu0"), "torch_device='gpu0': give a torch.device, or the name of one"),
+        (lambda: device("a", 0), "torch_device=0: give a torch.device"),
         (lambda: device("a", torch.device("cpu"), "2GB"), "'2GB' for memory_bytes or speed"),
         (lambda: fxsplit.Machine((fxsplit.Device("a", torch.device("cpu")),) * 2, (1.0,)), "a name of its own"),
         (lambda: untyped_compile(Mlp(), None), "devices=None: give a number"),

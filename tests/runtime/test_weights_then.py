@@ -110,6 +110,24 @@ def test_an_input_that_is_written_to_is_named(recompute: str) -> None:
         assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_a_weight_that_is_frozen_before_the_backward_is_named(recompute: str) -> None:
+    """Torch's own words for it were "One of the differentiated Tensors does not require grad"."""
+    model, x = Shifted(), torch.randn(8, 4)
+    with compile_it(model, x, recompute) as pipe:
+        out = pipe(x)
+        model.b.requires_grad_(False)
+        with pytest.raises(
+            ChangedWeightError, match=r"^'b\.weight' wanted a gradient .* wants none now: set requires_"
+        ):
+            out.sum().backward()
+        assert all(p.grad is None for p in model.parameters())
+        out = pipe(x)
+        model.b.requires_grad_(True)
+        out.sum().backward()
+        assert model.b.weight.grad is None and model.a.weight.grad is not None
+
+
 class OfSigns(nn.Module):
     """Takes the signs of its input alone, so that no backward needs the input itself; may write to it."""
 

@@ -37,8 +37,8 @@ class Device:
     """One place where a stage can run.
 
     - `name`: unlike any other in the machine.
-    - `torch_device`: where the tensors of its stages live; None in a machine that is only planned for.
-      `torch.device("cuda")` is the GPU that is current when the Device is made.
+    - `torch_device`: where the tensors of its stages live, also by its name; None in a machine that is only planned
+      for. `torch.device("cuda")`, and so "cuda", is the GPU that is current when the Device is made.
     - `memory_bytes`: what weights, activations and the rest of its stages may take; unlimited by default.
     - `speed`: relative to the hardware that was profiled; a device of speed 2 takes half as long.
     - `bytes_per_s`: the bandwidth of its own link, where that is less than that of the links between devices.
@@ -56,14 +56,11 @@ class Device:
     host: bool = False
 
     def __post_init__(self) -> None:
-        # Told by its type's name, so that planning does not load torch to ask isinstance().
-        if self.torch_device is not None and type(self.torch_device).__module__ != "torch":
-            raise InputError(f"device {self.name!r} has torch_device={self.torch_device!r}: give a torch.device")
         if self.torch_device is not None:
-            from fxsplit.ir.facts.torch_devices import add_index, check_kind
+            # Planning does not load torch.
+            from fxsplit.ir.facts.torch_devices import read_device
 
-            check_kind(self.torch_device, f"device {self.name!r}")
-            object.__setattr__(self, "torch_device", add_index(self.torch_device))
+            object.__setattr__(self, "torch_device", read_device(self.torch_device, f"device {self.name!r}"))
         for value in (self.memory_bytes, self.speed, self.bytes_per_s):
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise InputError(f"device {self.name!r} has {show(value)} for memory_bytes or speed: give a number")

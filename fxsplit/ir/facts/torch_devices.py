@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from contextlib import suppress
 from math import inf
 
 import torch
@@ -33,8 +34,21 @@ def find_device(name: str | torch.device) -> torch.device:
             f"unknown device {name!r}: give 'cpu', 'cuda:0', a torch.device, a fxsplit.Device, or a number of devices"
         ) from error
     check_here(device, f"device {str(name)!r}")
-    # cpu:0 and cpu are one place, and only one of them compares equal to the device of a tensor.
-    return torch.device("cpu") if device.type == "cpu" else add_index(device)
+    return normalise(device)
+
+
+def read_device(device: object, what: str) -> torch.device:
+    """Return a torch device that is given by itself or by name, with an index if it is a GPU; it need not be here.
+
+    Raises InputError for what is none, or for one that no stage runs on; `what` names it in the message.
+    """
+    if isinstance(device, str):
+        with suppress(RuntimeError):
+            device = torch.device(device)
+    if not isinstance(device, torch.device):
+        raise InputError(f"{what} has torch_device={device!r}: give a torch.device, or the name of one, as 'cuda:0'")
+    check_kind(device, what)
+    return normalise(device)
 
 
 def check_here(device: torch.device, what: str) -> None:
@@ -54,8 +68,10 @@ def check_kind(device: torch.device, what: str) -> None:
         )
 
 
-def add_index(device: torch.device) -> torch.device:
-    """Return a device as tensors on a GPU name it: "cuda" is the calling thread's current GPU."""
+def normalise(device: torch.device) -> torch.device:
+    """Return a device as tensors name it: "cuda" is the calling thread's current GPU, and "cpu:0" is "cpu"."""
+    if device.type == "cpu":
+        return torch.device("cpu")
     # Only devices with equal indexes compare equal. A machine may also be described where its GPUs are not.
     index: int | None = device.index
     if device.type == "cuda" and index is None and torch.cuda.device_count():
@@ -77,7 +93,7 @@ def choose_devices(count: int, model: nn.Module | None) -> list[torch.device]:
     if not gpus:
         return [torch.device("cpu")] * count
     # The GPUs after the model's, then those before it: values go from one to the next.
-    first = 0 if home is None else add_index(home).index
+    first = 0 if home is None else normalise(home).index
     order = [torch.device("cuda", (first + i) % gpus) for i in range(gpus)]
     if gpus >= count:
         return order[:count]

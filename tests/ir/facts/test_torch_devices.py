@@ -95,6 +95,9 @@ def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.Monkey
     assert Device("a", cuda).torch_device == cuda
     stand_in(monkeypatch, 4, current=2)
     assert Device("a", cuda).torch_device == torch.device("cuda:2")
+    named: Any = Device  # by name, as everywhere
+    assert named("a", "cuda").torch_device == torch.device("cuda:2")
+    assert named("a", "cpu:0").torch_device == Device("a", torch.device("cpu", 0)).torch_device == torch.device("cpu")
     assert find(["cpu:0"]) == ["cpu"]
     assert find(["cuda", cuda, "cuda:1", torch.device("cuda", 0)]) == ["cuda:2", "cuda:2", "cuda:1", "cuda:0"]
 
