@@ -17,6 +17,7 @@ from fxsplit.ir.interrupts import lose_no_interrupt, raise_lost_interrupt
 from fxsplit.runtime.autograd_node import Backward, PipelineFunction, Tie
 from fxsplit.runtime.backends.threads import Workers
 from fxsplit.runtime.job import Job, Tape, Work
+from fxsplit.runtime.late_errors import LateErrors
 from fxsplit.runtime.loss import BatchLoss
 from fxsplit.runtime.microbatches import join, split_gradient
 from fxsplit.runtime.program import Batch, Program
@@ -58,13 +59,14 @@ class Engine:
     def forward(self, batch: Batch) -> list[Any]:
         """Return the outputs of a batch, joined over microbatches; part of the autograd graph where that is on."""
         program, tensors, rows, _ = batch
+        program.late_errors.raise_arrived()
         # Forwards now; backwards, if any come, in a job of their own, which takes over the tape.
         work = Work(cut_packets(batch))
         job = Job(program, program.passes(len(rows)).only(FORWARD), work)
         with self._take_turn(), count_as_one_batch(program.noted):
             self._workers.run(job)
         meanings = batch.weigh_outputs()
-        outputs, wanted = join_outputs(job, rows, meanings)
+        outputs, wanted = join_outputs(job, rows, meanings, program.late_errors)
         if not any(wanted):
             return outputs
         ties = self._tie_stages(program)
@@ -93,6 +95,7 @@ class Engine:
         Raises StepTimeout where the workers take longer than `timeout_s`.
         """
         program = batch.program
+        program.late_errors.raise_arrived()
 
         def finish(m: int, outputs: tuple[Any, ...]) -> Tensor:
             loss.look_at(m, program, outputs)
@@ -109,8 +112,10 @@ class Engine:
         with self._take_turn():
             with count_as_one_batch(program.noted):
                 self._workers.run(job, timeout_s)
-            total = loss.compute_total()
-            outputs = join_outputs(job, batch.rows, batch.weigh_outputs())[0] if keep_outputs else []
+            # Of a mean that torch itself makes 0 / 0 nothing need be asked.
+            total = loss.compute_total(program.late_errors if program.keeps_zeros or loss.divides else None)
+            meanings = batch.weigh_outputs() if keep_outputs else []
+            outputs = join_outputs(job, batch.rows, meanings, program.late_errors)[0] if keep_outputs else []
             result = (total, program.build_result(outputs)) if keep_outputs else total
             sums = job.total()
             raise_lost_interrupt()
@@ -197,17 +202,19 @@ def cut_packets(batch: Batch) -> list[Packet]:
     return [Packet((*(c[m] for c in columns), *numbers), wanted) for m in range(len(rows))]
 
 
-def join_outputs(job: Job, rows: Sequence[int], meanings: Sequence[Meaning]) -> tuple[list[Any], list[bool]]:
+def join_outputs(
+    job: Job, rows: Sequence[int], meanings: Sequence[Meaning], late: LateErrors
+) -> tuple[list[Any], list[bool]]:
     """Return a job's outputs over all microbatches, and which of them want a gradient.
 
-    Raises InputError for an output that microbatches do not make.
+    Raises InputError for an output that microbatches do not make, or has it raised `late`.
     """
     packets = [p for p in job.outputs if p is not None]
     outputs = []
     for i, (column, meaning) in enumerate(zip(zip(*(p.values for p in packets), strict=True), meanings, strict=True)):
         hand_over(column)
         try:
-            outputs.append(join(gather(column), rows, meaning))
+            outputs.append(join(gather(column), rows, meaning, late))
         except InputError as error:
             raise InputError(f"output {i}: {error}") from error
     return outputs, [any(flags) for flags in zip(*(p.wanted for p in packets), strict=True)]

@@ -257,7 +257,7 @@ class Job:
             split = action.op == INPUT_GRADIENT and not self._hooked[action.stage]
             first = len(sums.totals) < len(trained)
             finder = replica.branches if split else None
-            of_inputs, shares, later = backward(saved, gradients, trained, first, finder)
+            of_inputs, shares, later = backward(saved, gradients, trained, first, finder, self._program.keeps_zeros)
             if action.op == BACKWARD:
                 # Dropped before the next action, or memory would hold one microbatch more than the schedule says.
                 del self.work.tape[key]
@@ -320,7 +320,7 @@ class Job:
             return saved, gradients
         # The loss was computed once, with its graph kept. Its backward gives the gradients of the stage's outputs.
         if saved.head is not None:
-            gradients, shares, _ = backward(saved.head, gradients, ())
+            gradients, shares, _ = backward(saved.head, gradients, (), keeps_zeros=self._program.keeps_zeros)
             self.sums[action.stage][action.replica].add(shares)
         replica = self._replicas[action.stage][action.replica]
         return saved.recompute(replica.stage, self._program.writes_inputs), gradients

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from fxsplit.errors import InputError
-from fxsplit.ir.facts.counts import Count, Watch, Weights, check_nothing_counts
+from fxsplit.ir.facts.counts import COUNTS_NOTHING, Count, Watch, Weights, check_nothing_counts, find_miscounted
 from fxsplit.ir.facts.meanings import MEAN, Meaning
+from fxsplit.runtime.late_errors import LateErrors
 from fxsplit.runtime.loss_meaning import LossMeaning
 from fxsplit.runtime.program import Batch, Program
 from fxsplit.runtime.streams import hand_over
@@ -26,6 +27,7 @@ from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.containers import to_plain_outputs
 from fxsplit.torch_internals.host_copies import is_on_host
 from fxsplit.torch_internals.user_lines import find_users_line
+from fxsplit.torch_internals.zero_gradients import keep_zeros
 
 LossFn = Callable[..., Tensor]
 """loss_fn(outputs, target), or loss_fn(outputs) where a step is given no target."""
@@ -232,6 +234,8 @@ class BatchLoss:
                 "parameter frozen, or the output detached inside loss_fn?"
             )
         self._losses[microbatch] = loss.detach()
+        if self.divides and not is_on_host(loss):
+            keep_zeros([loss])
         return loss
 
     def make_output_gradients(self, microbatch: int) -> list[Tensor | None]:
@@ -253,10 +257,16 @@ class BatchLoss:
         """Return the loss of each microbatch, detached, once all of them have theirs."""
         return [loss for loss in self._losses if loss is not None]
 
-    def compute_total(self) -> Tensor:
+    @property
+    def divides(self) -> bool:
+        """Whether the loss function divides by a count that may be zero, in a way that makes gradients of 0 / 0."""
+        return isinstance(self.meaning.count, Count) and not self.meaning.count.safe
+
+    def compute_total(self, late: LateErrors | None = None) -> Tensor:
         """Return the loss of the whole batch, detached, once all microbatches have theirs.
 
-        Warns where it differs from the loss function's value for the whole batch.
+        Warns where it differs from the loss function's value for the whole batch. What only an accelerator knows to be
+        wrong is told to `late`.
         """
         self.meaning.end_step()
         hand_over(self._losses)
@@ -267,17 +277,20 @@ class BatchLoss:
         weights = next(made, None) or self._list_weights(found.device, in_batch=True)
         hand_over(weights)
         # In double precision: a share such as 1/3 would lose digits in a loss of half precision.
-        return sum_weighted(found.double(), weights).to(found.dtype)
+        return sum_weighted(found.double(), weights, late).to(found.dtype)
 
 
-def sum_weighted(values: Tensor, weights: Weights) -> Tensor:
+def sum_weighted(values: Tensor, weights: Weights, late: LateErrors | None = None) -> Tensor:
     """Return the sum of values, each times its weight; one of the weight zero may be no number.
 
-    The host does not wait for an accelerator, as it would to make a tensor of a list of numbers.
+    The host does not wait for an accelerator, as it would to make a tensor of a list of numbers. `late` is told whether
+    a value of the weight zero is a number.
     """
     tensors = [weight.to(values) for weight in weights if isinstance(weight, Tensor)]
     if tensors:
         factors = torch.stack(tensors)
+        if late is not None:
+            late.expect(find_miscounted(values, factors), f"the loss of a microbatch is not 0 / 0: {COUNTS_NOTHING}")
         return (values * factors).where(factors != 0, 0.0).sum()
     # Mostly all weights are equal. A microbatch without anything to count has divided by zero.
     total, begin = values.new_zeros(()), 0

@@ -15,9 +15,16 @@ from torch import Tensor
 from fxsplit.errors import InputError
 from fxsplit.ir.facts.call import Inputs
 from fxsplit.ir.facts.chunks import TARGET, Cut, Replicate, find_stated_dim
-from fxsplit.ir.facts.counts import check_nothing_counts
+from fxsplit.ir.facts.counts import COUNTS_NOTHING, check_nothing_counts, find_miscounted
 from fxsplit.ir.facts.meanings import ROWS, Meaning
+from fxsplit.runtime.late_errors import LateErrors
 from fxsplit.torch_internals import pytree
+
+NOT_THE_SAME = (
+    "every microbatch of the example had the same, and those of this batch have not, so that nothing tells whether it "
+    "is a sum: compile with n_microbatches=1, or with an example that shows it"
+)
+"""What is said of an output that was the same for all microbatches, and is not any more."""
 
 
 def divide_rows(rows: int, n_microbatches: int) -> list[int]:
@@ -77,11 +84,15 @@ def find_target_cuts(leaves: Sequence[Any], rows: int, inputs: Inputs | None = N
     return found
 
 
-def join(pieces: Sequence[Tensor], rows: Sequence[int], meaning: Meaning = ROWS) -> Tensor:
+def join(
+    pieces: Sequence[Tensor], rows: Sequence[int], meaning: Meaning = ROWS, late: LateErrors | None = None
+) -> Tensor:
     """Return one output of all microbatches as that of the batch. In a mean, a microbatch weighs by its rows.
 
-    Raises InputError for pieces that do not have what their meaning says: so many rows, or the same values.
+    Raises InputError for pieces that do not have what their meaning says: so many rows, or the same values. What only
+    an accelerator knows is told to `late`, which raises it in a later batch.
     """
+    late = late or LateErrors()
     if len(pieces) == 1:
         return pieces[0]
     if meaning.kind == "rows":
@@ -95,11 +106,9 @@ def join(pieces: Sequence[Tensor], rows: Sequence[int], meaning: Meaning = ROWS)
     if meaning.kind == "unjoined":
         raise InputError(meaning.why)
     if meaning.kind == "same":
-        if not all(_is_same(piece, pieces[0]) for piece in pieces[1:]):
-            raise InputError(
-                "every microbatch of the example had the same, and those of this batch have not, so that nothing tells "
-                "whether it is a sum: compile with n_microbatches=1, or with an example that shows it"
-            )
+        if any(piece.shape != pieces[0].shape for piece in pieces):
+            raise InputError(NOT_THE_SAME)
+        late.expect(torch.stack([_differs(piece, pieces[0]) for piece in pieces[1:]]).any(), NOT_THE_SAME)
         return pieces[0]
     stacked = torch.stack(list(pieces))
     if meaning.kind in ("all", "any"):
@@ -109,6 +118,10 @@ def join(pieces: Sequence[Tensor], rows: Sequence[int], meaning: Meaning = ROWS)
     weights = meaning.list_weights(rows)
     for m in (m for m, weight in enumerate(weights) if not isinstance(weight, Tensor) and not weight):
         check_nothing_counts(pieces[m], f"that of microbatch {m}")
+    unknown = [weight.to(stacked) for weight in weights if isinstance(weight, Tensor)]
+    if unknown:
+        numbers = stacked.reshape(len(pieces), -1)
+        late.expect(find_miscounted(numbers, torch.stack(unknown).unsqueeze(1)), COUNTS_NOTHING)
     pairs = zip(pieces, weights, strict=True)
     return torch.stack([_scale(piece, weight) for piece, weight in pairs]).sum(0)
 
@@ -121,11 +134,11 @@ def _scale(piece: Tensor, weight: float | Tensor) -> Tensor:
     return piece * weight if weight else torch.zeros_like(piece)
 
 
-def _is_same(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors are equal but for rounding."""
+def _differs(a: Tensor, b: Tensor) -> Tensor:
+    """Return whether two tensors of one shape are other than equal but for rounding, as a flag where they are."""
     if not a.is_floating_point():
-        return torch.equal(a, b)
-    return a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, equal_nan=True)
+        return (a != b).any()
+    return ~torch.isclose(a, b, rtol=1e-4, equal_nan=True).all()
 
 
 def split_gradient(gradient: Tensor, rows: Sequence[int], meaning: Meaning = ROWS) -> Sequence[Tensor | None]:

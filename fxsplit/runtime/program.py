@@ -21,6 +21,7 @@ from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.facts.meanings import Meaning
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.stages import Stages, list_weights
+from fxsplit.runtime.late_errors import LateErrors
 from fxsplit.runtime.stage.recompute import POLICIES, Written
 from fxsplit.runtime.stage.replica import Replica
 from fxsplit.runtime.stage.shared_modules import Turns
@@ -29,7 +30,7 @@ from fxsplit.schedule.catalogue import Scheduler
 from fxsplit.schedule.generate import run_forwards_first
 from fxsplit.schedule.of_plan import build_schedule, find_replicas
 from fxsplit.schedule.schedule import Homes
-from fxsplit.torch_internals import pytree
+from fxsplit.torch_internals import accelerators, pytree
 from fxsplit.torch_internals.batch_norm import Noted
 from fxsplit.torch_internals.containers import HOOKS
 from fxsplit.torch_internals.interpret import get_storage_id
@@ -68,6 +69,7 @@ class Program:
     detached: str | None = None
     # Learnt as batches run. Buffers that a recomputing stage writes are told apart by its first run.
     written: defaultdict[int, Written] = field(default_factory=partial(defaultdict, Written), init=False)
+    late_errors: LateErrors = field(default_factory=LateErrors, init=False)
     _schedules: dict[int, Schedule] = field(default_factory=dict, init=False)
     _passes: dict[int, Schedule] = field(default_factory=dict, init=False)
 
@@ -140,6 +142,13 @@ class Program:
                 weight.grad.data = weight.grad.data.to(device)
         for stage in self.stages.stages:
             flatten_weights(stage.module.modules())
+
+    @cached_property
+    def keeps_zeros(self) -> bool:
+        """Whether a microbatch may weigh nothing without the host knowing it, and its backward divides by zero then."""
+        counts = [meaning.count for meaning in self.joined if isinstance(meaning.count, Count)]
+        there = any(map(accelerators.is_accelerator, self.machine.torch_devices()))
+        return there and any(not count.safe for count in counts)
 
     @cached_property
     def shares_parameters(self) -> bool:

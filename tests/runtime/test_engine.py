@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxsplit
-from fxsplit.errors import ClosedError, FxsplitError
+from fxsplit.errors import ClosedError, FxsplitError, InputError
 from fxsplit.ir.facts.chunks import Cut
+from fxsplit.runtime import late_errors
 from fxsplit.runtime.engine import join_gradients
+from fxsplit.torch_internals.host_copies import HostCopy
 from tests.accelerator import use_accelerator
 from tests.models import FAST, Mlp
 
@@ -141,12 +143,28 @@ class Normed(nn.Module):
         return out
 
 
-class Own(Normed):
-    """Returns its own loss, a mean over the labels that count."""
+class Own(nn.Module):
+    """Returns its own loss, and what `more` is: something else that is the same for all rows."""
 
-    def forward(self, x: Tensor, labels: Tensor) -> Any:  # type: ignore[override]
-        out = super().forward(x)
-        return {"loss": F.cross_entropy(out, labels), "out": out}
+    def __init__(self, kind: str, unused: float) -> None:
+        super().__init__()
+        self.body, self.head, self.kind = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 3), kind
+        self.weight, self.scale = nn.Buffer(torch.tensor([unused, 1.0, 2.0])), nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: Tensor, labels: Tensor, mask: Tensor) -> Any:
+        out = self.head(self.body(x))
+        each = F.cross_entropy(out, labels, reduction="none")
+        losses = {
+            "labels": lambda: F.cross_entropy(out, labels),
+            "class weights": lambda: F.cross_entropy(out, labels, self.weight),
+            "mask": lambda: (each * mask).sum() / mask.sum(),
+            "scaled mask": lambda: ((each * mask).mean() / mask.mean()) * 0.5,
+        }
+        return {"loss": losses[self.kind](), "out": out, "more": self.scale.exp()}
+
+
+def weigh_classes(outputs: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, target, torch.arange(3, device=outputs.device, dtype=outputs.dtype))
 
 
 def mean_with_labels(outputs: Tensor, target: Tensor) -> Tensor:
@@ -160,6 +178,7 @@ def mean_with_labels(outputs: Tensor, target: Tensor) -> Tensor:
         ("step", F.cross_entropy, "toy:0", {}),
         ("step", F.cross_entropy, "cpu", {}),
         ("step", mean_with_labels, "toy:1", {}),
+        ("step", weigh_classes, "toy:1", {}),
         ("step", F.cross_entropy, "toy:1", {"schedule": "ZB-H1"}),
         ("step", F.cross_entropy, "toy:1", {"recompute": "always"}),
         ("step", F.cross_entropy, "toy:1", {"deferred_batch_norm": True}),
@@ -183,32 +202,86 @@ def test_a_warm_batch_waits_for_no_accelerator(loop: str, loss_fn: Any, place: s
         record.check()
 
 
-@pytest.mark.parametrize("loop", ["step", "call"])
-def test_a_model_that_averages_labels_waits_for_no_accelerator(loop: str) -> None:
-    """The host read how many labels count in each microbatch."""
+@pytest.mark.parametrize(
+    ("kind", "loop", "options"),
+    [
+        ("labels", "step", {}),
+        ("labels", "call", {}),
+        ("class weights", "step", {}),
+        ("class weights", "call", {"recompute": "always"}),
+        ("mask", "step", {"schedule": "ZB-H1"}),
+        ("mask", "call", {}),
+        ("scaled mask", "step", {"recompute": "always"}),
+        ("scaled mask", "call", {}),
+    ],
+)
+def test_a_model_that_divides_by_a_count_waits_for_no_accelerator(
+    kind: str, loop: str, options: dict[str, Any]
+) -> None:
+    """The host read what counts in each microbatch, as what counts nothing has gradients of 0 / 0."""
     torch.manual_seed(0)
-    model, x, labels = Own(), torch.randn(15, 8), torch.randint(0, 3, (15,))
-    model.drop.p = 0.0
-    model.norm.eval()
-    labels[3:9] = -100  # all of one microbatch
+    model, x, labels, mask = Own(kind, unused=0.0), torch.randn(15, 8), torch.randint(1, 3, (15,)), torch.rand(15)
+    # All of one microbatch counts nothing.
+    labels[3:9], mask[3:9] = -100 if kind == "labels" else 0, 0.0
     alone = copy.deepcopy(model)
-    expected = alone(x, labels)["loss"]
-    expected.backward()
+    expected = alone(x, labels, mask)
+    (expected["loss"] + 0.1 * expected["more"]).backward()
     with use_accelerator() as record:
-        given = [t.to("toy:0") for t in (x, labels)]
-        options: Any = {"n_microbatches": 4, "example_inputs": tuple(given), "passes": FAST}
+        given = [t.to("toy:0") for t in (x, labels, mask)]
+        options = {"n_microbatches": 4, "example_inputs": tuple(given), "passes": FAST, **options}
         with fxsplit.compile(model.to("toy:0"), ["toy:0", "toy:1"], **options) as pipe:
-            for _ in range(2):
+            for _ in range(3):
                 pipe.zero_grad()
                 waits = record.waits.copy()
                 if loop == "step":
-                    loss = pipe.step(*given)
+                    loss, found = pipe.step(*given, return_outputs=True)
                 else:
-                    loss = pipe(*given)["loss"]
-                    loss.backward()
+                    found = pipe(*given)
+                    loss = found["loss"]
+                    (loss + 0.1 * found["more"].to(loss.device)).backward()
             assert record.waits == waits
         record.check()
-        torch.testing.assert_close(loss.detach().cpu(), expected.detach())
-        for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
+        for one, its in ((loss, expected["loss"]), (found["more"], expected["more"])):
+            torch.testing.assert_close(one.detach().cpu(), its.detach())
+        for (name, mine), its in zip(model.named_parameters(), alone.parameters(), strict=True):
+            if name == "scale" and loop == "step":
+                assert mine.grad is None  # the loss of a step is the model's own
+                continue
             assert mine.grad is not None
             torch.testing.assert_close(mine.grad.cpu(), its.grad)
+
+
+def test_what_the_accelerator_alone_knows_to_be_wrong_is_raised_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An output that was the same for all microbatches, and a sum over what a mask leaves out."""
+
+    class Arrived(HostCopy):
+        is_there = True  # of a made-up accelerator nothing is ever there before it is waited for
+
+    monkeypatch.setattr(late_errors, "HostCopy", Arrived)
+
+    class Wrong(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, mask: Tensor, flag: Tensor) -> Any:
+            out = self.b(torch.tanh(self.a(x)))
+            return out.square().sum(1).sum() / mask.sum(), flag.amax()
+
+    with use_accelerator():
+        x, mask, flag = torch.randn(16, 8).to("toy:0"), torch.ones(16).to("toy:0"), torch.ones(16).long().to("toy:0")
+        options: Any = {"n_microbatches": 4, "example_inputs": (x, mask, flag), "passes": FAST}
+        with fxsplit.compile(Wrong().to("toy:0"), ["toy:0", "toy:1"], **options) as pipe:
+            for _ in range(2):
+                pipe.step(x, mask, flag)
+            nothing, other = mask.clone(), flag.clone()
+            nothing[:4], other[:4] = 0.0, 0
+            for given, why in (((x, nothing, flag), "count that is zero"), ((x, mask, other), "had the same")):
+                with torch.no_grad():
+                    pipe(*given)
+                with pytest.raises(InputError, match=f"in an earlier batch.*{why}"):
+                    pipe.step(x, mask, flag)
+                pipe.step(x, mask, flag)
+            pipe.step(x, nothing, flag)
+            with pytest.raises(InputError, match=r"in an earlier batch.*the loss of a microbatch is not 0 / 0"):
+                pipe(x, mask, flag)

@@ -49,8 +49,8 @@ class Count:
     """What a number is divided by. `compute` computes it from the tensors of a call, or from the target of a loss.
 
     by_rows: what is divided is a mean over rows; otherwise it is a sum.
-    safe: a number that counts nothing has gradients of zero where it has the weight zero. A sum that is divided by zero
-        has others, and nobody must run backward from it.
+    safe: a number that counts nothing has gradients of zero where it has the weight zero, as torch's means over labels.
+        A sum that is divided by zero has others (see `keep_zeros`).
     reads: the tensors that `compute` reads besides.
     """
 
@@ -71,7 +71,7 @@ class Count:
     def weigh_there(self, pieces: Sequence[Sequence[Any]], rows: Sequence[int], whole: Sequence[Any] = ()) -> Weights:
         """Return the same weights; as tensors, which the host need not wait for, where they are on an accelerator."""
         weights = self.compute_weights(pieces, rows, whole)
-        if self.safe and not is_on_host(weights):
+        if not is_on_host(weights):
             return list(weights.unbind())
         found: list[float] = weights.tolist()
         return found
@@ -136,13 +136,22 @@ def share_rows(rows: Sequence[int]) -> list[float]:
     return [count / total for count in rows]
 
 
+COUNTS_NOTHING = (
+    "the model divides by a count that is zero in this microbatch and not in the batch; compile with n_microbatches=1, "
+    "or divide outside of the model"
+)
+"""What is said of a number that was divided by a count of zero, and is something else than 0 / 0."""
+
+
 def check_nothing_counts(number: Tensor | None, name: str) -> None:
     """Raise InputError unless a number that was divided by a count of zero is 0 / 0, and so is no part of the whole."""
     if number is not None and not number.isnan().all():
-        raise InputError(
-            f"{name} is {number.item()}: the model divides by a count that is zero in this microbatch and not in the "
-            "batch; compile with n_microbatches=1, or divide outside of the model"
-        )
+        raise InputError(f"{name} is {number.item()}: {COUNTS_NOTHING}")
+
+
+def find_miscounted(numbers: Tensor, weights: Tensor) -> Tensor:
+    """Return, as a flag where they are, whether any of the numbers that weigh nothing is something else than 0 / 0."""
+    return ((weights == 0) & ~numbers.isnan()).any()
 
 
 def make_label_count(options: Mapping[str, Any], place: int = 0) -> Count:

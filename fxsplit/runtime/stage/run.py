@@ -26,6 +26,7 @@ from fxsplit.torch_internals.layouts import count_bytes
 from fxsplit.torch_internals.thread_modes import NO_CONTEXT
 from fxsplit.torch_internals.user_lines import is_users
 from fxsplit.torch_internals.words import is_second_backward
+from fxsplit.torch_internals.zero_gradients import keep_zeros
 
 KEPT = (
     "a backward of your own runs through a tensor that a hook (or an attribute of a module) has kept of a pipeline's "
@@ -109,15 +110,18 @@ def backward(
     trained: Sequence[Tensor],
     first: bool = True,
     finder: BranchFinder | None = None,
+    keeps_zeros: bool = False,
 ) -> tuple[list[Tensor | None], list[Share], list[WeightBackward]]:
     """Run a stage backward from the gradients of its outputs, which are None where there is none.
 
     Returns the gradients of its inputs, the shares of `trained` and of what else the loss depends on, and what is left
     to do. `first` says that some leaf may get its first gradient; later ones are added to a sum, whether others refer
     to them or not, so they are not asked. With a `finder`, which is the stage's, the weights that have a branch node
-    are left for later.
+    are left for later. `keeps_zeros` says that gradients of outputs may be zero where these were divided by zero.
     """
     roots, arrived = list_roots(saved, gradients)
+    if keeps_zeros:
+        keep_zeros(roots)
     of_inputs: list[Tensor | None] = [None] * len(saved.inputs)
     wanted = [i for i, v in enumerate(saved.inputs) if isinstance(v, Tensor) and v.requires_grad]
     nodes: BranchNodes = {}
