@@ -53,4 +53,5 @@ class _NoteMeans(TorchFunctionMode):
 
 def _has_same(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors have the same entries in the same order."""
-    return a.numel() == b.numel() and torch.equal(a.flatten(), b.flatten())
+    # A loss may move its outputs and its target, to host memory for example.
+    return a.numel() == b.numel() and torch.equal(a.flatten(), b.flatten().to(a.device))

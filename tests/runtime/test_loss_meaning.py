@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.errors import FxsplitWarning
+from tests.accelerator import use_accelerator
 from tests.models import FAST, Mlp
 
 
@@ -233,3 +234,26 @@ def test_a_loss_of_outputs_without_rows_may_be_that_of_the_whole_batch(name: str
         torch.testing.assert_close(pipe.step(x, target=y), expected.detach())
         for a, b in zip(model.parameters(), unsplit.parameters(), strict=True):
             torch.testing.assert_close(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("place", ["cpu", "toy:0", "toy:1"])
+def test_labels_are_found_on_whichever_device_a_loss_is_computed(place: str) -> None:
+    """Tensors of two devices were compared, so the labels were not found, and the loss was averaged by rows."""
+    torch.manual_seed(0)
+    model, x, labels = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3)), torch.randn(15, 8), torch.randint(0, 3, (15,))
+    labels[2:9] = -100
+    alone = copy.deepcopy(model)
+    expected = F.cross_entropy(alone(x), labels)
+    expected.backward()
+
+    def loss_fn(outputs: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(outputs.to(place), target.to(place))
+
+    with use_accelerator():
+        options: Any = {"n_microbatches": 4, "example_inputs": x.to("toy:0"), "passes": FAST, "loss_fn": loss_fn}
+        with fxsplit.compile(model.to("toy:0"), ["toy:0", "toy:1"], **options) as pipe:
+            loss = pipe.step(x.to("toy:0"), target=labels)
+        torch.testing.assert_close(loss.cpu(), expected.detach())
+        for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
+            assert mine.grad is not None
+            torch.testing.assert_close(mine.grad.cpu(), its.grad)
