@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +19,9 @@ from fxsplit.errors import TraceError
 from fxsplit.frontend.layer_drop import NeverDropped
 from fxsplit.ir.facts.call import Call, Inputs
 from fxsplit.ir.facts.python_state import Number
-from fxsplit.torch_internals.fake_weights import make_runnable
+from fxsplit.torch_internals import pytree
+from fxsplit.torch_internals.containers import to_plain_outputs
+from fxsplit.torch_internals.fake_weights import has_values, make_runnable
 from fxsplit.torch_internals.thread_modes import enter_function_mode
 
 
@@ -30,7 +32,8 @@ class Subject:
     `rows` is the size of a microbatch, at most that of the batch. `whole` are paths of submodules that must stay one
     call each in the graph. `from_shapes`: the model computes shapes and no values, as it must where weights have none.
     `asks_for_gradients`: forward() decides by whether gradients are enabled, or whether a weight requires one.
-    `numbers`: Python numbers that are to be inputs of the graph, where forward() only computes with them.
+    `numbers`: Python numbers that are to be inputs of the graph, where forward() only computes with them. `outputs`:
+    what the model has returned, by rows, wherever it ran on stand-ins: all that it will return again.
     """
 
     model: nn.Module
@@ -41,6 +44,7 @@ class Subject:
     from_shapes: bool = False
     asks_for_gradients: bool = False
     numbers: tuple[Number, ...] = ()
+    outputs: dict[int, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -77,7 +81,7 @@ class Subject:
         # One list of modules, since both must hold the same weights: copied once, or replaced once by stand-ins.
         modules = nn.ModuleList([self.model, *graphs])
         with make_runnable(modules, self.take_rows(rows), from_shapes=self.from_shapes) as (here, tensors):
-            yield Runnable(self.name, here, self.inputs, tensors, rows, self.asks_for_gradients)
+            yield Runnable(self.name, here, self.inputs, tensors, rows, self.asks_for_gradients, self.outputs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +90,7 @@ class Runnable:
 
     `name` is that of the model's class, for messages, and `rows` is how many rows the tensors have. Model, graph and
     tensors are the subject's own; or copies in host memory, where the weights are on several devices; or they hold
-    stand-ins, which have shapes and no values.
+    stand-ins, which have shapes and no values. `outputs` are the subject's.
     """
 
     name: str
@@ -95,6 +99,7 @@ class Runnable:
     tensors: list[Tensor]
     rows: int
     asks_for_gradients: bool = False
+    outputs: dict[int, Any] = field(default_factory=dict)
 
     @property
     def model(self) -> nn.Module:
@@ -115,6 +120,11 @@ class Runnable:
     def clone_doubled(self) -> list[Tensor]:
         """Return the tensors with every row twice."""
         return [t.detach().clone() for t in self.inputs.double_rows(self.tensors)]
+
+    def note_outputs(self, returned: Any) -> None:
+        """Note what the model has returned for these rows, where that is shapes alone."""
+        if not has_values(self.tensors[0]):
+            self.outputs[self.rows] = pytree.tree_map_only(Tensor, lambda t: t.detach(), to_plain_outputs(returned))
 
     def run_model(self, *tensors: Tensor) -> Any:
         """Return what the model's forward() returns for tensors in the places of the call's tensors."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, TypeVar, cast
 
 import torch
@@ -163,7 +164,7 @@ class _WatchedFakeMode(FakeTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator."""
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if not isinstance(func, torch._ops.OpOverload):
+        if not isinstance(func, torch._ops.OpOverload) or not _leaves_traces(func):
             return result
         given: dict[str, Any] = {a.name: a.default_value for a in func._schema.arguments}
         given |= {**dict(zip(given, args, strict=False)), **(kwargs or {})}
@@ -176,6 +177,13 @@ class _WatchedFakeMode(FakeTensorMode):
                 [given[n] for n in ("running_mean", "running_var") if isinstance(given.get(n), Tensor)]
             )
         return result
+
+
+@cache  # asked for every operator that runs, of which there are few kinds
+def _leaves_traces(func: torch._ops.OpOverload) -> bool:
+    """Return whether an operator may draw, or update running statistics."""
+    draws = torch.Tag.nondeterministic_seeded in func.tags
+    return draws or any(argument.name == "running_mean" for argument in func._schema.arguments)
 
 
 @contextmanager

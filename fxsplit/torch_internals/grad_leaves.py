@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import has_torch_function_unary
 
@@ -53,6 +54,32 @@ def find_leaves(root: Tensor, below: Iterable[object] = ()) -> list[Tensor]:
             continue
         seen.add(node)
         # A leaf's node, AccumulateGrad, is the only kind that names its tensor.
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        stack += [above for above, _ in node.next_functions]
+    return found
+
+
+def find_recorded_leaves(roots: Iterable[Tensor]) -> list[Tensor] | None:
+    """Return the leaves that get a gradient of any of the roots, by what autograd has recorded; nothing is computed.
+
+    None where the record does not tell: a backward written in Python may give no gradient.
+    """
+    found: list[Tensor] = []
+    seen: set[object] = {None}
+    stack: list[Any] = []
+    for root in roots:
+        if root.grad_fn is None:
+            found.append(root)
+        else:
+            stack.append(root.grad_fn)
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, BackwardCFunction):
+            return None
         if hasattr(node, "variable"):
             found.append(node.variable)
         stack += [above for above, _ in node.next_functions]

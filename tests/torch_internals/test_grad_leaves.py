@@ -14,6 +14,7 @@ from fxsplit.torch_internals.grad_leaves import (
     BEFORE,
     comes_through,
     find_leaves,
+    find_recorded_leaves,
     list_gradient_hooks,
     mute,
     put_hook_behind,
@@ -35,6 +36,23 @@ def test_leaves_of_a_result() -> None:
     found = find_leaves((a * data + b * a).sum())
     assert {id(one) for one in found} == {id(a), id(b)} and len(found) == 2
     assert find_leaves(a) == [a] and find_leaves(data) == []
+
+
+def test_leaves_are_told_by_what_is_recorded_alone() -> None:
+    a, b, c = leaf(2), leaf(2), leaf(2)
+    assert {id(one) for one in find_recorded_leaves([a * b, c]) or []} == {id(a), id(b), id(c)}
+    assert find_recorded_leaves([(a * b.detach()).sum()]) == [a]
+
+    class Gives(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return None
+
+    assert find_recorded_leaves([Gives.apply(a) * 2]) is None, "it may give no gradient"  # type: ignore[no-untyped-call]
 
 
 def test_the_search_ends_at_the_nodes_below() -> None:

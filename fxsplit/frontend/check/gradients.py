@@ -18,7 +18,7 @@ from fxsplit.frontend.check.run import Runner
 from fxsplit.frontend.subject import Runnable
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.fake_weights import has_values
-from fxsplit.torch_internals.grad_leaves import watch_hooks
+from fxsplit.torch_internals.grad_leaves import find_recorded_leaves, watch_hooks
 from fxsplit.torch_internals.interpret import preserve
 from fxsplit.torch_internals.undo import undo_after
 
@@ -49,7 +49,7 @@ def check_gradients(here: Runnable) -> bool:
     for thawed in (False,) if here.asks_for_gradients else (True, False):
         trained = {name: p for name, p in named.items() if thawed or p.requires_grad}
         parameters = list(trained.values())
-        with _require_gradients(parameters):
+        with _thaw(parameters):
             wanted = _compute_gradients(here.run_model, here, parameters, of_inputs=thawed, or_none=True)
             if wanted is None:
                 continue
@@ -83,8 +83,40 @@ def _compare_gradients(here: Runnable, names: Sequence[str], wanted: Sequence[An
             raise TraceError(LOST.format(here.name, name))
 
 
+def check_paths(here: Runnable, outputs: tuple[Any, Any], leaves: Sequence[Sequence[Tensor]]) -> bool:
+    """Return whether what autograd has recorded tells that the graph has every gradient that the model has.
+
+    outputs: those of the model and those of the graph, for `leaves` in the places of the inputs, while all parameters
+        wanted a gradient.
+
+    Where it does not tell, as with a backward written in Python, the gradients have to be computed.
+    """
+    parameters = [p for p in here.model.parameters() if p.is_floating_point()]
+    reached = []
+    for made, given in zip(outputs, leaves, strict=True):
+        roots = [o for o in pytree.tree_leaves(made) if _is_trained(o)]
+        found = find_recorded_leaves(roots) if roots else None
+        if found is None:
+            return False
+        known = set(map(id, found))
+        reached.append([id(end) in known for end in (*parameters, *given)])
+    return all(got or not wanted for wanted, got in zip(*reached, strict=True))
+
+
+def make_leaves(here: Runnable, *, of_inputs: bool) -> list[Tensor]:
+    """Return copies of the rows, which want gradients where they can have them if `of_inputs`."""
+    return [t.detach().clone().requires_grad_(of_inputs and t.is_floating_point()) for t in here.tensors]
+
+
 @contextmanager
-def _require_gradients(parameters: Sequence[Tensor]) -> Iterator[None]:
+def require_gradients(here: Runnable) -> Iterator[None]:
+    """Let all parameters of the model that can have gradients require them inside the block."""
+    with _thaw([p for p in here.model.parameters() if p.is_floating_point()]):
+        yield
+
+
+@contextmanager
+def _thaw(parameters: Sequence[Tensor]) -> Iterator[None]:
     """Let parameters require gradients inside the block."""
     frozen = [p for p in parameters if not p.requires_grad]
 
@@ -106,7 +138,7 @@ def _compute_gradients(
     `or_none`: return None where no output wants a gradient, or where backward fails.
     """
     with preserve(here.modules), torch.enable_grad():
-        leaves = [t.detach().clone().requires_grad_(of_inputs and t.is_floating_point()) for t in here.tensors]
+        leaves = make_leaves(here, of_inputs=of_inputs)
         try:
             # A clone of each leaf: forward() may write to its arguments in place, and autograd forbids that on a leaf.
             outputs = [o for o in pytree.tree_leaves(run(*(leaf.clone() for leaf in leaves))) if _is_trained(o)]

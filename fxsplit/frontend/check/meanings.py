@@ -231,7 +231,9 @@ class _Trial:
     @property
     def _few(self) -> tuple[int, int]:
         """The sizes of two pieces, of which the second one differs from the first."""
-        return self._subject.rows, self._subject.rows // 2 or 2
+        rows = self._subject.rows
+        # The check of the graph has run the model on one row, where that tells all.
+        return (rows, 1) if rows > 1 and 1 in self._subject.outputs else (rows, rows // 2 or 2)
 
     @property
     def _may_compare(self) -> bool:
@@ -243,7 +245,7 @@ class _Trial:
         batch, rows = self._subject.batch, self._subject.rows
         cut = [spec for spec in self._here.inputs.specs if spec.cut.dim is not None]
         # Several arguments have to stay together: one may be no batch at all, and right at its full length only.
-        if sum(self._few) < batch and (len(cut) == 1 or self._subject.from_shapes):
+        if self._subject.from_shapes or (sum(self._few) < batch and len(cut) == 1):
             yield self._few
         yield choose_pieces(batch, rows)
         if self._subject.is_cut:

@@ -2,11 +2,15 @@
 
 The model and the graph run on the same rows. The graph must return what the model returns, write the same values to
 buffers and arguments, and have the same gradients. Neither run leaves a trace on the model.
+
+With values both run without gradients, as kernels may be others then, and once more with gradients. Stand-ins have
+shapes alone, which one run each tells, and what autograd records in it tells which gradients there are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from fxsplit.errors import FxsplitError, InputError, TraceError
-from fxsplit.frontend.check.gradients import TOLERANCE, check_gradients
+from fxsplit.frontend.check.gradients import TOLERANCE, check_gradients, check_paths, make_leaves, require_gradients
 from fxsplit.frontend.check.outputs import refuse_objects, unpack_output
 from fxsplit.frontend.check.run import Runner, describe, summarize
 from fxsplit.frontend.graph import list_fetched
@@ -25,20 +29,22 @@ from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.batch_norm import is_batch_norm
 from fxsplit.torch_internals.containers import drop_foreign_fields, rebuild, to_plain_outputs
 from fxsplit.torch_internals.fake_weights import Snapshot, has_values, keep_values
+from fxsplit.torch_internals.grad_leaves import watch_hooks
 from fxsplit.torch_internals.interpret import get_storage_id, preserve
 from fxsplit.torch_internals.layouts import list_parts
 from fxsplit.torch_internals.user_lines import warn_user
 
 
-def check_graph(subject: Subject, gm: fx.GraphModule, rows: int) -> CallEffects:
+def check_graph(subject: Subject, gm: fx.GraphModule, rows: int, *, code: bool = True) -> CallEffects:
     """Return what one call leaves behind; raises TraceError where model and graph differ on the first `rows` rows.
 
     Raises InputError for an output that is neither a tensor nor a constant. The nodes of `gm` get the shapes of their
-    values, for dumps, and its output gets plain containers of tensors.
+    values, for dumps, and its output gets plain containers of tensors. `code`: whether the code of the graph runs too,
+    which is the same code for any number of rows.
     """
     with refuse_assignments(subject.model), subject.make_runnable(rows, gm) as here:
         try:
-            effects = _compare(here, gm)
+            effects = _compare(here, gm, code=code)
         except (RuntimeError, ValueError, TypeError) as error:
             if not subject.from_shapes or isinstance(error, FxsplitError):
                 raise
@@ -52,20 +58,35 @@ def check_graph(subject: Subject, gm: fx.GraphModule, rows: int) -> CallEffects:
     return replace(effects, written_buffers=own)
 
 
-def _compare(here: Runnable, gm: fx.GraphModule) -> CallEffects:
+def _compare(here: Runnable, gm: fx.GraphModule, *, code: bool) -> CallEffects:
     """Compare model and graph as they run `here`, perhaps as copies; return what a call leaves behind.
 
     `gm` is the graph that the IR will hold: it gets the shapes, and the plain containers of the output.
     """
-    # One copy for each side: forward() may write to its arguments.
-    given, copies = here.clone_tensors(), here.clone_tensors()
+    if not has_values(here.tensors[0]) and not here.asks_for_gradients:
+        # Whatever is wrong is found and named by the separate runs.
+        with suppress(Exception):
+            return _compare_runs(here, gm, code=code, at_once=True)
+    return _compare_runs(here, gm, code=code, at_once=False)
+
+
+def _compare_runs(here: Runnable, gm: fx.GraphModule, *, code: bool, at_once: bool) -> CallEffects:
+    """Compare one run of the model with one of the graph, and their gradients; return what a call leaves behind.
+
+    at_once: the gradients are those of the same runs.
+    """
+    # Inputs for each side: forward() may write to its arguments.
+    leaves = [make_leaves(here, of_inputs=at_once) for _ in range(2)]
+    given, copies = ([leaf.clone() for leaf in each] for each in leaves)
     versions = [t._version for t in copies]
+    hooked: list[Tensor] = []
     # A graph of a model that asks holds what forward() does in the caller's mode.
-    with torch.set_grad_enabled(here.asks_for_gradients and torch.is_grad_enabled()):
-        expected, buffers, rewritten = _run_model(here, given)
+    records = at_once or (here.asks_for_gradients and torch.is_grad_enabled())
+    with torch.set_grad_enabled(records), require_gradients(here) if at_once else nullcontext():
+        returned, buffers, rewritten = _run_model(here, given)
         # Both must start from the same buffers: _run_model has put them back.
         before = Snapshot(here.modules.buffers())
-        with preserve(here.modules):
+        with preserve(here.modules), watch_hooks(hooked.append):
             # A graph keeps its output in containers of fx's own, whose structure is not that of plain ones.
             got = rebuild(Runner(here.graph, noted=gm).run(*copies), lambda leaf: leaf)
             for (name, buffer), value in zip(here.model.named_buffers(), buffers, strict=True):
@@ -74,16 +95,33 @@ def _compare(here: Runnable, gm: fx.GraphModule) -> CallEffects:
             changed = {get_storage_id(t) for t in before.changed()}
             saved = _find_saved_buffers(here, changed)
             written = {path: b for path, b in here.model.named_buffers() if get_storage_id(b) in changed}
-    expected, dropped = drop_foreign_fields(expected)
-    # Differences in values first: they explain those in gradients.
-    wanted = _compare_outputs(here, expected, got)
-    for spec, a, b in zip(here.inputs.specs, given, copies, strict=True):
-        _compare_values(here, f"argument {spec.name!r}, which it writes to,", a, b)
-    _run_code(here)
-    sets_hooks = check_gradients(here)
+        expected, dropped = drop_foreign_fields(returned)
+        # Differences in values first: they explain those in gradients.
+        wanted = _compare_outputs(here, expected, got)
+        for spec, a, b in zip(here.inputs.specs, given, copies, strict=True):
+            _compare_values(here, f"argument {spec.name!r}, which it writes to,", a, b)
+        if code:
+            _run_code(here)
+        told = at_once and check_paths(here, (expected, got), leaves)
+    sets_hooks = bool(hooked) if told else check_gradients(here)
     refuse_objects(here, wanted)
     unpack_output(gm, got)
     containers = _find_own_containers(here, expected, got)
+    here.note_outputs(returned)
+    _warn_of_output(here, rewritten, dropped)
+    # The statistics of batch norms have a pass that keeps them in order; nothing keeps other buffers in order.
+    statistics = {id(b) for m in here.model.modules() if is_batch_norm(m) for b in m.buffers(recurse=False)}
+    return CallEffects(
+        writes_inputs=[t._version for t in copies] != versions,
+        written_buffers={path: b for path, b in written.items() if id(b) not in statistics},
+        saved_buffers=saved,
+        sets_hooks=sets_hooks,
+        containers=containers,
+    )
+
+
+def _warn_of_output(here: Runnable, rewritten: Sequence[str], dropped: Sequence[str]) -> None:
+    """Warn of arguments that forward() has changed, and of outputs that are left out."""
     if rewritten:
         warn_user(
             f"forward() of {here.name} changes its argument {rewritten[0]!r}, and the pipeline hands it a copy: the "
@@ -94,15 +132,6 @@ def _compare(here: Runnable, gm: fx.GraphModule) -> CallEffects:
             f"{here.name} returns {', '.join(dropped)}, which is nothing that a pipeline could hand on: it is left out "
             "of the outputs (use_cache=False, for example, does not make it)"
         )
-    # The statistics of batch norms have a pass that keeps them in order; nothing keeps other buffers in order.
-    statistics = {id(b) for m in here.model.modules() if is_batch_norm(m) for b in m.buffers(recurse=False)}
-    return CallEffects(
-        writes_inputs=[t._version for t in copies] != versions,
-        written_buffers={path: b for path, b in written.items() if id(b) not in statistics},
-        saved_buffers=saved,
-        sets_hooks=sets_hooks,
-        containers=containers,
-    )
 
 
 def _run_code(here: Runnable) -> None:

@@ -99,9 +99,10 @@ def _export(subject: Subject, front_end: TorchExport) -> Graph:
                     watch_hooks(_refuse_hook),
                 ):
                     program = _run_export(here, subject.numbers, front_end)
-                # Without guards the module is the bare graph; the guards are asked once per number of rows.
-                module = program.module(check_guards=False)
-                guard = _give_numbers(getattr(program.module(), "_guards_fn", None), numbers)
+                # The guards are one call in the module, which the graph leaves out: they are asked once per number of
+                # rows.
+                module = program.module()
+                guard = _give_numbers(getattr(module, "_guards_fn", None), numbers)
         except Exception as error:
             raise _explain(here.model, error) from error
         returns = program.call_spec.out_spec

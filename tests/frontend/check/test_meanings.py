@@ -14,7 +14,8 @@ from torch.nn import functional as F
 import fxsplit
 from fxsplit.errors import FxsplitWarning, InputError
 from fxsplit.frontend.check.meanings import WHOLE, find_meanings
-from tests.frontend.subjects import make_subject
+from fxsplit.frontend.check.values import check_graph
+from tests.frontend.subjects import make_subject, trace
 from tests.models import FAST
 
 Call = Callable[[Tensor, Tensor], Any]
@@ -178,6 +179,22 @@ def test_without_weights_numbers_are_taken_for_means_and_it_is_said() -> None:
     with pytest.warns(FxsplitWarning, match="output 1 of Net has no rows, and without weights nothing tells"):
         found = find_meanings(subject)
     assert [str(meaning) for meaning in found] == ["rows on 0", "mean", "unjoined"]
+
+
+def test_rows_that_the_check_has_run_on_shapes_are_not_run_again() -> None:
+    sizes: list[int] = []
+
+    class Notes(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            sizes.append(x.shape[0])
+            return x * 2
+
+    subject = make_subject(Notes(), torch.randn(8, 4), rows=4, from_shapes=True)
+    for rows in (1, 4):
+        check_graph(subject, trace(Notes()), rows)
+    sizes.clear()
+    assert [str(meaning) for meaning in find_meanings(subject)] == ["rows on 0"]
+    assert sizes == [5], "the batch of both; its pieces of 4 and 1 rows are known"
 
 
 def test_the_trial_leaves_no_trace() -> None:

@@ -148,6 +148,96 @@ def test_a_forward_that_decides_by_values_does_not_run_on_shapes() -> None:
         check_graph(make_subject(Decides(), from_shapes=True), trace(Scale()), rows=6)
 
 
+class Mixed(Scale):
+    """Returns x * scale and the sum of the rows, and writes to a buffer and to x."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+        self.runs = 0
+
+    def forward(self, x: Tensor) -> Any:
+        self.runs += 1
+        self.seen.add_(1)
+        x.mul_(2)
+        return x * self.scale, (x * self.scale).sum(0)
+
+
+def put_hook(x: Tensor) -> None:
+    if x.requires_grad:
+        x.register_hook(torch.clone)
+
+
+def mixed(graph: fx.Graph, x: fx.Node, lost: str = "") -> Any:
+    if lost != "buffer":
+        graph.call_method("add_", (graph.get_attr("seen"), 1))
+    if lost != "argument":
+        graph.call_method("mul_", (x, 2))
+    scale = graph.get_attr("scale")
+    scale = graph.call_method("detach", (scale,)) if lost == "parameter" else scale
+    taken = graph.call_method("detach", (x,)) if lost == "input" else x
+    made = graph.call_method("mul", (taken, scale))
+    if lost == "hook":
+        graph.call_function(put_hook, (made,))
+    return made, graph.call_method("mean" if lost == "shape" else "sum", (made,) if lost == "shape" else (made, 0))
+
+
+@pytest.mark.parametrize(
+    ("lost", "text"),
+    [
+        ("parameter", "another gradient for 'scale'"),
+        ("input", "another gradient for 'argument x'"),
+        ("shape", "computes output 1 differently"),
+        ("argument", ""),  # without values only the count of writes would tell, as it does for the pipeline
+        ("buffer", ""),
+        ("hook", ""),
+    ],
+)
+def test_one_run_on_shapes_finds_what_separate_runs_find(lost: str, text: str) -> None:
+    model = Mixed()
+    gm = graph_of(model, lambda g, x: mixed(g, x, lost))
+    subject = make_subject(model, from_shapes=True)
+    if text:
+        with pytest.raises(TraceError, match=text):
+            check_graph(subject, gm, rows=6)
+        return
+    found = check_graph(subject, gm, rows=6)
+    assert found.writes_inputs == (lost != "argument") and found.sets_hooks == (lost == "hook")
+    assert ("seen" in found.written_buffers) == (lost != "buffer")
+
+
+def test_on_shapes_model_and_graph_run_once() -> None:
+    model = Mixed()
+    subject = make_subject(model, from_shapes=True)
+    found = check_graph(subject, graph_of(model, mixed), rows=6)
+    assert model.runs == 1 and list(subject.outputs) == [6]
+    assert found.writes_inputs and list(found.written_buffers) == ["seen"]
+
+
+class Loses(torch.autograd.Function):
+    """A path that autograd records, and that gives no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None
+
+
+def lose(x: Tensor) -> Any:
+    return Loses.apply(x)  # type: ignore[no-untyped-call]
+
+
+def test_a_backward_in_python_is_run_on_shapes_too() -> None:
+    gm = graph_of(Scale(), lambda g, x: g.call_function(lose, (g.call_method("mul", (x, g.get_attr("scale"))),)))
+    with pytest.raises(TraceError, match="another gradient for 'scale'"):
+        check_graph(make_subject(Scale(), from_shapes=True), gm, rows=6)
+
+
 def test_containers_of_the_model_are_known() -> None:
     class Ordered(nn.Module):
         def forward(self, x: Tensor) -> Any:
