@@ -35,16 +35,19 @@ def small_weights_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grad_split, "LEAST_PRODUCTS", defaultdict(int))
 
 
-def workers() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith("fxsplit-worker")]
+def list_workers() -> set[threading.Thread]:
+    return {t for t in threading.enumerate() if t.name.startswith("fxsplit-worker")}
 
 
 @pytest.fixture(autouse=True)
 def no_thread_left() -> Iterator[None]:
+    # A test that fails keeps its pipeline in its traceback: later tests are not to blame.
+    before = list_workers()
     yield
-    if workers():  # beside torch, a collection takes longer than most tests
+    if list_workers() - before:  # beside torch, a collection takes longer than most tests
         gc.collect()
-    assert not workers(), f"worker threads outlive their pipeline: {workers()}"
+    left = sorted(worker.name for worker in list_workers() - before)
+    assert not left, f"worker threads outlive their pipeline: {left}"
 
 
 @pytest.fixture(autouse=True)

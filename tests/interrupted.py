@@ -57,7 +57,8 @@ class Convolutions(nn.Sequential):
 class Scene:
     """What is interrupted: `act`, on `model`. `pipe` is a pipeline of the model, whose next step must be right.
 
-    `expected` are the numbers of parameters whose gradients a whole step changes.
+    `expected` are the numbers of parameters whose gradients a whole step changes. `slow_s` is how long an
+    interrupt may take.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Scene:
     act: Callable[[], object]
     calls: list[str] = field(default_factory=list)
     expected: int = 0
+    slow_s: float = SLOW_S
 
     @property
     def changes_state(self) -> bool:
@@ -189,7 +191,7 @@ def find_faults(
     # Any other exception may be turned into an error that says more, or lead to another way of compiling.
     if issubclass(kind, KeyboardInterrupt) and not isinstance(error, KeyboardInterrupt):
         found.append("lost" if error is None else f"lost: {type(error).__name__}: {str(error)[:200]}")
-    if seconds > SLOW_S:
+    if seconds > scene.slow_s:
         found.append(f"hung for {seconds:.1f} s")
     found += [f"changed: {what}" for what in list_changes(scene, before, error)]
     if threading.active_count() > 1:
