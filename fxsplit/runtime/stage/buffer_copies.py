@@ -29,12 +29,15 @@ def save_buffer_copies(
     if not buffers:
         yield
         return
-    pack, unpack = outer or (lambda t: t, lambda t: t)
+    # An output that is saved knows its node, which would know the output: memory of a graph that no backward frees, and
+    # that Python does not see. A detached tensor knows no node.
+    pack, unpack = outer or (Tensor.detach, lambda t: t)
 
     def keep(tensor: Tensor) -> tuple[Any, Tensor, int]:
         kept = tensor.clone() if get_storage_id(tensor) in buffers else tensor
-        # A detached tensor shares the version counter, so it tells of later writes without a cycle through the graph.
-        return pack(kept), kept.detach() if outer is None else torch.empty(0), kept._version
+        packed = pack(kept)
+        # A detached tensor shares the version counter, so it tells of later writes.
+        return packed, packed if outer is None else torch.empty(0), kept._version
 
     def give(packed: tuple[Any, Tensor, int]) -> Any:
         inner, witness, version = packed

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import fxsplit
 from fxsplit.runtime.stage.buffer_copies import clone_outputs, save_buffer_copies
@@ -92,6 +93,18 @@ def test_other_tensors_are_saved_themselves_and_a_write_to_them_is_an_error() ->
     other.add_(1)
     with pytest.raises(RuntimeError, match=r"float32\[2\] is at version 1; expected version 0"):
         out.sum().backward()
+
+
+def test_a_graph_that_no_backward_has_freed_keeps_no_memory() -> None:
+    """Once a saved output kept itself, through its node: under ZB-H1, and where a step failed, until Python ended."""
+    x, buffer = torch.ones(2, requires_grad=True), torch.ones(1)
+    with save_buffer_copies(frozenset({get_storage_id(buffer)}), None):
+        out = torch.tanh(x)
+    memory = StorageWeakRef(out.untyped_storage())
+    torch.autograd.grad(out.sum(), x, retain_graph=True)
+    assert not memory.expired()
+    del out
+    assert memory.expired()
 
 
 def test_hooks_of_the_caller_get_the_copies() -> None:
