@@ -233,7 +233,9 @@ class BatchLoss:
                 "the loss does not depend on anything that wants a gradient, so a step would train nothing: is every "
                 "parameter frozen, or the output detached inside loss_fn?"
             )
-        self._losses[microbatch] = loss.detach()
+        # Held until the end of the step. What torch's mse_loss returns has memory for all elements of the outputs.
+        own = loss.detach()
+        self._losses[microbatch] = own.clone() if own.untyped_storage().nbytes() > own.nbytes else own
         if self.divides and not is_on_host(loss):
             keep_zeros([loss])
         return loss

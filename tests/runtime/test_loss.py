@@ -237,6 +237,17 @@ def test_weights_in_the_batch() -> None:
     assert weights_of(summed, rows, values) == [1.0, 1.0, 1.0] and float(summed.compute_total()) == 42.0
 
 
+@pytest.mark.parametrize("loss_fn", [F.mse_loss, F.binary_cross_entropy, lambda a, b: (a - b).square().flatten()[0]])
+def test_losses_that_are_held_hold_no_outputs(loss_fn: Any) -> None:
+    """What torch's mse_loss returns has memory for all elements, and once that of all microbatches stayed."""
+    outputs, target = torch.rand(4, 8, requires_grad=True), torch.rand(4, 8)
+    loss = BatchLoss(loss_fn, Targets([target]), [4])
+    value = loss(0, outputs)
+    (held,) = loss.list_losses()
+    assert held.untyped_storage().nbytes() == held.nbytes and not held.requires_grad
+    assert torch.equal(held, value) and value.requires_grad
+
+
 def test_what_goes_into_one_optimizer_step_is_a_batch_of_its_own() -> None:
     rows = [3, 1, 2, 2]
     loss = BatchLoss(lambda outputs: outputs, None, rows, ends=[1])
