@@ -24,7 +24,7 @@ from fxsplit.runtime.program import Batch, Program
 from fxsplit.runtime.stage.run import Packet, Saved, refuse_kept
 from fxsplit.runtime.stage.weight_versions import Stepper
 from fxsplit.runtime.stopwatch import Stopwatch
-from fxsplit.runtime.streams import hand_over, join_caller, move
+from fxsplit.runtime.streams import hand_over, join_caller, make_caller_wait, mark_caller, move
 from fxsplit.runtime.weights_then import WeightsThen
 from fxsplit.schedule.action import BACKWARD, FORWARD
 from fxsplit.torch_internals.batch_norm import count_as_one_batch
@@ -141,6 +141,8 @@ class Engine:
         program, tensors, rows, _ = batch
         trained = program.list_trained()
         devices = [*(stream.device for stream in self._workers.streams), *(t.device for t in tensors)]
+        # Autograd calls the backward where, of the caller's streams, only that on the outputs' device is current.
+        queued = mark_caller(devices)
 
         @lose_no_interrupt
         @leave_no_trace
@@ -166,6 +168,7 @@ class Engine:
                     make_mutable(leaf)
                 with self._take_turn():
                     then.check()
+                    make_caller_wait(devices, queued)
                     self._workers.run(job)
             except RuntimeError as error:
                 then.explain(error)
