@@ -26,7 +26,7 @@ from fxsplit.errors import InputError, PlanError, UnsteadyProfileWarning
 from fxsplit.formats.safetensors_files import WeightFiles
 from fxsplit.frontend.no_trace_left import restore_model
 from fxsplit.frontend.other_shapes import fit_to_shapes
-from fxsplit.ir.dump import make_observers, show_progress
+from fxsplit.ir.dump import make_observers
 from fxsplit.ir.dump_folder import DumpFolder
 from fxsplit.ir.facts.call import Call, Inputs
 from fxsplit.ir.facts.example import Example
@@ -36,6 +36,7 @@ from fxsplit.ir.facts.scope import Scope
 from fxsplit.ir.graph import Mode
 from fxsplit.ir.interrupts import raise_lost_interrupt
 from fxsplit.ir.manager import Observer
+from fxsplit.ir.progress_bar import show_progress
 from fxsplit.passes import Leaf
 from fxsplit.runtime.microbatches import divide_rows
 from fxsplit.runtime.program import Batch, Program

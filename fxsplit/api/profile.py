@@ -9,12 +9,12 @@ from torch import nn
 from fxsplit.api.microbatch_count import check_microbatch_count, choose_microbatch_count
 from fxsplit.errors import InputError
 from fxsplit.frontend.capture import capture
-from fxsplit.ir.dump import show_progress
 from fxsplit.ir.facts.call import Inputs, parse_example_inputs
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.machine import DeviceLike, Machine
 from fxsplit.ir.interrupts import lose_no_interrupt
 from fxsplit.ir.manager import run_chain
+from fxsplit.ir.progress_bar import show_progress
 from fxsplit.passes import Profile
 from fxsplit.runtime.microbatches import divide_rows
 from fxsplit.torch_internals.thread_modes import enable_gradients

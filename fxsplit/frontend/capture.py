@@ -25,6 +25,7 @@ from fxsplit.ir.facts.numbers import find_arguments, find_reads
 from fxsplit.ir.facts.python_state import Number, PythonState
 from fxsplit.ir.graph import IR
 from fxsplit.ir.imports import import_whole
+from fxsplit.ir.progress import phase
 from fxsplit.torch_internals.fake_weights import lacks_values
 from fxsplit.torch_internals.probes import probe_torch
 from fxsplit.torch_internals.undo import undo_after
@@ -85,7 +86,8 @@ def capture(
     no front end can follow the model, or when a graph computes anything else than the model does; InputError for a
     model that does not run on microbatches.
     """
-    load_torch()
+    with phase("loading what torch needs to capture models"):
+        load_torch()
     _refuse_unknown_weights(model)
     known = find_arguments(earlier, args, kwargs)
     inputs, tensors = Inputs.of(model, args, kwargs, stated.chunks, known)
@@ -105,7 +107,7 @@ def capture(
     # Every attempt runs forward(), which may write to more than the model.
     with undo_after(watch.put_back):
         graph, effects = _choose_watched(subject, watch, grad_enabled)
-        with restore_model(model):
+        with restore_model(model), phase(f"finding out what outputs of {subject.name} mean by microbatches"):
             effects = replace(effects, meanings=find_meanings(subject, graph.gm, joined=stated.joined))
     _set_modes(graph.gm, model)
     # What stays whole reads and writes by itself.
@@ -118,7 +120,7 @@ def capture(
 
 def _choose_watched(subject: Subject, watch: Watch, grad_enabled: bool) -> Checked:
     """Return the checked graph of a subject; warn of Python values that each call changes, and a pipeline does not."""
-    with torch.set_grad_enabled(grad_enabled):
+    with torch.set_grad_enabled(grad_enabled), phase(f"watching what forward() of {subject.name} changes"):
         changes = list_changes(subject, watch)
     subject = replace(subject, asks_for_gradients=watch.asks_for_gradients())
     try:

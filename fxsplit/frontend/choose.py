@@ -21,6 +21,7 @@ from fxsplit.frontend.graph_module import GivenGraph
 from fxsplit.frontend.subject import Subject
 from fxsplit.frontend.symbolic import SymbolicTrace
 from fxsplit.ir.facts.effects import CallEffects
+from fxsplit.ir.progress import phase
 from fxsplit.torch_internals.user_lines import warn_user
 
 MOST_LEAVES = 16
@@ -70,13 +71,20 @@ def _attempt(front_end: FrontEnd, subject: Subject) -> Checked:
 
     InputError, for an output that no pipeline can hand on, is the model's fault: no other front end would help.
     """
-    graph = front_end.attempt(replace(subject, numbers=()))
+    with phase(f"capturing {subject.name} ({front_end.name})"):
+        graph = front_end.attempt(replace(subject, numbers=()))
     checked = _check(subject, graph)
     return follow_numbers(front_end, subject, lambda graph: _check(subject, graph)) or checked
 
 
 def _check(subject: Subject, graph: Graph) -> Checked:
     """Return a graph with all numbers of rows that it is right for; raises TraceError if it is not the model."""
+    with phase(f"comparing the graph with {subject.name}"):
+        return _check_rows(subject, graph)
+
+
+def _check_rows(subject: Subject, graph: Graph) -> Checked:
+    """Return a graph as `_check` does."""
     # torch.export takes one row for a constant, so it has only looked at two rows or more.
     least, most = graph.scope.bounds
     asked = least == LEAST_ROWS and not graph.scope.rows_fixed

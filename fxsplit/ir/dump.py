@@ -9,9 +9,6 @@ import os
 import re
 import secrets
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -26,12 +23,8 @@ from fxsplit.ir.facts.example import Example
 from fxsplit.ir.files import write_whole
 from fxsplit.ir.graph import IR, name_pass
 from fxsplit.ir.manager import Observer
-from fxsplit.ir.progress import listen
 from fxsplit.ir.text import render
 from fxsplit.torch_internals.user_lines import warn_user
-
-PATIENCE_S = 1.0
-"""Work that takes fewer seconds shows no progress bar."""
 
 
 @dataclass
@@ -162,33 +155,3 @@ def make_observers(folder: Path | None, chain: Chain) -> list[DumpTo | PrintAfte
     if names:
         observers.append(PrintAfter(names))
     return observers
-
-
-@contextmanager
-def show_progress() -> Iterator[None]:
-    """Show a bar on standard error for tracked work inside the block that takes over a second, on terminals alone."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    # rich takes a tenth of a second to load, which programs without a terminal need not wait for.
-    from rich.console import Console
-    from rich.progress import Progress, TaskID
-
-    bar = Progress(console=Console(stderr=True), transient=True)
-    tasks: dict[str, TaskID] = {}
-    begin = time.monotonic()
-
-    # The bar starts late and once: work that follows fast would make it flicker.
-    def listener(what: str, done: int, total: int) -> None:
-        if time.monotonic() - begin < PATIENCE_S:
-            return
-        if what not in tasks:
-            bar.start()  # does nothing for a bar that is shown already
-            tasks[what] = bar.add_task(what, total=total)
-        bar.update(tasks[what], completed=done)
-
-    try:
-        with listen(listener):
-            yield
-    finally:
-        bar.stop()

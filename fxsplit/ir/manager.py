@@ -14,6 +14,7 @@ from fxsplit.ir.chain import pass_text
 from fxsplit.ir.fingerprint import find_edit, take_fingerprint
 from fxsplit.ir.graph import IR, Pass, Step, is_own, name_pass
 from fxsplit.ir.interrupts import raise_lost_interrupt
+from fxsplit.ir.progress import phase
 
 Check = Callable[[Pass, IR, IR], IR]
 """Looks at a pass with the IR before and after it, and returns the IR to go on with; raises BrokenFact."""
@@ -72,7 +73,8 @@ def _run_pass(step: Pass, ir: IR, first: IR) -> IR:
     before = [take_fingerprint(each) for each in watched]
     # The time of the pass itself; verifying comes after.
     begin = time.perf_counter()
-    result: object = step(ir)
+    with phase(f"pass {name_pass(step)}"):
+        result: object = step(ir)
     seconds = time.perf_counter() - begin
     if not isinstance(result, IR):
         what = f"returned {type(result).__name__}: a pass returns an IR (is 'return ir' missing?)"

@@ -1,6 +1,6 @@
 """Progress: work that takes long tells how far it has come, without knowing who listens.
 
-`track` is called by the work, `listen` by who shows it. With no listener nothing is shown.
+`track` and `phase` are called by the work, `listen` by who shows it. With no listener nothing is shown.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 Listener = Callable[[str, int, int], None]
-"""Called with (what is done, items finished, items in all)."""
+"""Called with (what is done, items finished, items in all). None is finished where a phase begins."""
 
 
 def _ignore(what: str, done: int, total: int) -> None:
@@ -41,3 +41,14 @@ def track(items: Sequence[T], what: str) -> Iterator[T]:
     for done, item in enumerate(items, 1):
         yield item
         listener(what, done, len(items))
+
+
+@contextmanager
+def phase(what: str) -> Iterator[None]:
+    """Tell the listener when the work inside the block begins, and when it is over; nobody knows how far it is."""
+    listener = _listener.get()
+    listener(what, 0, 1)
+    try:
+        yield
+    finally:
+        listener(what, 1, 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import sys
 import threading
 from pathlib import Path
 
@@ -14,11 +13,10 @@ from torch import fx
 from fxsplit.errors import FileError, FxsplitWarning
 from fxsplit.ir import dump
 from fxsplit.ir.chain import Chain
-from fxsplit.ir.dump import DumpTo, PrintAfter, make_observers, show_progress
+from fxsplit.ir.dump import DumpTo, PrintAfter, make_observers
 from fxsplit.ir.dump_folder import DumpFolder, mark_folder
 from fxsplit.ir.graph import IR
 from fxsplit.ir.manager import run_chain
-from fxsplit.ir.progress import track
 from fxsplit.ir.text import render
 
 
@@ -145,21 +143,3 @@ def test_a_name_to_print_after_may_be_of_another_pipeline(monkeypatch: pytest.Mo
     with pytest.warns(FxsplitWarning, match="nothing is printed after 'fold', which FXSPLIT_PRINT_AFTER names: this"):
         make_observers(None, Chain((rename_graph,)))
     assert make_observers(None, Chain((rename_graph,))) == [PrintAfter(("trace", "fold"))]
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize(("patience_s", "shown"), [(0.0, True), (60.0, False)])
-def test_a_bar_is_shown_for_long_work_on_terminals(
-    patience_s: float, shown: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("fxsplit.ir.dump.PATIENCE_S", patience_s)
-    monkeypatch.setenv("TERM", "xterm")
-    for file, expected in ((Terminal(), shown), (io.StringIO(), False)):
-        monkeypatch.setattr(sys, "stderr", file)
-        with show_progress():
-            assert list(track("abc", "profiling")) == ["a", "b", "c"]
-        assert ("profiling" in file.getvalue()) == expected
