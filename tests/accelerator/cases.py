@@ -26,7 +26,7 @@ from tests.proof.test_replicas import dealt
 ROWS, WIDTH, KINDS_OF_ROWS = 16, 16, 3
 BATCHES, TOLERANCE = 2, 1e-10
 STEP, BACKWARD, ACCUMULATION, EVALUATION = "step", "backward", "accumulation", "evaluation"
-ASYNCHRONOUS, FAILURE, SIDE = "asynchronous", "failure", "side stream"
+ASYNCHRONOUS, FAILURE, SIDE, TWO = "asynchronous", "failure", "side stream", "two streams"
 armed = False
 """Whether a `Fuse` blows."""
 
@@ -228,6 +228,23 @@ def call_on_a_side_stream(run: Run, x: Tensor, y: Tensor) -> Tensor:
     return x.grad
 
 
+def call_on_another_stream(run: Run, x: Tensor, y: Tensor) -> Tensor:
+    """The pipeline is called on a stream of its own, which is not current any more when the backward is."""
+    run.optimizer.zero_grad()
+    if x.device.type == "cpu":
+        loss = compute_loss(run.pipe(x), y)
+        loss.backward()
+    else:
+        outside, side = accelerators.find_current_stream(x.device), accelerators.make_stream(x.device)
+        side.wait_event(outside.record_event())
+        with accelerators.use_stream(side):
+            loss = compute_loss(run.pipe(x), y)
+        loss.backward()
+        outside.wait_event(side.record_event())
+    run.optimizer.step()
+    return loss.detach()
+
+
 def evaluate(run: Run, x: Tensor, y: Tensor) -> Tensor:
     with torch.no_grad():
         return run.pipe(x)  # type: ignore[no-any-return]
@@ -259,6 +276,7 @@ LOOPS: dict[str, Loop] = {
     BACKWARD: call_and_backward,
     ACCUMULATION: accumulate,
     SIDE: call_on_a_side_stream,
+    TWO: call_on_another_stream,
     EVALUATION: evaluate,
     ASYNCHRONOUS: step_in_between,
     FAILURE: fail_and_go_on,

@@ -16,6 +16,7 @@ from tests.accelerator.cases import (
     FAILURE,
     SIDE,
     STEP,
+    TWO,
     Case,
     HalfTied,
     Net,
@@ -42,12 +43,15 @@ LOOPS = (STEP, BACKWARD, ACCUMULATION, SIDE, EVALUATION)
 
 # Where a mutant is to be reported, the cut is not to depend on times.
 HALVES = {"passes": deal([1, 1])}
+# Behind its forward the caller's stream writes statistics, which a recomputed forward copies.
+LATE = {"deferred_batch_norm": True, "recompute": "always", **HALVES}
 FEW = [
     Case("1F1B: step, own devices", make_model=partial(Net, layers=4)),
     Case("1F1B: step, a stage on the CPU", ("toy:0", "cpu"), make_model=partial(Net, layers=4)),
     Case("tied weights: backward, own devices", loop=BACKWARD, make_model=Tied, options=HALVES),
     Case("tied weights: accumulation, own devices", loop=ACCUMULATION, make_model=HalfTied, options=HALVES),
     Case("1F1B: side stream, own devices", loop=SIDE, make_model=partial(Net, layers=4)),
+    Case("deferred batch norm: two streams, own devices", loop=TWO, make_model=Norm, options=LATE),
     Case("GPipe: evaluation, one device", PLACES["one device"], "GPipe", EVALUATION, partial(Net, layers=4)),
     Case("ZB-H1: failure, one device", PLACES["one device"], "ZB-H1", FAILURE, partial(Net, layers=4)),
     Case("PipeDream: step, one device", PLACES["one device"], "PipeDream", ASYNCHRONOUS),

@@ -5,11 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-import torch
 
-from fxsplit.torch_internals import accelerators
 from tests.accelerator import REUSED, use_accelerator
-from tests.accelerator.cases import BACKWARD, ROWS, WIDTH, Case, Net, examine, start
+from tests.accelerator.cases import BACKWARD, Case, Net, examine, start
 from tests.accelerator.matrix import FEW, list_cases
 from tests.accelerator.mutants import list_mutants, list_survivors, mutate
 
@@ -28,21 +26,6 @@ def test_outputs_and_gradients_of_devices_that_take_turns_are_joined() -> None:
     outcome = examine(case)
     outcome.record.check()
     assert outcome.difference < 1e-10
-
-
-def test_a_backward_waits_for_what_was_queued_behind_its_forward_on_another_stream() -> None:
-    """The caller's stream writes deferred statistics there, and a recomputed forward copies them."""
-    options = {"deferred_batch_norm": True, "recompute": "always"}
-    case = Case("two streams", make_model=partial(Net, norm=True, layers=4), options=options)
-    with use_accelerator() as record, start(case) as run:
-        x = torch.randn(ROWS, WIDTH, dtype=torch.float64, device=run.first)
-        record.settle()
-        side = accelerators.make_stream(run.first)
-        side.wait_event(accelerators.find_current_stream(run.first).record_event())
-        with accelerators.use_stream(side):
-            loss = run.pipe(x).sum()
-        loss.backward()
-        record.check()
 
 
 @pytest.mark.long
