@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import nn
 
+from bench.gpu.peaks import measure_peak_gib, predict_gib
 from bench.gpu.setting import FAST, Setting
 from bench.gpu.timing import SIZES, Case, Taken, measure, measure_in_turns
 from bench.lib.peers_runtime import torchgpipe_step
@@ -38,7 +39,6 @@ PIPELINES = (
 )
 DRY_PIPELINES = ((2, "1F1B"), (2, "ZB-H1"))
 PEER = "torchgpipe"
-GIB = 2**30
 LONGER = 1.3
 """A pipeline is left out unless this many times what the last one took is left: it may take longer."""
 
@@ -57,7 +57,8 @@ def _measure_size(setting: Setting, name: str, rounds: int) -> None:
     """Note the unsplit model's step, the profile, each pipeline, and torchgpipe on the stages of the first one."""
     case = Case.build(setting, name)
     unsplit = measure(setting, case.run_unsplit, rounds)
-    _note_step(setting, name, "unsplit", unsplit, unsplit, peak_GiB=_peak_gib(setting, case.run_unsplit))
+    peak_gib = measure_peak_gib(setting, case.model, case.run_unsplit)
+    _note_step(setting, name, "unsplit", unsplit, unsplit, peak_GiB=peak_gib)
     setting.note("work", size=name, TFLOP=case.flops / 1e12, TFLOP_per_s=case.flops / unsplit.wall_ms / 1e9)
     costs: Costs | None = None
     taken_s = 0.0
@@ -111,7 +112,7 @@ def _measure_pipeline(
     shared_ms = max(apart_ms, case.n_microbatches * pipe.plan.single_ms)
     predicted = {"predicted_ms": shared_ms, "predicted_apart_ms": apart_ms, "predicted_peak_GiB": predict_gib(pipe)}
     what = f"{scheduler.n_devices} x {scheduler.name}"
-    _note_step(setting, name, what, taken, unsplit, peak_GiB=_peak_gib(setting, step), **predicted)
+    _note_step(setting, name, what, taken, unsplit, peak_GiB=measure_peak_gib(setting, case.model, step), **predicted)
 
 
 def _measure_peer(setting: Setting, name: str, case: Case, pipe: Pipeline, rounds: int) -> None:
@@ -130,7 +131,7 @@ def _measure_peer(setting: Setting, name: str, case: Case, pipe: Pipeline, round
             train()
 
         taken, unsplit = measure_in_turns(setting, [step, case.run_unsplit], rounds)
-        _note_step(setting, name, what, taken, unsplit, peak_GiB=_peak_gib(setting, step))
+        _note_step(setting, name, what, taken, unsplit, peak_GiB=measure_peak_gib(setting, case.model, step))
     except Exception as error:  # a peer that fails is a finding, and not the end of this size
         setting.note("beside others", size=name, pipeline=what, left_out=f"{type(error).__name__}: {str(error)[:200]}")
 
@@ -140,20 +141,3 @@ def predict_ms(pipe: Pipeline, scheduler: Scheduler, n_microbatches: int) -> flo
     # As if nothing shared the GPU: stages that do share it take at least the sum of their work.
     schedule = build_schedule(pipe.plan, scheduler, n_microbatches)
     return simulate(schedule, read_times(pipe.plan, schedule)).step_ms
-
-
-def predict_gib(pipe: Pipeline) -> float:
-    """Return the memory that the plan counts for all stages, in GiB, less the optimizer's, which is not there."""
-    factor = pipe.plan.model.optimizer_factor
-    return sum(stage.memory_bytes - factor * stage.parameter_bytes for stage in pipe.plan.stages) / GIB
-
-
-def _peak_gib(setting: Setting, run: Callable[[], object]) -> float:
-    """Return the most memory that `run` has allocated at once, in GiB; 0 in a dry run."""
-    if setting.dry:
-        return 0.0
-    # The peak of one step alone.
-    torch.cuda.reset_peak_memory_stats()
-    run()
-    setting.synchronize()
-    return torch.cuda.max_memory_allocated() / GIB

@@ -5,18 +5,21 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Callable
+from functools import partial
+from math import isnan, nan
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+from torch import nn
 
 import fxsplit
-from bench.gpu import chaos, not_on_gpu, suite, tables
+from bench.gpu import chaos, not_on_gpu, peaks, suite, tables
 from bench.gpu.__main__ import PARTS, SIZED, main
 from bench.gpu.chaos import make_late_stream
-from bench.gpu.checks import ALL, Check, run_check
+from bench.gpu.checks import ALL, Check, memory, run_check
 from bench.gpu.example import read_example
 from bench.gpu.findings import Findings, show
 from bench.gpu.green import to_plain_stream
@@ -52,6 +55,34 @@ def test_commands_run_dry(command: str, tmp_path: Path) -> None:
 def test_checks_run_dry(check: Check) -> None:
     holds, text = run_check(Setting(dry=True), check)
     assert holds and text
+
+
+def test_peaks_that_are_not_as_planned_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check told both figures, and held whatever they were."""
+    if isnan(peaks.measure_peak_gib(Setting(dry=True), nn.Linear(1, 1), lambda: None)):
+        pytest.skip("nothing tells peaks of memory here")
+    monkeypatch.setattr(memory, "predict_gib", lambda pipe: 0.2 * peaks.predict_gib(pipe))
+    holds, text = run_check(Setting(dry=True), memory.peak_beside_the_plan)
+    assert not holds and "of the plan" in text
+
+
+def test_peaks_are_judged_by_their_share_of_the_plan() -> None:
+    held, said = peaks.judge_peaks({"1F1B": (1.29, 1.0), "GPipe": (0.51, 1.0)})
+    assert held and said == "1F1B: 1.290 GiB, 1.29 of the plan; GPipe: 0.510 GiB, 0.51 of the plan"
+    assert not peaks.judge_peaks({"1F1B": (1.0, 1.0), "GPipe": (1.31, 1.0)})[0]
+    assert not peaks.judge_peaks({"1F1B": (1.0, 1.0), "GPipe": (0.49, 1.0)})[0]
+    assert peaks.judge_peaks({"1F1B": (nan, 1.0)})[0], "what was not measured says nothing"
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads peaks of memory from Linux's /proc")
+def test_a_peak_is_that_of_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    setting, model = Setting(dry=True), nn.Linear(2048, 2048)  # 16 MiB
+    before = torch.ones(2**24)
+    makers = [partial(torch.ones, n * 2**18) for n in (1, 256)]
+    found = [2**10 * peaks.measure_peak_gib(setting, model, make) for make in makers]
+    assert 16 <= found[0] < 32 and 250 < found[1] < 300 and before.numel()
+    monkeypatch.setattr(peaks, "RESET", tmp_path / "none" / "clear_refs")
+    assert isnan(peaks.measure_peak_gib(setting, model, lambda: None))
 
 
 def test_a_check_that_raises_fails_and_the_next_ones_run(capsys: pytest.CaptureFixture[str]) -> None:

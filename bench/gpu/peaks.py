@@ -1,0 +1,75 @@
+"""The most memory that a run takes at once, and what its plan says of that.
+
+On a GPU torch's allocator tells. A dry run reads what Linux tells of the process, in which large tensors then have
+pages of their own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Callable, Mapping
+from math import nan
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from bench.gpu.setting import Setting
+from fxsplit.api.pipeline import Pipeline
+
+GIB = 2**30
+STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+MMAP_THRESHOLD, PAGES_OF_THEIR_OWN = -3, 1 << 16
+"""glibc's option (M_MMAP_THRESHOLD): what is as large as this goes back to the system as soon as it is freed."""
+MOST, LEAST = 1.3, 0.5
+"""A peak of more, or less, times what was planned does not hold: values live longer than planned, or are not there."""
+DRY_MOST, DRY_LEAST = 2.5, 0.4
+"""The same for a dry run: a process keeps some of the pages that its tensors have left."""
+
+
+def measure_peak_gib(setting: Setting, model: nn.Module, run: Callable[[], object]) -> float:
+    """Return the most memory that the model and `run` have taken at once, in GiB; no number where nothing tells."""
+    model.zero_grad()  # gradients are of the run
+    setting.release_memory()
+    if not setting.dry:
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        setting.synchronize()
+        return torch.cuda.max_memory_allocated() / GIB
+    try:
+        libc = ctypes.CDLL(None)
+        libc.mallopt(MMAP_THRESHOLD, PAGES_OF_THEIR_OWN)
+        libc.malloc_trim(0)
+        RESET.write_text("5", encoding="ascii")  # the peak is what it is now, from here on
+        before = _read_peak_bytes()
+    except (OSError, AttributeError):  # no Linux, another library than glibc, or a container that forbids it
+        return nan
+    run()
+    # The weights were there before.
+    held = sum(weight.nbytes for weight in [*model.parameters(), *model.buffers()])
+    return (held + _read_peak_bytes() - before) / GIB
+
+
+def _read_peak_bytes() -> int:
+    """Return the most memory that the process has had at once since its peak was reset, in bytes."""
+    found = re.search(r"^VmHWM:\s+(\d+) kB", STATUS.read_text(encoding="ascii"), re.MULTILINE)
+    if found is None:
+        raise OSError(f"{STATUS} does not tell the peak")
+    return 1024 * int(found[1])
+
+
+def predict_gib(pipe: Pipeline) -> float:
+    """Return the memory that the plan counts for all stages, in GiB, less the optimizer's, which is not there."""
+    factor = pipe.plan.model.optimizer_factor
+    return sum(stage.memory_bytes - factor * stage.parameter_bytes for stage in pipe.plan.stages) / GIB
+
+
+def judge_peaks(found: Mapping[str, tuple[float, float]], *, dry: bool = False) -> tuple[bool, str]:
+    """Return whether peaks are as planned, and in words how far they are: both in GiB, by the name of a run."""
+    ratios = {name: peak / planned for name, (peak, planned) in found.items()}
+    told = [f"{name}: {peak:.3f} GiB, {ratios[name]:.2f} of the plan" for name, (peak, _) in found.items()]
+    most, least = (DRY_MOST, DRY_LEAST) if dry else (MOST, LEAST)
+    # What is no number was not measured, and says nothing.
+    holds = not any(ratio > most or ratio < least for ratio in ratios.values())
+    return holds, "; ".join(told)
