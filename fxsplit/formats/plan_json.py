@@ -57,6 +57,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "rows": plan.rows,
         "spread": plan.spread,
         "measured_on": plan.measured_on,
+        "shared": plan.shared_ms,
     }
 
 
@@ -105,6 +106,7 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
             # Files of earlier versions, and plans of other tools' profiles, do not have it.
             spread=None if data.get("spread") is None else _number(data["spread"], "spread"),
             measured_on=str(data.get("measured_on", "")),
+            shared_ms=_number(data.get("shared", 0.0), "shared"),
         )
         return plan.prove(proof)
     except (KeyError, TypeError, ValueError, AttributeError, PlanError) as error:

@@ -24,7 +24,9 @@ STAGES = (
     StagePlan(nodes=("a", "b"), devices=(0,), recompute=True, **FIGURES, **SIZES, **LAUNCHES),
     StagePlan(nodes=("c",), devices=(1, 2), **FIGURES, **SIZES),
 )
-PLAN = Plan(STAGES, ("x", "y", "z"), 14.0, 99.0, "GPipe", 6, 2, 7, CostModel("replicated", False, 1.0), None, "a GPU")
+PLAN = Plan(
+    STAGES, ("x", "y", "z"), 14.0, 99.0, "GPipe", 6, 2, 7, CostModel("replicated", False, 1.0), None, "a GPU", 3.5
+)
 PLAN = PLAN.prove("bound")
 
 
@@ -94,6 +96,7 @@ def test_damaged_plans(tmp_path: Path, place: tuple[str | int, ...], value: Any,
 def test_zero_is_no_damage(tmp_path: Path) -> None:
     assert read_plan(damaged(tmp_path, "single", value=0)).single_ms == 0.0
     assert read_plan(damaged(tmp_path, "rows", value=0)).rows == 0
+    assert read_plan(damaged(tmp_path, "shared", value=None)).shared_ms == 0.0
     assert read_plan(damaged(tmp_path, "stages", 0, "weight_ms", value=11.0)).stages[0].weight_ms == 11.0
     assert read_plan(damaged(tmp_path, "stages", 0, "weight_ms", value=None)).stages[0].weight_ms == 5.5
     assert read_plan(damaged(tmp_path, "stages", 0, "forward_launch_ms", value=None)).stages[0].launch_ms == 7.0

@@ -5,6 +5,7 @@ The pass `partition` makes this fact, and `fxsplit.plan` returns it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf, isclose, isfinite
 from typing import ClassVar, Literal
@@ -29,7 +30,9 @@ class Plan(Fact):
     `lower_bound_ms` is a load that the slowest stage of no plan can beat; `single_ms` is the time of one microbatch on
     one device; `n_states` is how many states were searched; `rows` is the size of a microbatch; `model` is what stages
     pay for; `spread` is the share by which the measured times vary (see Costs), and so all that follows from them;
-    `measured_on` is the accelerator that they are of, empty where that is a CPU or unknown.
+    `measured_on` is the accelerator that they are of, empty where that is a CPU or unknown. `shared_ms` is how long a
+    microbatch keeps the busiest accelerator at work that several devices share; zero where none do. Loads are those of
+    devices that share nothing.
 
     `proof` says how that bound is known: "search" where all plans were searched, "bound" where it is less sure to be
     reached, None where nobody has proven it. Only the planner fills it in: a plan that a pass makes or changes is not
@@ -47,6 +50,7 @@ class Plan(Fact):
     model: CostModel = field(default_factory=CostModel)
     spread: float | None = None
     measured_on: str = ""
+    shared_ms: float = 0.0
     proof: Proof | None = field(default=None, init=False)
 
     derives_from: ClassVar[tuple[type, ...]] = (Costs, Machine, Workload, Pins)
@@ -68,7 +72,21 @@ class Plan(Fact):
         names, single_ms = tuple(d.name for d in machine.devices), costs.total_ms
         schedule, count = workload.schedule, workload.n_microbatches
         rows, spread, hardware = costs.rows, costs.spread, costs.hardware
-        return cls(stages, names, lower_bound_ms, single_ms, schedule, count, rows, n_states, model, spread, hardware)
+        shared_ms = _find_shared_ms(stages, machine)
+        return cls(
+            stages,
+            names,
+            lower_bound_ms,
+            single_ms,
+            schedule,
+            count,
+            rows,
+            n_states,
+            model,
+            spread,
+            hardware,
+            shared_ms,
+        )
 
     def prove(self, proof: Proof | None) -> Plan:
         """Note how the lower bound was proven, and return the plan; for the planner, and for plans read from files."""
@@ -184,7 +202,8 @@ class Plan(Fact):
                 f"{format_bytes(s.in_bytes):>11}{format_bytes(s.out_bytes):>11}{format_bytes(s.memory_bytes):>11}  "
                 f"{f'{s.nodes[0]} .. {s.nodes[-1]}' if s.nodes else '(passes values on)'}"
             )
-        speedup = self.single_ms / self.bottleneck_ms if self.bottleneck_ms else inf
+        slowest_ms = max(self.bottleneck_ms, self.shared_ms)
+        speedup = self.single_ms / slowest_ms if slowest_ms else inf
         bound = f"lower bound {self.lower_bound_ms:.3f} ms, {self.standing} among {self.n_states} states"
         # A bound that nobody has proven is no bound.
         proof = self.standing if self.standing == "not proven" else bound
@@ -193,8 +212,25 @@ class Plan(Fact):
             f"steady-state speed-up {speedup:.2f} over one device"
         )
         rows.append(f"{self.schedule}, {self.n_microbatches} microbatches of {self.rows} rows")
+        if self.shared_ms:
+            rows.append(
+                "stages that share a GPU take turns on it, and are planned as on GPUs of their own: a step takes "
+                f"{self.n_microbatches * self.shared_ms:.3f} ms at least"
+            )
         rows += [f"measured on: {self.measured_on}"] if self.measured_on else []
         return "\n".join(rows)
+
+
+def _find_shared_ms(stages: Sequence[StagePlan], machine: Machine) -> float:
+    """Return what a microbatch takes on the busiest accelerator with several stages, in milliseconds; 0 without one."""
+    work: dict[object, list[float]] = {}
+    for stage in stages:
+        for d in stage.devices:
+            device = machine.devices[d].torch_device
+            # Devices on the CPU have cores of their own.
+            if device is not None and device.type != "cpu":
+                work.setdefault(device, []).append(stage.forward_ms + stage.backward_ms)
+    return max((sum(times) for times in work.values() if len(times) > 1), default=0.0)
 
 
 def format_spread(spread: float | None) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from fxsplit.errors import BrokenFact
 from fxsplit.ir.facts.antichains import Antichains
@@ -148,6 +149,31 @@ def test_a_table_has_launches_where_there_are_some(ir: IR) -> None:
     plan = Plan.of(ir[Plan].stages, costs, MACHINE, LOAD, CostModel(), lower_bound_ms=0.0, n_states=1)
     assert plan.measured_on == "H100, 1 GHz" and str(plan).endswith("\nmeasured on: H100, 1 GHz")
     assert "measured on" not in str(ir[Plan])
+
+
+@pytest.mark.parametrize(
+    ("names", "shared"),
+    [
+        (("cuda:0", "cuda:0"), 1.0),
+        (("cuda:0", "cuda:1"), 0.0),
+        (("cpu", "cpu"), 0.0),
+        ((None, None), 0.0),
+    ],
+)
+def test_a_plan_tells_what_stages_that_share_a_gpu_take_at_least(
+    ir: IR, names: tuple[str | None, str | None], shared: float
+) -> None:
+    """They were planned as on GPUs of their own, and a speed-up was told that nobody can reach."""
+    devices = [None if name is None else torch.device(name) for name in names]
+    given = [replace(d, torch_device=device) for d, device in zip(MACHINE.devices, devices, strict=True)]
+    machine = replace(MACHINE, devices=tuple(given))
+    plan = Plan.of(ir[Plan].stages, ir[Costs], machine, LOAD, CostModel(), lower_bound_ms=0.0, n_states=1)
+    work = sum(stage.forward_ms + stage.backward_ms for stage in plan.stages)
+    assert len(plan.stages) == 2 and plan.shared_ms == shared * work
+    least = f"a step takes {LOAD.n_microbatches * work:.3f} ms at least"
+    assert (least in str(plan)) == bool(shared)
+    told = plan.single_ms / (max(work, plan.bottleneck_ms) if shared else plan.bottleneck_ms)
+    assert f"steady-state speed-up {told:.2f} over" in str(plan)
 
 
 def test_a_plan_tells_its_gap(ir: IR) -> None:
