@@ -16,6 +16,10 @@ from bench.networks.transformer import Encoder
 from fxsplit.api.pipeline import Pipeline
 from fxsplit.ir.facts.costs import Costs
 
+# Large enough that activations, and not workspaces of libraries, are most of the memory.
+SIZE = {"width": 1024, "heads": 16, "layers": 8, "length": 512}
+DRY_SIZE = {"width": 128, "heads": 4, "layers": 6, "length": 128}
+
 
 class Breakable(nn.Module):
     """Asks for more memory than there is, once it is told to."""
@@ -89,9 +93,8 @@ def recurrent_weights_stay_flat(setting: Setting) -> tuple[bool, str]:
 
 def peak_beside_the_plan(setting: Setting) -> tuple[bool, str]:
     """Compare the peak memory of a step with what the plan says, under three schedules."""
-    # Large enough that activations, and not workspaces of libraries, are most of the memory.
-    width, layers, length = (128, 6, 128) if setting.dry else (1024, 8, 512)
-    model = Encoder(width=width, heads=4 if setting.dry else 16, layers=layers, length=length).to(setting.device)
+    size = DRY_SIZE if setting.dry else SIZE
+    model, length = Encoder(**size).to(setting.device), size["length"]
     x = torch.randint(0, 1000, (32, length), device=setting.device)
     y = torch.randint(0, 10, (32,), device=setting.device)
     found: dict[str, tuple[float, float]] = {}
