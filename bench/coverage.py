@@ -102,8 +102,8 @@ def one_step(pipe: fxsplit.Pipeline, model: torch.nn.Module, args: tuple[Any, ..
 
 
 def _last(text: str) -> str:
-    """Return the end of a message, where the last front end tells why, on one line."""
-    line = " ".join(text.split("nor does torch.export help: ")[-1].split())
+    """Return the begin of a message, where the last front end tells why, on one line."""
+    line = " ".join(text.split(". Before that, ")[0].split())
     return line.replace("|", "/")[:200]
 
 

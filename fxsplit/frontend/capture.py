@@ -27,6 +27,7 @@ from fxsplit.ir.graph import IR
 from fxsplit.ir.imports import import_whole
 from fxsplit.ir.progress import phase
 from fxsplit.torch_internals.fake_weights import lacks_values
+from fxsplit.torch_internals.log import hide_logged_warnings
 from fxsplit.torch_internals.probes import probe_torch
 from fxsplit.torch_internals.undo import undo_after
 from fxsplit.torch_internals.user_lines import warn_user
@@ -105,7 +106,8 @@ def capture(
     sample = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in subject.take_rows(rows))
     watch = Watch(model)
     # Every attempt runs forward(), which may write to more than the model.
-    with undo_after(watch.put_back):
+    # What torch logs of an operator that fails, a TraceError says in a line.
+    with undo_after(watch.put_back), hide_logged_warnings("torch"):
         graph, effects = _choose_watched(subject, watch, grad_enabled)
         with restore_model(model), phase(f"finding out what outputs of {subject.name} mean by microbatches"):
             effects = replace(effects, meanings=find_meanings(subject, graph.gm, joined=stated.joined))

@@ -58,11 +58,12 @@ def choose_graph(subject: Subject) -> Checked:
     if not subject.is_cut:
         with suppress(TraceError):
             return _attempt(TorchExport(rows_vary=False), subject)
-    reasons = f"{untraced}; {unexported}"
+    # The last one first: what has stopped it is nearest to what would help.
+    reasons = f"{unexported}; {untraced}"
     found = _attempt_around(SymbolicTrace(), subject, untraced, reasons)
     found = found or _attempt_around(TorchExport(), subject, unexported, reasons)
     if found is None:
-        raise TraceError(f"{untraced}; nor does torch.export help: {unexported}") from untraced
+        raise TraceError(f"{unexported}. Before that, {untraced}") from unexported
     return found
 
 

@@ -26,6 +26,7 @@ from fxsplit.ir.facts.numbers import set_numbers
 from fxsplit.ir.facts.python_state import PythonState
 from fxsplit.ir.facts.scope import Scope
 from fxsplit.ir.graph import IR
+from fxsplit.torch_internals.log import hide_logged_warnings
 from fxsplit.torch_internals.undo import undo_after
 
 DIFFER = (FxsplitError, RuntimeError, ValueError, TypeError, IndexError, AssertionError)
@@ -50,7 +51,7 @@ def fit_to_shapes(captured: IR, model: nn.Module, call: Call, rows: int, stated:
         fitted.check_rows([rows])
         # Noted once, since the check runs forward(), which may write to more than the model.
         list_changes(subject, watch)
-        with undo_after(watch.put_back), restore_model(model):
+        with undo_after(watch.put_back), restore_model(model), hide_logged_warnings("torch"):
             graph = _copy_graph(captured.gm)
             set_numbers(graph, numbers)
             effects = check_graph(subject, graph, rows)

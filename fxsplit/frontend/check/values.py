@@ -23,6 +23,7 @@ from fxsplit.frontend.check.outputs import refuse_objects, unpack_output
 from fxsplit.frontend.check.run import Runner, describe, summarize
 from fxsplit.frontend.graph import list_fetched
 from fxsplit.frontend.no_trace_left import refuse_assignments
+from fxsplit.frontend.stopped import find_stopped
 from fxsplit.frontend.subject import Runnable, Subject
 from fxsplit.ir.facts.effects import CallEffects
 from fxsplit.torch_internals import pytree
@@ -49,9 +50,10 @@ def check_graph(subject: Subject, gm: fx.GraphModule, rows: int, *, code: bool =
             if not subject.from_shapes or isinstance(error, FxsplitError):
                 raise
             # Without values, torch's own errors say nothing of what the user could do.
+            stopped = find_stopped(subject.model, error)
             raise TraceError(
-                f"{subject.name} does not run on shapes alone ({summarize(error)}): forward() decides by values, or "
-                "uses a tensor that is neither parameter nor buffer; build it with its weights"
+                f"{subject.name} does not run on shapes alone, and stops{stopped}. Build it with its weights, if "
+                "forward() decides by values, or uses a tensor that is neither parameter nor buffer"
             ) from error
     # Those that ran may have been copies or stand-ins.
     own = {path: subject.model.get_buffer(path) for path in effects.written_buffers}

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
 from functools import partial
-from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from fxsplit.frontend.export.whole_modules import WholeModules, replace_forward
 from fxsplit.frontend.graph import Graph
 from fxsplit.frontend.layer_drop import NeverDropped
 from fxsplit.frontend.no_trace_left import refuse_assignments, refuse_draws, restore_model
+from fxsplit.frontend.stopped import find_stopped
 from fxsplit.frontend.subject import Runnable, Subject
 from fxsplit.ir.facts.call import TensorSpec
 from fxsplit.ir.facts.chunks import Cut
@@ -45,7 +45,7 @@ from fxsplit.torch_internals.log import hide_logged_warnings, hide_warnings
 from fxsplit.torch_internals.patch import Method, patch_method
 from fxsplit.torch_internals.thread_modes import enter_function_mode
 from fxsplit.torch_internals.undo import undo_after
-from fxsplit.torch_internals.user_lines import is_users, warn_user
+from fxsplit.torch_internals.user_lines import warn_user
 
 LEAST_ROWS = 2
 """torch.export takes one row for a constant, so it gets two; the check tells whether the graph is right for one."""
@@ -267,16 +267,5 @@ def _explain(model: nn.Module, error: Exception) -> TraceError:
     """Return a TraceError that points at the user's line, and names the submodule, in which exporting stopped."""
     if isinstance(error, TraceError):
         return error
-    frames = []
-    submodule = None
-    paths = {id(m): path for path, m in model.named_modules()}
-    # The innermost frame whose `self` is a submodule is the forward() in which exporting stopped.
-    for frame, line in walk_tb(error.__traceback__):
-        submodule = paths.get(id(frame.f_locals.get("self")), submodule)
-        file = frame.f_code.co_filename
-        if is_users(file) and "site-packages/torch" not in file:
-            frames.append(f"{file}:{line}")
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    place = f" at {frames[-1]}" if frames else ""
-    reason = (lines or ["no reason given"])[0]
-    return TraceError(f"torch.export cannot follow {type(model).__name__}{place}: {reason}", submodule=submodule)
+    stopped = find_stopped(model, error)
+    return TraceError(f"torch.export cannot follow {type(model).__name__}{stopped}", submodule=stopped.submodule)
