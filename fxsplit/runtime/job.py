@@ -117,6 +117,9 @@ class Job:
         if error is not None:
             self.work.tape.clear()
             self._weight_backwards.clear()
+            # The frame of a failed backward knows its stage's sums.
+            for made in (s for sums in self.sums for s in sums):
+                made.totals.clear()
             self.sums.clear()
             self.outputs.clear()
         return error

@@ -252,6 +252,55 @@ def test_a_failed_step_keeps_no_memory(handled: bool, loop: str) -> None:
     assert len(calls) == 12
 
 
+class FailsLate(torch.autograd.Function):
+    """The input; the backward of the last microbatch raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        FailsLate.calls += 1
+        if FailsLate.calls == 4:
+            raise torch.OutOfMemoryError("too large")
+        return gradient
+
+    calls = 0
+
+
+class WithBoundary(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = FailsLate.apply(x)  # type: ignore[no-untyped-call]
+        return found
+
+
+def test_a_failed_backward_keeps_no_gradients_of_weights() -> None:
+    """While its error is handled: the frame of the backward that failed knew the sums of its stage."""
+    width = 37
+
+    def count() -> int:
+        return sum(type(one) is Tensor and one.shape == (width, width) for one in gc.get_objects())
+
+    layers = [nn.Linear(width, width) for _ in range(6)]
+    model = nn.Sequential(*layers[:3], WithBoundary(), *layers[3:])
+    x = torch.randn(8, width)
+    options: Any = {
+        "passes": f"leaf{{path=3}},{FAST}",
+        "loss_fn": mean_square,
+        "n_microbatches": 4,
+        "schedule": "GPipe",
+    }
+    with fxsplit.compile(model, 2, example_inputs=x, **options) as pipe:
+        FailsLate.calls = 0
+        before = count()
+        try:
+            pipe.step(x, target=x)
+        except torch.OutOfMemoryError:
+            assert count() == before
+        assert FailsLate.calls == 4 and all(p.grad is None for p in model.parameters())
+
+
 def test_an_os_error_keeps_its_number_and_file() -> None:
     class Raises(Mlp):
         def forward(self, x: Tensor) -> Tensor:
