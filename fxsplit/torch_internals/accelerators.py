@@ -76,7 +76,7 @@ def hand_over(values: Iterable[Any]) -> None:
 
 
 def pin(tensor: Tensor) -> Tensor:
-    """Return a tensor of host memory in memory that an accelerator can read by itself, and any other as it is.
+    """Return a copy of a tensor of host memory where an accelerator can read it by itself, and any other as it is.
 
     A copy from other memory lets the host wait until the stream that the copy is queued on is through with all else.
     """
@@ -84,7 +84,10 @@ def pin(tensor: Tensor) -> Tensor:
         return tensor
     # Some kinds of tensors and of devices know no such memory: their copies are right, only slower.
     with suppress(RuntimeError):
-        return tensor if tensor.is_pinned() else tensor.pin_memory()
+        if not tensor.is_pinned():
+            return tensor.pin_memory()
+        # Its owner may fill it with the next batch before the accelerator has come to read it.
+        return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
     return tensor
 
 
