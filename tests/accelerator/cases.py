@@ -26,7 +26,8 @@ from tests.proof.test_replicas import dealt
 ROWS, WIDTH, KINDS_OF_ROWS = 16, 16, 3
 BATCHES, TOLERANCE = 2, 1e-10
 STEP, BACKWARD, ACCUMULATION, EVALUATION = "step", "backward", "accumulation", "evaluation"
-ASYNCHRONOUS, FAILURE, SIDE, TWO = "asynchronous", "failure", "side stream", "two streams"
+ASYNCHRONOUS, FAILURE, SIDE = "asynchronous", "failure", "side stream"
+TWO, MIXED = "two streams", "mixed"
 armed = False
 """Whether a `Fuse` blows."""
 
@@ -205,6 +206,16 @@ def accumulate(run: Run, x: Tensor, y: Tensor) -> Tensor:
     return loss.detach()
 
 
+def call_and_then_step(run: Run, x: Tensor, y: Tensor) -> Tensor:
+    """Steps that add to gradients which a backward of the caller's has added to."""
+    run.optimizer.zero_grad()
+    compute_loss(run.pipe(x), y).backward()
+    for _ in range(2):
+        loss: Tensor = run.pipe.step(x, target=y)
+    run.optimizer.step()
+    return loss
+
+
 def call_on_a_side_stream(run: Run, x: Tensor, y: Tensor) -> Tensor:
     """The input is computed on a stream of its own, where its gradient goes back to."""
     run.optimizer.zero_grad()
@@ -277,6 +288,7 @@ LOOPS: dict[str, Loop] = {
     ACCUMULATION: accumulate,
     SIDE: call_on_a_side_stream,
     TWO: call_on_another_stream,
+    MIXED: call_and_then_step,
     EVALUATION: evaluate,
     ASYNCHRONOUS: step_in_between,
     FAILURE: fail_and_go_on,

@@ -56,6 +56,8 @@ class EngineStreams:
         stack.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)))
         stack.enter_context(mock.patch.object(BackwardCFunction, "apply", run))
         stack.enter_context(mock.patch.object(torch.autograd, "_engine_run_backward", run_whole))
+        engine: Any = _Engine(self._driver, torch.autograd.Variable._execution_engine)
+        stack.enter_context(mock.patch.object(torch.autograd.Variable, "_execution_engine", engine))
         return stack
 
     def _note(self, outputs: Iterable[Any], inputs: Sequence[Any]) -> None:
@@ -107,6 +109,35 @@ class EngineStreams:
         for stream in self._written:
             self._driver.find_current_stream(stream.device).wait_event(stream.record_event())
         self._written.clear()
+
+
+class _Engine:
+    """Torch's engine, for calls that add gradients to leaves and do nothing else; other calls are handed on."""
+
+    def __init__(self, driver: Driver, engine: Any) -> None:
+        self._driver = driver
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def run_backward(self, roots: Sequence[Any], gradients: Sequence[Any], *args: Any, **options: Any) -> Any:
+        """Run a backward; each gradient goes to the stream of its leaf, for which the caller's waits at the end."""
+        found = []
+        if options.get("accumulate_grad"):
+            found = [(g, r.accumulates_on) for r, g in zip(roots, gradients, strict=True) if _has_stream(r)]
+        for gradient, stream in found:
+            stream.wait_event(self._driver.find_current_stream(stream.device).record_event())
+            self._driver.keep_until_read(gradient, stream)
+        result = self._engine.run_backward(roots, gradients, *args, **options)
+        for _, stream in found:
+            self._driver.find_current_stream(stream.device).wait_event(stream.record_event())
+        return result
+
+
+def _has_stream(root: Any) -> bool:
+    """Return whether a root of a backward is a leaf with a stream that gradients are added on."""
+    return isinstance(root, Toy) and root.is_leaf and getattr(root, "accumulates_on", None) is not None
 
 
 def find_stream(driver: Driver, device: torch.device) -> Stream:

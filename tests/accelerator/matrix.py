@@ -14,6 +14,7 @@ from tests.accelerator.cases import (
     BACKWARD,
     EVALUATION,
     FAILURE,
+    MIXED,
     SIDE,
     STEP,
     TWO,
@@ -38,7 +39,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "recompute": {"make_model": Norm, "options": {"recompute": "always"}},
     "recompute, ZB-H1": {"schedule": "ZB-H1", "options": {"recompute": "except_last"}},
 }
-LOOPS = (STEP, BACKWARD, ACCUMULATION, SIDE, EVALUATION)
+LOOPS = (STEP, BACKWARD, ACCUMULATION, SIDE, MIXED, EVALUATION)
 
 
 # Where a mutant is to be reported, the cut is not to depend on times.

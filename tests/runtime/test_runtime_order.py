@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from tests.accelerator import REUSED, use_accelerator
-from tests.accelerator.cases import BACKWARD, Case, Net, examine, start
+from tests.accelerator.cases import BACKWARD, MIXED, Case, Net, examine, start
 from tests.accelerator.matrix import FEW, list_cases
 from tests.accelerator.mutants import list_mutants, list_survivors, mutate
 
@@ -24,6 +24,13 @@ def test_outputs_and_gradients_of_devices_that_take_turns_are_joined() -> None:
     """The first stage and the last one are on both devices, and torch joins no tensors of two devices."""
     case = Case("Chimera: backward, own devices", schedule="Chimera", loop=BACKWARD, make_model=partial(Net, layers=4))
     outcome = examine(case)
+    outcome.record.check()
+    assert outcome.difference < 1e-10
+
+
+def test_steps_after_a_backward_of_the_callers() -> None:
+    """Both add to the same gradients, on the streams of the stages."""
+    outcome = examine(Case("1F1B: mixed, own devices", loop=MIXED, make_model=partial(Net, layers=4)))
     outcome.record.check()
     assert outcome.difference < 1e-10
 
