@@ -7,7 +7,7 @@ from math import inf
 
 from fxsplit.api.lowering import lower
 from fxsplit.api.options import Candidate, Options
-from fxsplit.errors import NoFit, PlanError
+from fxsplit.errors import InputError, NoFit, PlanError
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.graph import IR
@@ -20,7 +20,8 @@ CaptureRows = Callable[[int], IR]
 def choose_candidate(options: Options, rows: int, capture_rows: CaptureRows) -> tuple[Candidate, Costs | None]:
     """Return the only candidate for a batch of `rows`, or the one whose simulated step is shortest.
 
-    Returned beside it are the costs that were measured on the way, or else the user's own.
+    Returned beside it are the costs that were measured on the way, or else the user's own. The search ends at
+    microbatches that are too small for the model to run on.
     Raises NoFit where no candidate's plan fits in memory; the error names the one that lacks least.
     """
     candidates = options.list_candidates(rows)
@@ -29,9 +30,15 @@ def choose_candidate(options: Options, rows: int, capture_rows: CaptureRows) -> 
     # What a candidate lacks of memory, in bytes, for the error if none fits.
     refused: list[tuple[float, Candidate, PlanError]] = []
     fitting: list[tuple[float, Candidate, Costs | None]] = []
-    # One capture for each number: the size of a microbatch decides what operators cost.
+    # One capture for each number: the size of a microbatch decides what operators cost. The largest come first.
     for count in sorted({candidate.n_microbatches for candidate in candidates}):
-        captured = capture_rows(divide_rows(rows, count)[0])
+        try:
+            captured = capture_rows(divide_rows(rows, count)[0])
+        except InputError:
+            # Batch norm, for example, trains on no single row.
+            if fitting or refused:
+                break
+            raise
         # Schedules with one number of microbatches run the same operators, which are measured once.
         known = options.costs
         for candidate in (c for c in candidates if c.n_microbatches == count):

@@ -77,6 +77,19 @@ def test_numbers_of_microbatches_are_measured_and_kept() -> None:
             assert torch.isfinite(loss)
 
 
+def test_microbatches_that_the_model_does_not_run_on_are_left_out() -> None:
+    """Batch norm trains on no single row; a search among 2, 4 and 8 rows was refused because of the last."""
+    norm = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 32))
+    x = torch.randn(8, 32)
+    with fxsplit.compile(
+        norm, ["cpu"] * 2, example_inputs=x, n_microbatches="auto", loss_fn=F.mse_loss, passes=FAST
+    ) as pipe:
+        assert torch.isfinite(pipe.step(x, target=x))
+    for rows in (2, 1):
+        with pytest.raises(ValueError, match="more than 1 value per channel"):
+            fxsplit.compile(norm, ["cpu"] * 2, example_inputs=x[:rows], n_microbatches="auto", passes=FAST)
+
+
 def test_memory_rules_schedules_out() -> None:
     """GPipe holds every microbatch's activations; where that does not fit, another is taken, or the error says so."""
     with compiled(schedule="GPipe", n_microbatches=16) as pipe:
