@@ -40,6 +40,7 @@ from fxsplit.ir.progress_bar import show_progress
 from fxsplit.passes import Leaf
 from fxsplit.runtime.microbatches import divide_rows
 from fxsplit.runtime.program import Batch, Program
+from fxsplit.torch_internals.rng import lend_draws
 from fxsplit.torch_internals.thread_modes import cast_in_place, enable_gradients
 from fxsplit.torch_internals.undo import Turn, leave_no_trace
 from fxsplit.torch_internals.user_lines import warn_user
@@ -78,7 +79,7 @@ class Compiler:
         self._children: list[int] = []
         self._said_fewer = False
         self._folder: DumpFolder | None = None
-        self._turn = Turn()  # the first calls of several threads must not compile twice
+        self._turn = Turn(lend_draws)  # the first calls of several threads must not compile twice
 
     @leave_no_trace
     def program(self, mode: Mode, call: Call) -> Program:

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from fxsplit.errors import TraceError
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.patch import Method, patch_method
+from fxsplit.torch_internals.rng import lend_draws
 from fxsplit.torch_internals.undo import Turn
 
 TORCHS = ("torch._library.", "torch._functorch.")
@@ -31,7 +32,7 @@ Record = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Makes a node of a call."""
 Call = Callable[..., Any]
 
-one_trace = Turn()
+one_trace = Turn(lend_draws)
 """Front ends patch torch for as long as they trace, so they take turns."""
 
 torch.library.define("fxsplit::enter", "(Tensor x, int call) -> Tensor")

@@ -30,6 +30,7 @@ from fxsplit.schedule.action import BACKWARD, FORWARD
 from fxsplit.torch_internals.batch_norm import count_as_one_batch
 from fxsplit.torch_internals.grad_leaves import make_mutable
 from fxsplit.torch_internals.grad_sums import Receipt, accumulate
+from fxsplit.torch_internals.rng import lend_draws
 from fxsplit.torch_internals.undo import Turn, leave_no_trace
 
 
@@ -40,7 +41,8 @@ class Engine:
         self._workers = Workers(devices, intraop_threads, names)
         self.close = self._workers.close
         self.get_status = self._workers.get_status
-        self._turn = Turn()  # jobs of one pipeline share its workers and buffers, so callers take turns
+        # Jobs of one pipeline share its workers and buffers, so callers take turns.
+        self._turn = Turn(lend_draws)
 
     def _take_turn(self) -> AbstractContextManager[None]:
         """Let one caller at a time run a job; a worker that calls its own pipeline would wait for itself."""

@@ -16,7 +16,7 @@ import operator
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -112,11 +112,13 @@ def call_all(calls: Iterable[Callable[[], object]]) -> None:
 class Turn:
     """A lock that is free again after a block, whichever line an interrupt comes at.
 
-    A thread that holds it may take it once more.
+    A thread that holds it may take it once more. While a thread waits for it, the thread is in a block that `waiting`
+    returns, as one that lends what the holder may need.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, waiting: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         self._lock = threading.RLock()
+        self._waiting = waiting
         self._holder: int | None = None
 
     @property
@@ -131,7 +133,9 @@ class Turn:
             yield
             return
         with undo_after(self._give_back):
-            self._lock.acquire()
+            if not self._lock.acquire(blocking=False):
+                with self._waiting():
+                    self._lock.acquire()
             self._holder = threading.get_ident()
             yield
 

@@ -127,3 +127,24 @@ def test_a_loss_may_call_another_pipeline_that_draws() -> None:
                 torch.manual_seed(seed)
                 found.append(float(learn.step(x, target=x, timeout_s=30.0)))
     assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.filterwarnings("ignore:loss_fn is no mean over rows")
+def test_losses_of_two_threads_may_call_one_pipeline_that_draws() -> None:
+    """One waited for its turn with the pipeline, and the one whose turn it was for the generator that the first had."""
+    torch.manual_seed(0)
+    teacher, student = (nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 3)).double() for _ in range(2))
+    x = torch.randn(8, 6, dtype=torch.float64)
+    options: Any = {"passes": FAST, "example_inputs": x}
+    with fxsplit.compile(teacher, ["cpu"] * 2, n_microbatches=2, **options) as teach:
+
+        def compare(outputs: Tensor, inputs: Tensor) -> Tensor:
+            with torch.no_grad():
+                wanted = teach(inputs)
+            return F.mse_loss(outputs, wanted)
+
+        # Both of its devices compute losses, at the same time.
+        options |= {"loss_fn": compare, "schedule": "Chimera", "n_microbatches": 4}
+        with fxsplit.compile(student, ["cpu"] * 2, **options) as learn:
+            for _ in range(20):
+                learn.step(x, target=x, timeout_s=30.0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -115,6 +117,32 @@ def test_a_turn_is_lent_for_a_block_and_taken_back() -> None:
     with turn.lend():
         held.append(turn.mine)
     assert [*held, turn.mine] == [False, True, False, False]
+
+
+def test_who_waits_for_a_turn_is_in_a_block_meanwhile() -> None:
+    said: list[str] = []
+    entered = threading.Event()
+
+    @contextmanager
+    def say() -> Iterator[None]:
+        said.append("waits")
+        entered.set()
+        yield
+        said.append("has it")
+
+    turn = Turn(say)
+
+    def other() -> None:
+        with turn.take():
+            said.append("works")
+
+    with turn.take():
+        assert said == []
+        thread = threading.Thread(target=other, daemon=True)
+        thread.start()
+        assert entered.wait(10.0)
+    thread.join(10.0)
+    assert said == ["waits", "has it", "works"]
 
 
 def test_calls_one_after_the_other() -> None:
