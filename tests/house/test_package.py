@@ -1,10 +1,12 @@
-"""Wheel and sdist: built, installed by themselves, imported; and the command line."""
+"""Wheel and sdist: built, installed by themselves, imported; the command line; and the versions that are stated."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 
 from fxsplit.cli import main as cli
 from fxsplit.cli.demo import Digits
+from fxsplit.torch_internals.needs import TRIED
 
 ROOT = Path(__file__).parents[2]
 
@@ -101,3 +104,59 @@ def test_the_demo_has_real_images() -> None:
     assert len(digits.train_y) + len(digits.test_y) == 1797
     assert digits.train_x.shape[1:] == (3, 64, 64) and 0.99 < digits.train_x.max() <= 1.0
     assert sum(len(y) for _, y in digits.batches()) == len(digits.train_y)
+
+
+def read(path: str) -> str:
+    return (ROOT / path).read_text()
+
+
+def only(pattern: str, text: str) -> str:
+    (found,) = re.findall(pattern, text)
+    return str(found)
+
+
+def release(version: str) -> tuple[int, ...]:
+    """Return the numbers of a version, which sort as versions do."""
+    return tuple(map(int, version.split(".")))
+
+
+def minor(version: str) -> str:
+    """Return a version without its last number."""
+    return version.rpartition(".")[0]
+
+
+@pytest.fixture
+def rows() -> list[tuple[str, str]]:
+    """torch and Python in each row of the table of docs/devices.md."""
+    section = read("docs/devices.md").partition("\n## Versions\n")[2].partition("\n## ")[0]
+    found = re.findall(r"^\| (\d+\.\d+\.\d+) \| (\d+\.\d+) \|", section, re.MULTILINE)
+    assert len(found) > 2 and [torch for torch, _ in found] == sorted({torch for torch, _ in found}, key=release)
+    return found
+
+
+def test_the_workflow_runs_the_versions_of_the_table(rows: list[tuple[str, str]]) -> None:
+    """The job `check` runs the pinned versions, and the matrix the others."""
+    workflow = read(".github/workflows/ci.yml")
+    check = only(r"python-version: \"([\d.]+)\"", workflow)
+    pinned = only(r"(?m)^torch==(.+)$", read("constraints.txt"))
+    matrix = re.findall(r"python: \"([\d.]+)\", torch: \"([\d.]+)\"", workflow)
+    assert rows == sorted(
+        [(pinned, check), *((torch, python) for python, torch in matrix)], key=lambda r: release(r[0])
+    )
+    assert f"developed with torch {pinned} on Python {check}" in read("docs/devices.md")
+
+
+def test_every_place_states_the_versions_of_the_table(rows: list[tuple[str, str]]) -> None:
+    """What is required begins with the oldest that is run, and a torch that is refused names all that are run."""
+    oldest = minor(rows[0][0])
+    pythons = sorted({python for _, python in rows}, key=release)
+    project = tomllib.loads(read("pyproject.toml"))["project"]
+    assert f"torch>={oldest}" in project["dependencies"] and project["requires-python"] == f">={pythons[0]}"
+    named = [one.rpartition(" :: ")[2] for one in project["classifiers"] if "Python :: 3." in one]
+    assert named == pythons
+    assert (
+        only(r"needs (Python .*?, or newer)", read("README.md")) == f"Python {pythons[0]} and torch {oldest}, or newer"
+    )
+    stated = only(r"needs (torch .*?)\.\s", read("docs/devices.md"))
+    assert stated == f"torch {oldest} or newer, and Python {pythons[0]} to {pythons[-1]}"
+    assert re.findall(r"\d+\.\d+", TRIED) == [minor(torch) for torch, _ in rows]

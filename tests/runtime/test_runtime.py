@@ -116,8 +116,11 @@ def test_threads_end_with_close_and_with_the_last_reference() -> None:
     gc.collect()
     assert len(workers()) == 2, "autograd still needs them"
     out.sum().backward()
+    running = [t for t in threading.enumerate() if t.name.startswith("fxsplit-worker")]
     del out
     gc.collect()
+    for thread in running:  # they are told to end, and nothing waits for them as close() does
+        thread.join(timeout=30)
     assert not workers()
 
 
