@@ -17,11 +17,12 @@ class _Output:
     """Standard output whose failures are FileErrors, and that prints `?` for what its encoding lacks."""
 
     def __init__(self, stream: TextIO) -> None:
+        self.failed: FileError | BrokenPipeError | None = None
         self._stream = stream
 
     def write(self, text: str) -> int:
         """Write some text."""
-        with _explained():
+        with self._explained():
             try:
                 return self._stream.write(text)
             except UnicodeEncodeError:
@@ -30,8 +31,22 @@ class _Output:
 
     def flush(self) -> None:
         """Write what was kept back."""
-        with _explained():
+        with self._explained():
             self._stream.flush()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Raise FileError for an error of the operating system, but for that of a reader who has gone; note either."""
+        try:
+            yield
+        except BrokenPipeError as error:
+            self.failed = error
+            raise
+        except OSError as error:
+            self.failed = FileError(
+                f"cannot write to standard output ({error.strerror or error}): make room, or send the output elsewhere"
+            )
+            raise self.failed from error
 
     def __getattr__(self, name: str) -> Any:
         """Return what else the stream has, such as `isatty`."""
@@ -55,10 +70,14 @@ def guard_output() -> Iterator[None]:
             try:
                 yield
             finally:
-                output.flush()
-    except (FileError, BrokenPipeError):
-        _drop_rest(stream)
-        raise
+                # What has failed would fail again, and was told of; but rich takes a reader that has gone for an end.
+                if isinstance(output.failed, BrokenPipeError):
+                    raise output.failed
+                if output.failed is None:
+                    output.flush()
+    finally:
+        if output.failed is not None:
+            _drop_rest(stream)
 
 
 def print_error(text: str) -> None:
@@ -70,19 +89,6 @@ def print_error(text: str) -> None:
 def print_json(data: Any) -> None:
     """Print one object as JSON; a number that is infinite or none at all is null, as JSON has no word for it."""
     print(json.dumps(_replace_infinite(data), allow_nan=False))
-
-
-@contextmanager
-def _explained() -> Iterator[None]:
-    """Raise FileError for an error of the operating system, but for that of a reader who has gone."""
-    try:
-        yield
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise FileError(
-            f"cannot write to standard output ({error.strerror or error}): make room, or send the output elsewhere"
-        ) from error
 
 
 def _drop_rest(stream: TextIO) -> None:

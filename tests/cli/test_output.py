@@ -26,9 +26,10 @@ def test_infinite_numbers_are_null(capsys: pytest.CaptureFixture[str]) -> None:
 
 def run(*arguments: str, **kept: Any) -> tuple[int, str]:
     """Return the exit code of the command in a process of its own, and what it says on standard error."""
-    done = subprocess.run(
-        [sys.executable, "-m", "fxsplit", *arguments], stderr=subprocess.PIPE, text=True, timeout=60, **kept
-    )
+    # As in a shell, where Python keeps back what it prints until there is enough of it.
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-m", "fxsplit", *arguments]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60, env=env, **kept)
     return done.returncode, done.stderr
 
 
