@@ -317,7 +317,7 @@ class Costs(Fact):
         return costs
 
     def __str__(self) -> str:
-        """One row a node: name, times, bytes; then what stays together or in order, and what was measured on."""
+        """One row a node: name, times, bytes; then what stays together or in order, and what was measured."""
         # A CPU launches nothing, and needs no column for it.
         launched = bool(self.launch_ms)
         more = f"{'launch ms':>11}" * launched
@@ -327,6 +327,10 @@ class Costs(Fact):
             rows.append(f"{n.name:<32}{times}{n.output_bytes:>12}{n.kept_bytes:>12}{n.parameter_bytes:>12}")
         rows += ["together: " + " ".join(names) for names in self.together]
         rows += [f"ordered: {a} before {b}" for a, b in self.ordered]
+        calls = [n.signature for n in self.nodes if n.signature and not n.op.startswith("get_attr")]
+        # Layers repeat, and the same operator takes the same time on the same shapes and dtypes.
+        if len(set(calls)) < len(calls):
+            rows.append(f"measured: {len(set(calls))} operators, for {len(calls)} nodes that call one of them alike")
         rows += [f"measured on: {self.hardware}"] if self.hardware else []
         return "\n".join(rows)
 

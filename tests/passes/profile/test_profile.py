@@ -127,6 +127,23 @@ def test_progress_is_told() -> None:
     assert ("profiling", 1, 1 + 1 + HALVED) in told
 
 
+def test_a_profile_says_how_many_operators_stand_for_its_nodes() -> None:
+    class Repeats(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)), nn.Linear(8, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.layers(x))
+
+    costs = costs_of(Repeats(), torch.randn(8, 8))
+    assert str(costs).endswith("measured: 4 operators, for 7 nodes that call one of them alike")
+    assert len({costs.by_name[f"layers_{i}"].forward_ms for i in range(1, 5)}) == 1, (
+        "the first has no gradient to return"
+    )
+    assert "measured:" not in str(costs_of(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(8, 8)))
+
+
 def test_profiling_leaves_gradients_alone() -> None:
     model = Mlp()
     model(torch.randn(2, 8)).sum().backward()
