@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch.overrides import _get_current_function_mode_stack as list_modes
 
-from fxsplit.torch_internals import grad_split
+from fxsplit.torch_internals import grad_catch, grad_split
 
 
 @pytest.fixture(autouse=True)
@@ -30,9 +30,13 @@ def seeded() -> None:
 
 
 @pytest.fixture(autouse=True)
-def small_weights_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The networks of tests are tiny, and it is their weights' gradients that tests of backwards in two halves see."""
+def small_weights_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The networks of tests are tiny, and it is their weights' gradients that tests of backwards in two halves see.
+
+    And most of the weights, but no biases, are large enough to be caught.
+    """
     monkeypatch.setattr(grad_split, "LEAST_PRODUCTS", defaultdict(int))
+    monkeypatch.setattr(grad_catch, "LEAST_BYTES", 200)
 
 
 def list_workers() -> set[threading.Thread]:

@@ -112,7 +112,7 @@ class Engine:
         for leaf in list_leaves(trained) if stepper is None else []:
             make_mutable(leaf)
         with self._take_turn():
-            with count_as_one_batch(program.noted):
+            with count_as_one_batch(program.noted), job.catch.watch(job.list_leaves()):
                 self._workers.run(job, timeout_s)
             # Of a mean that torch itself makes 0 / 0 nothing need be asked.
             total = loss.compute_total(program.late_errors if program.keeps_zeros or loss.divides else None)
@@ -171,7 +171,8 @@ class Engine:
                 with self._take_turn():
                     then.check()
                     make_caller_wait(devices, queued)
-                    self._workers.run(job)
+                    with job.catch.watch(job.list_leaves()):
+                        self._workers.run(job)
             except RuntimeError as error:
                 then.explain(error)
                 raise

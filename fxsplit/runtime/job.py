@@ -26,6 +26,7 @@ from fxsplit.runtime.stopwatch import Stopwatch
 from fxsplit.runtime.streams import Stream, hand_over
 from fxsplit.schedule.action import BACKWARD, FORWARD, INPUT_GRADIENT, NAMES, REDUCE, STEP, WEIGHT_GRADIENT, Action
 from fxsplit.schedule.schedule import Schedule
+from fxsplit.torch_internals.grad_catch import Catch
 from fxsplit.torch_internals.grad_leaves import find_leaves
 from fxsplit.torch_internals.grad_split import WeightBackward
 from fxsplit.torch_internals.grad_sums import Sums, merge_sums
@@ -67,7 +68,7 @@ class Job:
     """One run of `schedule`: every worker calls `run` with its device's number.
 
     Afterwards `outputs` holds the last stage's packets, `returned` the gradients of the first stage's inputs, `sums`
-    those of leaves for each stage and replica, and `marks` a token for each device's work. `stepper` steps where an
+    those of leaves for each stage and replica, to which `catch` adds the large ones, and `marks` a token for each device's work. `stepper` steps where an
     asynchronous schedule says so. Channels and sums belong to the job: nothing of one that failed, or was given up, can
     reach the next.
     """
@@ -95,6 +96,7 @@ class Job:
         self._program = program
         self._replicas = program.replicas if stepper is None else make_versions(program, schedule, stepper)
         self.sums = [[Sums() for _ in replicas] for replicas in self._replicas]
+        self.catch = Catch()
         self._watch = watch
         self._channels = Inboxes(len(schedule.actions)) if channels is None else channels
         self._context = ThreadModes.read()
@@ -123,6 +125,12 @@ class Job:
             self.sums.clear()
             self.outputs.clear()
         return error
+
+    def list_leaves(self) -> list[Tensor]:
+        """Return the leaves of all stages on all their devices. Versions of weights have leaves that come later."""
+        versions = any(isinstance(r, VersionedReplica) for replicas in self._replicas for r in replicas)
+        pairs = () if versions else zip(self._replicas, self.work.trained, strict=True)
+        return [leaf for replicas, trained in pairs for r in replicas for leaf in r.list_leaves(trained, 0)]
 
     def total(self) -> Sums:
         """Return one sum of all stages' gradients, in their replicas' place; a loss may depend on any of them.
@@ -260,7 +268,9 @@ class Job:
             split = action.op == INPUT_GRADIENT and not self._hooked[action.stage]
             first = len(sums.totals) < len(trained)
             finder = replica.branches if split else None
-            of_inputs, shares, later = backward(saved, gradients, trained, first, finder, self._program.keeps_zeros)
+            self.catch.add(saved.extra)
+            zeros = self._program.keeps_zeros
+            of_inputs, shares, later = backward(saved, gradients, trained, first, finder, sums, keeps_zeros=zeros)
             if action.op == BACKWARD:
                 # Dropped before the next action, or memory would hold one microbatch more than the schedule says.
                 del self.work.tape[key]
@@ -323,8 +333,11 @@ class Job:
             return saved, gradients
         # The loss was computed once, with its graph kept. Its backward gives the gradients of the stage's outputs.
         if saved.head is not None:
-            gradients, shares, _ = backward(saved.head, gradients, (), keeps_zeros=self._program.keeps_zeros)
-            self.sums[action.stage][action.replica].add(shares)
+            sums = self.sums[action.stage][action.replica]
+            self.catch.add(saved.head.extra)
+            zeros = self._program.keeps_zeros
+            gradients, shares, _ = backward(saved.head, gradients, (), sums=sums, keeps_zeros=zeros)
+            sums.add(shares)
         replica = self._replicas[action.stage][action.replica]
         return saved.recompute(replica.stage, self._program.writes_inputs), gradients
 

@@ -93,7 +93,7 @@ def find_unshared(gradients: Sequence[Tensor | None], begin: int = 0, end: int |
     """
     # No slice of the tuple, which would refer to the gradients as well.
     asked = islice(gradients, begin, end)
-    return [g is not None and sys.getrefcount(g) <= _REFERENCES and _owns_its_memory(g) for g in asked]
+    return [g is not None and sys.getrefcount(g) <= _REFERENCES and owns_its_memory(g) for g in asked]
 
 
 # The tuple's reference, the loop variable's, and the one that the call itself holds; counted, as versions of Python
@@ -101,23 +101,26 @@ def find_unshared(gradients: Sequence[Tensor | None], begin: int = 0, end: int |
 (_REFERENCES,) = [sys.getrefcount(one) for one in (object(),)]
 
 
-def _owns_its_memory(gradient: Any) -> bool:
-    """Return whether C++ code holds the gradient no more, and no other tensor has the memory that it is in."""
+def owns_its_memory(gradient: Any, holders: int = 1) -> bool:
+    """Return whether only so many `holders` in C++ hold a gradient, and no other tensor has the memory that it is in.
+
+    The one holder of a tensor that C++ code has let go of is its object in Python.
+    """
     # An expanded tensor, such as the gradient of a sum, has many elements in one place: each write would hit them all.
-    if gradient.layout != torch.strided or gradient._use_count() != 1 or torch._debug_has_internal_overlap(gradient):
+    if gradient.layout != torch.strided or gradient._use_count() > holders or torch._debug_has_internal_overlap(gradient):
         return False
     # untyped_storage() makes a handle, which counts as one holder.
-    holders = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) - 1
+    tensors = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) - 1
     if not gradient._is_view():
-        return holders == 1
+        return tensors == 1
     # A linear layer's weight gets the transpose of a product: a view, whose base only the view itself refers to.
     base = gradient._base
-    return holders == 2 and base._use_count() == 2 and sys.getrefcount(base) <= _count_base_references()
+    return tensors == 2 and base._use_count() == 2 and sys.getrefcount(base) <= _count_base_references()
 
 
 @cache
 def _count_base_references() -> int:
-    """Return the reference count of a view's base that only the view refers to, as `_owns_its_memory` sees it."""
+    """Return the reference count of a view's base that only the view refers to, as `owns_its_memory` sees it."""
     gradient = torch.ones(2, 2).t()
     base = gradient._base
     return sys.getrefcount(base)

@@ -23,6 +23,7 @@ from fxsplit.torch_internals.modes import Modes, read_hooks
 from fxsplit.torch_internals.needs import refuse
 from fxsplit.torch_internals.patch import patch_method
 from fxsplit.torch_internals.thread_modes import enter_dispatch_mode, enter_saved_hooks
+from fxsplit.torch_internals.words import learn_words
 
 
 def _make_leaf() -> Tensor:
@@ -142,7 +143,10 @@ PROBES: Mapping[str, Callable[[], bool]] = {
 
 @cache
 def probe_torch() -> None:
-    """Raise TorchError for the first thing that the installed torch does otherwise; tried once in a process."""
+    """Raise TorchError for the first thing that the installed torch does otherwise; tried once in a process.
+
+    How it phrases its errors is learnt too.
+    """
     # In a thread of its own, which is in none of the caller's modes.
     with ThreadPoolExecutor(1, "fxsplit-probes") as pool:
         for what, probe in PROBES.items():
@@ -152,3 +156,4 @@ def probe_torch() -> None:
                 refuse(f"{what} ({type(error).__name__}: {error})", error)
             if not held:
                 refuse(what)
+    learn_words()

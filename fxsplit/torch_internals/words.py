@@ -1,7 +1,8 @@
 """Recognise errors that torch raises as a bare RuntimeError: by its own words for them, whichever release it is.
 
-The words are those that two errors have in common which are provoked on small tensors, once, and only where an error is
-to be recognised. The tensors differ in shape and dtype, which torch may name anywhere in its text.
+The words are those that two errors have in common which are provoked on small tensors, once. The tensors differ in shape
+and dtype, which torch may name anywhere in its text. `learn_words` does so before there is an error: where memory has run
+out, or threads, nothing can be found out, and it is that error that counts.
 """
 
 from __future__ import annotations
@@ -32,6 +33,12 @@ def is_changed_tensor(error: BaseException) -> bool:
 def is_refusal_of_hooks(error: BaseException) -> bool:
     """Return whether an error says that transforms of torch.func take no hooks on saved tensors."""
     return _says(error, _hook_transform)
+
+
+def learn_words() -> None:
+    """Find the words of all errors, where that has not been done."""
+    for provoke in (_run_backward_twice, _write_to_kept, _hook_transform):
+        _find_words(provoke)
 
 
 def _says(error: BaseException, provoke: Callable[[Tensor], object]) -> bool:

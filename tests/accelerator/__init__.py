@@ -36,7 +36,7 @@ import torch
 
 from fxsplit.frontend.watch import watch
 from fxsplit.ir.facts import torch_devices
-from fxsplit.torch_internals import accelerators, grad_split
+from fxsplit.torch_internals import accelerators, grad_catch, grad_split
 from tests.accelerator import kernels, storages  # noqa: F401  (storages adds methods to Toy)
 from tests.accelerator.devices import NAME, register, toys
 from tests.accelerator.engine import EngineStreams
@@ -80,8 +80,9 @@ def use_accelerator(*, engine_threads: bool = False) -> Iterator[Record]:
         stack.enter_context(mock.patch.object(torch.Tensor, "data", data, create=True))
         stack.enter_context(mock.patch.object(torch_devices, "KINDS", (*torch_devices.KINDS, NAME)))
         stack.enter_context(mock.patch.object(toys, "present", True))
-        # Of the small networks here, too, every gradient that can be put off is.
+        # Of the small networks here, too, every gradient that can be put off is, and most weights count as large.
         stack.enter_context(mock.patch.object(grad_split, "LEAST_PRODUCTS", defaultdict(int)))
+        stack.enter_context(mock.patch.object(grad_catch, "LEAST_BYTES", 200))
         stack.enter_context(torch.autograd.set_multithreading_enabled(engine_threads))
         # What a loss function changes when fxsplit tries it out is put back, and its kernels are no part of that.
         own = (kernels.__file__, *(f"{Path(__file__).parent / name}.py" for name in ("tensors", "record", "streams")))

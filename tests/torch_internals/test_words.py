@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import fxsplit
-from fxsplit.errors import ChangedWeightError
-from fxsplit.torch_internals import words
+from fxsplit.errors import ChangedWeightError, StageError
+from fxsplit.runtime.stage import run
+from fxsplit.torch_internals import probes, words
 from fxsplit.torch_internals.words import is_changed_tensor, is_refusal_of_hooks, is_second_backward
 from tests.models import FAST
 
@@ -91,3 +92,22 @@ def test_a_changed_weight_is_named_whatever_the_words() -> None:
             model[2].weight.mul_(2)  # type: ignore[operator]
         with pytest.raises(ChangedWeightError, match="weight' has changed since the pipeline's forward"):
             out.sum().backward()
+
+
+def test_words_are_learnt_before_memory_can_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no thread can be started any more, an error is still the one that is raised."""
+
+    def compute(*_: object) -> None:
+        raise RuntimeError("can't allocate memory")
+
+    def start(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    probes.probe_torch.cache_clear()
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    x = torch.ones(4, 3)
+    with fxsplit.compile(model, 2, example_inputs=x, loss_fn=nn.functional.mse_loss, passes=FAST) as pipe:
+        monkeypatch.setattr(words, "ThreadPoolExecutor", start)
+        monkeypatch.setattr(run, "differentiate_into", compute)
+        with pytest.raises(StageError, match="can't allocate memory"):
+            pipe.step(x, target=x)

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from fxsplit.errors import FxsplitError
 from fxsplit.ir.facts.stages import Stage
+from fxsplit.torch_internals.grad_catch import differentiate_into
 from fxsplit.torch_internals.grad_leaves import comes_through, mute, put_hook_behind
 from fxsplit.torch_internals.grad_split import BranchFinder, BranchNodes, WeightBackward, collect_weight_backwards
-from fxsplit.torch_internals.grad_sums import Share, Sums, differentiate, find_unshared, make_shares
+from fxsplit.torch_internals.grad_sums import Share, Sums, find_unshared, make_shares
 from fxsplit.torch_internals.layouts import count_bytes
 from fxsplit.torch_internals.thread_modes import NO_CONTEXT
 from fxsplit.torch_internals.user_lines import is_users
@@ -110,6 +111,8 @@ def backward(
     trained: Sequence[Tensor],
     first: bool = True,
     finder: BranchFinder | None = None,
+    sums: Sums | None = None,
+    *,
     keeps_zeros: bool = False,
 ) -> tuple[list[Tensor | None], list[Share], list[WeightBackward]]:
     """Run a stage backward from the gradients of its outputs, which are None where there is none.
@@ -117,7 +120,8 @@ def backward(
     Returns the gradients of its inputs, the shares of `trained` and of what else the loss depends on, and what is left
     to do. `first` says that some leaf may get its first gradient; later ones are added to a sum, whether others refer
     to them or not, so they are not asked. With a `finder`, which is the stage's, the weights that have a branch node
-    are left for later. `keeps_zeros` says that gradients of outputs may be zero where these were divided by zero.
+    are left for later. Gradients of large leaves are added to `sums`, if given, and are no shares. `keeps_zeros` says
+    that gradients of outputs may be zero where these were divided by zero.
     """
     roots, arrived = list_roots(saved, gradients)
     if keeps_zeros:
@@ -138,7 +142,8 @@ def backward(
     # The stage's own leaves are muted in all workers; which leaves a loss has is known only now.
     try:
         with mute(saved.extra) if saved.extra else NO_CONTEXT:
-            found = differentiate(roots, arrived, [*leaves, *edges], retain_graph=bool(edges))
+            ends = [*leaves, *edges]
+            found, caught = differentiate_into(Sums() if sums is None else sums, roots, arrived, ends, bool(edges))
     except RuntimeError as error:
         # torch does not know who else may have run a backward, and has freed the graph.
         if not is_second_backward(error):
@@ -149,6 +154,8 @@ def backward(
     for i, gradient in zip(wanted, found, strict=False):
         of_inputs[i] = gradient
     shares = make_shares(leaves[at:], found[at:end], unshared)
+    if caught:
+        shares = [share for share in shares if id(share[0]) not in caught]
     return of_inputs, shares, collect_weight_backwards(nodes, found[end:]) if nodes else []
 
 
