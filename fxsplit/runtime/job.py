@@ -68,9 +68,9 @@ class Job:
     """One run of `schedule`: every worker calls `run` with its device's number.
 
     Afterwards `outputs` holds the last stage's packets, `returned` the gradients of the first stage's inputs, `sums`
-    those of leaves for each stage and replica, to which `catch` adds the large ones, and `marks` a token for each device's work. `stepper` steps where an
-    asynchronous schedule says so. Channels and sums belong to the job: nothing of one that failed, or was given up, can
-    reach the next.
+    those of leaves for each stage and replica, and `marks` a token for each device's work. `catch` adds large gradients
+    to the sums while it watches the leaves. `stepper` steps where an asynchronous schedule says so. Channels and sums
+    belong to the job: nothing of one that failed, or was given up, can reach the next.
     """
 
     def __init__(

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -128,7 +129,7 @@ def _count_holders() -> tuple[int, int]:
     def take(leaf: Tensor, gradient: Tensor) -> None:
         look(gradient)
 
-    def look(gradient: Tensor) -> None:
+    def look(gradient: Any) -> None:
         found.append((sys.getrefcount(gradient), gradient._use_count()))
 
     leaf = torch.ones(2, device="cpu", requires_grad=True)

@@ -107,7 +107,11 @@ def owns_its_memory(gradient: Any, holders: int = 1) -> bool:
     The one holder of a tensor that C++ code has let go of is its object in Python.
     """
     # An expanded tensor, such as the gradient of a sum, has many elements in one place: each write would hit them all.
-    if gradient.layout != torch.strided or gradient._use_count() > holders or torch._debug_has_internal_overlap(gradient):
+    if (
+        gradient.layout != torch.strided
+        or gradient._use_count() > holders
+        or torch._debug_has_internal_overlap(gradient)
+    ):
         return False
     # untyped_storage() makes a handle, which counts as one holder.
     tensors = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) - 1

@@ -1,8 +1,8 @@
 """Recognise errors that torch raises as a bare RuntimeError: by its own words for them, whichever release it is.
 
-The words are those that two errors have in common which are provoked on small tensors, once. The tensors differ in shape
-and dtype, which torch may name anywhere in its text. `learn_words` does so before there is an error: where memory has run
-out, or threads, nothing can be found out, and it is that error that counts.
+The words are those that two errors have in common which are provoked on small tensors, once. The tensors differ in
+shape and dtype, which torch may name anywhere in its text. `learn_words` does so before there is an error: where memory
+has run out, or threads, nothing can be found out, and it is that error that counts.
 """
 
 from __future__ import annotations

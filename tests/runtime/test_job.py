@@ -21,6 +21,7 @@ from fxsplit.runtime.job import Job
 from fxsplit.runtime.stage.run import Packet
 from fxsplit.schedule import RUNNABLE, generate
 from fxsplit.schedule.action import BACKWARD, COMPUTES
+from fxsplit.torch_internals import grad_catch
 from fxsplit.torch_internals.grad_sums import Sums
 from tests.models import FAST, Mlp
 
@@ -98,7 +99,11 @@ def test_numbers_of_microbatches_that_a_schedule_is_not_made_for() -> None:
 
 
 def test_a_gradient_is_handed_back_before_the_weights_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stage 0 runs backward while stage 1 still adds its weights' gradients: here that waits for stage 0."""
+    """Stage 0 runs backward while stage 1 still adds its weights' gradients: here that waits for stage 0.
+
+    Large gradients are added while the backward runs.
+    """
+    monkeypatch.setattr(grad_catch, "LEAST_BYTES", 1 << 30)
     begun = threading.Event()
     add, back = Sums.add, Job.HANDLERS[BACKWARD]
     in_time: list[bool] = []

@@ -30,7 +30,7 @@ def leaf(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
 
 
-def run(catch: Catch, sums: Sums, out: Tensor, leaves: list[Tensor]) -> tuple[list[Tensor | None], set[int]]:
+def run(sums: Sums, out: Tensor, leaves: list[Tensor]) -> tuple[list[Tensor | None], set[int]]:
     """Run a backward from ones, and return what it hands over and which leaves were caught."""
     found, caught = differentiate_into(sums, [out], [torch.ones_like(out)], leaves)
     return list(found), caught
@@ -42,7 +42,8 @@ def test_large_gradients_are_in_the_sums_and_small_ones_are_handed_over() -> Non
     catch, sums = Catch(), Sums()
     with catch.watch([large, small]):
         for times in (1, 2, 3):
-            (of_x, nothing, of_small), caught = run(catch, sums, F.linear(x, large, small).exp().sum(), [x, large, small])
+            out = F.linear(x, large, small).exp().sum()
+            (of_x, nothing, of_small), caught = run(sums, out, [x, large, small])
             assert caught == {id(large)} and list(sums.totals) == [large]
             assert torch.allclose(sums.totals[large], times * expected[1], rtol=1e-12)
             assert of_x is not None and torch.equal(of_x, expected[0])
@@ -54,8 +55,8 @@ def test_the_size_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     w = leaf(4, 4)
     for least, large in ((w.nbytes, True), (w.nbytes + 1, False)):
         monkeypatch.setattr(grad_catch, "LEAST_BYTES", least)
-        with (catch := Catch()).watch([w]):
-            assert run(catch, Sums(), w.exp().sum(), [w])[1] == ({id(w)} if large else set())
+        with Catch().watch([w]):
+            assert run(Sums(), w.exp().sum(), [w])[1] == ({id(w)} if large else set())
 
 
 MAKE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -79,7 +80,7 @@ def test_a_sum_has_memory_of_its_own(name: str) -> None:
     catch, sums = Catch(), Sums()
     with catch.watch([w, v]):
         for _ in range(2):
-            run(catch, sums, MAKE[name](w, v).sum(), [w, v])
+            run(sums, MAKE[name](w, v).sum(), [w, v])
             copied.append(sums.totals[w].data_ptr() != places[0])
     for one, gradient in zip((w, v), expected, strict=True):
         assert (one in sums.totals) == (gradient is not None)
@@ -92,8 +93,8 @@ def test_a_gradient_that_a_hook_keeps_is_copied() -> None:
     w.register_hook(kept.append)
     catch, sums = Catch(), Sums()
     with catch.watch([w]):
-        run(catch, sums, w.exp().sum(), [w])
-        run(catch, sums, w.exp().sum(), [w])
+        run(sums, w.exp().sum(), [w])
+        run(sums, w.exp().sum(), [w])
     assert torch.equal(kept[0], w.exp()) and torch.allclose(sums.totals[w], 2 * w.exp())
 
 
@@ -101,7 +102,7 @@ def test_sparse_gradients_are_handed_over() -> None:
     table = nn.Embedding(50, 4, sparse=True, dtype=torch.float64)
     catch, sums = Catch(), Sums()
     with catch.watch([table.weight]):
-        (found,), caught = run(catch, sums, table(torch.tensor([1, 2])).sum(), [table.weight])
+        (found,), caught = run(sums, table(torch.tensor([1, 2])).sum(), [table.weight])
     assert found is not None and found.is_sparse and not caught and not sums.totals
 
 
@@ -110,14 +111,14 @@ def test_a_dense_gradient_is_added_to_a_sparse_sum() -> None:
     (sparse,) = torch.autograd.grad(table(torch.tensor([1, 2])).sum(), [table.weight])
     catch, sums = Catch(), Sums({table.weight: sparse})
     with catch.watch([table.weight]):
-        run(catch, sums, table.weight.exp().sum(), [table.weight])
+        run(sums, table.weight.exp().sum(), [table.weight])
     assert torch.allclose(sums.totals[table.weight], sparse.to_dense() + table.weight.exp())
 
 
 def test_hooks_of_the_users_stay_and_others_do_not() -> None:
     plain, hooked, seen = leaf(9, 9), leaf(9, 9), list[Tensor]()
     handle = hooked.register_hook(seen.append)
-    with (catch := Catch()).watch([plain, hooked]):
+    with Catch().watch([plain, hooked]):
         assert all(one._backward_hooks for one in (plain, hooked))
     assert not plain._backward_hooks and list(hooked._backward_hooks or {}) == [handle.id]
     torch.autograd.backward((plain * hooked).sum())
@@ -132,8 +133,13 @@ def test_a_backward_of_the_users_own_is_left_alone() -> None:
         assert torch.equal(torch.autograd.grad(w.exp().sum(), [w])[0], w.exp())
         sums, found = Sums(), list[Tensor]()
         other = threading.Thread(target=lambda: found.extend(torch.autograd.grad(w.exp().sum(), [w])))
-        v.register_hook(lambda _: (other.start(), other.join(), None)[-1])
-        run(catch, sums, v.exp().sum(), [v])
+
+        def wait_for_the_other(_: Tensor) -> None:
+            other.start()
+            other.join()
+
+        v.register_hook(wait_for_the_other)
+        run(sums, v.exp().sum(), [v])
     assert torch.equal(found[0], w.exp()) and not sums.totals
 
 
@@ -155,7 +161,7 @@ class Recomputed(torch.autograd.Function):
 def test_a_backward_inside_of_this_one_has_its_gradients() -> None:
     w, catch, sums = leaf(9, 9), Catch(), Sums()
     with catch.watch([w]):
-        run(catch, sums, Recomputed.apply(w).sum(), [w])  # type: ignore[no-untyped-call]
+        run(sums, Recomputed.apply(w).sum(), [w])  # type: ignore[no-untyped-call]
     assert torch.allclose(sums.totals[w], 2 * w.exp(), rtol=1e-12)
 
 
@@ -168,7 +174,7 @@ def test_threads_with_a_leaf_in_common_have_sums_of_their_own() -> None:
         with torch.autograd.set_multithreading_enabled(False):
             at_once.wait(20.0)
             for _ in range(times):
-                run(catch, sums, w.exp().sum(), [w])
+                run(sums, w.exp().sum(), [w])
 
     with catch.watch([w]):
         threads = [threading.Thread(target=work, args=(sums, 20 + i)) for i, sums in enumerate(both)]
@@ -185,7 +191,7 @@ def test_a_leaf_may_join_later() -> None:
     with catch.watch([]):
         catch.add([w])
         catch.add([w])
-        assert run(catch, sums, w.exp().sum(), [w])[1] == {id(w)}
+        assert run(sums, w.exp().sum(), [w])[1] == {id(w)}
     assert not w._backward_hooks
 
 

@@ -13,7 +13,10 @@ from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.facts.workload import Workload
 
 WEIGHT_COPIES = 3.0
-"""A stage holds each parameter, the sum of its gradients, and the gradient of the microbatch in hand."""
+"""A stage holds each parameter, its `.grad`, and the sum of the gradients of a step.
+
+Where a step begins without `.grad`, the sum becomes it, and a third copy is not needed.
+"""
 
 
 COST_MODELS = ("forwarded", "overlapped", "direct", "replicated")

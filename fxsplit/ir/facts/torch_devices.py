@@ -44,11 +44,12 @@ def read_device(device: object, what: str) -> torch.device:
     """
     if isinstance(device, str):
         with suppress(RuntimeError):
-            device = torch.device(device)
+            device = normalise(torch.device(device))
     if not isinstance(device, torch.device):
         raise InputError(f"{what} has torch_device={device!r}: give a torch.device, or the name of one, as 'cuda:0'")
     check_kind(device, what)
-    return normalise(device)
+    # One that is given by itself may be a CPU's with an index: tensors there are elsewhere than those of "cpu".
+    return device if device.type == "cpu" else normalise(device)
 
 
 def check_here(device: torch.device, what: str) -> None:

@@ -97,7 +97,8 @@ def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.Monkey
     assert Device("a", cuda).torch_device == torch.device("cuda:2")
     named: Any = Device  # by name, as everywhere
     assert named("a", "cuda").torch_device == torch.device("cuda:2")
-    assert named("a", "cpu:0").torch_device == Device("a", torch.device("cpu", 0)).torch_device == torch.device("cpu")
+    assert named("a", "cpu:0").torch_device == torch.device("cpu")
+    assert Device("a", torch.device("cpu", 0)).torch_device == torch.device("cpu", 0), "tests have two CPUs of it"
     assert find(["cpu:0"]) == ["cpu"]
     assert find(["cuda", cuda, "cuda:1", torch.device("cuda", 0)]) == ["cuda:2", "cuda:2", "cuda:1", "cuda:0"]
 
