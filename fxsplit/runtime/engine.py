@@ -112,7 +112,9 @@ class Engine:
         for leaf in list_leaves(trained) if stepper is None else []:
             make_mutable(leaf)
         with self._take_turn():
-            with count_as_one_batch(program.noted), job.catch.watch(job.list_leaves()):
+            # Versions of weights have leaves that come later.
+            watched = list_local_leaves(program, trained) if stepper is None else []
+            with count_as_one_batch(program.noted), job.catch.watch(watched):
                 self._workers.run(job, timeout_s)
             # Of a mean that torch itself makes 0 / 0 nothing need be asked.
             total = loss.compute_total(program.late_errors if program.keeps_zeros or loss.divides else None)
@@ -171,7 +173,7 @@ class Engine:
                 with self._take_turn():
                     then.check()
                     make_caller_wait(devices, queued)
-                    with job.catch.watch(job.list_leaves()):
+                    with job.catch.watch(list_local_leaves(program, trained)):
                         self._workers.run(job)
             except RuntimeError as error:
                 then.explain(error)
@@ -194,6 +196,12 @@ class Engine:
 def list_leaves(trained: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """Return the leaves of all stages, each once: stages may share one."""
     return list(dict.fromkeys(leaf for part in trained for leaf in part))
+
+
+def list_local_leaves(program: Program, trained: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Return the leaves of all stages as each of their devices has them."""
+    pairs = zip(program.replicas, trained, strict=True)
+    return [leaf for replicas, leaves in pairs for r in replicas for leaf in r.list_leaves(leaves, 0)]
 
 
 def cut_packets(batch: Batch) -> list[Packet]:

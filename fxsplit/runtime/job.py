@@ -126,12 +126,6 @@ class Job:
             self.outputs.clear()
         return error
 
-    def list_leaves(self) -> list[Tensor]:
-        """Return the leaves of all stages on all their devices. Versions of weights have leaves that come later."""
-        versions = any(isinstance(r, VersionedReplica) for replicas in self._replicas for r in replicas)
-        pairs = () if versions else zip(self._replicas, self.work.trained, strict=True)
-        return [leaf for replicas, trained in pairs for r in replicas for leaf in r.list_leaves(trained, 0)]
-
     def total(self) -> Sums:
         """Return one sum of all stages' gradients, in their replicas' place; a loss may depend on any of them.
 
@@ -282,6 +276,9 @@ class Job:
             self._send(Action(action.stage - 1, BACKWARD, action.microbatch), stream, of_inputs)
         else:
             self.returned[action.microbatch] = of_inputs
+        # Autograd adds up what arrives at a leaf on the stream of whoever used the leaf first.
+        if self._program.shares_leaves:
+            hand_over(gradient for _, gradient, _ in shares)
         sums.add(shares)
 
     def _run_weight_gradient(self, action: Action, device: int, stream: Stream) -> None:

@@ -156,6 +156,12 @@ class Program:
         held = [id(p) for stage in self.stages.stages for p in stage.module.parameters()]
         return len(set(held)) < len(held)
 
+    @cached_property
+    def shares_leaves(self) -> bool:
+        """Whether two workers on one device may run backward to one leaf: of stages that share it, or of replicas."""
+        devices = self.machine.torch_devices()
+        return self.shares_parameters or any(len({devices[d] for d in home}) < len(home) for home in self.homes)
+
     def check_joinable(self, n_microbatches: int) -> None:
         """Raise InputError where the outputs of so many microbatches do not make those of the batch."""
         lost = next((meaning for meaning in self.joined if meaning.kind == "unjoined"), None)

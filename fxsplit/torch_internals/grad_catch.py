@@ -92,6 +92,7 @@ class Catch:
         for leaf in self._watched.values():
             (leaf._backward_hooks or {}).pop(id(self), None)
         self._watched.clear()
+        self._nothing.clear()
 
     def _take(self, leaf: Tensor, gradient: Tensor) -> Tensor | None:
         """Add a leaf's gradient to the sums of this thread, and return what autograd is to hold in its place."""
