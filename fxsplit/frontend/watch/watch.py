@@ -155,17 +155,19 @@ class Watch:
         """Note what code of this thread reads and writes inside the block."""
         # Again: what runs may hold stand-ins for its weights.
         self._note_weights()
-        before, collects = sys.gettrace(), gc.isenabled()
+        before, collects, callbacks = sys.gettrace(), gc.isenabled(), gc.callbacks[:]
 
         def stop() -> None:
             sys.settrace(before)
             self._frames.clear()
+            gc.callbacks[:] = [*callbacks, *(one for one in gc.callbacks if one not in callbacks)]
             if collects:
                 gc.enable()
 
         with undo_after(stop):
-            # What a collection calls runs in the midst of the model's code, and is none of it.
+            # What a collection calls runs in the midst of the model's code, and is none of it. Code may ask for one.
             gc.disable()
+            gc.callbacks.clear()
             sys.settrace(self._enter)
             yield
         # Code may ask torch inside of a block that changes the answer, so the answers outside of it are noted.

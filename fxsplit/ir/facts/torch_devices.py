@@ -57,7 +57,7 @@ def check_here(device: torch.device, what: str) -> None:
     check_kind(device, what)
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
-        raise InputError(f"{what} does not exist here ({count} CUDA devices): give 'cpu' or fewer devices")
+        raise InputError(f"{what} does not exist here (CUDA devices: {count}): give 'cpu' or fewer devices")
 
 
 def check_kind(device: torch.device, what: str) -> None:

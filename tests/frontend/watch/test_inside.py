@@ -265,3 +265,34 @@ def test_a_file_that_forward_writes_to_stays_open(tmp_path: Path) -> None:
         LOG.flush()
         LOG.detach()
     assert "called" in (tmp_path / "log").read_text()
+
+
+COLLECTIONS = 0
+
+
+def count_collections(phase: str, info: dict[str, int]) -> None:
+    global COLLECTIONS
+    COLLECTIONS += 1
+
+
+class Collects(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        gc.collect()
+        out: Tensor = self.b(h)
+        return out
+
+
+def test_what_the_garbage_collector_calls_is_none_of_the_models_code(recwarn: pytest.WarningsRecorder) -> None:
+    """Here forward() asks for a collection, of which a function of somebody else's is told."""
+    gc.callbacks.append(count_collections)
+    try:
+        with fxsplit.compile(Collects(), 2, n_microbatches=2, passes=FAST) as pipe:
+            pipe(torch.randn(4, 4))
+            assert gc.callbacks.count(count_collections) == 1
+            before = COLLECTIONS
+            gc.collect()
+            assert before + 2 == COLLECTIONS, "a start and a stop"
+    finally:
+        gc.callbacks.remove(count_collections)
+    assert not [w for w in recwarn.list if "COLLECTIONS" in str(w.message)]
