@@ -61,6 +61,7 @@ class Catch:
 
     def __init__(self) -> None:
         self._watched: dict[int, Tensor] = {}
+        self._ended = False
         # Several threads may meet a leaf of the loss at a time.
         self._one_at_a_time = threading.Lock()
         # What autograd gets in place of the gradients of a leaf, by the leaf's id: a zero, as often as the leaf has
@@ -76,8 +77,9 @@ class Catch:
 
     def add(self, leaves: Iterable[Tensor]) -> None:
         """Watch those of the leaves that are large from now on."""
-        new = [leaf for leaf in leaves if leaf.nbytes >= LEAST_BYTES and id(leaf) not in self._watched]
-        for leaf in new:
+        for leaf in leaves:
+            if leaf.layout is not torch.strided or leaf.nbytes < LEAST_BYTES or id(leaf) in self._watched:
+                continue
             with self._one_at_a_time:
                 self._watched[id(leaf)] = leaf
                 # A handle is not made, since two threads may be given the same number for theirs. Hooks of the user's
@@ -85,11 +87,15 @@ class Catch:
                 if leaf._backward_hooks is None:
                     leaf._backward_hooks = OrderedDict()
                 leaf._backward_hooks[id(self)] = partial(self._take, leaf)
+        # A thread that was given up may come here when nobody takes its hooks away any more.
+        if self._ended:
+            self._remove()
 
     def _remove(self) -> None:
         """Take all hooks away."""
+        self._ended = True
         # The dictionaries stay, empty, as behind the handle of any hook: a thread that was given up may read them.
-        for leaf in self._watched.values():
+        for leaf in list(self._watched.values()):
             (leaf._backward_hooks or {}).pop(id(self), None)
         self._watched.clear()
         self._nothing.clear()

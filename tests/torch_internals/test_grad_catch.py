@@ -195,6 +195,22 @@ def test_a_leaf_may_join_later() -> None:
     assert not w._backward_hooks
 
 
+def test_a_leaf_that_comes_too_late_is_left_alone() -> None:
+    """A worker that was given up goes on behind the end of the block."""
+    w, catch = leaf(9, 9), Catch()
+    with catch.watch([]):
+        pass
+    catch.add([w])
+    assert not w._backward_hooks
+
+
+def test_a_sparse_leaf_is_left_alone() -> None:
+    dense = leaf(20, 20)
+    sparse = dense.detach().to_sparse().requires_grad_()
+    with Catch().watch([sparse, dense]):
+        assert dense._backward_hooks and not sparse._backward_hooks
+
+
 SCRIPT = """
 import gc, resource, warnings
 import torch, fxsplit

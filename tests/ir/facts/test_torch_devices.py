@@ -123,7 +123,7 @@ def test_devices_of_a_machine_must_be_here(monkeypatch: pytest.MonkeyPatch) -> N
     there = Device("far", torch.device("cuda:2"))
     given: list[Any] = [there, [there], Machine((there,), ())]
     for devices in given:
-        with refused(InputError, r"device 'far' \(cuda:2\) does not exist here \(2 CUDA devices\)"):
+        with refused(InputError, r"device 'far' \(cuda:2\) does not exist here \(CUDA devices: 2\)"):
             fxsplit.compile(nn.Linear(2, 2), devices)
     assert len(Machine.of([Device("planned")])) == 1
 
