@@ -147,7 +147,9 @@ def test_a_failure_names_line_and_submodule() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x if x.sum() > 1e6 else -x
 
-    with pytest.raises(TraceError, match=r"cannot follow Sequential at .*test_exporter\.py:\d+") as caught:
+    with pytest.raises(
+        TraceError, match=r"cannot follow Sequential in submodule '1' at .*test_exporter\.py:\d+"
+    ) as caught:
         TorchExport().attempt(make_subject(nn.Sequential(nn.Linear(4, 4), Decides()), rows()))
     assert caught.value.submodule == "1"
 
