@@ -163,6 +163,9 @@ NO_ORDER = {
     "autograd_node._StageLeaves.backward: make_caller_wait([carrier.device], tokens)": (
         "autograd lets the node wait for the pipeline's own, whose stream waits for all"
     ),
+    "job.Job._run_backward: hand_over((gradient for _, gradient, _ in shares))": (
+        "what autograd adds up at a leaf of two workers, and on which stream, is not made up here"
+    ),
     "streams.AcceleratorStream._stay_near: token.synchronize()": "it bounds how far a worker is ahead of its device",
 }
 """Mutants in which the order of work stays right, and why the call is there."""

@@ -30,6 +30,14 @@ def test_warnings_are_hidden_in_the_block_and_in_its_thread() -> None:
     assert not handler.filters
 
 
+def test_no_handler_is_changed() -> None:
+    """The code of a model may hold a logger, by which all handlers can be found."""
+    handler, log = logging.StreamHandler(io.StringIO()), logging.getLogger("fxsplit_test.held")
+    log.addHandler(handler)
+    with hide_logged_warnings("fxsplit_test"):
+        assert not handler.filters and log.handlers == [handler] and not log.filters
+
+
 def test_packages_with_a_like_name_are_shown() -> None:
     stream = io.StringIO()
     log = logging.getLogger("fxsplit_testing")
