@@ -39,7 +39,7 @@ _target = _Target()
 
 
 def differentiate_into(
-    sums: Sums,
+    sums: Sums | None,
     roots: Sequence[Tensor | GradientEdge],
     gradients: Sequence[Tensor],
     ends: Sequence[Tensor | GradientEdge],
@@ -47,7 +47,8 @@ def differentiate_into(
 ) -> tuple[tuple[Tensor | None, ...], set[int]]:
     """Return what `differentiate` returns, and the ids of the leaves whose gradients are in `sums` already.
 
-    In place of such a gradient there is a tensor that says nothing. Those are leaves that a `Catch` watches.
+    In place of such a gradient there is a tensor that says nothing. Those are leaves that a `Catch` watches. Without
+    sums there are none.
     """
     _target.sums, _target.caught = sums, set()
     try:
@@ -133,6 +134,7 @@ def _count_holders() -> tuple[int, int]:
     """Return the references in Python, and the holders in C++, of an unshared gradient as `_is_unshared` sees it."""
     found: list[tuple[int, int]] = []
 
+    # Called by one function more, as `_take` calls `_is_unshared`, each of which refers to the gradient.
     def take(leaf: Tensor, gradient: Tensor) -> None:
         look(gradient)
 

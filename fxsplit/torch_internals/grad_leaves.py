@@ -44,20 +44,8 @@ def find_leaves(root: Tensor, below: Iterable[object] = ()) -> list[Tensor]:
     """
     if root.is_leaf:
         return [root] if root.requires_grad else []
-    found: list[Tensor] = []
-    # `next_functions` has None for an argument that wants no gradient.
-    seen = {None, *below}
-    stack = [root.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        # A leaf's node, AccumulateGrad, is the only kind that names its tensor.
-        if hasattr(node, "variable"):
-            found.append(node.variable)
-        stack += [above for above, _ in node.next_functions]
-    return found
+    # A leaf's node, AccumulateGrad, is the only kind that names its tensor.
+    return [node.variable for node in _walk([root.grad_fn], below) if hasattr(node, "variable")]
 
 
 def find_recorded_leaves(roots: Iterable[Tensor]) -> list[Tensor] | None:
@@ -65,25 +53,32 @@ def find_recorded_leaves(roots: Iterable[Tensor]) -> list[Tensor] | None:
 
     None where the record does not tell: a backward written in Python may give no gradient.
     """
-    found: list[Tensor] = []
-    seen: set[object] = {None}
-    stack: list[Any] = []
+    found, nodes = [], []
     for root in roots:
         if root.grad_fn is None:
             found.append(root)
         else:
-            stack.append(root.grad_fn)
+            nodes.append(root.grad_fn)
+    for node in _walk(nodes):
+        if isinstance(node, BackwardCFunction):
+            return None
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+    return found
+
+
+def _walk(nodes: Iterable[Any], below: Iterable[object] = ()) -> Iterator[Any]:
+    """Yield each autograd node that the given ones lead to, once; the walk ends at the nodes in `below`."""
+    # `next_functions` has None for an argument that wants no gradient.
+    seen = {None, *below}
+    stack = list(nodes)
     while stack:
         node = stack.pop()
         if node in seen:
             continue
         seen.add(node)
-        if isinstance(node, BackwardCFunction):
-            return None
-        if hasattr(node, "variable"):
-            found.append(node.variable)
+        yield node
         stack += [above for above, _ in node.next_functions]
-    return found
 
 
 def comes_through(ends: Sequence[Tensor], roots: Iterable[Tensor]) -> bool:
@@ -93,17 +88,8 @@ def comes_through(ends: Sequence[Tensor], roots: Iterable[Tensor]) -> bool:
     """
     if ends:
         return any(torch._C._will_engine_execute_node(get_gradient_edge(end).node) for end in ends)
-    seen: set[object] = {None}
-    stack: list[Any] = [root.grad_fn for root in roots]
-    while stack:
-        node = stack.pop()
-        if node in seen or hasattr(node, "variable"):
-            continue
-        if torch._C._will_engine_execute_node(node):
-            return True
-        seen.add(node)
-        stack += [above for above, _ in node.next_functions]
-    return False
+    inner = (node for node in _walk(root.grad_fn for root in roots) if not hasattr(node, "variable"))
+    return any(map(torch._C._will_engine_execute_node, inner))
 
 
 class _MutableHook:

@@ -195,6 +195,13 @@ def test_a_leaf_may_join_later() -> None:
     assert not w._backward_hooks
 
 
+def test_without_sums_all_gradients_are_handed_over() -> None:
+    w = leaf(9, 9)
+    with Catch().watch([w]):
+        (found,), caught = differentiate_into(None, [w.exp()], [torch.ones_like(w)], [w])
+    assert found is not None and torch.equal(found, w.exp()) and not caught
+
+
 def test_a_leaf_that_comes_too_late_is_left_alone() -> None:
     """A worker that was given up goes on behind the end of the block."""
     w, catch = leaf(9, 9), Catch()

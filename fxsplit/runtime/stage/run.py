@@ -142,8 +142,7 @@ def backward(
     # The stage's own leaves are muted in all workers; which leaves a loss has is known only now.
     try:
         with mute(saved.extra) if saved.extra else NO_CONTEXT:
-            ends = [*leaves, *edges]
-            found, caught = differentiate_into(Sums() if sums is None else sums, roots, arrived, ends, bool(edges))
+            found, caught = differentiate_into(sums, roots, arrived, [*leaves, *edges], retain_graph=bool(edges))
     except RuntimeError as error:
         # torch does not know who else may have run a backward, and has freed the graph.
         if not is_second_backward(error):
