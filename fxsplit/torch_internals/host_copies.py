@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
 from fxsplit.torch_internals import accelerators
+
+T = TypeVar("T")
+
+MOST_COMING = 8
+"""So many answers are awaited at a time: a host that is far ahead of its accelerator asks no more."""
 
 
 class HostCopy:
@@ -29,6 +36,29 @@ class HostCopy:
         if self._event is not None:
             self._event.synchronize()
         return self._value
+
+
+class Coming(Generic[T]):
+    """Copies that are under way, the oldest first, each with what it is about."""
+
+    def __init__(self, most: int = MOST_COMING) -> None:
+        self._copies: deque[tuple[HostCopy, T]] = deque()
+        self._most = most
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more should be asked."""
+        return len(self._copies) >= self._most
+
+    def add(self, tensor: Tensor, about: T) -> None:
+        """Begin to copy a tensor."""
+        self._copies.append((HostCopy(tensor), about))
+
+    def take_arrived(self) -> Iterator[tuple[Tensor, T]]:
+        """Yield those that are there by now, up to the first one that is not, and forget them."""
+        while self._copies and self._copies[0][0].is_there:
+            copy, about = self._copies.popleft()
+            yield copy.read(), about
 
 
 def is_on_host(tensor: Tensor) -> bool:

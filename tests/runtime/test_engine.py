@@ -16,8 +16,8 @@ from torch.nn import functional as F
 import fxsplit
 from fxsplit.errors import ClosedError, FxsplitError, InputError
 from fxsplit.ir.facts.chunks import Cut
-from fxsplit.runtime import late_errors
 from fxsplit.runtime.engine import join_gradients
+from fxsplit.torch_internals import host_copies
 from fxsplit.torch_internals.host_copies import HostCopy
 from tests.accelerator import use_accelerator
 from tests.models import FAST, Mlp
@@ -257,7 +257,7 @@ def test_what_the_accelerator_alone_knows_to_be_wrong_is_raised_later(monkeypatc
     class Arrived(HostCopy):
         is_there = True  # of a made-up accelerator nothing is ever there before it is waited for
 
-    monkeypatch.setattr(late_errors, "HostCopy", Arrived)
+    monkeypatch.setattr(host_copies, "HostCopy", Arrived)
 
     class Wrong(nn.Module):
         def __init__(self) -> None:

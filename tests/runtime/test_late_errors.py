@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from fxsplit.errors import InputError
-from fxsplit.ir.facts.counts import MOST_COMING
 from fxsplit.runtime import late_errors
 from fxsplit.runtime.late_errors import LateErrors
-from fxsplit.torch_internals.host_copies import HostCopy
+from fxsplit.torch_internals import host_copies
+from fxsplit.torch_internals.host_copies import MOST_COMING, HostCopy
 
 
 def test_what_the_host_can_read_is_raised_at_once() -> None:
@@ -34,7 +34,7 @@ def test_what_an_accelerator_knows_is_raised_later(monkeypatch: pytest.MonkeyPat
             return there
 
     made: list[HostCopy] = []
-    monkeypatch.setattr(late_errors, "HostCopy", Coming)
+    monkeypatch.setattr(host_copies, "HostCopy", Coming)
     monkeypatch.setattr(late_errors, "is_on_host", lambda tensor: False)
     late = LateErrors()
     late.expect(torch.tensor(False), "no")

@@ -8,7 +8,6 @@ microbatch runs.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,7 @@ from torch.nn import functional as F
 
 from fxsplit.errors import InputError
 from fxsplit.torch_internals import pytree
-from fxsplit.torch_internals.host_copies import HostCopy, is_on_host
+from fxsplit.torch_internals.host_copies import Coming, is_on_host
 from fxsplit.torch_internals.user_lines import warn_user
 
 LABEL_MODULES = (nn.CrossEntropyLoss, nn.NLLLoss)
@@ -28,8 +27,6 @@ NAMES = ("input", "target", "weight", "size_average", "ignore_index", "reduce", 
 """The arguments of LABEL_FUNCTIONS."""
 MEAN = (None, 1, "mean")
 """How a mean is asked for: by default, by torch's own number for it, by name."""
-MOST_COMING = 8
-"""So many answers are awaited at a time: a host that is far ahead of its accelerator asks no more."""
 EVEN = 1e-9
 """How far a share may be from that of the rows: they are the same quotients but for rounding."""
 DIFFERS = (
@@ -112,19 +109,19 @@ class Watch:
         self.counts = counts
         self._name = name
         self._said = False
-        self._coming: deque[HostCopy] = deque()
+        self._coming: Coming[None] = Coming()
 
     def weigh(self, pieces: Sequence[Sequence[Any]], rows: Sequence[int], whole: Sequence[Any] = ()) -> list[float]:
         """Return the share of each piece in the rows; warn, once, if a count has other shares."""
         shares = share_rows(rows)
         if self._said:
             return shares
-        if len(self._coming) < MOST_COMING:
+        if not self._coming.is_full:
             for count in self.counts:
                 weights = zip(count.compute_weights(pieces, rows, whole), shares, strict=True)
-                self._coming.append(HostCopy(torch.stack([(w - share).abs() > EVEN for w, share in weights]).any()))
-        while self._coming and self._coming[0].is_there:
-            if self._coming.popleft().read() and not self._said:
+                self._coming.add(torch.stack([(w - share).abs() > EVEN for w, share in weights]).any(), None)
+        for differs, _ in self._coming.take_arrived():
+            if differs and not self._said:
                 self._said = True
                 warn_user(f"{self._name} {DIFFERS}")
         return shares

@@ -7,7 +7,6 @@ A loss is computed once: its graph starts at the last stage's outputs and is kep
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from fxsplit.errors import FxsplitError
 from fxsplit.ir.facts.stages import Stage
 from fxsplit.runtime.stage.run import KEPT, Packet, Saved, forward
 from fxsplit.torch_internals.batch_norm import note_nothing
-from fxsplit.torch_internals.host_copies import HostCopy, is_on_host
+from fxsplit.torch_internals.host_copies import Coming, is_on_host
 from fxsplit.torch_internals.interpret import get_storage_id
 from fxsplit.torch_internals.layouts import count_bytes
 from fxsplit.torch_internals.thread_modes import ThreadModes
@@ -76,7 +75,7 @@ class Written:
     def __init__(self) -> None:
         self.names: set[str] = set()
         self._looked = False
-        self._coming: deque[tuple[list[str], HostCopy]] = deque()
+        self._coming: Coming[list[str]] = Coming(MOST_COMING)
 
     def copy_likely(self, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return copies of the buffers that a forward may write. Raises FxsplitError as `note` does."""
@@ -98,15 +97,14 @@ class Written:
         there = [name for name in open_ if self._looked and not is_on_host(after[name])]
         self.names |= {name for name in open_ if name not in there and not torch.equal(before[name], after[name])}
         # Of a host that is far ahead nothing more is asked.
-        if there and len(self._coming) < MOST_COMING:
-            self._coming.append((there, HostCopy(torch.stack([_differs(before[n], after[n]) for n in there]))))
+        if there and not self._coming.is_full:
+            self._coming.add(torch.stack([_differs(before[n], after[n]) for n in there]), there)
         self._looked = True
 
     def _read_arrived(self) -> None:
         """Read the comparisons that accelerators have made by now; raise FxsplitError for a buffer that differs."""
-        while self._coming and self._coming[0][1].is_there:
-            names, copy = self._coming.popleft()
-            late = [name for name, differs in zip(names, copy.read().tolist(), strict=True) if differs]
+        for differences, names in self._coming.take_arrived():
+            late = [name for name, differs in zip(names, differences.tolist(), strict=True) if differs]
             new = [name for name in late if name not in self.names]
             # Known from now on. Another worker may have found it in the first run too.
             self.names.update(late)

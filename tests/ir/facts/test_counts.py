@@ -22,6 +22,7 @@ from fxsplit.ir.facts.counts import (
     read_options,
     share_rows,
 )
+from fxsplit.torch_internals import host_copies
 from fxsplit.torch_internals.host_copies import HostCopy
 
 LABELS = torch.tensor([[1, 0], [2, -100], [-100, -100]])
@@ -103,11 +104,11 @@ def test_a_watch_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     class Coming(HostCopy):
         is_there = False
 
-    monkeypatch.setattr(counts, "HostCopy", Coming)
+    monkeypatch.setattr(host_copies, "HostCopy", Coming)
     watch = Watch("the loss", [make_label_count({})])
-    for _ in range(2 * counts.MOST_COMING):
+    for _ in range(2 * host_copies.MOST_COMING):
         watch.weigh([[LABELS[:1]], [LABELS[1:]]], [1, 2])
-    assert len(watch._coming) == counts.MOST_COMING
+    assert watch._coming.is_full
     Coming.is_there = True
     with pytest.warns(FxsplitWarning, match="the loss is divided by a count of its own") as said:
         watch.weigh([[LABELS[:1]], [LABELS[1:]]], [1, 2])

@@ -21,6 +21,7 @@ from fxsplit.runtime.stage.recompute import (
     list_loss_leaves,
 )
 from fxsplit.runtime.stage.run import Packet, backward, forward
+from fxsplit.torch_internals import host_copies
 from fxsplit.torch_internals.host_copies import HostCopy
 from fxsplit.torch_internals.interpret import get_storage_id
 from fxsplit.torch_internals.thread_modes import ThreadModes
@@ -182,7 +183,7 @@ def test_an_accelerator_is_waited_for_in_the_first_run_alone(monkeypatch: pytest
 
     monkeypatch.setattr(torch, "equal", compare)
     monkeypatch.setattr(recompute, "is_on_host", lambda tensor: False)
-    monkeypatch.setattr(recompute, "HostCopy", Coming)
+    monkeypatch.setattr(host_copies, "HostCopy", Coming)
     stage, written = whole_stage(Sets(silent)), Written()
     run(stage, PACKET, written)
     assert len(compared) == 1 and bool(written.names) == (not silent)
