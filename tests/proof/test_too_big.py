@@ -287,7 +287,7 @@ def test_peak_of_memory(tmp_path: Path) -> None:
     operator = total / layers
     assert total > 190e6
     assert building < 4 * operator
-    assert planning < 8 * operator  # its weights, their gradients, their copies, and what torch keeps for itself
+    assert planning < 10 * operator  # its weights, their gradients, their copies, and what torch and malloc keep
     assert loading < total + 2 * operator
 
 
