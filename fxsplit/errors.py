@@ -25,6 +25,10 @@ class UnsteadyProfileWarning(FxsplitWarning):
     """Times were measured while the machine was busy with something else; the warning says by how much they vary."""
 
 
+class RecompileWarning(FxsplitWarning):
+    """torch.compile has compiled stages again (`stage_backend=`); the warning says which, what for and how long."""
+
+
 class FxsplitDeprecationWarning(FxsplitWarning, DeprecationWarning):
     """An option has another name now; the warning gives that name."""
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fxsplit import passes as standard
 from fxsplit.api.options import Candidate, Options
 from fxsplit.api.rewrites import Rewrites
+from fxsplit.api.row_dims import find_row_dims
 from fxsplit.errors import TraceError
 from fxsplit.frontend.capture import Stated, capture
 from fxsplit.ir.facts.call import Call
@@ -25,7 +26,9 @@ from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.stages import Ref, Stages, list_weights
 from fxsplit.ir.graph import IR, Fact
 from fxsplit.ir.manager import Observer, run_chain
+from fxsplit.ir.progress_bar import show_phase
 from fxsplit.runtime.program import Program
+from fxsplit.runtime.stage.compiled_stage import Compiling
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.dependences import list_node_weights
 from fxsplit.torch_internals.fake_weights import lacks_values
@@ -144,7 +147,7 @@ def build_program(model: nn.Module, options: Options, candidate: Candidate, capt
     Raises MissingFact for a chain that emits no stages, ScheduleError for a plan that the schedule cannot run.
     """
     example, effects = captured[Example], captured[CallEffects]
-    stages, detached = final[Stages], final.get(Detached)
+    stages, detached, backend = final[Stages], final.get(Detached), options.stage_backend
     program = Program(
         stages=stages,
         plan=final[Plan],
@@ -157,7 +160,7 @@ def build_program(model: nn.Module, options: Options, candidate: Candidate, capt
         rewritten=find_rewritten(model, stages, effects.saved_buffers),
         puts_hooks=effects.sets_hooks,
         recompute=options.recompute,
-        stage_backend=options.stage_backend,
+        compiling=None if backend is None else Compiling(backend, find_row_dims(model, stages, example), show_phase),
         detached=None if detached is None else str(detached),
     )
     # Made now, so that a plan that no schedule can run is refused by compile(), and not by the first step.

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
-from fxsplit.ir.progress import listen
+from fxsplit.ir.progress import listen, phase
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -31,6 +31,13 @@ def show_progress() -> Iterator[None]:
             yield
     finally:
         bars.stop()
+
+
+@contextmanager
+def show_phase(what: str) -> Iterator[None]:
+    """Show on standard error that the block takes over a second, on terminals alone."""
+    with show_progress(), phase(what):
+        yield
 
 
 class _Bars:

@@ -67,6 +67,7 @@ class Engine:
         job = Job(program, program.passes(len(rows)).only(FORWARD), work)
         with self._take_turn(), count_as_one_batch(program.noted):
             self._workers.run(job)
+        program.tell_compilations()
         meanings = batch.weigh_outputs()
         outputs, wanted = join_outputs(job, rows, meanings, program.late_errors)
         if not any(wanted):
@@ -116,6 +117,7 @@ class Engine:
             watched = list_local_leaves(program, trained) if stepper is None else []
             with count_as_one_batch(program.noted), job.catch.watch(watched):
                 self._workers.run(job, timeout_s)
+            program.tell_compilations()
             # Of a mean that torch itself makes 0 / 0 nothing need be asked.
             total = loss.compute_total(program.late_errors if program.keeps_zeros or loss.divides else None)
             meanings = batch.weigh_outputs() if keep_outputs else []

@@ -392,6 +392,6 @@ def make_versions(program: Program, schedule: Schedule, stepper: Stepper) -> lis
         )
     devices, places = program.machine.devices, program.places
     return [
-        [VersionedReplica(stage, devices[d], places, schedule.actions[d], stepper)]
+        [VersionedReplica(stage, devices[d], places, schedule.actions[d], stepper, program.compilations)]
         for stage, (d,) in zip(program.stages.stages, schedule.homes, strict=True)
     ]

@@ -22,6 +22,7 @@ from fxsplit.ir.facts.meanings import Meaning
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.stages import Stages, list_weights
 from fxsplit.runtime.late_errors import LateErrors
+from fxsplit.runtime.stage.compiled_stage import Compilations, Compiling
 from fxsplit.runtime.stage.recompute import POLICIES, Written
 from fxsplit.runtime.stage.replica import Replica
 from fxsplit.runtime.stage.shared_modules import Turns
@@ -50,7 +51,7 @@ class Program:
     rewritten: buffers, as (stage, path in the stage's module), that every call writes and autograd may save.
     puts_hooks: whether modules put hooks on activations as they run.
     recompute: when a stage keeps no activations, a key of `POLICIES`.
-    stage_backend: what torch.compile compiles each stage with (None: stages run as they are).
+    compiling: how torch.compile compiles each stage (None: stages run as they are).
     detached: why no gradient of the stages reaches the model (None: every gradient does).
     """
 
@@ -65,7 +66,7 @@ class Program:
     rewritten: tuple[tuple[int, str], ...]
     puts_hooks: bool
     recompute: str = "plan"
-    stage_backend: str | None = None
+    compiling: Compiling | None = None
     detached: str | None = None
     # Learnt as batches run. Buffers that a recomputing stage writes are told apart by its first run.
     written: defaultdict[int, Written] = field(default_factory=partial(defaultdict, Written), init=False)
@@ -105,9 +106,19 @@ class Program:
     @cached_property
     def replicas(self) -> list[list[Replica]]:
         """Each stage as each of its devices runs it."""
-        devices, places, backend = self.machine.devices, self.places, self.stage_backend
+        devices, places, compilations = self.machine.devices, self.places, self.compilations
         pairs = zip(self.stages.stages, self.homes, strict=True)
-        return [[Replica(stage, devices[d], places, backend) for d in home] for stage, home in pairs]
+        return [[Replica(stage, devices[d], places, compilations) for d in home] for stage, home in pairs]
+
+    @cached_property
+    def compilations(self) -> Compilations | None:
+        """The stages as torch.compile makes them, where that was asked for."""
+        return None if self.compiling is None else Compilations(self.compiling)
+
+    def tell_compilations(self) -> None:
+        """Warn of what torch.compile had to compile again."""
+        if self.compilations is not None:
+            self.compilations.tell()
 
     @property
     def places(self) -> dict[int, torch.device]:

@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fxsplit.errors import InputError
 from fxsplit.torch_internals import accelerators
+from fxsplit.torch_internals.apart import Apart
 from fxsplit.torch_internals.containers import HOOKS
 from fxsplit.torch_internals.rng import current_microbatch
 from fxsplit.torch_internals.undo import undo_after
@@ -40,7 +41,7 @@ def is_batch_norm(module: Any) -> TypeGuard[_BatchNorm]:
     return isinstance(module, _BatchNorm)
 
 
-class Noted(nn.Module):
+class Noted(Apart):
     """Calls a batch norm without changing its running statistics, and notes their changes for `finish`.
 
     norm: the batch norm. at_once: whether its statistics change once a batch, and not once a microbatch. calls: where
@@ -55,10 +56,15 @@ class Noted(nn.Module):
         # torch's own forward is known to compute without running statistics in training, a subclass's is not.
         self._checked = type(norm).forward is _BatchNorm.forward
 
+    @property
+    def idle(self) -> bool:
+        """Whether the batch norm writes no running statistics."""
+        return not self.norm.training or not self.norm.track_running_stats or self.norm.running_mean is None
+
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return what the batch norm returns; raises InputError if that depends on running statistics in training."""
         norm = self.norm
-        if not norm.training or not norm.track_running_stats or norm.running_mean is None:
+        if self.idle:
             return cast(Tensor, norm(*args, **kwargs))
         twin = _copy_with_own_statistics(norm)
         outputs = cast(Tensor, twin(*args, **kwargs))

@@ -106,7 +106,14 @@ COMPILERS = (
     "torch._dynamo.eval_frame.DynamoStance",
 )
 INDUCTOR = ("torch._inductor.config.triton.cudagraphs",)
-LATE = (*COMPILERS, *INDUCTOR)
+STAGE_COMPILERS = (
+    "torch._dynamo.lookup_backend",
+    "torch._dynamo.maybe_mark_dynamic",
+    "torch._functorch.config.force_non_lazy_backward_lowering",
+    "torch._functorch.config.patch",
+    "torch.compiler.config.recompile_limit",
+)
+LATE = (*COMPILERS, *INDUCTOR, *STAGE_COMPILERS)
 """What takes torch seconds to load."""
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from fxsplit.torch_internals.apart import Apart
 from fxsplit.torch_internals.generators import (
     Place,
     find_generators,
@@ -56,7 +57,7 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-class Draw(nn.Module):
+class Draw(Apart):
     """Calls a module, a function or a tensor's method in a generator state of its own, when its microbatch has a turn.
 
     key: the name of the node, which no other node of the graph has. call: what the node calls; a text is a method.
@@ -78,9 +79,9 @@ class Draw(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the wrapped call returns."""
-        turn = _thread.now
         call = self.call if not isinstance(self.call, str) else lambda x, *a, **k: getattr(x, self.call)(*a, **k)
-        if turn is None or self.idle:
+        # Asked first: torch.compile, which follows an idle call, is to find no turn, as each microbatch has another.
+        if self.idle or (turn := _thread.now) is None:
             return call(*args, **kwargs)
         generators = find_generators(self.call, args, kwargs, turn.devices)
         with _set_states(generators, turn.seed, turn.microbatch, self.key):

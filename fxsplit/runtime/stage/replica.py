@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 
 from fxsplit.ir.facts.machine import Device
 from fxsplit.ir.facts.stages import Stage, list_weights
+from fxsplit.runtime.stage.compiled_stage import Compilations
 from fxsplit.schedule.action import Action
 from fxsplit.torch_internals.grad_split import BranchFinder
 from fxsplit.torch_internals.grad_sums import Sums
@@ -34,7 +35,11 @@ class Replica:
     """
 
     def __init__(
-        self, stage: Stage, device: Device, places: Mapping[int, torch.device], backend: str | None = None
+        self,
+        stage: Stage,
+        device: Device,
+        places: Mapping[int, torch.device],
+        compilations: Compilations | None = None,
     ) -> None:
         assert device.torch_device is not None
         self._original = stage.module
@@ -45,7 +50,7 @@ class Replica:
             # Another device's module must hold other weights, so it is a module of its own.
             module = _copy_module(stage.module)
             move_constants(module, stage.torch_device, self._here)
-        compiled = None if backend is None else torch.compile(module, backend=backend)
+        compiled = None if compilations is None else compilations.compile(stage.index, module)
         self.stage = replace(stage, device_name=device.name, torch_device=self._here, module=module, compiled=compiled)
         self.branches = BranchFinder()
         self._copies: dict[Tensor, Tensor] = {}

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from fxsplit.errors import InputError
 from fxsplit.ir.facts.machine import Device
 from fxsplit.ir.facts.stages import Stage
+from fxsplit.runtime.stage.compiled_stage import Compilations
 from fxsplit.runtime.stage.replica import Replica
 from fxsplit.runtime.streams import hand_over
 from fxsplit.schedule import Schedule
@@ -80,8 +81,9 @@ class VersionedReplica(Replica):
         places: Mapping[int, torch.device],
         row: Sequence[Action],
         stepper: Stepper,
+        compilations: Compilations | None = None,
     ) -> None:
-        super().__init__(stage, device, places)
+        super().__init__(stage, device, places, compilations)
         self._stepper = stepper
         # How many actions are still to read each version.
         self._left = Counter(a.version for a in row if a.stage == stage.index and a.op in COMPUTES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fxsplit.ir.facts.machine import Device
+from fxsplit.runtime.stage.compiled_stage import Compilations, Compiling
 from fxsplit.runtime.stage.replica import Replica
 from fxsplit.schedule.action import Action
 from fxsplit.torch_internals.grad_sums import Sums
@@ -100,19 +102,16 @@ def test_a_replica_does_not_step_between_microbatches() -> None:
         own.step(Action(0, "STEP", 3), Sums())
 
 
-def test_a_backend_compiles_the_stage() -> None:
-    seen: list[Any] = []
-
-    def backend(gm: Any, inputs: Any) -> Any:
-        seen.append(gm)
-        return gm.forward
-
+def test_a_backend_compiles_the_stage_once_for_all_replicas() -> None:
     stage = trace_stage(nn.Sequential(nn.Tanh()))
     stage.module.graph.output_node().args = ((stage.module.graph.output_node().args[0],),)
     stage.module.recompile()
-    replica = Replica(stage, Device("cpu:0", CPU), {}, backend)  # type: ignore[arg-type]
+    compilations = Compilations(Compiling("eager", [((0,),)], nullcontext))
+    here, beside = (Replica(stage, Device(f"cpu:{i}", CPU), {}, compilations).stage for i in range(2))
     x = torch.ones(2)
-    assert torch.equal(replica.stage(x)[0], torch.tanh(x)) and len(seen) == 1 and stage.compiled is None
+    assert torch.equal(here(x)[0], torch.tanh(x)) and torch.equal(beside(x[:1])[0], torch.tanh(x[:1]))
+    assert here.compiled is beside.compiled is not None and stage.compiled is None
+    assert [(one.stage, one.number, one.first) for one in compilations.made] == [(0, 1, True), (0, 2, False)]
 
 
 def test_a_weight_that_is_here_already_is_shared_beside_copies_of_others() -> None:
