@@ -110,7 +110,8 @@ def capture(
     with undo_after(watch.put_back), hide_logged_warnings("torch"):
         graph, effects = _choose_watched(subject, watch, grad_enabled)
         with restore_model(model), phase(f"finding out what outputs of {subject.name} mean by microbatches"):
-            effects = replace(effects, meanings=find_meanings(subject, graph.gm, joined=stated.joined))
+            asking = replace(subject, asks_for_gradients=watch.asks_for_gradients())
+            effects = replace(effects, meanings=find_meanings(asking, graph.gm, joined=stated.joined))
     _set_modes(graph.gm, model)
     # What stays whole reads and writes by itself.
     state = watch.list_reads(graph).follow(subject.numbers, graph.followed)

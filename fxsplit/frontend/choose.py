@@ -90,8 +90,9 @@ def _check_rows(subject: Subject, graph: Graph) -> Checked:
     least, most = graph.scope.bounds
     asked = least == LEAST_ROWS and not graph.scope.rows_fixed
     # Before the check of the microbatch, whose shapes are noted in the graph. That is one row itself at times.
-    wider = asked and (subject.rows == 1 or _runs_on_one_row(subject, graph))
-    effects = check_graph(subject, graph.gm, subject.rows)
+    ran = asked and subject.rows != 1 and _runs_on_one_row(subject, graph)
+    wider = asked and (subject.rows == 1 or ran)
+    effects = check_graph(subject, graph.gm, subject.rows, by="nodes" if ran else "both")
     return replace(graph, scope=replace(graph.scope, bounds=(1, most))) if wider else graph, effects
 
 
@@ -148,7 +149,7 @@ def _warn_of_whole(subject: Subject, whole: Sequence[str], reasons: str) -> None
 def _runs_on_one_row(subject: Subject, graph: Graph) -> bool:
     """Return whether an exported graph is the model on a single row too, of which torch.export says nothing."""
     try:
-        check_graph(subject, graph.gm, rows=1, code=False)
+        check_graph(subject, graph.gm, rows=1, by="code")
     # The model itself may want several rows, and fail in any way: in an assert, or at an index of another row.
     except Exception:
         return False

@@ -55,7 +55,8 @@ def fit_to_shapes(captured: IR, model: nn.Module, call: Call, rows: int, stated:
             graph = _copy_graph(captured.gm)
             set_numbers(graph, numbers)
             effects = check_graph(subject, graph, rows)
-            effects = replace(effects, meanings=find_meanings(subject, graph, joined=stated.joined))
+            asking = replace(subject, asks_for_gradients=watch.asks_for_gradients())
+            effects = replace(effects, meanings=find_meanings(asking, graph, joined=stated.joined))
     except torch.OutOfMemoryError:
         raise
     except DIFFER:

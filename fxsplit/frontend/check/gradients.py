@@ -7,14 +7,14 @@ has lost a backward where a gradient differs, for example that of an autograd.Fu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fxsplit.errors import TraceError
-from fxsplit.frontend.check.run import Runner
+from fxsplit.frontend.check.run import Runner, run_code
 from fxsplit.frontend.subject import Runnable
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.fake_weights import has_values
@@ -35,16 +35,27 @@ Gradients = Sequence[Tensor | None]
 """One gradient for each parameter, then one for each input; None where no output depends on it."""
 
 
-def check_gradients(here: Runnable) -> bool:
-    """Return whether the graph puts hooks on activations; raises TraceError unless it has the model's gradients.
+class Compared(NamedTuple):
+    """What a comparison of gradients has told besides: whether the graph puts hooks on activations.
+
+    by_code: whether the graph ran as its code.
+    """
+
+    sets_hooks: bool = False
+    by_code: bool = False
+
+
+def check_gradients(here: Runnable, *, by_code: bool = False) -> Compared:
+    """Return what comparing the gradients tells; raises TraceError unless the graph has the model's gradients.
 
     Frozen parameters and inputs are compared too: they may want gradients later. Where model or graph have no backward
     to all of these, only what wants a gradient now is compared; where the model has none to that either, nothing is.
+    by_code: let the graph run as its code, and node by node where the code fails.
     """
     named = {name: p for name, p in here.model.named_parameters() if p.is_floating_point()}
     hooked: list[Tensor] = []
     if here.asks_for_gradients and not torch.is_grad_enabled():
-        return False  # with gradients enabled the model would be another one
+        return Compared()  # with gradients enabled the model would be another one
     # First with all thawed; that may be impossible, for example where an operator has no such backward.
     for thawed in (False,) if here.asks_for_gradients else (True, False):
         trained = {name: p for name, p in named.items() if thawed or p.requires_grad}
@@ -55,12 +66,27 @@ def check_gradients(here: Runnable) -> bool:
                 continue
             # The graph's hooks, not the model's: those that run in stages count.
             with watch_hooks(hooked.append):
-                found = _compute_gradients(Runner(here.graph).run, here, parameters, of_inputs=thawed, or_none=thawed)
+                found, ran = _compute_of_graph(here, parameters, thawed=thawed, by_code=by_code)
         if found is None:  # a gradient that nobody wants now, and the graph cannot give, is no reason to refuse it
             continue
         _compare_gradients(here, [*trained, *(f"argument {s.name}" for s in here.inputs.specs)], wanted, found)
-        return bool(hooked)
-    return False
+        return Compared(bool(hooked), ran)
+    return Compared()
+
+
+def _compute_of_graph(
+    here: Runnable, parameters: Sequence[Tensor], *, thawed: bool, by_code: bool
+) -> tuple[Gradients | None, bool]:
+    """Return the graph's gradients, or None, and whether they are those of its code."""
+    # Whatever the code fails with, the nodes fail with it too, and name the node, unless the code alone is at fault.
+    if by_code:
+        with suppress(Exception):
+            found = _compute_gradients(here.graph.forward, here, parameters, of_inputs=thawed, or_none=True)
+            if found is not None:
+                return found, True
+        run_code(here)
+    run = Runner(here.graph).run
+    return _compute_gradients(run, here, parameters, of_inputs=thawed, or_none=thawed), False
 
 
 def _compare_gradients(here: Runnable, names: Sequence[str], wanted: Sequence[Any], found: Sequence[Any]) -> None:

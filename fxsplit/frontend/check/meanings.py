@@ -6,7 +6,7 @@ leaves it open, as a loss of zero does, other rows of the same kind are tried, w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from fxsplit.errors import InputError
 from fxsplit.frontend.check.carried import find_carried_buffer
 from fxsplit.frontend.check.counts import find_count, find_inner_counts, is_safe
-from fxsplit.frontend.check.row_gradients import find_unjoined_gradient
+from fxsplit.frontend.check.row_gradients import Early, find_unjoined_gradient, run_early
 from fxsplit.frontend.check.rows import cut_pieces, join_pieces, mix_batch
 from fxsplit.frontend.check.trial import (
     Run,
@@ -84,6 +84,7 @@ class _Trial:
         self.said: list[str] = []
         self.doubtful = False
         self._closer: dict[tuple[int, ...], Run] = {}
+        self._early: Early | None = None
 
     def run(self) -> Run | None:
         """Return the first run that the model does not fail in.
@@ -156,10 +157,13 @@ class _Trial:
         named = (name for name in run.whole if isinstance(run.whole[name], Tensor))
         meanings = dict(zip(named, found, strict=True))
         # A few rows, since a backward of the whole example may need more memory than there is.
-        weight = find_unjoined_gradient(self._here, self._few, meanings)
+        early, self._early = self._early, None
+        right = early is not None and early.is_right(meanings)
+        weight = early.find_unjoined() if early and right else self._find_unjoined(self._here, meanings)
+        del early  # it is as large as all weights, twice
         # Rounding alone may take another way through a maximum: it has to be so in double precision, elsewhere too.
         closer = copy_in_double(self._here, jitter=True) if weight else None
-        if weight and (closer is None or find_unjoined_gradient(closer, self._few, meanings)):
+        if weight and (closer is None or self._find_unjoined(closer, meanings)):
             self.said.append(
                 f"the gradient of {weight!r} of {self._here.name} is not the sum of those of microbatches: a backward "
                 "of its own, a hook, or scale_grad_by_freq compares rows. The pipeline computes it within "
@@ -252,9 +256,19 @@ class _Trial:
             yield divide_evenly(batch, rows)
             yield self._few  # memory may not suffice for the whole example
 
+    def _find_unjoined(self, here: Runnable, meanings: Mapping[str, Meaning]) -> str | None:
+        """Return a weight whose gradient for a few rows is not the sum of those for pieces of them."""
+        return find_unjoined_gradient(here, self._few, meanings)
+
     def _run(self, here: Runnable, rows: tuple[int, ...]) -> Run:
-        """Return a run on the example's rows, or on some of them."""
+        """Return a run on the example's rows, or on some of them, with gradients where these will be asked for."""
         shapes = self._subject.from_shapes
+        # A model that asks whether gradients are enabled would be another one.
+        if here is self._here and rows == self._few and self._may_compare and not here.asks_for_gradients:
+            # Without gradients the same failure may be none.
+            with suppress(Exception):
+                run, self._early = run_early(here, rows)
+                return run
         return run_pieces(here, take_batch(here, sum(rows), from_shapes=shapes), rows, from_shapes=shapes)
 
     @cached_property

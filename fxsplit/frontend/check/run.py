@@ -9,8 +9,9 @@ from torch import Tensor, fx
 
 from fxsplit.errors import FxsplitError, TraceError
 from fxsplit.frontend.graph import find_submodule
+from fxsplit.frontend.subject import Runnable
 from fxsplit.torch_internals import pytree
-from fxsplit.torch_internals.interpret import Interpreter, describe_tensor
+from fxsplit.torch_internals.interpret import Interpreter, describe_tensor, preserve
 
 
 class Runner(Interpreter):
@@ -42,6 +43,23 @@ class Runner(Interpreter):
         if n.name in self._noted:
             self._noted[n.name].meta["fxsplit_shape"] = describe(value)
         return value
+
+
+def run_code(here: Runnable) -> None:
+    """Raise TraceError unless the code of the graph runs as well, since stages run code and no interpreter.
+
+    Code holds what each argument prints, which need not be Python.
+    """
+    with torch.no_grad(), preserve(here.modules):
+        try:
+            # Not called: a GraphModule that fails in a call prints so.
+            here.graph.forward(*here.clone_tensors())
+        except Exception as error:
+            raise TraceError(
+                f"the code of the graph of {here.name} does not run, although its nodes do ({summarize(error)}): an "
+                "argument of a call in forward() prints as something that is no Python; pass plain numbers, texts and "
+                "tensors, or wrap the function that is called with torch.fx.wrap"
+            ) from error
 
 
 def _refuse_sparse(node: fx.Node, value: Any) -> None:

@@ -93,14 +93,15 @@ def run_pieces(here: Runnable, tensors: Sequence[Tensor], rows: tuple[int, ...],
     Raises InputError where one returns more values than another.
     """
     pieces = cut_pieces(here.inputs, tensors, rows)
-    run = Run(
-        run_model(here, tensors, from_shapes=from_shapes),
-        [run_model(here, piece, from_shapes=from_shapes) for piece in pieces],
-        rows,
-    )
-    if any(list(piece) != list(run.whole) for piece in run.pieces):
+    whole = run_model(here, tensors, from_shapes=from_shapes)
+    return join_runs(here, whole, [run_model(here, piece, from_shapes=from_shapes) for piece in pieces], rows)
+
+
+def join_runs(here: Runnable, whole: dict[str, Any], pieces: list[dict[str, Any]], rows: tuple[int, ...]) -> Run:
+    """Return the outputs of a batch and of its pieces; raises InputError where one has more values than another."""
+    if any(list(piece) != list(whole) for piece in pieces):
         raise InputError(f"{here.name} returns more values for some numbers of rows than for others")
-    return run
+    return Run(whole, pieces, rows)
 
 
 def choose_pieces(batch: int, rows: int) -> tuple[int, ...]:

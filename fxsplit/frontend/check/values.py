@@ -5,6 +5,9 @@ buffers and arguments, and have the same gradients. Neither run leaves a trace o
 
 With values both run without gradients, as kernels may be others then, and once more with gradients. Stand-ins have
 shapes alone, which one run each tells, and what autograd records in it tells which gradients there are.
+
+A graph runs in two ways: node by node, where errors name the node, and as the code that stages run. Of the runs that
+are compared with the model one is by nodes and one by code, wherever there are two.
 """
 
 from __future__ import annotations
@@ -12,15 +15,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
 
 from fxsplit.errors import FxsplitError, InputError, TraceError
-from fxsplit.frontend.check.gradients import TOLERANCE, check_gradients, check_paths, make_leaves, require_gradients
+from fxsplit.frontend.check.gradients import (
+    TOLERANCE,
+    Compared,
+    check_gradients,
+    check_paths,
+    make_leaves,
+    require_gradients,
+)
 from fxsplit.frontend.check.outputs import refuse_objects, unpack_output
-from fxsplit.frontend.check.run import Runner, describe, summarize
+from fxsplit.frontend.check.run import Runner, describe, run_code
 from fxsplit.frontend.graph import list_fetched
 from fxsplit.frontend.no_trace_left import refuse_assignments
 from fxsplit.frontend.stopped import find_stopped
@@ -35,17 +45,20 @@ from fxsplit.torch_internals.interpret import get_storage_id, preserve
 from fxsplit.torch_internals.layouts import list_parts
 from fxsplit.torch_internals.user_lines import warn_user
 
+By = Literal["nodes", "code", "both"]
+"""How a graph runs: node by node, as its code, or in both ways."""
 
-def check_graph(subject: Subject, gm: fx.GraphModule, rows: int, *, code: bool = True) -> CallEffects:
+
+def check_graph(subject: Subject, gm: fx.GraphModule, rows: int, *, by: By = "both") -> CallEffects:
     """Return what one call leaves behind; raises TraceError where model and graph differ on the first `rows` rows.
 
-    Raises InputError for an output that is neither a tensor nor a constant. The nodes of `gm` get the shapes of their
-    values, for dumps, and its output gets plain containers of tensors. `code`: whether the code of the graph runs too,
-    which is the same code for any number of rows.
+    Raises InputError for an output that is neither a tensor nor a constant. Its output gets plain containers of
+    tensors, and the nodes of `gm`, where it runs by them, get the shapes of their values, for dumps. by: the code is
+    the same for any number of rows, and so one check by code is enough.
     """
     with refuse_assignments(subject.model), subject.make_runnable(rows, gm) as here:
         try:
-            effects = _compare(here, gm, code=code)
+            effects = _compare(here, gm, by)
         except (RuntimeError, ValueError, TypeError) as error:
             if not subject.from_shapes or isinstance(error, FxsplitError):
                 raise
@@ -60,7 +73,7 @@ def check_graph(subject: Subject, gm: fx.GraphModule, rows: int, *, code: bool =
     return replace(effects, written_buffers=own)
 
 
-def _compare(here: Runnable, gm: fx.GraphModule, *, code: bool) -> CallEffects:
+def _compare(here: Runnable, gm: fx.GraphModule, by: By) -> CallEffects:
     """Compare model and graph as they run `here`, perhaps as copies; return what a call leaves behind.
 
     `gm` is the graph that the IR will hold: it gets the shapes, and the plain containers of the output.
@@ -68,11 +81,11 @@ def _compare(here: Runnable, gm: fx.GraphModule, *, code: bool) -> CallEffects:
     if not has_values(here.tensors[0]) and not here.asks_for_gradients:
         # Whatever is wrong is found and named by the separate runs.
         with suppress(Exception):
-            return _compare_runs(here, gm, code=code, at_once=True)
-    return _compare_runs(here, gm, code=code, at_once=False)
+            return _compare_runs(here, gm, by, at_once=True)
+    return _compare_runs(here, gm, by, at_once=False)
 
 
-def _compare_runs(here: Runnable, gm: fx.GraphModule, *, code: bool, at_once: bool) -> CallEffects:
+def _compare_runs(here: Runnable, gm: fx.GraphModule, by: By, *, at_once: bool) -> CallEffects:
     """Compare one run of the model with one of the graph, and their gradients; return what a call leaves behind.
 
     at_once: the gradients are those of the same runs.
@@ -90,7 +103,8 @@ def _compare_runs(here: Runnable, gm: fx.GraphModule, *, code: bool, at_once: bo
         before = Snapshot(here.modules.buffers())
         with preserve(here.modules), watch_hooks(hooked.append):
             # A graph keeps its output in containers of fx's own, whose structure is not that of plain ones.
-            got = rebuild(Runner(here.graph, noted=gm).run(*copies), lambda leaf: leaf)
+            run = here.graph.forward if by == "code" else Runner(here.graph, noted=gm).run
+            got = rebuild(run(*copies), lambda leaf: leaf)
             for (name, buffer), value in zip(here.model.named_buffers(), buffers, strict=True):
                 _compare_values(here, f"buffer {name!r}", value, buffer)
             # By memory: a write may go through a view, or through another name of a buffer.
@@ -102,10 +116,10 @@ def _compare_runs(here: Runnable, gm: fx.GraphModule, *, code: bool, at_once: bo
         wanted = _compare_outputs(here, expected, got)
         for spec, a, b in zip(here.inputs.specs, given, copies, strict=True):
             _compare_values(here, f"argument {spec.name!r}, which it writes to,", a, b)
-        if code:
-            _run_code(here)
         told = at_once and check_paths(here, (expected, got), leaves)
-    sets_hooks = bool(hooked) if told else check_gradients(here)
+    compared = Compared(bool(hooked), by_code=by == "code") if told else check_gradients(here, by_code=by != "nodes")
+    if by == "both" and not compared.by_code:
+        run_code(here)
     refuse_objects(here, wanted)
     unpack_output(gm, got)
     containers = _find_own_containers(here, expected, got)
@@ -117,7 +131,7 @@ def _compare_runs(here: Runnable, gm: fx.GraphModule, *, code: bool, at_once: bo
         writes_inputs=[t._version for t in copies] != versions,
         written_buffers={path: b for path, b in written.items() if id(b) not in statistics},
         saved_buffers=saved,
-        sets_hooks=sets_hooks,
+        sets_hooks=compared.sets_hooks,
         containers=containers,
     )
 
@@ -134,22 +148,6 @@ def _warn_of_output(here: Runnable, rewritten: Sequence[str], dropped: Sequence[
             f"{here.name} returns {', '.join(dropped)}, which is nothing that a pipeline could hand on: it is left out "
             "of the outputs (use_cache=False, for example, does not make it)"
         )
-
-
-def _run_code(here: Runnable) -> None:
-    """Raise TraceError unless the code of the graph runs as well, since stages run code and no interpreter.
-
-    Code holds what each argument prints, which need not be Python.
-    """
-    with torch.no_grad(), preserve(here.modules):
-        try:
-            here.graph(*here.clone_tensors())
-        except Exception as error:
-            raise TraceError(
-                f"the code of the graph of {here.name} does not run, although its nodes do ({summarize(error)}): an "
-                "argument of a call in forward() prints as something that is no Python; pass plain numbers, texts and "
-                "tensors, or wrap the function that is called with torch.fx.wrap"
-            ) from error
 
 
 def _run_model(here: Runnable, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor], list[str]]:

@@ -13,6 +13,7 @@ import fxsplit
 from fxsplit.errors import FxsplitWarning
 from fxsplit.frontend.check.meanings import find_meanings
 from fxsplit.frontend.check.row_gradients import find_unjoined_gradient
+from fxsplit.frontend.subject import Runnable
 from fxsplit.ir.facts.meanings import MEAN, ROWS, Meaning
 from tests.frontend.subjects import make_subject
 from tests.models import FAST, Mlp, Residual
@@ -94,3 +95,39 @@ def test_what_is_added_up_is_that_of_the_meaning() -> None:
         assert find_unjoined_gradient(here, (3, 1), {"output 0": Meaning("unjoined")}) is None
         here.model.requires_grad_(False)
         assert find_unjoined_gradient(here, (3, 1), {"output 0": MEAN}) is None
+
+
+class Turned(Centred):
+    """Returns the rows in another dimension than the first, where they are not looked for."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).t()
+
+
+class Summed(Centred):
+    """Returns a sum beside rows; it is taken for a mean until all pieces have run."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        out = super().forward(x)
+        return out, out.sum()
+
+
+@pytest.mark.parametrize(("kind", "runs"), [(Centred, 3), (Turned, 6), (Summed, 6)])
+def test_one_run_gives_outputs_and_gradients(kind: type[nn.Module], runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the batch and two pieces; where the meaning is another than was guessed, gradients have runs of their own."""
+    torch.manual_seed(0)
+    ran: list[int] = []
+    run_model = Runnable.run_model
+
+    def count(self: Runnable, *tensors: Tensor) -> Any:
+        if next(self.model.parameters()).dtype is torch.float32:  # what looks closer runs in double precision
+            ran.append(len(tensors[0]))
+        return run_model(self, *tensors)
+
+    monkeypatch.setattr(Runnable, "run_model", count)
+    subject = make_subject(kind(), torch.randn(8, 4), rows=4)
+    with pytest.warns(FxsplitWarning, match="the gradient of 'a.weight' of .* is not the sum"):
+        meanings = find_meanings(subject)
+    assert meanings[0] == (Meaning("rows", 1) if kind is Turned else ROWS)
+    # Of a number the whole example says more than a few rows, which have run before.
+    assert len(ran) == runs + 3 * (kind is Summed)

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 import fxsplit
 from fxsplit.errors import InputError, TraceError
-from fxsplit.frontend.check.values import check_graph
+from fxsplit.frontend.check.values import By, check_graph
 from fxsplit.frontend.graph import list_fetched
 from tests.frontend.subjects import Scale, make_subject, trace
 
@@ -60,6 +60,17 @@ def test_the_code_of_a_graph_must_run_as_well() -> None:
     gm = graph_of(model, lambda g, x: g.call_function(torch.mul, (x, Odd(2.0))))
     with pytest.raises(TraceError, match=r"code of the graph of Scale does not run, .*name 'odd' is not defined"):
         check_graph(make_subject(model), gm, rows=6)
+
+
+@pytest.mark.parametrize("by", ["code", "both"])
+def test_the_code_of_a_graph_is_compared_as_well(by: By, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Scale()
+    gm = trace(model)
+    check_graph(make_subject(model), gm, rows=6, by=by)
+    # The nodes are the model's, and so are the outputs of the code.
+    monkeypatch.setattr(type(gm), "forward", lambda self, x: model(x).detach().requires_grad_())
+    with pytest.raises(TraceError, match="has another gradient for 'scale'"):
+        check_graph(make_subject(model), gm, rows=6, by=by)
 
 
 class Counts(nn.Module):
