@@ -123,7 +123,7 @@ def find_fault(model: nn.Module, held: Mapping[str, Tensor]) -> str | None:
     for name, value in model.state_dict().items():
         said = held.get(name, held.get(tied.get(name, "")))
         # Damaged bytes may be no number, and that is equal to nothing.
-        if said is None or not torch.equal(value.nan_to_num(), said.nan_to_num()):
+        if said is None or not torch.equal(value.nan_to_num(), said.to(value.dtype).nan_to_num()):
             return f"{name} is not what the checkpoint says"
     return None
 
@@ -141,15 +141,16 @@ def try_case(seed: int) -> Outcome:
         if r.random() < 0.75:
             damage(r, folder)
         strict, empty = r.random() < 0.5, r.random() < 0.3
+        dtype = r.choice((None, None, torch.float32, torch.float64))
         what = "without weights" if empty else "of a pipeline"
         try:
             if empty:
                 with fxsplit.without_weights():
                     other: nn.Module = Model()
-                WeightFiles(path).load(other, [], strict)
+                WeightFiles(path, dtype).load(other, [], strict)
             else:
                 other = model
-                pipe.load_weights(path, strict=strict)
+                pipe.load_weights(path, strict=strict, dtype=dtype)
         except FxsplitError:
             kept = empty or all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
             return Outcome(f"{what} refused", None if kept else "a refused checkpoint has changed weights")

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from fxsplit import passes as standard
@@ -45,6 +46,7 @@ def compile(
     stage_backend: str | None = None,
     chunks: Chunks | None = None,
     weights: str | os.PathLike[str] | None = None,
+    dtype: torch.dtype | None = None,
     passes: str | Chain | Iterable[Pass] = DEFAULT,
     costs: Costs | str | os.PathLike[str] | None = None,
     dump: str | os.PathLike[str] | None = None,
@@ -73,6 +75,8 @@ def compile(
     weights: a safetensors checkpoint of the model (a file, an index of several, or their folder), whose tensors are
         read one by one to the device of their stage. The model may be on the meta device, built inside
         `fxsplit.without_weights()`: then it is captured and measured by its shapes, one operator at a time.
+    dtype: that of the model's weights, such as torch.float32: tensors of the checkpoint that have another
+        floating-point dtype are converted to it as they are read (default: they are refused).
     passes: the chain, as a Chain, a list, or text such as "profile{repeats=3},augment,order,partition,emit".
     costs: a saved profile (or its path) to plan from in place of measuring.
     dump: a folder for the IR's text before the first and after every pass (also FXSPLIT_DUMP).
@@ -94,8 +98,13 @@ def compile(
         costs=load_costs(costs),
         dump=dump,
     )
+    if dtype is not None and weights is None:
+        raise InputError(
+            f"dtype={dtype} is for the checkpoint that weights= names: give that too, or convert the model with "
+            f"model.to({dtype})"
+        )
     # Nothing is compiled before there is an example, or the first call.
-    pipeline = Pipeline(Compiler(model, options, None if weights is None else WeightFiles(weights)))
+    pipeline = Pipeline(Compiler(model, options, None if weights is None else WeightFiles(weights, dtype)))
     if example_inputs is not None:
         args, kwargs = parse_example_inputs(example_inputs)
         pipeline.compile_for(*args, **kwargs)

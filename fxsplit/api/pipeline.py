@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from difflib import get_close_matches
@@ -21,9 +21,8 @@ from torch.optim import Optimizer
 
 from fxsplit.api.compiled import Compiled, get_mode
 from fxsplit.api.compiler import Compiler
-from fxsplit.api.facade import Facade
+from fxsplit.api.weights import WithWeights
 from fxsplit.errors import ClosedError, FxsplitError, InputError
-from fxsplit.formats.safetensors_files import WeightFiles
 from fxsplit.frontend.capture import load_torch
 from fxsplit.frontend.watch.calls import CallWatch
 from fxsplit.ir.facts.call import Call
@@ -54,7 +53,7 @@ from fxsplit.torch_internals.undo import Turn, leave_no_trace
 from fxsplit.torch_internals.user_lines import warn_user
 
 
-class Pipeline(Facade):
+class Pipeline(WithWeights):
     """A model run as a pipeline of stages.
 
     Parameters, buffers, submodules, hooks and mode are the model's own (the very same dictionaries), so state_dict(),
@@ -62,8 +61,6 @@ class Pipeline(Facade):
     microbatch and joining the outputs; `step` also runs loss and backward, in the schedule chosen. `compiler` is what
     compiles the pipeline, with its options.
     """
-
-    compiler: Compiler
 
     def __init__(self, compiler: Compiler) -> None:
         path = next((path for path, m in compiler.model.named_modules() if isinstance(m, Pipeline)), None)
@@ -114,40 +111,6 @@ class Pipeline(Facade):
     def front_end(self) -> str:
         """How the model became a graph: symbolic_trace (perhaps with submodules kept whole), export or graph_module."""
         return self.traced[Scope].front_end
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a state_dict of the unsplit model."""
-        result = self.model.load_state_dict(state_dict, strict=strict, assign=assign)
-        # With assign=True the model holds other tensors now, which may lie on other devices.
-        self.compiler.place_all()
-        return result
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Pipeline:
-        """Convert the model's weights, as `.to(...)` and `.half()` do; each stays on the device of its stage."""
-        self.model._apply(fn, recurse)
-        self.compiler.place_all()
-        return self
-
-    @lose_no_interrupt
-    @leave_no_trace
-    def load_weights(self, path: str | os.PathLike[str], *, strict: bool = True) -> None:
-        """Load a safetensors checkpoint, each tensor straight to the device of its stage, one after another.
-
-        path: a .safetensors file, an index (.safetensors.index.json) beside its files, or the folder of either, with
-        the names and dtypes of the model's state_dict. Parameters stay the same objects, those on the meta device too.
-
-        Raises InputError, before anything is loaded, for what is missing, of another shape or dtype, or, if `strict`,
-        too much.
-        """
-        files = WeightFiles(path)
-        # Each tensor goes to the device of its stage, which only a plan can tell.
-        compiled = self.compiler.get_compiled(get_mode(self.model))
-        if compiled is None:
-            raise InputError(
-                "this pipeline compiles on its first call, and its weights have no places yet: compile with "
-                "example_inputs=, or give the checkpoint as compile(weights=path)"
-            )
-        files.load(self.model, compiled.program.list_placed(), strict)
 
     def __repr__(self) -> str:
         name = type(self.model).__name__

@@ -11,7 +11,7 @@ import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -20,9 +20,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from fxsplit.errors import InputError
+from fxsplit.formats.stored_names import Recipe, list_recipes
 from fxsplit.ir.facts.figures import show
 from fxsplit.ir.files import explain_unreadable
-from fxsplit.torch_internals.fake_weights import fill_like
+from fxsplit.ir.progress import track
+from fxsplit.ir.progress_bar import show_progress
+from fxsplit.torch_internals.fake_weights import dress_like, fill_like
 from fxsplit.torch_internals.grad_leaves import list_gradient_hooks
 
 INDEX = ".index.json"
@@ -32,12 +35,19 @@ class WeightFiles:
     """The files of a checkpoint: which of them holds each tensor.
 
     `path` is a .safetensors file, an index (.safetensors.index.json) beside its files, or a folder with either.
-    Raises InputError for a path that is not there, or is none of these.
+    dtype: that of the weights to be loaded, for tensors of other floating-point dtypes to be converted to it.
+
+    Raises InputError for a path that is not there, or is none of these, and for what is no dtype of weights.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
         if not isinstance(path, (str, os.PathLike)):
             raise InputError(f"weights={path!r}: give the path of a checkpoint; a state_dict is loaded by the model")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and _is_convertible(dtype)):
+            raise InputError(
+                f"dtype={show(dtype)}: give the floating-point dtype of the model's weights, such as torch.float32"
+            )
+        self._dtype = dtype
         self.path = _find_file(Path(path))
         if self.path.name.endswith(INDEX):
             self._file_of = _read_index(self.path)
@@ -65,45 +75,70 @@ class WeightFiles:
 
         `places` are pairs of a weight and its device. Other weights stay where they are, or go to host memory where
         they have no values yet. Weights are found by the names of the model's state_dict, of which a tied
-        weight has several. Raises InputError, before anything is loaded, naming a weight that no file holds, or holds
-        in another shape or dtype; and, if `strict`, a tensor that the model does not have.
+        weight has several, or as transformers finds them.
+        Raises InputError, before anything is loaded, naming a weight that no file holds, or holds in another shape or
+        dtype; and, if `strict`, a tensor that the model does not have.
         """
         state = {k: w for k, w in model.state_dict(keep_vars=True).items() if isinstance(w, Tensor)}
         # By identity: a tied weight is one object with several names, of which files may hold one or all.
         names: dict[int, list[str]] = {}
         for name, weight in state.items():
             names.setdefault(id(weight), []).append(name)
-        _check_names(model, state, self._file_of, names, strict, self.path)
-        stored = {key: next(n for n in known if n in self._file_of) for key, known in names.items()}
-        # Each weight once, in the order of the stages, so that devices fill up one after another.
-        where = {id(weight): device for weight, device in places}
-        weights = {id(w): w for w in (*(w for w, _ in places if id(w) in stored), *state.values())}.values()
         with self._opened() as handles, torch.no_grad():
             # All checks come before the first weight changes: a model is loaded whole or not at all.
-            for weight in weights:
-                held = [name for name in names[id(weight)] if name in self._file_of]
-                for name in held:
-                    self._check_kind(handles, name, weight)
-                self._check_tied(handles, held)
-                _check_free(stored[id(weight)], weight)
-            for weight in weights:
-                device = where.get(id(weight), torch.device("cpu") if weight.is_meta else weight.device)
-                value = handles(self._file_of[stored[id(weight)]]).get_tensor(stored[id(weight)])
-                # Always a copy: what is read is the memory of the mapped file, and would change with the file.
-                _give(weight, value.to(device))
+            recipe_of = self._find_recipes(handles, model, state)
+            _check_names(model, state, recipe_of, names, strict, self.path)
+            stored = {key: [name for name in known if name in recipe_of] for key, known in names.items()}
+            # Each weight once, in the order of the stages, so that devices fill up one after another.
+            weights = {id(w): w for w in (*(w for w, _ in places if id(w) in stored), *state.values())}
+            for key, weight in weights.items():
+                self._check_tied(handles, stored[key], recipe_of)
+                _check_free(stored[key][0], weight)
+            where = {id(weight): device for weight, device in places}
+            waiting = {stored[key][0]: weight for key, weight in weights.items()}
+            with show_progress():
+                for first in track(list(waiting), "loading weights"):
+                    # One recipe may have made several weights at once.
+                    found = recipe_of[first].make(partial(self._read, handles)) if first in waiting else {}
+                    for name in found.keys() & waiting.keys():
+                        weight = waiting.pop(name)
+                        device = where.get(id(weight), torch.device("cpu") if weight.is_meta else weight.device)
+                        _give(weight, found.pop(name), device, is_new=not recipe_of[first].whole)
 
-    def _check_tied(self, handles: Any, names: Sequence[str]) -> None:
-        """Raise InputError where the files hold different values for one weight that has several names."""
-        for name in names[1:]:
-            first, other = (handles(self._file_of[one]).get_tensor(one) for one in (names[0], name))
-            if not torch.equal(first, other):
-                raise InputError(
-                    f"{names[0]!r} and {name!r} are one weight in the model, and have different values in "
-                    f"{self.path.name}: untie them, or save the checkpoint again from a model that has them tied"
-                )
+    def _find_recipes(self, handles: Any, model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Recipe]:
+        """Return how each weight that the files hold is made of their tensors, by its name.
 
-    def _check_kind(self, handles: Any, name: str, weight: Tensor) -> None:
-        """Raise InputError unless the file holds a weight in the shape and dtype of the model's."""
+        Among them are tensors that the model does not have. Raises InputError for a weight of another shape or dtype.
+        """
+        recipe_of: dict[str, Recipe] = {}
+        kinds: dict[str, Tensor] = {}
+        for recipe in list_recipes(model, self._file_of, state.keys()):
+            made = self._try(handles, recipe) if recipe.target in state else {}
+            recipe_of |= dict.fromkeys((recipe.target, *made), recipe)
+            kinds |= made
+        for name in state:
+            if name in kinds:
+                self._check_kind(recipe_of[name], name, kinds[name], state[name])
+        return recipe_of
+
+    def _read(self, handles: Any, name: str) -> Tensor:
+        """Return a tensor of the files. Its memory is that of the mapped file, and changes with the file."""
+        tensor: Tensor = handles(self._file_of[name]).get_tensor(name)
+        return tensor
+
+    def _try(self, handles: Any, recipe: Recipe) -> dict[str, Tensor]:
+        """Return what a recipe makes, on the meta device: nothing is read. Raises InputError where it makes nothing."""
+        made = {name: self._read_kind(handles, name) for name in recipe.sources}
+        try:
+            return recipe.make(made.__getitem__)
+        except Exception as error:
+            raise InputError(
+                f"{self.path.name}: {recipe.target!r} cannot be made of its {len(made)} tensors, such as "
+                f"{recipe.sources[0]!r} ({error}): is it complete, and of this model?"
+            ) from error
+
+    def _read_kind(self, handles: Any, name: str) -> Tensor:
+        """Return a tensor on the meta device with the shape and the dtype that a file says; raises InputError."""
         handle = handles(self._file_of[name])
         try:
             held = handle.get_slice(name)
@@ -112,12 +147,43 @@ class WeightFiles:
             raise InputError(f"{self.path.name}: {file} does not hold {name!r} ({error}): is it complete?") from error
         shape = tuple(held.get_shape())
         # A slice has no dtype, but an empty part of it does, and loads nothing. Scalars cannot be sliced.
-        dtype = (held[:0] if shape else handle.get_tensor(name)).dtype
-        if (shape, dtype) != (tuple(weight.shape), weight.dtype):
+        return torch.empty(shape, dtype=(held[:0] if shape else handle.get_tensor(name)).dtype, device="meta")
+
+    def _check_tied(self, handles: Any, names: Sequence[str], recipe_of: Mapping[str, Recipe]) -> None:
+        """Raise InputError where the files hold different values for one weight that has several names."""
+        read = partial(self._read, handles)
+        for name in names[1:]:
+            first, other = (recipe_of[one].make(read)[one] for one in (names[0], name))
+            if not torch.equal(first, other):
+                raise InputError(
+                    f"{names[0]!r} and {name!r} are one weight in the model, and have different values in "
+                    f"{self.path.name}: untie them, or save the checkpoint again from a model that has them tied"
+                )
+
+    def _check_kind(self, recipe: Recipe, name: str, found: Tensor, weight: Tensor) -> None:
+        """Raise InputError unless what the files hold is of the weight's shape, and of its dtype or convertible to it.
+
+        `found` is what is made of the files' tensors, without values.
+        """
+        file = self._file_of[recipe.sources[0]].name
+        what = f"{name!r} is {found.dtype} {tuple(found.shape)} in {file} and {weight.dtype} {tuple(weight.shape)}"
+        if found.shape != weight.shape:
+            raise InputError(f"{what} in the model: build the model as the checkpoint's was")
+        if found.dtype == weight.dtype:
+            return
+        if not (_is_convertible(found.dtype) and _is_convertible(weight.dtype)):
+            raise InputError(f"{what} in the model, which no dtype= converts: build the model as the checkpoint's was")
+        if self._dtype != weight.dtype:
             raise InputError(
-                f"{name!r} is {dtype} {shape} in {self._file_of[name].name} and {weight.dtype} {tuple(weight.shape)} "
-                "in the model: build the model as the checkpoint's was, for example with model.to(torch.bfloat16)"
+                f"{what} in the model: dtype={weight.dtype} converts tensors as they are read, and "
+                f"model.to({found.dtype}) makes the model as the checkpoint is"
             )
+
+
+def _is_convertible(dtype: torch.dtype) -> bool:
+    """Return whether weights of a dtype may be converted to another while they are read."""
+    # Numbers of one byte are parts of a quantised weight, whose scales are other tensors.
+    return dtype.is_floating_point and dtype.itemsize > 1
 
 
 def _find_file(path: Path) -> Path:
@@ -155,7 +221,7 @@ def _read_index(path: Path) -> dict[str, Path]:
 def _check_names(
     model: nn.Module,
     state: Mapping[str, Tensor],
-    held: Mapping[str, Path],
+    held: Mapping[str, Recipe],
     names: Mapping[int, Sequence[str]],
     strict: bool,
     path: Path,
@@ -206,9 +272,16 @@ def _check_free(name: str, weight: Tensor) -> None:
         )
 
 
-def _give(weight: Tensor, value: Tensor) -> None:
-    """Give a weight a value. The weight stays the same object, which optimizers may hold, with its attributes."""
-    if weight.is_meta:
-        torch.utils.swap_tensors(weight, fill_like(weight, value))
-    else:
+def _give(weight: Tensor, value: Tensor, device: torch.device, *, is_new: bool) -> None:
+    """Give a weight a value. The weight stays the same object, which optimizers may hold, with its attributes.
+
+    is_new: whether the value's memory is nobody else's, so that it can become the weight's. What is read from a file is
+    always copied, since its memory is that of the mapped file; copying converts it to the weight's dtype.
+    """
+    if not weight.is_meta:
         weight.copy_(value)
+        return
+    if is_new and (value.dtype, value.device, value.stride()) == (weight.dtype, device, weight.stride()):
+        torch.utils.swap_tensors(weight, dress_like(weight, value))
+    else:
+        torch.utils.swap_tensors(weight, fill_like(weight, value, device, weight.dtype))

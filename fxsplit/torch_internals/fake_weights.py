@@ -21,12 +21,19 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fxsplit.torch_internals.generators import keep_torch_generators
 from fxsplit.torch_internals.layouts import list_parts
+from fxsplit.torch_internals.log import hide_logged_warnings
 from fxsplit.torch_internals.patch import Method, patch_method
+from fxsplit.torch_internals.real_shapes import RealShapes
 from fxsplit.torch_internals.thread_modes import enter_dispatch_mode
 from fxsplit.torch_internals.undo import undo_after
 
 M = TypeVar("M", bound=nn.Module)
 P = TypeVar("P", bound=Tensor)
+
+READ = torch.ops.aten._local_scalar_dense.default
+"""The operator behind `item()` and `tolist()`."""
+NO_BACKWARD = -1
+"""What torch gives for the number of the backward that is running, where none is."""
 
 
 def is_fake(tensor: Tensor) -> bool:
@@ -92,9 +99,20 @@ def make_runnable(
         yield module, list(tensors)
 
 
-def fill_like(weight: P, value: Tensor) -> P:
-    """Return a tensor with the values of `value`, and with class, attributes, strides and requires_grad of `weight`."""
-    made = torch.empty_strided(weight.shape, weight.stride(), dtype=value.dtype, device=value.device).copy_(value)
+def fill_like(weight: P, value: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> P:
+    """Return a tensor with the values of `value`, and with class, attributes, strides and requires_grad of `weight`.
+
+    It is on the device of `value` and in its dtype, where no others are given.
+    """
+    device, dtype = device or value.device, dtype or value.dtype
+    return dress_like(
+        weight, torch.empty_strided(weight.shape, weight.stride(), dtype=dtype, device=device).copy_(value)
+    )
+
+
+def dress_like(weight: P, value: Tensor) -> P:
+    """Return a tensor in the memory of `value`, with class, attributes and requires_grad of `weight`."""
+    made = value
     if isinstance(weight, nn.Parameter):
         # A class derived from Parameter may have a constructor of its own, which this does not call.
         made = torch.Tensor._make_subclass(type(weight), made, weight.requires_grad)
@@ -160,11 +178,22 @@ class _WatchedFakeMode(FakeTensorMode):
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+        self._real_shapes = RealShapes()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator."""
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        if not isinstance(func, torch._ops.OpOverload) or not _leaves_traces(func):
+        is_operator = isinstance(func, torch._ops.OpOverload)
+        # Some backwards are Python that reads values, such as how many rows each expert has. Whatever these are, a
+        # gradient has the shape of what it is of. In a forward a value may decide what is computed: that is refused.
+        if func is READ and is_fake(args[0]) and torch._C._current_graph_task_id() != NO_BACKWARD:
+            return torch.zeros((), dtype=args[0].dtype, device="cpu").item()
+        try:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+        except (RuntimeError, TypeError, ValueError) as refused:
+            if not is_operator:
+                raise
+            result = self._real_shapes.find(self, func, args, kwargs or {}, refused)
+        if not is_operator or not _leaves_traces(func):
             return result
         given: dict[str, Any] = {a.name: a.default_value for a in func._schema.arguments}
         given |= {**dict(zip(given, args, strict=False)), **(kwargs or {})}
@@ -203,7 +232,13 @@ def _replace_by_fakes(module: nn.Module, device: torch.device) -> Iterator[Any]:
             made[tensor] = fake.requires_grad_(tensor.requires_grad)
         return made[tensor]
 
-    with _replace_weights(module, make_fake), keep_torch_generators(), enter_dispatch_mode(mode):
+    with (
+        _replace_weights(module, make_fake),
+        keep_torch_generators(),
+        # torch logs each fake kernel that refuses, with its whole stack; what stops a model is told by an error.
+        hide_logged_warnings("torch"),
+        enter_dispatch_mode(mode),
+    ):
         yield make_fake
 
 

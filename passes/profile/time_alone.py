@@ -72,6 +72,7 @@ def _time(call: Call, device: torch.device, repeats: int) -> Measured:
         return made[id(tensor)]
 
     args, kwargs = pytree.tree_map_only(Tensor, make, (call.args, call.kwargs))
+    _spread_offsets(call.target, args, kwargs)
     target = _make_up_weights(call.target, device) if isinstance(call.target, nn.Module) else call.target
     # A real node's backward gives gradients to its arguments and to its module's parameters.
     leaves = [t for t in made.values() if t.requires_grad]
@@ -111,6 +112,22 @@ def _time(call: Call, device: torch.device, repeats: int) -> Measured:
     for turn in range(WARM_UP + repeats + HALVED):
         run(halved=turn >= WARM_UP + repeats)
     return take_medians(forward, backward, halves, repeats)
+
+
+def _spread_offsets(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Deal out the rows evenly where a call has an argument `offs`: where the rows of each expert end.
+
+    Made up as zeros, they would leave all experts of a mixture without rows, and so without work to measure.
+    """
+    schema = getattr(target, "_schema", None)
+    named = dict(zip([a.name for a in schema.arguments], args, strict=False)) if schema is not None else {}
+    ends = (named | kwargs).get("offs")
+    if not (isinstance(ends, Tensor) and ends.dim() == 1 and len(args) > 1):
+        return
+    rows, weights = args[:2]
+    # One group of rows for each matrix of weights; between matrices, what the offsets cut is no rows.
+    if isinstance(rows, Tensor) and isinstance(weights, Tensor) and (rows.dim(), weights.dim()) == (2, 3):
+        ends.copy_(torch.arange(1, len(ends) + 1, device=ends.device) * len(rows) // len(ends))
 
 
 def _make_up_weights(module: nn.Module, device: torch.device) -> nn.Module:

@@ -97,7 +97,7 @@ def test_a_changed_weight_is_named_whatever_the_words() -> None:
 def test_words_are_learnt_before_memory_can_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no thread can be started any more, an error is still the one that is raised."""
 
-    def compute(*_: object) -> None:
+    def compute(*_: object, **__: object) -> None:
         raise RuntimeError("can't allocate memory")
 
     def start(*_: object) -> None:

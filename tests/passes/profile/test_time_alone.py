@@ -7,6 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fxsplit.errors import ProfileError
 from fxsplit.passes.profile.clock import Clock
@@ -89,3 +90,23 @@ def test_an_operator_without_a_derivative_is_timed_forward() -> None:
         {"a": Call("bernoulli", (x,), {"p": 0.5}), "b": Call(torch.floor_divide, (x, 2), {})}, CPU, 1, lambda: None
     )["b"]
     assert forward_ms > 0 and backward_ms >= 0
+
+
+@pytest.mark.parametrize("given", ["by position", "by name"])
+def test_all_experts_of_a_mixture_get_rows(given: str) -> None:
+    """Offsets of zeros would leave nothing to measure: torch skips experts without rows."""
+    rows, weights, ends = torch.randn(10, 16), torch.randn(4, 16, 32), torch.zeros(4, dtype=torch.int32)
+    seen: list[list[int]] = []
+
+    class Operator:
+        _schema = torch.ops.aten._grouped_mm.default._schema
+
+        def __call__(self, rows: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
+            seen.append(offs.tolist())
+            return F.grouped_mm(rows, weights, offs=offs)
+
+    call = Call(Operator(), (rows, weights, ends), {})
+    if given == "by name":
+        call = Call(lambda a, b, offs: Operator()(a, b, offs), (rows, weights), {"offs": ends})
+    time_alone({"a": call}, CPU, 1, lambda: None)
+    assert set(map(tuple, seen)) == {(2, 5, 7, 10)}

@@ -1,0 +1,61 @@
+"""The weights of a pipeline: loaded, converted and saved as those of its model, each on the device of its stage."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from fxsplit.api.compiled import get_mode
+from fxsplit.api.compiler import Compiler
+from fxsplit.api.facade import Facade
+from fxsplit.errors import InputError
+from fxsplit.formats.safetensors_files import WeightFiles
+from fxsplit.ir.interrupts import lose_no_interrupt
+from fxsplit.torch_internals.undo import leave_no_trace
+
+
+class WithWeights(Facade):
+    """A facade whose weights lie where a compiler says; `compiler` is that of the pipeline."""
+
+    compiler: Compiler
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load a state_dict of the unsplit model."""
+        result = self.model.load_state_dict(state_dict, strict=strict, assign=assign)
+        # With assign=True the model holds other tensors now, which may lie on other devices.
+        self.compiler.place_all()
+        return result
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        """Convert the model's weights, as `.to(...)` and `.half()` do; each stays on the device of its stage."""
+        self.model._apply(fn, recurse)
+        self.compiler.place_all()
+        return self
+
+    @lose_no_interrupt
+    @leave_no_trace
+    def load_weights(
+        self, path: str | os.PathLike[str], *, strict: bool = True, dtype: torch.dtype | None = None
+    ) -> None:
+        """Load a safetensors checkpoint, each tensor straight to the device of its stage, one after another.
+
+        path: a .safetensors file, an index (.safetensors.index.json) beside its files, or the folder of either, with
+        the names and dtypes of the model's state_dict. Parameters stay the same objects, those on the meta device too.
+        dtype: that of the model's weights, such as torch.float32: tensors of the checkpoint that have another
+            floating-point dtype are converted to it as they are read (default: they are refused).
+
+        Raises InputError, before anything is loaded, for what is missing, of another shape or dtype, or, if `strict`,
+        too much.
+        """
+        files = WeightFiles(path, dtype)
+        # Each tensor goes to the device of its stage, which only a plan can tell.
+        compiled = self.compiler.get_compiled(get_mode(self.model))
+        if compiled is None:
+            raise InputError(
+                "this pipeline compiles on its first call, and its weights have no places yet: compile with "
+                "example_inputs=, or give the checkpoint as compile(weights=path)"
+            )
+        files.load(self.model, compiled.program.list_placed(), strict)
