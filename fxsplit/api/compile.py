@@ -44,6 +44,7 @@ def compile(
     recompute: str | None = None,
     deferred_batch_norm: bool = False,
     stage_backend: str | None = None,
+    inference: bool = False,
     chunks: Chunks | None = None,
     weights: str | os.PathLike[str] | None = None,
     dtype: torch.dtype | None = None,
@@ -70,6 +71,10 @@ def compile(
     deferred_batch_norm: let running statistics change once a batch, by all of it, and not by each microbatch.
     stage_backend: what torch.compile compiles each stage with, such as "inductor" (default: stages run as they are).
         Costs are measured without it. What records CUDA graphs is refused.
+    inference: plan for outputs without gradients, by forward times alone, and hold each weight once: no gradients, no
+        optimizer state, no activations. So does a first call, or a compile, under `torch.no_grad()` or
+        `torch.inference_mode()`; the first call that wants gradients plans anew then, for training. With True no call
+        ever does, and step() is refused.
     chunks: argument (or part of one) -> the dimension that holds its batch, or fxsplit.Replicate where all microbatches
         share it. What is not stated is found: the first dimension where that is as long as the batch.
     weights: a safetensors checkpoint of the model (a file, an index of several, or their folder), whose tensors are
@@ -94,6 +99,7 @@ def compile(
         recompute=choose_recompute(recompute, checkpoint),
         deferred_batch_norm=deferred_batch_norm,
         stage_backend=stage_backend,
+        inference=inference,
         chunks=chunks,
         costs=load_costs(costs),
         dump=dump,
@@ -142,5 +148,13 @@ def recompile_like(pipe: Pipeline, model: nn.Module, loss_fn: LossFn | None) -> 
             )
     # Deferred statistics are those of the whole batch, and the unsplit model runs microbatch by microbatch.
     chain = Chain(tuple(step for step in options.chain if not isinstance(step, standard.BatchNorm)))
-    options = replace(options, chain=chain, loss_fn=loss_fn, costs=None, observed=False, deferred_batch_norm=False)
+    options = replace(
+        options,
+        chain=chain,
+        loss_fn=loss_fn,
+        costs=None,
+        observed=False,
+        deferred_batch_norm=False,
+        inference=False,
+    )
     return Pipeline(pipe.compiler.recompile_like(model, options))

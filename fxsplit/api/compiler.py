@@ -20,9 +20,10 @@ from fxsplit.api.compiled import OTHER_MODE, Compiled, get_mode, read_versions
 from fxsplit.api.heavy_modules import warn_of_heavy_module
 from fxsplit.api.lowering import build_program, capture_model, lower, read_stated
 from fxsplit.api.microbatch_count import AUTO
+from fxsplit.api.module_watch import ModuleWatch
 from fxsplit.api.options import Options
 from fxsplit.api.validity import Validity
-from fxsplit.errors import InputError, PlanError, UnsteadyProfileWarning
+from fxsplit.errors import InputError, NoFit, PlanError, UnsteadyProfileWarning
 from fxsplit.formats.safetensors_files import WeightFiles
 from fxsplit.frontend.no_trace_left import restore_model
 from fxsplit.frontend.other_shapes import fit_to_shapes
@@ -40,6 +41,7 @@ from fxsplit.ir.progress_bar import show_progress
 from fxsplit.passes import Leaf
 from fxsplit.runtime.microbatches import divide_rows
 from fxsplit.runtime.program import Batch, Program
+from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.rng import lend_draws
 from fxsplit.torch_internals.thread_modes import cast_in_place, enable_gradients
 from fxsplit.torch_internals.undo import Turn, leave_no_trace
@@ -75,8 +77,7 @@ class Compiler:
         self._kept: dict[tuple[Mode, Shapes | None], Compiled] = {}
         # Programs of values that forward() read and that are others now, such as modes of torch; the latest last.
         self._outdated: deque[tuple[Mode, Compiled]] = deque(maxlen=MOST_OUTDATED)
-        self._modules: list[nn.Module] = []
-        self._children: list[int] = []
+        self._modules = ModuleWatch(model)
         self._said_fewer = False
         self._folder: DumpFolder | None = None
         self._turn = Turn(lend_draws)  # the first calls of several threads must not compile twice
@@ -135,7 +136,10 @@ class Compiler:
     def _find(self, mode: Mode, call: Call) -> Compiled:
         """Return what is compiled for a call, after compiling it if need be; raises InputError for unusable hooks."""
         with self._turn.take():
-            self._forget_replaced_modules()
+            # All that was compiled is of another model then.
+            if self._modules.find_replaced():
+                self._kept.clear()
+                self._outdated.clear()
             first = self._kept.get((mode, None))
             if first is None or self._is_outdated(first, call):
                 first = self._find_again(mode, call) or self._compile_first(mode, call, outdated=first)
@@ -219,7 +223,13 @@ class Compiler:
         """
         hopeful = set() if outdated is None else name_candidates(outdated.captured, *call)
         said = outdated is None or self._announce(outdated, call, hopeful)
-        compiled = self._compile(call, self._kept.get((OTHER_MODE[mode], None)) or outdated, outdated)
+        like = self._kept.get((OTHER_MODE[mode], None)) or outdated
+        try:
+            compiled = self._compile(call, like, outdated)
+        except NoFit as error:
+            if mode == "eval" and self._wants_gradients(call):
+                error.add_note("without gradients it may fit: call or compile under torch.no_grad(), or inference=True")
+            raise
         if outdated is not None and not said:
             self._announce(outdated, call, {n.place.name for n in compiled.captured[PythonState].followed})
         for name, (then, now) in compiled.validity.find_changes().items():
@@ -255,27 +265,27 @@ class Compiler:
             grad_enabled=torch.is_grad_enabled(),
             earlier=[known.captured for known in (outdated, like) if known is not None],
         )
+        options, moves_weights = self._choose_options(call, like)
+        like = None if moves_weights else like
         with self._run_for_compile(tensors):
             # The second mode keeps the first one's schedule, whose devices hold the weights already.
             if like is None:
-                candidate, known = choose_candidate(self.options, rows, capture_rows)
+                candidate, known = choose_candidate(options, rows, capture_rows)
             else:
-                candidate, known = like.adapt_candidate(self.options, rows), like.costs
+                candidate, known = like.adapt_candidate(options, rows), like.costs
             captured = capture_rows(divide_rows(rows, candidate.n_microbatches)[0])
             # Most models have one graph for both modes: capturing it is all that the second mode costs then. A pass of
             # the user's may do another thing to the same graph, since its mode or an attribute is another one now.
             if like is not None and self.options.ignores_mode and like.serves(captured):
                 return like.share(self.model, captured)
-            moves_weights = False
             try:
-                other = None if like is None else like.program
-                final, costs = lower(self.options, captured, candidate, known, other, observers)
+                final, costs = lower(options, captured, candidate, known, like.program if like else None, observers)
             except PlanError:
                 if like is None:
                     raise
                 # Memory is shared otherwise in this mode, and the weights' places do not suit it: plan anew.
                 moves_weights = True
-                final, costs = lower(self.options, captured, candidate, known, observers=observers)
+                final, costs = lower(options, captured, candidate, known, observers=observers)
         if like is None and "kept whole" not in captured[Scope].front_end:  # of those a warning has told already
             warn_of_heavy_module(captured, costs, [p.path for p in self.options.chain if isinstance(p, Leaf)])
         if like is None and costs is not None and costs.noise is not None:
@@ -291,6 +301,16 @@ class Compiler:
             moves_weights=moves_weights,
             versions={} if program.detached is None else read_versions(self.model),
         )
+
+    def _choose_options(self, call: Call, like: Compiled | None) -> tuple[Options, bool]:
+        """Return what to compile a call with, and whether `like` is for inference, and of no use to a call that trains.
+
+        All weights are planned anew then: the stages of inference may lack the memory to train.
+        """
+        if self._wants_gradients(call):
+            return self.options, like is not None and like.program.inference
+        inference = like is None or like.program.inference
+        return self.options.for_inference() if inference else self.options, False
 
     @contextmanager
     def _run_for_compile(self, tensors: Sequence[Tensor]) -> Iterator[None]:
@@ -309,21 +329,21 @@ class Compiler:
         folder = self._folder.choose(type(self.model).__name__, get_mode(self.model), shapes)
         return make_observers(folder, self.options.passes)
 
-    def _forget_replaced_modules(self) -> None:
-        """Forget all that was compiled if a submodule was replaced since: it is of another model."""
-        # Asked at every call: to look whether each has the same children takes a tenth of the time of a walk.
-        if self._modules and self._children == _list_children(self._modules):
-            return
-        # Identities tell modules apart: as these are held, no new one can have the same identity.
-        modules = list(self.model.modules())
-        if list(map(id, modules)) != list(map(id, self._modules)):
-            self._kept.clear()
-            self._outdated.clear()
-        self._modules, self._children = modules, _list_children(modules)
-
     def _is_outdated(self, compiled: Compiled, call: Call) -> bool:
-        """Return whether a record is of Python values, or of weights made by a pass, that are others now."""
+        """Return whether a record is of Python values, or of weights made by a pass, that are others now.
+
+        So is one for inference where the call wants gradients.
+        """
+        if compiled.program.inference and self._wants_gradients(call):
+            return True
         return bool(compiled.find_changed_weight(self.model) or self._find_changes(compiled, call))
+
+    def _wants_gradients(self, call: Call) -> bool:
+        """Return whether outputs of a call are to be differentiable: gradients are on, and something requires one."""
+        if self.options.inference or not torch.is_grad_enabled():
+            return False
+        given = (t for t in pytree.tree_leaves(call) if isinstance(t, Tensor))
+        return any(t.requires_grad for t in (*self.model.parameters(), *given))
 
     def _find_changes(self, compiled: Compiled, call: Call) -> dict[str, tuple[str, str]]:
         """Return the Python values that are others now, in words, and numbers among the arguments."""
@@ -368,8 +388,3 @@ class Compiler:
         """The kinds of devices that stages run on."""
         devices = self.options.machine.devices
         return tuple(dict.fromkeys(d.torch_device.type for d in devices if d.torch_device is not None))
-
-
-def _list_children(modules: Sequence[nn.Module]) -> list[int]:
-    """Return the identities of the modules inside each of the modules, and where those of each of them end."""
-    return [id(child) for module in modules for child in (*module._modules.values(), None)]

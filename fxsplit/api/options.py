@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -30,7 +30,7 @@ from fxsplit.passes import BatchNorm
 from fxsplit.runtime.loss import LossFn
 from fxsplit.runtime.stage.recompute import POLICIES
 from fxsplit.schedule import RUNNABLE, find_schedule, simulate
-from fxsplit.schedule.catalogue import Scheduler
+from fxsplit.schedule.catalogue import INFERENCE, Scheduler
 from fxsplit.schedule.of_plan import build_schedule, read_times
 from fxsplit.torch_internals.stage_backends import RECORDING, records_cuda_graphs
 
@@ -67,6 +67,7 @@ class Options:
     recompute: str = "plan"
     deferred_batch_norm: bool = False
     stage_backend: str | None = None
+    inference: bool = False
     chunks: Chunks | None = None
     costs: Costs | None = None
     dump: str | os.PathLike[str] | None = None
@@ -93,6 +94,13 @@ class Options:
             raise InputError(f"schedule={show(self.schedule)}: give the name of a schedule, or 'auto'")
         if self.recompute not in POLICIES:
             raise InputError(f"recompute={self.recompute!r}: give one of {', '.join(POLICIES)}")
+        if not isinstance(self.inference, bool):
+            raise InputError(f"inference={show(self.inference)}: give True or False")
+        if self.inference and (self.schedule, self.stages_per_device) != ("1F1B", None):
+            raise InputError(
+                f"schedule={self.schedule!r} with inference=True: without backwards there is one schedule, so leave "
+                "schedule= and stages_per_device= out"
+            )
         if self.stage_backend is not None:
             check_stage_backend(self.stage_backend, self.machine)
         # "auto" tries only what can run, so that there is nothing to check.
@@ -105,8 +113,14 @@ class Options:
 
     @cached_property
     def schedulers(self) -> Sequence[Scheduler]:
-        """The schedule stated, or all that "auto" may choose among, on this machine."""
+        """The schedule stated, or all that "auto" may choose among, on this machine; one of its own for inference."""
+        if self.inference:
+            return [Scheduler(INFERENCE, len(self.machine))]
         return list_schedulers(self.schedule, len(self.machine), self.stages_per_device)
+
+    def for_inference(self) -> Options:
+        """Return the same options for a plan of forwards alone."""
+        return replace(self, inference=True, schedule="1F1B", stages_per_device=None)
 
     @cached_property
     def passes(self) -> Chain:

@@ -8,12 +8,11 @@ from __future__ import annotations
 import copy
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -21,10 +20,12 @@ from torch.optim import Optimizer
 
 from fxsplit.api.compiled import Compiled, get_mode
 from fxsplit.api.compiler import Compiler
+from fxsplit.api.loss_meanings import LossMeanings
+from fxsplit.api.no_gradients import give_no_gradients
+from fxsplit.api.stream import Stream, check_has_batches
 from fxsplit.api.weights import WithWeights
 from fxsplit.errors import ClosedError, FxsplitError, InputError
 from fxsplit.frontend.capture import load_torch
-from fxsplit.frontend.watch.calls import CallWatch
 from fxsplit.ir.facts.call import Call
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.plan import Plan, format_spread
@@ -33,8 +34,7 @@ from fxsplit.ir.facts.stages import Stages
 from fxsplit.ir.graph import IR
 from fxsplit.ir.interrupts import lose_no_interrupt
 from fxsplit.runtime.engine import Engine
-from fxsplit.runtime.loss import BatchLoss, find_own_meaning, find_reduction, find_weights, take_model_loss
-from fxsplit.runtime.loss_meaning import LossMeaning
+from fxsplit.runtime.loss import BatchLoss, find_weights, take_model_loss
 from fxsplit.runtime.microbatches import split_target
 from fxsplit.runtime.program import Batch, Program
 from fxsplit.runtime.stage.weight_versions import Stepper, make_stepper
@@ -47,10 +47,9 @@ from fxsplit.schedule.of_plan import read_footprints, read_times
 from fxsplit.schedule.timeline import Timeline
 from fxsplit.torch_internals.containers import HOOKS
 from fxsplit.torch_internals.grad_sums import Receipt
-from fxsplit.torch_internals.thread_modes import keep_modes, refuse_foreign_modes
+from fxsplit.torch_internals.thread_modes import refuse_foreign_modes
 from fxsplit.torch_internals.uncompiled import leave_uncompiled
 from fxsplit.torch_internals.undo import Turn, leave_no_trace
-from fxsplit.torch_internals.user_lines import warn_user
 
 
 class Pipeline(WithWeights):
@@ -72,7 +71,7 @@ class Pipeline(WithWeights):
         super().__init__(compiler.model)
         self.__dict__["compiler"] = compiler
         self._engine: Engine | None = None
-        self._loss_meanings: WeakKeyDictionary[Program, LossMeaning] = WeakKeyDictionary()
+        self._loss_meanings = LossMeanings(compiler.options.loss_fn)
         self._starting = Turn()  # the first batches of several threads share one engine
         self._closed = False
         self._process = os.getpid()
@@ -148,11 +147,25 @@ class Pipeline(WithWeights):
     @leave_no_trace
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model returns, computed microbatch by microbatch; differentiable."""
-        batch = self._prepare(args, kwargs)
+        batch, engine = self._prepare_forward(Call(tuple(args), dict(kwargs)))
         program = batch.program
-        program.check_joinable(len(batch.rows))
-        with nullcontext() if program.detached is None else self._give_no_gradients(program.detached):
-            return program.build_result(self._start_engine(program).forward(batch))
+        never = program.detached is not None or self.compiler.options.inference
+        with give_no_gradients(self.model, program.detached) if never else nullcontext():
+            return program.build_result(engine.forward(batch))
+
+    @leave_uncompiled
+    def stream(self, batches: Iterable[Any]) -> Stream:
+        """Return an iterator over the outputs for `batches`, in order and without gradients; stages never run empty.
+
+        batches: an iterable, such as a DataLoader, of what `compile` takes as example_inputs: tensors, tuples of
+            arguments or dicts of keyword arguments, which are read ahead by as many as keep all stages busy.
+
+        Weights are to stay as they are meanwhile. What a batch raises, comes in its place; the stream is over then, as
+        it is after `close()`, or when nobody refers to it any more. Raises InputError for what is no such iterable.
+        """
+        self._refuse_own_hooks("stream()")
+        check_has_batches(batches)
+        return Stream(self._prepare_forward, batches)
 
     @leave_uncompiled
     def step(
@@ -257,11 +270,11 @@ class Pipeline(WithWeights):
         if loss_fn is not None and target is None:
             misspelt = "".join(f", and not {name}=" for name in get_close_matches("target", kwargs, n=1))
             raise InputError(f"step() needs the target of its loss by name: pipe.step(x, target=y){misspelt}")
+        if self.compiler.options.inference:
+            raise InputError("step() cannot train what was compiled with inference=True: compile without it")
         if not torch.is_grad_enabled():
             raise InputError("step() under no_grad has no gradients to compute: call pipe(x) to evaluate")
-        # nn.Module runs a module's hooks around its call, and step() is no call of the module.
-        if any(self.__dict__[kind] for kind in HOOKS):
-            raise InputError("the model itself has hooks, which step() would not run: remove them, or call pipe(x)")
+        self._refuse_own_hooks("step()")
         batch = self._prepare(args, kwargs)
         if batch.program.detached is not None:
             raise InputError(
@@ -276,39 +289,13 @@ class Pipeline(WithWeights):
         schedule = batch.program.schedule(len(batch.rows))
         stepper = make_stepper(schedule, optimizer)
         targets = None if loss_fn is None else Targets(split_target(target, batch.rows, batch.program.inputs))
-        meaning = self._find_loss_meaning(batch)
+        meaning = self._loss_meanings.find(batch)
         weigh = find_weights(batch, targets, meaning)
         return (
             batch,
             BatchLoss(loss_fn or take_model_loss, targets, batch.rows, schedule.steps, meaning, weigh),
             stepper,
         )
-
-    def _find_loss_meaning(self, batch: Batch) -> LossMeaning:
-        """Return what is known of the loss of a step; raises InputError for one that microbatches do not make."""
-        loss_fn, program = self.compiler.options.loss_fn, batch.program
-        if loss_fn is None:
-            return LossMeaning(take_model_loss, find_own_meaning(program, len(batch.rows)).kind, looks=False)
-        if len(batch.rows) == 1:  # any loss is right for a batch that stays whole
-            return LossMeaning(loss_fn, find_reduction(loss_fn), looks=False)
-        # The same function may mean something else of the outputs of another program, and once it states otherwise.
-        stated = find_reduction(loss_fn)
-        meaning = self._loss_meanings.get(program)
-        if meaning is None or meaning.stated != stated:
-            meaning = self._loss_meanings[program] = LossMeaning(loss_fn, stated, watch=CallWatch)
-        meaning.begin_step()
-        return meaning
-
-    @contextmanager
-    def _give_no_gradients(self, reason: str) -> Iterator[None]:
-        """Switch gradients off in the block, with a warning where the caller may count on them."""
-        if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
-            warn_user(
-                f"the outputs of this pipeline carry no gradients, as it is {reason}: call it under torch.no_grad()"
-            )
-        with keep_modes():
-            torch.set_grad_enabled(False)
-            yield
 
     def status(self) -> Status:
         """Return what each worker does now; call it from another thread, or after an interrupt."""
@@ -331,6 +318,17 @@ class Pipeline(WithWeights):
         self._check_open()
         refuse_foreign_modes()
         return self.compiler.prepare(get_mode(self.model), Call(tuple(args), dict(kwargs)))
+
+    def _prepare_forward(self, call: Call) -> tuple[Batch, Engine]:
+        """Return a call whose outputs can be joined, ready to run, and the engine to run it."""
+        batch = self._prepare(*call)
+        batch.program.check_joinable(len(batch.rows))
+        return batch, self._start_engine(batch.program)
+
+    def _refuse_own_hooks(self, what: str) -> None:
+        """Raise InputError where the model itself has hooks: `what` is no call of the module, around which they run."""
+        if any(self.__dict__[kind] for kind in HOOKS):
+            raise InputError(f"the model itself has hooks, which {what} would not run: remove them, or call pipe(x)")
 
     def _check_open(self) -> None:
         """Raise ClosedError where the pipeline's threads have ended, or are in another process."""

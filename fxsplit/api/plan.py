@@ -17,13 +17,14 @@ from fxsplit.api.microbatch_count import check_microbatch_count, choose_microbat
 from fxsplit.errors import InputError, UnsteadyProfileWarning
 from fxsplit.formats import Profile, read
 from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.facts.forward_costs import keep_forwards
 from fxsplit.ir.facts.machine import Device, Machine, check_device_count
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.workload import Workload
 from fxsplit.ir.interrupts import lose_no_interrupt
 from fxsplit.planner import Options
 from fxsplit.planner.planner import Planner
-from fxsplit.schedule.catalogue import Scheduler, find_schedule
+from fxsplit.schedule.catalogue import INFERENCE, Scheduler, find_schedule
 from fxsplit.schedule.generate import check_takes_replicas
 from fxsplit.schedule.of_plan import find_replicas
 
@@ -41,6 +42,7 @@ def plan(
     example_inputs: Any = None,
     schedule: str = "1F1B",
     n_microbatches: int | None = None,
+    inference: bool = False,
     options: Options | None = None,
     pins: Mapping[str, int] | None = None,
     keep: Sequence[Sequence[str]] = (),
@@ -53,6 +55,8 @@ def plan(
     example_inputs: one whole batch for a model, as `compile` takes it.
     schedule, n_microbatches: any schedule that compile() runs, and the pieces that a batch is cut into (default: two a
         device). They decide how many microbatches a stage holds, and how many stages a device has.
+    inference: plan for outputs without gradients: by forward times alone, with each weight held once. A profile that
+        was measured for inference gives no other plan.
     options: the cost model, and what the planner may do. pins: submodule or node -> number of its stage. keep: sets of
         submodules or nodes that no cut may part.
 
@@ -65,14 +69,34 @@ def plan(
     # A compiled pipeline knows its costs.
     costs = profile if isinstance(profile, Costs) else getattr(profile, "costs", None)
     if not isinstance(costs, Costs):
-        costs = _measure(profile, example_inputs, choose_microbatch_count(len(where), stated=n_microbatches))
+        count = choose_microbatch_count(len(where), stated=n_microbatches)
+        costs = _measure(profile, example_inputs, count, inference=inference)
     if costs.noise is not None:
         warnings.warn(costs.noise, UnsteadyProfileWarning, stacklevel=3)  # behind the decorator
+    costs, schedule = choose_passes(costs, schedule, inference=inference)
     found = Planner(costs, pins or {}, keep).plan(*lay_out(where, schedule, n_microbatches), options or Options())
     return check_can_run(found)
 
 
-def _measure(model: Any, example_inputs: Any, n_microbatches: int) -> Costs:
+def choose_passes(costs: Costs, schedule: str, *, inference: bool) -> tuple[Costs, str]:
+    """Return what to plan from and the schedule to plan for, with backwards or without.
+
+    Raises InputError for costs of forwards alone that are to be planned with backwards, and for a schedule of training
+    without them.
+    """
+    if not inference and costs.inference:
+        raise InputError(
+            "the profile is of forwards alone, as measured for inference: plan with inference=True, or measure the "
+            "model for training"
+        )
+    if not inference:
+        return costs, schedule
+    if schedule != "1F1B":
+        raise InputError(f"schedule={schedule!r} with inference=True: without backwards there is one, leave it out")
+    return keep_forwards(costs), INFERENCE
+
+
+def _measure(model: Any, example_inputs: Any, n_microbatches: int, *, inference: bool) -> Costs:
     """Return the costs of a model, measured here on a CPU; raises InputError for anything that is no model."""
     # Who has a model has loaded torch; asking here must not load it for a typing error.
     torch = sys.modules.get("torch")
@@ -85,7 +109,7 @@ def _measure(model: Any, example_inputs: Any, n_microbatches: int) -> Costs:
     # Measuring needs torch; planning from a profile must not load it.
     from fxsplit.api.profile import profile
 
-    return profile(model, example_inputs, n_microbatches=n_microbatches)
+    return profile(model, example_inputs, n_microbatches=n_microbatches, inference=inference)
 
 
 def check_can_run(plan: Plan) -> Plan:
@@ -103,7 +127,8 @@ def lay_out(machine: Machine, schedule: str = "1F1B", n_microbatches: int | None
     check_device_count(len(machine))
     if n_microbatches is not None:
         check_microbatch_count(n_microbatches)
-    find_schedule(schedule)
+    if schedule != INFERENCE:
+        find_schedule(schedule)
     count = choose_microbatch_count(len(machine), stated=n_microbatches)
     return Scheduler(schedule, len(machine)).lay_out(machine, count)
 

@@ -17,6 +17,7 @@ from fxsplit.ir.manager import run_chain
 from fxsplit.ir.progress_bar import show_progress
 from fxsplit.passes import Profile
 from fxsplit.runtime.microbatches import divide_rows
+from fxsplit.schedule.catalogue import INFERENCE, Scheduler
 from fxsplit.torch_internals.thread_modes import enable_gradients
 from fxsplit.torch_internals.undo import leave_no_trace
 
@@ -24,12 +25,19 @@ from fxsplit.torch_internals.undo import leave_no_trace
 @lose_no_interrupt
 @leave_no_trace
 def profile(
-    model: nn.Module, example_inputs: Any, *, n_microbatches: int = 1, device: DeviceLike = "cpu", repeats: int = 5
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    n_microbatches: int = 1,
+    device: DeviceLike = "cpu",
+    repeats: int = 5,
+    inference: bool = False,
 ) -> Costs:
     """Return the costs of `model` in its present mode, at the size of one of `n_microbatches` pieces of the batch.
 
     example_inputs: one whole batch as the model would be called: a tensor, a tuple of positional arguments, or a dict
         of keyword arguments. device: where to measure, such as "cpu" or "cuda:0". repeats: steps to take the median of.
+        inference: measure forwards alone, without gradients; such costs tell nothing of training.
 
     `costs.save(path)` keeps them; `fxsplit.plan` and `fxsplit plan` take them, and `compile(costs=)`. Raises InputError
     for a model or batch that does not fit, and what capturing and measuring raise.
@@ -42,7 +50,8 @@ def profile(
     # Costs depend on the size of a microbatch, so the profile is of one of these rows, and not of the whole batch.
     batch = inputs.count_rows(tensors)
     rows = divide_rows(batch, choose_microbatch_count(1, rows=batch, stated=n_microbatches))[0]
-    # Backwards are to be measured too.
+    machine, workload = Scheduler(INFERENCE if inference else "1F1B", 1).lay_out(Machine.of([device]), 1)
+    # The graph is checked with its backwards, whatever is measured.
     with enable_gradients(), show_progress():
         traced = capture(model, args, kwargs, rows)
-        return run_chain(traced.learn(Machine.of([device])), [Profile(repeats)])[Costs]
+        return run_chain(traced.learn(machine, workload), [Profile(repeats)])[Costs]

@@ -88,7 +88,7 @@ def _explain_idle(question: Question, count: int | None, plan: Plan) -> list[str
         if time.perf_counter() - begin > PATIENCE_S:
             break
         other = build_machine(question.profile, count, faster)
-        workload = lay_out(other, question.arguments.schedule, question.arguments.n_microbatches)
+        workload = lay_out(other, question.schedule, question.arguments.n_microbatches)
         found = question.planner.plan(*workload, question.options)
         if sum(len(stage.devices) for stage in found.stages) > len(used):
             return [*lines, f"  links of {faster:.3g} bytes/s and more would make another device pay"]

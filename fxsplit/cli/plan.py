@@ -10,7 +10,7 @@ from dataclasses import replace
 from math import inf, isfinite
 from typing import Any
 
-from fxsplit.api.plan import build_machine, check_can_run, lay_out
+from fxsplit.api.plan import build_machine, check_can_run, choose_passes, lay_out
 from fxsplit.cli.output import print_json
 from fxsplit.cli.words import take_text
 from fxsplit.errors import InputError, NoFit
@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--schedule", type=take_text, default="1F1B", help="what decides the activations held (default: 1F1B)"
     )
+    parser.add_argument("--inference", action="store_true", help="for outputs without gradients: forwards alone")
     parser.add_argument("--n-microbatches", type=int, metavar="N", help="default: two a device")
     parser.add_argument("--microbatches", type=int, help=argparse.SUPPRESS)  # its name until version 0.1
     parser.add_argument("--optimizer-factor", type=float, default=2.0, metavar="X", help="bytes per parameter byte")
@@ -83,7 +84,9 @@ class Question:
         self.arguments = arguments
         # A bandwidth says how long bytes take, so the file's own times of transfers no longer hold.
         by_bytes = arguments.bandwidth is not None or arguments.machine is not None
-        self.profile: Profile = read(arguments.file, by_bytes)
+        profile = read(arguments.file, by_bytes)
+        costs, self.schedule = choose_passes(profile.costs, arguments.schedule, inference=arguments.inference)
+        self.profile: Profile = replace(profile, costs=costs)
         pins = dict(_parse_pin(text) for text in arguments.pin)
         keep = [text.split(",") for text in arguments.together]
         self.planner = Planner(self.profile.costs, pins, keep, arguments.max_states)
@@ -133,7 +136,7 @@ class Question:
 
     def lay_out(self, count: int | None) -> tuple[Machine, Workload]:
         """Return the machine with a device for each stage, and what the schedule asks of each stage."""
-        return lay_out(self.machine(count), self.arguments.schedule, self.arguments.n_microbatches)
+        return lay_out(self.machine(count), self.schedule, self.arguments.n_microbatches)
 
     def costs_no_transfers(self, count: int | None) -> bool:
         """Return whether transfers would cost something, and take no time since nothing was said about links."""

@@ -5,11 +5,14 @@ Within a process each device has an inbox. Devices of other processes would need
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from queue import SimpleQueue
+from threading import Semaphore
 from typing import Any, NamedTuple, Protocol
 
 from fxsplit.schedule.action import Action
+from fxsplit.schedule.schedule import Schedule
 
 
 class Message(NamedTuple):
@@ -33,7 +36,7 @@ class Channels(Protocol):
     """The channels among the devices of one job. Any thread may send and fail; each device receives in one thread."""
 
     def send(self, device: int, message: Message) -> None:
-        """Send a message to a device, and do not wait for its arrival."""
+        """Send a message to a device, perhaps after waiting for room; raises Stopped if the job failed meanwhile."""
 
     def receive(self, device: int, action: Action) -> Message:
         """Return the message for one of a device's actions, after waiting for it; raises Stopped if the job failed."""
@@ -60,7 +63,7 @@ class Inboxes:
         # Messages of two neighbours may come in any order, and a device must take them in its schedule's.
         arrived = self._arrived[device]
         while action not in arrived:
-            message = self._inboxes[device].get()
+            message = self._take(device)
             if message is None:
                 # Put back for whoever waits next: a job that has failed stays so.
                 self._inboxes[device].put(None)
@@ -68,7 +71,52 @@ class Inboxes:
             arrived[message.action] = message
         return arrived.pop(action)
 
+    def _take(self, device: int) -> Message | None:
+        """Return the next message of an inbox, after waiting for it; None if the job has failed."""
+        return self._inboxes[device].get()
+
     def fail(self) -> None:
         """Wake every device that waits."""
         for inbox in self._inboxes:
             inbox.put(None)
+
+
+class BoundedInboxes(Inboxes):
+    """Inboxes that hold one message each: who would send another waits until the one before has been taken.
+
+    So a stage that is faster than the next one does not fill the memory with what it makes. A device must not need what
+    it has yet to send room for, as it may with several stages.
+    """
+
+    def __init__(self, n_devices: int) -> None:
+        super().__init__(n_devices)
+        self._room = [Semaphore(1) for _ in range(n_devices)]
+        self._failed = False
+
+    def send(self, device: int, message: Message) -> None:
+        """Put a message into a device's inbox, after waiting for room; raises Stopped if the job failed."""
+        self._room[device].acquire()
+        if self._failed:
+            # The next one that waits is to end as well.
+            self._room[device].release()
+            raise Stopped
+        super().send(device, message)
+
+    def _take(self, device: int) -> Message | None:
+        """Return the next message of an inbox, and make room for another one."""
+        message = super()._take(device)
+        self._room[device].release()
+        return message
+
+    def fail(self) -> None:
+        """Wake every device that waits, to receive or to send."""
+        self._failed = True
+        super().fail()
+        for room in self._room:
+            room.release()
+
+
+def make_inboxes(schedule: Schedule, *, bounded: bool) -> Inboxes:
+    """Return channels for the devices of a schedule, bounded if asked for and if each device has one stage."""
+    stages = Counter(device for home in schedule.homes for device in home)
+    return (BoundedInboxes if bounded and max(stages.values()) == 1 else Inboxes)(schedule.n_devices)

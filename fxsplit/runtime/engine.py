@@ -15,7 +15,7 @@ from fxsplit.ir.facts.chunks import Cut
 from fxsplit.ir.facts.meanings import Meaning
 from fxsplit.ir.interrupts import lose_no_interrupt, raise_lost_interrupt
 from fxsplit.runtime.autograd_node import Backward, PipelineFunction, Tie
-from fxsplit.runtime.backends.threads import Workers
+from fxsplit.runtime.backends.threads import Course, Workers
 from fxsplit.runtime.job import Job, Tape, Work
 from fxsplit.runtime.late_errors import LateErrors
 from fxsplit.runtime.loss import BatchLoss
@@ -56,6 +56,26 @@ class Engine:
                 "a gradient hook calls the pipeline whose step it belongs to: call the pipeline after step() instead"
             )
         return self._turn.take()
+
+    def begin_forward(self, batch: Batch, *, refresh: bool) -> Course:
+        """Give the workers the forwards of a batch, and do not wait for them; gradients are off.
+
+        Batches that are begun run one after the other. `refresh`: whether devices are to have new copies of weights
+        that live elsewhere, which must not happen while another batch is under way.
+        """
+        program = batch.program
+        program.late_errors.raise_arrived()
+        schedule = program.passes(len(batch.rows)).only(FORWARD)
+        course = Course(Job(program, schedule, Work(cut_packets(batch)), refresh=refresh))
+        with self._take_turn():
+            self._workers.begin(course)
+        return course
+
+    @leave_no_trace
+    def finish_forward(self, batch: Batch, course: Course) -> list[Any]:
+        """Return the outputs of a batch that was begun, once they are there."""
+        self._workers.finish(course)
+        return join_outputs(course.job, batch.rows, batch.weigh_outputs(), batch.program.late_errors)[0]
 
     @leave_no_trace
     def forward(self, batch: Batch) -> list[Any]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fxsplit.errors import PlanError, locate_stage_error
-from fxsplit.runtime.channels import Channels, Inboxes, Message, Stopped
+from fxsplit.runtime.channels import Channels, Inboxes, Message, Stopped, make_inboxes
 from fxsplit.runtime.forwards import Forwards
 from fxsplit.runtime.loss import Finish, describe_loss
 from fxsplit.runtime.program import Program
@@ -70,7 +70,8 @@ class Job:
     Afterwards `outputs` holds the last stage's packets, `returned` the gradients of the first stage's inputs, `sums`
     those of leaves for each stage and replica, and `marks` a token for each device's work. `catch` adds large gradients
     to the sums while it watches the leaves. `stepper` steps where an asynchronous schedule says so. Channels and sums
-    belong to the job: nothing of one that failed, or was given up, can reach the next.
+    belong to the job: nothing of one that failed, or was given up, can reach the next. Without `refresh` devices go on
+    with the copies of weights that they have.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Job:
         watch: Stopwatch | None = None,
         stepper: Stepper | None = None,
         channels: Channels | None = None,
+        refresh: bool = True,
     ) -> None:
         n = schedule.n_microbatches
         self._stopped = False
@@ -98,14 +100,14 @@ class Job:
         self.sums = [[Sums() for _ in replicas] for replicas in self._replicas]
         self.catch = Catch()
         self._watch = watch
-        self._channels = Inboxes(len(schedule.actions)) if channels is None else channels
+        self._channels = make_inboxes(schedule, bounded=program.inference) if channels is None else channels
         self._context = ThreadModes.read()
         self._last = len(program.stages) - 1
         self._devices = program.machine.torch_devices()
         self._weight_backwards: dict[tuple[int, int], list[WeightBackward]] = {}
         self._hooked = program.find_hooked_stages() if schedule.splits else []
         self._forwards = Forwards(program, self._context, n) if work.packets else None
-        if work.packets:
+        if work.packets and refresh:
             for replica in (r for replicas in self._replicas for r in replicas):
                 replica.refresh()
 

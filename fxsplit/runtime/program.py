@@ -27,7 +27,7 @@ from fxsplit.runtime.stage.recompute import POLICIES, Written
 from fxsplit.runtime.stage.replica import Replica
 from fxsplit.runtime.stage.shared_modules import Turns
 from fxsplit.schedule import Schedule, verify
-from fxsplit.schedule.catalogue import Scheduler
+from fxsplit.schedule.catalogue import INFERENCE, Scheduler
 from fxsplit.schedule.generate import run_forwards_first
 from fxsplit.schedule.of_plan import build_schedule, find_replicas
 from fxsplit.schedule.schedule import Homes
@@ -93,6 +93,11 @@ class Program:
             made = Schedule("passes", n_microbatches, self.homes, run_forwards_first(self.homes, n_microbatches))
             self._passes[n_microbatches] = made
         return self._passes[n_microbatches]
+
+    @property
+    def inference(self) -> bool:
+        """Whether the plan is for outputs without gradients alone."""
+        return self.scheduler.name == INFERENCE
 
     def recomputes(self, stage: int, microbatch: int, n_microbatches: int) -> bool:
         """Return whether a stage keeps no activations of a microbatch, and runs forward again before its backward."""

@@ -17,7 +17,7 @@ from fxsplit.ir.facts.figures import show
 from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.facts.workload import Workload
 from fxsplit.schedule.asynchronous import pipedream, pipedream_2bw
-from fxsplit.schedule.generate import chimera, gpipe, interleaved, looped_bfs, one_f_one_b, zb_h1, zbv
+from fxsplit.schedule.generate import chimera, gpipe, inference, interleaved, looped_bfs, one_f_one_b, zb_h1, zbv
 from fxsplit.schedule.schedule import Homes, Schedule
 
 Generator = Callable[..., Schedule]
@@ -36,6 +36,12 @@ SCHEDULES: dict[str, Generator] = {
 }
 """Every schedule, by torch's name where torch has one."""
 
+INFERENCE = "Inference"
+"""What plans for outputs without gradients run under: no schedule of a training step."""
+HELD = 3
+"""So many microbatches' values lie at the boundaries of a stage without gradients, at most: those of the microbatch in
+hand, of one that has arrived, and, in a stream, of one of the next batch."""
+
 MOST_ACTIONS = 1_000_000
 """Longer schedules are refused: their lists would fill the memory."""
 
@@ -49,6 +55,7 @@ COUNTED: dict[str, Callable[[int, int], tuple[int, ...]]] = {
     "GPipe": lambda k, m: (m,) * k,
     "1F1B": lambda k, m: tuple(min(m, k - stage) for stage in range(k)),
     "ZB-H1": lambda k, m: (min(m, k),) * k,
+    INFERENCE: lambda k, m: (HELD,) * k,
 }
 """What `Scheduler.in_flight` would count for k stages and m microbatches, for the schedules where a formula says it."""
 
@@ -59,6 +66,8 @@ def find_schedule(name: str, among: tuple[str, ...] = tuple(SCHEDULES)) -> Gener
         return SCHEDULES[name]
     if name in SCHEDULES:
         raise ScheduleError(f"schedule {name!r} can be simulated, and does not serve here: give {', '.join(among)}")
+    if name == INFERENCE:
+        raise ScheduleError(f"schedule {name!r} trains nothing: plan and compile with inference=True in its place")
     # Compare without case: most mistakes are '1f1b' for '1F1B'.
     folded = {n.lower(): n for n in among}
     close = get_close_matches(str(name).lower(), folded, n=1)
@@ -70,7 +79,7 @@ def find_schedule(name: str, among: tuple[str, ...] = tuple(SCHEDULES)) -> Gener
 @lru_cache(maxsize=256)
 def generate(name: str, n_devices: int, n_microbatches: int, stages_per_device: int | None = None) -> Schedule:
     """Return the schedule called `name`; raises ScheduleError for numbers that it is not made for."""
-    generator = find_schedule(name)
+    generator = inference if name == INFERENCE else find_schedule(name)
     counts = {"devices": n_devices, "microbatches": n_microbatches, "stages a device": stages_per_device}
     for what, count in counts.items():
         if count is not None and count < 1:
@@ -149,7 +158,8 @@ class Scheduler:
         held = {k: self.in_flight(n_microbatches, k) for k in counts}
         versions = {k: self.versions(n_microbatches, k) for k in counts if self.name in ASYNCHRONOUS}
         replicated = any(len(home) > 1 for home in homes)
-        return unrolled, Workload(self.name, n_microbatches, held, may_idle, versions, replicated)
+        inference = self.name == INFERENCE
+        return unrolled, Workload(self.name, n_microbatches, held, may_idle, versions, replicated, inference)
 
     def nearest(self, n_microbatches: int) -> int:
         """Return the largest number up to `n_microbatches` that the schedule is made for, or else the next."""

@@ -45,6 +45,26 @@ def looped_bfs(n_devices: int, n_microbatches: int, stages_per_device: int = 2) 
     return Schedule("LoopedBFS", n_microbatches, homes, run_forwards_first(homes, n_microbatches))
 
 
+def inference(n_devices: int, n_microbatches: int, stages_per_device: int = 1) -> Schedule:
+    """Return the forwards of all microbatches, for outputs without gradients.
+
+    On 2 devices with 4 microbatches:
+
+        0F0 0F1 0F2 0F3
+        1F0 1F1 1F2 1F3
+
+    A stage keeps nothing of a microbatch that it has handed on.
+    """
+    _check_stages_per_device("Inference", stages_per_device, 1)
+    return run_forwards(line(n_devices), n_microbatches)
+
+
+def run_forwards(homes: Homes, n_microbatches: int) -> Schedule:
+    """Return the schedule of forwards alone, in order of stages, wherever stages live."""
+    both = Schedule("Inference", n_microbatches, homes, run_forwards_first(homes, n_microbatches), trains=False)
+    return both.only(FORWARD)
+
+
 def run_forwards_first(homes: Homes, n_microbatches: int) -> Rows:
     """Return all forwards in order of stages, then all backwards in the reverse order, wherever stages live.
 

@@ -50,7 +50,7 @@ def trace_memory(simulation: Simulation, footprints: Sequence[Footprint]) -> tup
             elif footprint.recompute and action.op in (BACKWARD, WEIGHT_GRADIENT):
                 # A recomputed forward runs at the start of a backward, and makes the activations a second time.
                 course.append((begin, now + footprint.kept_bytes))
-            if action.op in RELEASES:
+            if action.op in RELEASES or not schedule.trains:
                 now -= footprint.boundary_bytes + (0.0 if footprint.recompute else footprint.kept_bytes)
             # The first version of the weights is among the bytes that are always held.
             now += footprint.parameter_bytes * (versions - kept.get(place, 1))

@@ -7,8 +7,8 @@ from math import inf
 
 from fxsplit.errors import ScheduleError
 from fxsplit.ir.facts.plan import Plan
-from fxsplit.schedule.catalogue import Scheduler
-from fxsplit.schedule.generate import check_takes_replicas, count_in_flight, schedule_replicas
+from fxsplit.schedule.catalogue import INFERENCE, Scheduler
+from fxsplit.schedule.generate import check_takes_replicas, count_in_flight, run_forwards, schedule_replicas
 from fxsplit.schedule.memory import Footprint
 from fxsplit.schedule.schedule import Homes, Schedule
 from fxsplit.schedule.simulate import Times
@@ -29,6 +29,8 @@ def build_schedule(
     busy, or fewer where those do not fit. Raises ScheduleError for a schedule that does not run with such a plan.
     """
     homes = find_replicas(plan)
+    if homes is not None and scheduler.name == INFERENCE:
+        return run_forwards(homes, n_microbatches)
     if homes is None:
         return scheduler.schedule(n_microbatches, len(plan.stages))
     # First of all: under a schedule with several stages a device, the plan's devices are not those of `memory_bytes`.

@@ -19,7 +19,7 @@ class Schedule:
     """Each device's actions in order: `actions[d]` are those of device d, `homes[s]` the devices of stage s.
 
     Replica r of stage s is on device `homes[s][r]`. A schedule is `synchronous` if all its microbatches see the same
-    weights, because the optimizer steps once, after them.
+    weights, because the optimizer steps once, after them. One that does not `train` has forwards alone.
     """
 
     name: str
@@ -27,6 +27,7 @@ class Schedule:
     homes: Homes
     actions: tuple[tuple[Action, ...], ...]
     synchronous: bool = True
+    trains: bool = True
 
     @property
     def n_stages(self) -> int:

@@ -30,7 +30,7 @@ def verify(schedule: Schedule) -> None:
     A schedule is right if all of these hold:
 
     - every action stands on the device of its stage, and once;
-    - every microbatch passes every stage forward and backward (B, or I and W), on one replica of it;
+    - every microbatch passes every stage forward and, in training, backward (B, or I and W), on one replica of it;
     - transfers, where they are written out, come in pairs, and only where stages are on different devices;
     - what an action needs stands before it on its device, and devices never wait for each other in a circle;
     - weights are used in versions that exist, and a backward uses the version of its forward.
@@ -67,7 +67,7 @@ def _check_places(schedule: Schedule) -> None:
 
 
 def _check_completeness(schedule: Schedule) -> None:
-    """Raise unless every microbatch passes every stage, forward and backward, on one replica."""
+    """Raise unless every microbatch passes every stage, forward and perhaps backward, on one replica."""
     done: dict[tuple[int, int], Counter[str]] = {}
     for device, row in enumerate(schedule.actions):
         for position, action in enumerate(row):
@@ -84,7 +84,9 @@ def _check_completeness(schedule: Schedule) -> None:
             ops = done.get((stage, m), Counter())
             # One half of a divided backward asks for the other half; with neither, a full backward is missing.
             wanted = [FORWARD]
-            wanted += [INPUT_GRADIENT, WEIGHT_GRADIENT] if ops[INPUT_GRADIENT] or ops[WEIGHT_GRADIENT] else [BACKWARD]
+            if schedule.trains:
+                halved = ops[INPUT_GRADIENT] or ops[WEIGHT_GRADIENT]
+                wanted += [INPUT_GRADIENT, WEIGHT_GRADIENT] if halved else [BACKWARD]
             for op in wanted:
                 if not ops[op]:
                     raise ScheduleError(f"{schedule.name}: {Action(stage, op, m)} is never done")

@@ -16,17 +16,18 @@ from fxsplit.errors import ChainError, ProfileError
 from fxsplit.ir.facts.costs import HARDWARE, Costs, InputCost, KnownCosts, Measured, NodeCost, name_operator
 from fxsplit.ir.facts.effects import Effects, observe_effects
 from fxsplit.ir.facts.example import Example
+from fxsplit.ir.facts.forward_costs import keep_forwards
 from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.facts.stages import list_weights
+from fxsplit.ir.facts.workload import Workload
 from fxsplit.ir.graph import IR
 from fxsplit.ir.progress import track
 from fxsplit.passes.profile.thread import run_in_worker_thread
 from fxsplit.passes.profile.time_alone import Call, time_alone
 from fxsplit.passes.profile.time_in_step import (
-    HALVED,
-    WARM_UP,
     NodeTimes,
     describe_operator,
+    list_turns,
     time_nodes,
 )
 from fxsplit.torch_internals import accelerators
@@ -49,7 +50,8 @@ class Profile:
     tied: whether a parameter with several users may be in several stages ("replicated"), which share it or have copies
         and sum its gradients, or keeps its users together in one stage ("together").
 
-    Buffers, random generators and gradients are afterwards as they were. Raises ChainError for other options.
+    For inference forwards alone are measured. Buffers, random generators and gradients are afterwards as they were.
+    Raises ChainError for other options.
     """
 
     repeats: int = 5
@@ -74,7 +76,9 @@ class Profile:
         machine, example, known = ir[Machine], ir[Example], ir.get(KnownCosts)
         signatures: dict[str, str] = {}
         calls: dict[str, Call] = {}
-        one_by_one = example.from_shapes or _is_too_big(ir.gm, machine)
+        workload = ir.get(Workload)
+        trains = workload is None or not workload.inference
+        one_by_one = example.from_shapes or _is_too_big(ir.gm, machine, trains=trains)
 
         def visit(node: fx.Node, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             signatures[node.name] = describe_operator(call, str(node.target), args, kwargs)
@@ -89,24 +93,36 @@ class Profile:
         first = {key: name for name, key in reversed(signatures.items()) if key not in times}
         device = machine.torch_devices()[0]
         if known is not None:
-            _check_known(known, first, device.type)
+            _check_known(known, first, device.type, trains=trains)
         if first:
             if one_by_one:
                 once = {name: replace(calls[name], writes=bool(effects.nodes[name].mutates)) for name in first.values()}
-                measured = _measure(ir.gm, machine, len(once), partial(time_alone, once, device, self.repeats))
+                alone = partial(time_alone, once, device, self.repeats, trains=trains)
+                measured = _measure(ir.gm, machine, len(once), alone, trains=trains)
             else:
                 names = set(first.values())
-                steps = partial(time_nodes, ir.gm, effects.nodes, names, example.tensors, device, self.repeats)
-                measured = _measure(ir.gm, machine, WARM_UP + self.repeats + HALVED, steps)
+                seen, inputs = effects.nodes, example.tensors
+                steps = partial(time_nodes, ir.gm, seen, names, inputs, device, self.repeats, trains=trains)
+                turns = len(list_turns(self.repeats, trains=trains))
+                measured = _measure(ir.gm, machine, turns, steps, trains=trains)
             times |= {key: measured[name] for key, name in first.items()}
         # Where nothing is measured, the figures are of the accelerator that the known ones are of.
         found = known.costs.environment if known and not first else accelerators.describe(device)
         hardware = {key: found[key] for key in HARDWARE if key in found}
-        return ir.learn(_build_costs(ir, effects, signatures, times, self.tied, hardware), effects)
+        costs = _build_costs(ir, effects, signatures, times, self.tied, hardware)
+        return ir.learn(costs if trains else keep_forwards(costs), effects)
 
 
-def _check_known(known: KnownCosts, unknown: dict[str, str], kind: str) -> None:
-    """Raise ProfileError if known costs are of another kind of device, or are to be complete and lack a signature."""
+def _check_known(known: KnownCosts, unknown: dict[str, str], kind: str, *, trains: bool) -> None:
+    """Raise ProfileError if known costs are of another kind of device, or are to be complete and lack something.
+
+    They may lack a signature, or backwards where the plan is for training.
+    """
+    if trains and known.costs.inference:
+        raise ProfileError(
+            "the saved profile is of forwards alone, as measured for inference: leave costs= out to measure backwards "
+            "too, or compile with inference=True"
+        )
     if known.costs.device_kind != kind:
         raise ProfileError(
             f"the saved profile was measured on {known.costs.device_kind!r} and the devices are {kind!r}: leave "
@@ -122,24 +138,27 @@ def _check_known(known: KnownCosts, unknown: dict[str, str], kind: str) -> None:
 
 
 def _measure(
-    gm: fx.GraphModule, machine: Machine, turns: int, run: Callable[[Callable[[], object]], NodeTimes]
+    gm: fx.GraphModule, machine: Machine, turns: int, run: Callable[[Callable[[], object]], NodeTimes], *, trains: bool
 ) -> NodeTimes:
-    """Return the times that `run` measures; it is given a function to call in each of its `turns`, for progress."""
+    """Return the times that `run` measures; it is given a function to call in each of its `turns`, for progress.
+
+    Without `trains` it runs without gradients.
+    """
     # Timing runs operators for real, so it must leave no trace, and needs gradients whatever the caller's mode is.
     tick = partial(next, track(range(turns), "profiling"))
     device = machine.torch_devices()[0]
     # Memory that the profile's stream had is of no use to the streams of the workers.
     freed = undo_after(accelerators.release_cached_memory) if accelerators.is_accelerator(device) else nullcontext()
-    with preserve(gm, [device]), torch.enable_grad(), freed:
+    with preserve(gm, [device]), torch.set_grad_enabled(trains), freed:
         return run_in_worker_thread(partial(run, tick), machine.intraop_threads(), device)
 
 
-def _is_too_big(gm: fx.GraphModule, machine: Machine) -> bool:
-    """Return whether weights that are elsewhere do not fit, with their gradients, on the device to measure on."""
+def _is_too_big(gm: fx.GraphModule, machine: Machine, *, trains: bool) -> bool:
+    """Return whether weights that are elsewhere do not fit, with gradients if any, on the device to measure on."""
     device = machine.devices[0]
     # Weights that are on the device already need no room besides what they have.
     elsewhere = [w for w in list_weights(gm) if w.device != device.torch_device]
-    return 2.0 * sum(count_bytes(w) for w in elsewhere) > device.memory_bytes
+    return (1.0 + trains) * sum(count_bytes(w) for w in elsewhere) > device.memory_bytes
 
 
 def _build_costs(

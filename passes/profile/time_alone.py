@@ -6,7 +6,7 @@ The peak of memory is that of the largest operator. Caches are warmer than in th
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +18,10 @@ from fxsplit.ir.facts.costs import Measured
 from fxsplit.passes.profile.clock import Span, make_clock
 from fxsplit.passes.profile.thread import check_stop
 from fxsplit.passes.profile.time_in_step import (
-    HALVED,
-    WARM_UP,
     Halves,
     NodeTimes,
     ignore_missing_backward,
+    list_turns,
     settle,
     take_medians,
     time_halves,
@@ -43,8 +42,12 @@ class Call:
     writes: bool = False
 
 
-def time_alone(calls: Mapping[str, Call], device: torch.device, repeats: int, tick: Callable[[], object]) -> NodeTimes:
+def time_alone(
+    calls: Mapping[str, Call], device: torch.device, repeats: int, tick: Callable[[], object], *, trains: bool = True
+) -> NodeTimes:
     """Return the median times of each call, by the node's name; `tick` is called once for each call.
+
+    trains: whether there are backwards, as there are none where gradients are off.
 
     Raises ProfileError, naming the node, for a call that does not run on made-up values.
     """
@@ -52,7 +55,7 @@ def time_alone(calls: Mapping[str, Call], device: torch.device, repeats: int, ti
     for name, call in calls.items():
         tick()
         try:
-            times[name] = _time(call, device, repeats)
+            times[name] = _time(call, device, list_turns(repeats, trains=trains), repeats)
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             raise ProfileError(
                 f"node {name!r} cannot be timed on made-up values of its shapes ({error}): give the model its weights, "
@@ -61,8 +64,8 @@ def time_alone(calls: Mapping[str, Call], device: torch.device, repeats: int, ti
     return times
 
 
-def _time(call: Call, device: torch.device, repeats: int) -> Measured:
-    """Return the median times of one call."""
+def _time(call: Call, device: torch.device, turns: Sequence[bool], repeats: int) -> Measured:
+    """Return the median times of one call, whose backward runs in halves in some `turns`."""
     made: dict[int, Tensor] = {}
 
     def make(tensor: Tensor) -> Tensor:
@@ -109,8 +112,8 @@ def _time(call: Call, device: torch.device, repeats: int) -> Measured:
     settle(clock, run)
     forward.clear()
     backward.clear()
-    for turn in range(WARM_UP + repeats + HALVED):
-        run(halved=turn >= WARM_UP + repeats)
+    for halved in turns:
+        run(halved)
     return take_medians(forward, backward, halves, repeats)
 
 

@@ -230,10 +230,13 @@ def time_nodes(
     device: torch.device,
     repeats: int,
     tick: Callable[[], object],
+    *,
+    trains: bool = True,
 ) -> NodeTimes:
     """Return the median times of the nodes in `timed`, over `repeats` steps on `device`; `tick` is called every step.
 
-    seen: what every node did when the graph was observed. inputs: the tensors of the example.
+    seen: what every node did when the graph was observed. inputs: the tensors of the example. trains: whether there are
+        backwards, as there are none where gradients are off.
     """
     # Weights may be on several devices: one kind of device is measured, and on it all of the graph.
     if any(w.device != device for w in (*gm.parameters(), *gm.buffers())):
@@ -241,13 +244,18 @@ def time_nodes(
         move_constants(gm, inputs[0].device, device)
     sweep = Sweep(gm, seen, timed, device)
     sweep.settle(*inputs)
-    # Backwards in halves have steps of their own: they take longer, and must not blur the times of whole ones.
-    for turn in range(WARM_UP + repeats + HALVED):
-        sweep.run_step(*inputs, halved=turn >= WARM_UP + repeats)
+    for halved in list_turns(repeats, trains=trains):
+        sweep.run_step(*inputs, halved=halved)
         tick()
     return {
         name: take_medians(sweep.forwards[name], sweep.backwards[name], sweep.halves[name], repeats) for name in timed
     }
+
+
+def list_turns(repeats: int, *, trains: bool) -> list[bool]:
+    """Return, for each step of a measurement, whether its backwards are to run in halves."""
+    # These have steps of their own: they take longer, and must not blur the times of whole ones.
+    return [False] * (WARM_UP + repeats) + [True] * (HALVED * trains)
 
 
 def take_medians(forward: list[Span], backward: list[Span], halves: list[Halves], repeats: int) -> Measured:

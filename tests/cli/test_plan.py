@@ -18,6 +18,7 @@ import fxsplit
 from fxsplit.cli import main as cli
 from fxsplit.errors import NoFit
 from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.facts.forward_costs import keep_forwards
 from fxsplit.planner import Options
 from tests.formats.test_formats import MACHINE, PIPEDREAM, dnn, line, written
 from tests.graphs import node
@@ -290,3 +291,22 @@ def test_unlimited_links_are_said(capsys: pytest.CaptureFixture[str], profile: s
     for arguments, said in (([], True), (["--bandwidth", "1e9"], False), (["--no-traffic"], False)):
         assert cli.main(["plan", profile, "--devices", "2", *arguments]) == 0
         assert ("links are unlimited" in capsys.readouterr().out) == said
+
+
+def test_plans_for_inference(capsys: pytest.CaptureFixture[str], profile: str, tmp_path: Path) -> None:
+    base = ("plan", profile, "--devices", "2", "--bandwidth", "1e6", "--inference")
+    found = answer(capsys, *base)
+    # Of a step's 9.02 ms a third, and of what crosses the cut one way.
+    assert found["schedule"] == "Inference" and found["objective"] == pytest.approx(3.01)
+    assert all(s["backward_ms"] == s["in_gradient_bytes"] == s["parameter_bytes"] == 0 for s in found["stages"])
+    assert cli.main([*base, "--schedule", "GPipe"]) == 2
+    assert "without backwards there is one" in capsys.readouterr().err
+    plan = written(tmp_path, json.dumps(found), "plan.json")
+    assert cli.main(["simulate", "--plan", str(plan)]) == 0
+    assert "Inference" in capsys.readouterr().out
+    costs = fxsplit.Costs.load(profile)
+    keep_forwards(costs).save(tmp_path / "forwards.json")
+    assert answer(capsys, *base[:1], str(tmp_path / "forwards.json"), *base[2:])["objective"] == found["objective"]
+    assert cli.main(["plan", str(tmp_path / "forwards.json")]) == 2
+    assert "of forwards alone" in capsys.readouterr().err
+    assert cli.main(["explain", profile, "--devices", "2", "--inference"]) == 0

@@ -12,9 +12,10 @@ from torch.nn import functional as F
 import fxsplit
 from fxsplit.errors import StageError
 from fxsplit.runtime import engine
-from fxsplit.runtime.channels import Channels, Inboxes, Message, Stopped
+from fxsplit.runtime.channels import BoundedInboxes, Channels, Inboxes, Message, Stopped, make_inboxes
 from fxsplit.runtime.job import Job
 from fxsplit.schedule.action import BACKWARD, FORWARD, Action
+from fxsplit.schedule.generate import run_forwards
 from tests.models import FAST, Mlp
 
 FIRST, SECOND = Action(1, FORWARD, 0), Action(1, FORWARD, 1)
@@ -101,3 +102,68 @@ def test_a_failed_step_fails_the_channels(monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(StageError):
             pipe.step(x, target=torch.zeros(8, 4))
         assert failed
+
+
+def test_bounded_inboxes_make_the_sender_wait() -> None:
+    channels = BoundedInboxes(2)
+    channels.send(1, Message(FIRST, "first", None))
+    sent: list[str] = []
+
+    def send() -> None:
+        channels.send(1, Message(SECOND, "second", None))
+        sent.append("second")
+
+    sender = threading.Thread(target=send, daemon=True)
+    sender.start()
+    sender.join(0.05)
+    assert sender.is_alive() and not sent
+    assert channels.receive(1, FIRST).values == "first"
+    sender.join(10.0)
+    assert sent == ["second"] and channels.receive(1, SECOND).values == "second"
+
+
+def test_what_comes_out_of_order_makes_no_one_wait_for_ever() -> None:
+    """Replicas of a stage send to one device, which takes their microbatches in turn."""
+    channels = BoundedInboxes(1)
+    arrived: list[Any] = []
+
+    def receive() -> None:
+        arrived.extend(channels.receive(0, action).values for action in (FIRST, SECOND))
+
+    receiver = threading.Thread(target=receive, daemon=True)
+    receiver.start()
+    for action, values in ((SECOND, "second"), (FIRST, "first")):
+        channels.send(0, Message(action, values, None))
+    receiver.join(10.0)
+    assert arrived == ["first", "second"]
+
+
+def test_a_failure_wakes_those_that_wait_for_room() -> None:
+    channels = BoundedInboxes(1)
+    channels.send(0, Message(FIRST, "first", None))
+    woken: list[bool] = []
+
+    def send() -> None:
+        try:
+            channels.send(0, Message(SECOND, "second", None))
+        except Stopped:
+            woken.append(True)
+
+    senders = [threading.Thread(target=send, daemon=True) for _ in range(2)]
+    for sender in senders:
+        sender.start()
+    channels.fail()
+    for sender in senders:
+        sender.join(10.0)
+    assert woken == [True, True]
+
+
+def test_devices_with_several_stages_have_no_bounds() -> None:
+    for homes, bounded, kind in (
+        (((0,), (1,)), True, BoundedInboxes),
+        (((0,), (1, 2)), True, BoundedInboxes),
+        (((0,), (1,), (0,)), True, Inboxes),
+        (((0,), (1,)), False, Inboxes),
+    ):
+        made = make_inboxes(run_forwards(homes, 2), bounded=bounded)
+        assert type(made) is kind

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from fxsplit.errors import ScheduleError
-from fxsplit.schedule import Action, generate, verify
-from fxsplit.schedule.generate import alternate, count_in_flight, run_forwards_first, schedule_replicas
+from fxsplit.schedule import Action, Times, generate, simulate, verify
+from fxsplit.schedule.generate import (
+    alternate,
+    count_in_flight,
+    inference,
+    run_forwards,
+    run_forwards_first,
+    schedule_replicas,
+)
 from fxsplit.schedule.greedy import Rows
 from fxsplit.schedule.homes import cross_both_ways, deal_in_turn, go_there_and_back, group_in_blocks, line
+from fxsplit.schedule.memory import Footprint, find_peak, trace_memory
 
 
 def text(rows: Rows) -> str:
@@ -95,3 +105,19 @@ def test_chimera_on_four_devices() -> None:
         "1F1r1 2F0 1F3r1 2F2 2B0 1B1r1 2B2 1B3r1 1REDUCEr1 2REDUCE\n"
         "0F1r1 0F3r1 3F0 3B0 3F2 3B2 0B1r1 0B3r1 0REDUCEr1 3REDUCE"
     )
+
+
+def test_inference_has_forwards_alone() -> None:
+    schedule = inference(2, 3)
+    verify(schedule)
+    assert str(schedule) == "0F0 0F1 0F2\n1F0 1F1 1F2" and not schedule.trains
+    simulation = simulate(schedule, Times([1.0, 2.0], [9.0, 9.0]))
+    assert simulation.step_ms == 7.0
+    # A stage keeps nothing of a microbatch that it has handed on.
+    courses = trace_memory(simulation, [Footprint(100.0, 0.0, 7.0, 0.0)] * 2)
+    assert [find_peak(course) for course in courses] == [107.0, 107.0]
+    with pytest.raises(ScheduleError, match="2 stages a device"):
+        inference(2, 3, 2)
+    with pytest.raises(ScheduleError, match="0B0 is never done"):
+        verify(replace(schedule, trains=True))
+    assert str(run_forwards(((0,), (1, 2)), 3)) == "0F0 0F1 0F2\n1F0 1F2\n1F1r1"

@@ -114,7 +114,8 @@ class Costs(Fact):
 
     `together` are sets of nodes that no cut may part; `ordered` are pairs that keep their order though no value flows
     between them (both as in Effects). `rows` is the microbatch size and `device_kind` the hardware, as
-    in torch ("cpu", "cuda"). `exchanges` are tensors of another tool's backward graph.
+    in torch ("cpu", "cuda"). `exchanges` are tensors of another tool's backward graph. `inference` says that these are
+    the costs of forwards alone, which tell nothing of training (see `keep_forwards`).
     """
 
     nodes: tuple[NodeCost, ...]
@@ -126,6 +127,7 @@ class Costs(Fact):
     device_kind: str = "cpu"
     environment: dict[str, str] = field(default_factory=dict)
     exchanges: tuple[Exchange, ...] = ()
+    inference: bool = False
 
     made_by: ClassVar[str] = "profile"
 
@@ -270,6 +272,7 @@ class Costs(Fact):
         head = {"format": FORMAT, "version": VERSION, "rows": self.rows, "device_kind": self.device_kind}
         head |= {"environment": self.environment, "outputs": self.outputs}
         head |= {"together": self.together, "ordered": self.ordered}
+        head |= {"inference": True} if self.inference else {}
         lists = {"inputs": [asdict(i) for i in self.inputs], "nodes": [_to_record(n) for n in self.nodes]}
         lists |= {"exchanges": [asdict(e) for e in self.exchanges]} if self.exchanges else {}
         # One node a line, so that two profiles can be compared line by line.
@@ -307,6 +310,7 @@ class Costs(Fact):
                 device_kind=str(data["device_kind"]),
                 environment={str(k): str(v) for k, v in data["environment"].items()},
                 exchanges=tuple(Exchange(e["output_bytes"], as_list(e["nodes"])) for e in data.get("exchanges", ())),
+                inference=bool(data.get("inference", False)),
             )
             if not is_count(costs.rows):
                 raise ProfileError(f"it has rows={show(costs.rows)}: give a whole number, zero or more")

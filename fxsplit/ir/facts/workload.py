@@ -20,6 +20,7 @@ class Workload(GivenFact):
     - `may_idle` allows stages without a node, which only pass values on. The other mode of a model may need that: its
       weights stay where the first mode has put them, and its graph may have no node for some stage
     - `replicated`: the schedule places every stage on several devices, as Chimera does
+    - `inference`: there are no backwards, and nothing is trained
     """
 
     schedule: str
@@ -28,6 +29,7 @@ class Workload(GivenFact):
     may_idle: bool = False
     versions: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     replicated: bool = False
+    inference: bool = False
 
     made_by: ClassVar[str] = "compile(schedule=, n_microbatches=)"
 

@@ -60,8 +60,8 @@ class Workers:
         self._closed = self._started = False
         self._process = os.getpid()
         self._threads: list[threading.Thread] = []
-        # The job that was given to the workers last, which may be gone, and who is still at it.
-        self._last: tuple[weakref.ref[Job], _Course] | None = None
+        # Those that may not be over, in the order in which they were begun. One that is over may be gone.
+        self._courses: list[weakref.ref[Course]] = []
         _note_running(self)
         up: SimpleQueue[BaseException | None] = SimpleQueue()
         # What a worker sets for itself is also what threads that start later would get.
@@ -84,32 +84,42 @@ class Workers:
         return thread in self._threads
 
     def run(self, job: Job, timeout_s: float | None = None) -> None:
-        """Run a job on all devices and return when it is done. Raises the first error of any worker.
+        """Run a job on all devices and return when it is done. Raises what `begin` and `finish` raise.
 
         Interrupted (Ctrl-C), it stops the workers after the action they are in, and waits at most GRACE_S for that.
-        Raises StepTimeout after `timeout_s`; BusyError where a worker is still in a job that was given up; ClosedError
-        after close(), and in a process that was forked from the one with the threads.
         """
-        ready, course = mark_caller([*self._devices, *job.list_devices()]), _Course(len(job.marks))
+        course = Course(job)
+        with undo_after(course.give_up):
+            self.begin(course)
+            self.finish(course, timeout_s)
+
+    def begin(self, course: Course) -> None:
+        """Give the workers a job, which they do after those that were begun before; do not wait for it.
+
+        Raises BusyError where a worker is still in a job that was given up; ClosedError after close(), and in a process
+        that was forked from the one with the threads.
+        """
+        job = course.job
+        ready = mark_caller([*self._devices, *job.list_devices()])
         tasks = [partial(_run_task, job, device, ready, course) for device in range(len(job.marks))]
         hand_out = [partial(queue.put, task) for queue, task in zip(self._tasks, tasks, strict=False)]
-        with lend_draws(), undo_after(partial(_give_up, job, course)):
-            try:
-                self._check_free()
-                self._last = weakref.ref(job), course
-                # All workers get their task, or none does, whenever an interrupt comes.
-                call_all([partial(setattr, course, "begun", True), *hand_out])
-                # close() may have come in between, and then some worker never sees its task.
-                self._check_open()
-                if not self._wait(course, math.inf if timeout_s is None else timeout_s):
-                    raise StepTimeout(
-                        f"the step takes longer than timeout_s={timeout_s:g}:\n{self.get_status()}\n"
-                        "No gradient has changed. The pipeline can be used again when these actions are over"
-                    )
-            # Ctrl-C raises KeyboardInterrupt in the caller, which is no Exception.
-            except BaseException:
-                job.stop()
-                raise
+        self._check_free()
+        self._courses = [ref for ref in self._courses if (one := ref()) and not one.over.is_set()]
+        self._courses.append(weakref.ref(course))
+        # All workers get their task, or none does, whenever an interrupt comes.
+        call_all([partial(setattr, course, "begun", True), *hand_out])
+        # close() may have come in between, and then some worker never sees its task.
+        self._check_open()
+
+    def finish(self, course: Course, timeout_s: float | None = None) -> None:
+        """Return when a job that was begun is done; raises the first error of any worker, StepTimeout after a time."""
+        job = course.job
+        with lend_draws(), undo_after(course.give_up):
+            if not self._wait(course, math.inf if timeout_s is None else timeout_s):
+                raise StepTimeout(
+                    f"the step takes longer than timeout_s={timeout_s:g}:\n{self.get_status()}\n"
+                    "No gradient has changed. The pipeline can be used again when these actions are over"
+                )
         # Also after a failure: the caller may write to weights, which kernels that are queued still read.
         make_caller_wait(self._devices, job.marks)
         if (error := job.take_error()) is not None:
@@ -119,7 +129,7 @@ class Workers:
                 # This frame is in the error's traceback, and must not refer to the error.
                 del error
 
-    def _wait(self, course: _Course, timeout_s: float) -> bool:
+    def _wait(self, course: Course, timeout_s: float) -> bool:
         """Wait until a job is over, and return whether it is; raises ClosedError where a worker that is at it ended."""
         deadline = time.monotonic() + timeout_s
         while (rest := deadline - time.monotonic()) > 0:
@@ -133,13 +143,11 @@ class Workers:
     def get_status(self) -> Status:
         """Return what each worker does now."""
         frames = sys._current_frames()
-        last, course = self._last or (None, None)
-        job = None if last is None else last()
+        courses = [course for ref in self._courses if (course := ref()) and course.begun]
         found = []
         for i, (thread, name) in enumerate(zip(self._threads, self._names, strict=True)):
-            at_work = job is not None and course is not None and i in course.left and course.begun
-            frame = frames.get(thread.ident or 0)
-            doing = job.describe_work(i, frame) if at_work and job is not None else None
+            course = next((course for course in courses if i in course.left), None)
+            doing = None if course is None else course.job.describe_work(i, frames.get(thread.ident or 0))
             found.append(doing or WorkerStatus(i, name, operation="idle" if thread.is_alive() else "ended"))
         return Status(tuple(found))
 
@@ -156,9 +164,9 @@ class Workers:
         """End the threads for good: Python is about to end, and would be aborted by a thread that runs on."""
         self._closed = True
         _end(self._tasks)
-        job = self._last and self._last[0]()
-        if job is not None:
-            job.stop()
+        for ref in self._courses:
+            if (course := ref()) is not None:
+                course.job.stop()
         deadline = time.monotonic() + EXIT_S
         for thread in self._threads:
             thread.join(timeout=0.2)
@@ -179,8 +187,8 @@ class Workers:
     def _check_free(self) -> None:
         """Raise BusyError where a worker is still in a job that was given up, after a moment; ClosedError if closed."""
         self._check_open()
-        course = self._last and self._last[1]
-        if course and course.begun and not course.over.wait(GRACE_S):
+        given_up = [course for ref in self._courses if (course := ref()) and course.begun and course.given_up]
+        if any(not course.over.wait(GRACE_S) for course in given_up):
             raise BusyError(
                 f"a call that was interrupted is not over yet:\n{self.get_status()}\n"
                 "Call the pipeline again when that is done, or close it and compile the model again"
@@ -193,13 +201,22 @@ class Workers:
             _end(self._tasks)
 
 
-class _Course:
-    """How far a job has come: whether it was begun, and who is still at it."""
+class Course:
+    """How far a job has come: whether it was begun, who is still at it, and whether nobody waits for it any more."""
 
-    def __init__(self, count: int) -> None:
-        self.begun = False
-        self.left = set(range(count))
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.begun = self.given_up = False
+        self.left = set(range(len(job.marks)))
         self.over = threading.Event()
+
+    def give_up(self, grace_s: float = GRACE_S) -> None:
+        """Stop the job if it is not over, and wait a moment for workers that are at it."""
+        if not self.over.is_set():
+            self.given_up = True
+            self.job.stop()
+            if self.begun:
+                self.over.wait(grace_s)
 
     def end(self, device: int) -> None:
         """Note that a device's worker has ended its part; to do so again changes nothing."""
@@ -208,7 +225,7 @@ class _Course:
             self.over.set()
 
 
-def _run_task(job: Job, device: int, ready: list[object], course: _Course, stream: Stream) -> None:
+def _run_task(job: Job, device: int, ready: list[object], course: Course, stream: Stream) -> None:
     """Do one worker's part of a job, and say when it is over. `ready` are tokens of the caller's work."""
     # Twice, as an exception may come in the middle of the first, and the caller would wait for ever.
     try:
@@ -220,14 +237,6 @@ def _run_task(job: Job, device: int, ready: list[object], course: _Course, strea
             course.end(device)
     finally:
         course.end(device)
-
-
-def _give_up(job: Job, course: _Course) -> None:
-    """Stop a job that was begun and is not over, and wait a moment for its workers."""
-    if course.begun and not course.over.is_set():
-        # An interrupt may have come before the caller could say so itself.
-        job.stop()
-        course.over.wait(GRACE_S)
 
 
 def _serve(

@@ -14,7 +14,7 @@ import torch
 
 from fxsplit.errors import ClosedError
 from fxsplit.runtime.backends import threads
-from fxsplit.runtime.backends.threads import Workers
+from fxsplit.runtime.backends.threads import Course, Workers
 from fxsplit.runtime.streams import Stream
 
 CPU = torch.device("cpu")
@@ -197,3 +197,39 @@ def test_an_interrupted_caller_waits_a_moment_for_the_workers(stops: bool, monke
         end.set()
         made.run(Job(2))
         assert sorted(left) == [0, 1]
+
+
+def test_jobs_that_are_begun_run_in_their_order_and_meet() -> None:
+    """The first worker goes on with the second job while the last one is still in the first."""
+    met, order = threading.Barrier(2), list[tuple[str, int]]()
+
+    def act(name: str, meets: int) -> Any:
+        def run(device: int) -> None:
+            if device == meets:
+                met.wait(10.0)
+            order.append((name, device))
+
+        return run
+
+    with workers() as made:
+        first, second = Course(Job(2, act("first", 1))), Course(Job(2, act("second", 0)))  # type: ignore[arg-type]
+        made.begin(first)
+        made.begin(second)
+        made.finish(second)
+        made.finish(first)
+        assert [name for name, device in order if device == 0] == ["first", "second"]
+        assert [name for name, device in order if device == 1] == ["first", "second"]
+
+
+def test_a_job_that_is_given_up_leaves_the_next_ones_alone() -> None:
+    go = threading.Event()
+    with workers() as made:
+        first, second = Course(Job(2, lambda device: go.wait(10.0))), Course(Job(2))  # type: ignore[arg-type]
+        made.begin(first)
+        made.begin(second)
+        first.give_up(grace_s=0.0)
+        assert first.given_up and first.job.stopped.is_set() and not second.given_up  # type: ignore[attr-defined]
+        go.set()
+        made.finish(second)
+        assert sorted(second.job.ran) == [0, 1]  # type: ignore[attr-defined]
+        made.run(Job(2))
