@@ -13,6 +13,7 @@ from fxsplit.api.compiler import Compiler
 from fxsplit.api.facade import Facade
 from fxsplit.errors import InputError
 from fxsplit.formats.safetensors_files import WeightFiles
+from fxsplit.formats.save_safetensors import save_checkpoint
 from fxsplit.ir.interrupts import lose_no_interrupt
 from fxsplit.torch_internals.undo import leave_no_trace
 
@@ -59,3 +60,17 @@ class WithWeights(Facade):
                 "example_inputs=, or give the checkpoint as compile(weights=path)"
             )
         files.load(self.model, compiled.program.list_placed(), strict)
+
+    @lose_no_interrupt
+    @leave_no_trace
+    def save_weights(self, folder: str | os.PathLike[str], *, max_shard_bytes: int = 5_000_000_000) -> None:
+        """Write the model's state_dict as a safetensors checkpoint, as Hugging Face's `from_pretrained` reads it.
+
+        folder: where `model.safetensors` is written, or, if the tensors have more than `max_shard_bytes`,
+        `model-00001-of-0000N.safetensors` and so on with their index. They take the place of an earlier checkpoint in
+        the folder; other files there, such as config.json, stay. A tied weight is written once, under its first name.
+
+        The checkpoint is written whole, or the folder is as it was. One tensor at a time is in host memory, besides
+        weights that live there. Raises InputError for weights without values and for what is no tensor, and FileError.
+        """
+        save_checkpoint(self.model, folder, max_shard_bytes)

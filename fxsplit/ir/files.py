@@ -43,7 +43,7 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
         _write(os.fspath(path), content.encode() if isinstance(content, str) else content)
     # A path with a null byte is a ValueError.
     except (OSError, ValueError) as error:
-        raise _explain(f"cannot write {os.fspath(path)!r}", error) from error
+        raise explain_unwritable(f"cannot write {os.fspath(path)!r}", error) from error
 
 
 def make_folder(path: str | os.PathLike[str]) -> None:
@@ -55,7 +55,7 @@ def make_folder(path: str | os.PathLike[str]) -> None:
             f"cannot make the folder {os.fspath(path)!r}: a file has that name; give another path"
         ) from error
     except (OSError, ValueError) as error:
-        raise _explain(f"cannot make the folder {os.fspath(path)!r}", error) from error
+        raise explain_unwritable(f"cannot make the folder {os.fspath(path)!r}", error) from error
 
 
 def _write(path: str, content: bytes) -> None:
@@ -99,7 +99,7 @@ def _is_stream(path: str) -> bool:
     return os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path))
 
 
-def _explain(what: str, error: OSError | ValueError) -> FileError:
+def explain_unwritable(what: str, error: OSError | ValueError) -> FileError:
     """Return the error that says what could not be done, why, and what to do."""
     number = error.errno if isinstance(error, OSError) else None
     reason = getattr(error, "strerror", None) or str(error)
