@@ -48,6 +48,8 @@ def compile_function(
         with functorch_config.patch(force_non_lazy_backward_lowering=True):
             return compile_graph(*graph_and_inputs, **options)
 
+    # What torch calls the backend in errors.
+    noted.__name__ = backend
     compiled: Callable[..., Any] = torch.compile(function, backend=noted, dynamic=dynamic)
     return compiled
 

@@ -105,9 +105,11 @@ class CompiledStage:
         self.module = module
         self._index = index
         self._owner = owner
-        self._rows = owner.how.rows[index]
+        # Sizes that follow the rows, and those that have been seen to differ from call to call.
+        self._dims: list[Dims | None] = list(owner.how.rows[index])
+        self._sizes: list[torch.Size | None] = [None] * len(self._dims)
         # A number that follows the rows cannot be marked by itself.
-        self._dynamic = True if None in self._rows else None
+        self._dynamic = True if None in self._dims else None
         self._apart = {name: m for name, m in module.named_children() if isinstance(m, Apart)}
         self._functions: dict[frozenset[str], Callable[..., Any]] = {}
         # What a module computes may depend on its mode. A graph has none, and its own modules are what it calls.
@@ -117,6 +119,7 @@ class CompiledStage:
 
     def __call__(self, *values: Any) -> Any:
         """Return the tuple of outputs for the tuple of inputs."""
+        self._look_at_sizes(values)
         kind = self._find_kind(values)
         if kind in self._known:
             return self._run(self._prepare(values), kind)
@@ -128,13 +131,24 @@ class CompiledStage:
             self._known.add(kind)
         return result
 
+    def _look_at_sizes(self, values: Sequence[Any]) -> None:
+        """Add the dimensions to the dynamic ones whose sizes are others than in the last call, such as a length."""
+        for i, value in enumerate(values):
+            if not isinstance(value, Tensor) or value.shape == self._sizes[i]:
+                continue
+            last, self._sizes[i], dims = self._sizes[i], value.shape, self._dims[i] or ()
+            if last is not None and len(last) == value.ndim:
+                more = [d for d in range(value.ndim) if last[d] != value.shape[d] and d not in dims]
+                if more:
+                    self._dims[i] = tuple(sorted((*dims, *more)))
+
     def _prepare(self, values: Sequence[Any]) -> list[Any]:
-        """Return the inputs with their rows marked as dynamic."""
+        """Return the inputs with their dynamic sizes marked."""
         prepared = []
-        for value, dims in zip(values, self._rows, strict=True):
+        for value, dims in zip(values, self._dims, strict=True):
             if dims and isinstance(value, Tensor):
                 # A piece cut out of another dimension than the first has strides that follow the rows of the batch.
-                if 0 not in dims and not value.is_contiguous():
+                if dims[0] != 0 and not value.is_contiguous():
                     value = value.contiguous()
                 mark_dynamic(value, dims)
             prepared.append(value)
@@ -142,7 +156,7 @@ class CompiledStage:
 
     def _find_kind(self, values: Sequence[Any]) -> Kind:
         """Return what torch may compile a call by, as far as it is known here."""
-        pairs = zip(values, self._rows, strict=True)
+        pairs = zip(values, self._dims, strict=True)
         given = [Given.of(v, dims or ()) if isinstance(v, Tensor) else type(v) for v, dims in pairs]
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled()
         return Kind(tuple(given), modes, tuple([m.training for m in self._modal]))

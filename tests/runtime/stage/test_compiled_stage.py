@@ -193,6 +193,8 @@ def drop_in_turn(model: nn.Sequential, names: dict[str, str]) -> nn.Sequential:
     return nn.Sequential(*(Draw(names[n], m) if n in names else m for n, m in model.named_children()))
 
 
+# What torch says as it loads inductor.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("backend", ["counting", "aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 @pytest.mark.parametrize("options", [{}, {"recompute": "always"}, {"schedule": "Chimera"}], ids=str)
 def test_dropout_is_that_of_the_unsplit_model(
@@ -226,6 +228,7 @@ def test_dropout_is_that_of_the_unsplit_model(
             for a, b in zip(model.parameters(), unsplit.parameters(), strict=True):
                 torch.testing.assert_close(a.grad, b.grad, rtol=TOLERANCE[torch.float64], atol=1e-12)
         assert backend != "counting" or len(graphs) == 2, "dropout cuts no graph"
+        assert options or fxsplit.verify(pipe, x).equal
 
 
 @between_graphs
@@ -287,7 +290,24 @@ def test_a_backend_that_fails_is_asked_again(graphs: list[fx.GraphModule], monke
     with fxsplit.compile(model, 2, passes=FAST, n_microbatches=3, stage_backend="counting") as pipe:
         with monkeypatch.context() as patch:
             patch.setitem(globals(), "_works", False)
-            with pytest.raises(StageError, match="the compiler is broken"):
+            with pytest.raises(StageError, match="backend='counting' raised:\\nValueError: the compiler is broken"):
                 pipe(x)
         torch.testing.assert_close(pipe(x), model(x))
     assert len(graphs) == 2
+
+
+def test_a_length_that_has_differed_is_dynamic_in_every_mode(graphs: list[fx.GraphModule]) -> None:
+    """In evaluation torch once began with the length of its first call, and compiled again for the second."""
+    model, x = make_layers(), torch.randn(12, 9, 8, dtype=torch.float64)
+    with fxsplit.compile(model, 2, passes=FAST, n_microbatches=3, stage_backend="counting") as pipe:
+        pipe(x[:, :5].contiguous())
+        with pytest.warns(RecompileWarning, match=r"stage 0 for float64\[n, n, 8\] in .*; stage 1 for"):
+            pipe(x)
+        with torch.no_grad(), pytest.warns(RecompileWarning, match="without gradients"):
+            pipe(x)
+        for rows, length in ((11, 9), (12, 5), (7, 3)):
+            some = x[:rows, :length].contiguous()
+            torch.testing.assert_close(pipe(some), model(some))
+            with torch.no_grad():
+                torch.testing.assert_close(pipe(some), model(some))
+    assert len(graphs) == 6
