@@ -98,9 +98,14 @@ def _compare_gradients(here: Runnable, names: Sequence[str], wanted: Sequence[An
             raise TraceError(LOST.format(here.name, name))
         return
     wanted, found = ([g.to_dense() if g is not None and g.is_sparse else g for g in each] for each in (wanted, found))
+    pairs = list(zip(names, wanted, found, strict=False))
+    # The same kernels give the same bits, and to look for these takes a fraction of the time.
+    other = [(name, a, b) for name, a, b in pairs if a is None or b is None or not torch.equal(a, b)]
+    if all(a is None and b is None for _, a, b in other):
+        return
     # A small gradient is a difference of large ones, whose rounding it carries: the largest of all sets the tolerance.
     largest = max((float(torch.nan_to_num(g).abs().max()) for g in wanted if g is not None and g.numel()), default=0.0)
-    for name, a, b in zip(names, wanted, found, strict=False):
+    for name, a, b in other:
         if a is None and b is None:
             continue
         # No gradient and a gradient of zeros train the same.

@@ -18,7 +18,9 @@ from fxsplit.planner.kernels.tables import Ints
 P = ParamSpec("P")
 R = TypeVar("R")
 SMALL = 600
-"""Ideals up to which plain Python is quicker than loading numba."""
+"""Ideals up to which a search takes all pairs of them at once, see `dense`."""
+PLAIN = 3_000
+"""Ideals up to which plain Python, which takes a tenth of a second, is quicker than loading numba."""
 
 _preferred = False
 
@@ -32,7 +34,7 @@ def prefer_compiled(preferred: bool = True) -> None:
 
 def worth_compiling(ideals: int) -> bool:
     """Return whether to use compiled kernels for a number of ideals."""
-    return _preferred or ideals > SMALL
+    return _preferred or ideals > PLAIN
 
 
 @cache
@@ -53,8 +55,8 @@ def fit(kernel: Callable[P, R], ideals: int) -> Callable[P, R]:
 
 def enumerate_ideals(indegree: Ints, succ_ptr: Ints, succ: Ints, cap: int) -> tuple[Ints, Ints, bool]:
     """Return (parent, last, complete) of every ideal; see `lattice.enumerate_ideals`."""
-    # How many ideals there are is what is asked: plain Python counts up to SMALL before numba is loaded.
-    parent, last, complete = fit(lattice.enumerate_ideals, 0)(indegree, succ_ptr, succ, min(cap, SMALL))
-    if not complete and cap > SMALL:
+    # How many ideals there are is what is asked: plain Python counts up to PLAIN before numba is loaded.
+    parent, last, complete = fit(lattice.enumerate_ideals, 0)(indegree, succ_ptr, succ, min(cap, PLAIN))
+    if not complete and cap > PLAIN:
         parent, last, complete = compile_kernel(lattice.enumerate_ideals)(indegree, succ_ptr, succ, cap)
     return parent, last, bool(complete)
