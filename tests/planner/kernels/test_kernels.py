@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from math import inf
 
@@ -75,3 +77,24 @@ def test_kernels_stop_after_their_steps(model: str, memory: float) -> None:
     _, _, whole = problem.reach(50.0, 2**62)
     assert problem.reach(50.0, whole)[2] == whole
     assert whole // 2 < problem.reach(50.0, whole // 2)[2] < whole
+
+
+PLAN = """
+import sys
+from fxsplit.planner import Options
+from fxsplit.planner.planner import Planner
+from tests.graphs import Machine, node, workload, Costs
+
+length = int(sys.argv[1])
+sides = [node(f"{side}{i}", (f"{side}{i - 1}",) if i else (), ms=1 + i % 7) for side in "ab" for i in range(length)]
+costs = Costs((*sides, node("end", (f"a{length - 1}", f"b{length - 1}"))), (), ("end",), rows=1)
+plan = Planner(costs).plan(Machine.planned(4), workload(Machine.planned(4)), Options())
+print(plan.n_states, "numba" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(("length", "states", "compiled"), [(45, 2117, False), (60, 3722, True)])
+def test_numba_is_loaded_where_plain_python_would_be_slower(length: int, states: int, compiled: bool) -> None:
+    """Loading takes about a second, and in plain Python a plan of so many states a tenth of that."""
+    ran = subprocess.run([sys.executable, "-c", PLAN, str(length)], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == [str(states), str(compiled)]
