@@ -1,4 +1,4 @@
-"""Shapes that a fake kernel refuses to tell: found by the real kernel, on made-up values.
+"""Shapes that a fake kernel refuses to tell: found by the real kernel on made-up values, or asked for in bfloat16.
 
 A *fake kernel* tells what an operator makes from the shapes of its arguments. Some are stricter than the kernel that
 computes: that of `aten._grouped_mm`, which mixtures of experts call, wants bfloat16; the real one takes float32 too.
@@ -6,6 +6,9 @@ computes: that of `aten._grouped_mm`, which mixtures of experts call, wants bflo
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +22,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from fxsplit.torch_internals import pytree
+from fxsplit.torch_internals.patch import Method, patch_method
 
 HANG_ON_VALUES = (
     DataDependentOutputException,
@@ -67,6 +71,46 @@ class RealShapes:
                 return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
         return pytree.tree_map_only(_Kind, lambda kind: make_fake(*kind.parts), self._known[key])
+
+
+@contextmanager
+def ask_in_bfloat16() -> Iterator[None]:
+    """Let fake kernels that refuse a dtype tell the shapes of bfloat16 in the block, also where sizes are symbols.
+
+    What torch.export records is compared with the model afterwards, so that a kernel which refuses the dtype is found.
+    """
+
+    def wrap(dispatch: Method) -> Method:
+        def dispatched(mode: FakeTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            try:
+                return dispatch(mode, func, types, args, kwargs)
+            except RuntimeError as refused:
+                given = pytree.tree_leaves((args, kwargs))
+                dtypes = {leaf.dtype for leaf in given if isinstance(leaf, Tensor) and leaf.is_floating_point()}
+                known = isinstance(func, torch._ops.OpOverload) and not isinstance(refused, HANG_ON_VALUES)
+                if not known or _has_aliases(func) or len(dtypes) != 1 or dtypes == {torch.bfloat16}:
+                    raise
+                (dtype,) = dtypes
+                convert = partial(_convert, mode)
+                told = pytree.tree_map_only(Tensor, partial(convert, dtype, torch.bfloat16), (args, kwargs))
+                try:
+                    result = dispatch(mode, func, types, *told)
+                except Exception:
+                    raise refused from None
+                return pytree.tree_map_only(Tensor, partial(convert, torch.bfloat16, dtype), result)
+
+        return dispatched
+
+    with patch_method(FakeTensorMode, "dispatch", wrap):
+        yield
+
+
+def _convert(mode: FakeTensorMode, own: torch.dtype, other: torch.dtype, tensor: Tensor) -> Tensor:
+    """Return a fake tensor of another dtype in place of one of dtype `own`."""
+    if tensor.dtype != own:
+        return tensor
+    with mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=other, device=tensor.device)
 
 
 class _Kind:

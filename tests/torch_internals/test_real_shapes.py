@@ -35,17 +35,24 @@ class Grouped(nn.Module):
         return F.grouped_mm(x, self.experts, offs=ENDS.to(x.device))
 
 
-@pytest.mark.parametrize("compiled", [True, False])
+class Exported(Mixture):
+    """The same, with Python flow that only torch.export follows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.clone() if x.shape[1] > 3 else x)
+
+
+@pytest.mark.parametrize(("kind", "compiled"), [(Mixture, True), (Mixture, False), (Exported, True)])
 def test_a_mixture_of_experts_without_weights_is_the_model(
-    compiled: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: type[Mixture], compiled: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Two steps of training equal those of the unsplit model, and nothing is logged of the kernel that refuses."""
     torch.manual_seed(0)
-    wanted = Mixture()
+    wanted = kind()
     x, target = torch.randn(16, 8), torch.randn(16, 8)
     save_file(wanted.state_dict(), tmp_path / "model.safetensors")
     with fxsplit.without_weights():
-        model = Mixture()
+        model = kind()
     options: Any = {"passes": FAST, "n_microbatches": 2, "loss_fn": F.mse_loss, "weights": tmp_path}
     if compiled:
         options["example_inputs"] = x
@@ -61,7 +68,18 @@ def test_a_mixture_of_experts_without_weights_is_the_model(
                 torch.testing.assert_close(p.grad, q.grad)
             optimizer.step(), theirs.step()
             optimizer.zero_grad(), theirs.zero_grad()
+        assert pipe.front_end == ("export" if kind is Exported else "symbolic_trace")
+        torch.testing.assert_close(pipe(x[:6]), wanted(x[:6]))
     assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
+
+
+def test_a_mixture_of_experts_with_weights_is_exported() -> None:
+    torch.manual_seed(0)
+    model, x = Exported(), torch.randn(16, 8)
+    with fxsplit.compile(model, 2, example_inputs=x, n_microbatches=2, passes=FAST) as pipe:
+        assert pipe.front_end == "export"
+        torch.testing.assert_close(pipe(x), model(x))
+        torch.testing.assert_close(pipe(x[:5]), model(x[:5]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

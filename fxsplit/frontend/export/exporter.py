@@ -43,6 +43,7 @@ from fxsplit.torch_internals.grad_leaves import watch_hooks
 from fxsplit.torch_internals.graph_devices import move_constants
 from fxsplit.torch_internals.log import hide_logged_warnings, hide_warnings
 from fxsplit.torch_internals.patch import Method, patch_method
+from fxsplit.torch_internals.real_shapes import ask_in_bfloat16
 from fxsplit.torch_internals.thread_modes import enter_function_mode
 from fxsplit.torch_internals.undo import undo_after
 from fxsplit.torch_internals.user_lines import warn_user
@@ -96,6 +97,7 @@ def _export(subject: Subject, front_end: TorchExport) -> Graph:
                     _notice_checkpoints() as checkpoints,
                     wholes.replace_calls(),
                     _skip_idle_conversions(),
+                    ask_in_bfloat16(),
                     watch_hooks(_refuse_hook),
                 ):
                     program = _run_export(here, subject.numbers, front_end)
