@@ -41,6 +41,19 @@ def main(path: str) -> None:
             print(f"{name}: {microseconds:.1f} us an action more than the unsplit loop")
     _predictions([row["extra_info"] for row in rows if "prediction" in row["extra_info"]])
     _shapes([row["extra_info"] for row in rows if "shapes" in row["extra_info"]])
+    _inference([row["extra_info"] for row in rows if "inference" in row["extra_info"]])
+
+
+def _inference(rows: list[Any]) -> None:
+    """Print one row a network: how long its batches take without gradients, and the stream's share of the bound."""
+    if not rows:
+        return
+    names = list(rows[0]["inference_s"])
+    print(f"| work | {', s | '.join(names)}, s | stream, of the bound |\n|---|" + "---|" * (len(names) + 1))
+    for info in rows:
+        figures = " | ".join(f"{info['inference_s'][name]:.2f}" for name in names)
+        print(f"| {info['inference']} | {figures} | {100 * info['share']:.1f} % |")
+    print()
 
 
 def _shapes(rows: list[Any]) -> None:
