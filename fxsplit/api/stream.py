@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +18,7 @@ from fxsplit.ir.interrupts import lose_no_interrupt
 from fxsplit.runtime.backends.threads import Course
 from fxsplit.runtime.engine import Engine
 from fxsplit.runtime.program import Batch, Program
+from fxsplit.torch_internals.interpret import count_writes
 from fxsplit.torch_internals.thread_modes import keep_modes
 from fxsplit.torch_internals.undo import leave_no_trace, undo_after
 
@@ -28,11 +27,38 @@ Prepare = Callable[[Call], tuple[Batch, Engine]]
 
 
 class _Begun(NamedTuple):
-    """A batch that the workers have been given, and what gives its outputs once they are there."""
+    """A batch, and the course that it takes: None for one that runs while the caller waits.
 
-    course: Course | None
-    finish: Callable[[], list[Any]]
+    `writes` says how often each of its tensors had been written to when it was begun.
+    """
+
+    engine: Engine
     batch: Batch
+    course: Course | None
+    writes: list[int | None]
+
+    def finish(self) -> Any:
+        """Return the outputs once they are there; raises InputError where the batch was written to meanwhile."""
+        if self.course is None:
+            return self.batch.program.build_result(self.engine.forward(self.batch))
+        outputs = self.engine.finish_forward(self.batch, self.course)
+        # An iterable that fills one tensor again and again, as some loaders do, has made one batch of two.
+        if self.writes != list(map(count_writes, self.batch.tensors)):
+            raise InputError(
+                "a batch of stream() was written to before its outputs were there, as batches are read ahead: let the "
+                "iterable make a tensor for each batch, or yield batch.clone()"
+            )
+        return self.batch.program.build_result(outputs)
+
+    def give_up(self) -> None:
+        """Stop what is under way, and wait a moment for it."""
+        if self.course is not None:
+            self.engine.give_up_forward(self.course)
+
+    def stop(self) -> None:
+        """Stop what is under way, and do not wait."""
+        if self.course is not None:
+            self.course.give_up(grace_s=0.0)
 
 
 class Stream(Iterator[Any]):
@@ -57,23 +83,18 @@ class Stream(Iterator[Any]):
             if not self._begun:
                 error, self._error = self._error or StopIteration(), None
                 raise error
-            course, finish, batch = self._begun.popleft()
-            with nullcontext() if course is None else undo_after(course.give_up):
-                result = batch.program.build_result(finish())
+            begun = self._begun.popleft()
+            with undo_after(begun.give_up):
+                result = begun.finish()
             self._returns = True
         return result
 
     def close(self) -> None:
         """End the stream: what is under way is stopped, after the node that each worker is in."""
-        self._ended = True
-        for begun in self._begun:
-            if begun.course is not None:
-                begun.course.give_up(grace_s=0.0)
+        self._stop()
         # All were told to stop before any is waited for.
         while self._begun:
-            begun = self._begun.popleft()
-            if begun.course is not None:
-                begun.course.give_up()
+            self._begun.popleft().give_up()
 
     def __enter__(self) -> Stream:
         return self
@@ -84,7 +105,13 @@ class Stream(Iterator[Any]):
     def __del__(self) -> None:
         # A stream that could not be made has nothing to end.
         if "_begun" in self.__dict__:
-            self.close()
+            self._stop()
+
+    def _stop(self) -> None:
+        """Stop all that is under way, and do not wait for it: the garbage collector may call this from a worker."""
+        self._ended = True
+        for begun in self._begun:
+            begun.stop()
 
     def _end_unless_returning(self) -> None:
         """End the stream, unless there are outputs to return."""
@@ -121,10 +148,9 @@ class Stream(Iterator[Any]):
     def _begin(self, inputs: Any) -> _Begun:
         """Give a batch to the workers."""
         batch, engine = self._prepare(parse_example_inputs(inputs))
-        if _runs_alone(batch.program):
-            return _Begun(None, partial(engine.forward, batch), batch)
-        course = engine.begin_forward(batch, refresh=not self._begun)
-        return _Begun(course, partial(engine.finish_forward, batch, course), batch)
+        writes = list(map(count_writes, batch.tensors))
+        course = None if _runs_alone(batch.program) else engine.begin_forward(batch, refresh=not self._begun)
+        return _Begun(engine, batch, course, writes)
 
 
 def _runs_alone(program: Program) -> bool:

@@ -77,6 +77,10 @@ class Engine:
         self._workers.finish(course)
         return join_outputs(course.job, batch.rows, batch.weigh_outputs(), batch.program.late_errors)[0]
 
+    def give_up_forward(self, course: Course) -> None:
+        """Stop a batch that was begun, if it is not over, and wait a moment for its workers."""
+        self._workers.give_up(course)
+
     @leave_no_trace
     def forward(self, batch: Batch) -> list[Any]:
         """Return the outputs of a batch, joined over microbatches; part of the autograd graph where that is on."""

@@ -209,6 +209,20 @@ def test_a_closed_pipeline_ends_its_streams(pipe: fxsplit.Pipeline) -> None:
         list(stream)
 
 
+def test_a_tensor_that_is_filled_again_is_refused(pipe: fxsplit.Pipeline) -> None:
+    """Batches are read ahead, so two of them would be one."""
+    kept = torch.zeros(8, 8)
+
+    def fill() -> Iterator[Tensor]:
+        for number in range(4):
+            yield kept.fill_(number)
+
+    with pytest.raises(InputError, match=r"was written to before its outputs were there.* batch\.clone\(\)"):
+        list(pipe.stream(fill()))
+    batches = [torch.full((8, 8), float(number)) for number in range(4)]
+    check_outputs(list(pipe.stream(batch.clone() for batch in fill())), pipe.model, batches)
+
+
 @pytest.mark.parametrize("deferred", [False, True])
 def test_statistics_are_those_of_the_batches_in_order(deferred: bool) -> None:
     torch.manual_seed(0)

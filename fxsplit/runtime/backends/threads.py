@@ -129,6 +129,13 @@ class Workers:
                 # This frame is in the error's traceback, and must not refer to the error.
                 del error
 
+    def give_up(self, course: Course) -> None:
+        """Stop a job that was begun, if it is not over, and wait a moment for its workers."""
+        course.give_up()
+        # Kernels that are queued still read what the caller may free then.
+        if course.over.is_set():
+            make_caller_wait(self._devices, course.job.marks)
+
     def _wait(self, course: Course, timeout_s: float) -> bool:
         """Wait until a job is over, and return whether it is; raises ClosedError where a worker that is at it ended."""
         deadline = time.monotonic() + timeout_s
