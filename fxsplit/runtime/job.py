@@ -334,9 +334,10 @@ class Job:
         if saved.head is not None:
             sums = self.sums[action.stage][action.replica]
             self.catch.add(saved.head.extra)
-            zeros = self._program.keeps_zeros
-            gradients, shares, _ = backward(saved.head, gradients, (), sums=sums, keeps_zeros=zeros)
+            gradients, shares, _ = backward(saved.head, gradients, (), sums=sums, keeps_zeros=self._program.keeps_zeros)
             sums.add(shares)
+            # The outputs are computed once more: the first ones, and what the loss made of them, take their memory.
+            saved = self.work.tape[action.stage, action.microbatch] = replace(saved, head=None)
         replica = self._replicas[action.stage][action.replica]
         return saved.recompute(replica.stage, self._program.writes_inputs), gradients
 

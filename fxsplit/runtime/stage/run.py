@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fxsplit.errors import FxsplitError
 from fxsplit.ir.facts.stages import Stage
-from fxsplit.torch_internals.grad_catch import differentiate_into
+from fxsplit.torch_internals.grad_catch import LEAST_BYTES, differentiate_into
 from fxsplit.torch_internals.grad_leaves import comes_through, mute, put_hook_behind
 from fxsplit.torch_internals.grad_split import BranchFinder, BranchNodes, WeightBackward, collect_weight_backwards
 from fxsplit.torch_internals.grad_sums import Share, Sums, find_unshared, make_shares
@@ -37,8 +37,8 @@ KEPT = (
 """What is said of features that somebody keeps and runs backward from."""
 
 
-HELD_BYTES = 1 << 20
-"""So many bytes of weight gradients are held at most before they are added to their sums."""
+HELD_BYTES = LEAST_BYTES
+"""Once so many bytes of weight gradients are held, they are added to their sums."""
 
 
 class Packet(NamedTuple):

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import fxsplit
 from fxsplit.errors import FxsplitWarning
 from fxsplit.runtime.job import Job
-from fxsplit.runtime.stage.recompute import POLICIES
+from fxsplit.runtime.stage.recompute import POLICIES, ForwardRecord
 from fxsplit.runtime.stage.run import Saved
 from fxsplit.schedule import RUNNABLE
 from fxsplit.schedule.action import FORWARD
@@ -258,3 +258,20 @@ def test_deferred_batch_norm_counts_whole_batches(recompute: str, schedule: str,
         pipe.eval()
         pipe(batches[0])
         assert torch.equal(pipe.state_dict()["norm1.running_mean"], state["norm1.running_mean"])
+
+
+def test_a_last_stage_that_recomputes_lets_its_first_outputs_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are made once more, so the first ones and the loss's graph would be held beside the second ones."""
+    heads: list[object] = []
+    original = ForwardRecord.recompute
+
+    def recompute(self: ForwardRecord, stage: Any, writes: bool) -> Any:
+        heads.append(self.head)
+        return original(self, stage, writes)
+
+    monkeypatch.setattr(ForwardRecord, "recompute", recompute)
+    x, model = torch.randn(8, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    options: Any = {"loss_fn": F.mse_loss, "recompute": "always", "n_microbatches": 2, "passes": FAST}
+    with fxsplit.compile(model, ["cpu"] * 2, example_inputs=x, **options) as pipe:
+        pipe.step(x, target=x)
+    assert heads == [None] * 4

@@ -1,0 +1,106 @@
+"""A table of what workers hold in a training step, at most, beside what the plan says: python -m bench.memory.
+
+Each network is planned for two CPU devices under each schedule, with activations kept and recomputed. What is measured
+are live tensor storages (see counter.py), and not the memory of the process. What the plan says is the peak that its
+simulation has. Needs a C++ compiler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+import fxsplit
+from bench.memory.counter import start_counting
+from bench.memory.measure import Peak, find_program, measure_step
+from bench.memory.networks import NETWORKS, SCHEDULES
+from fxsplit.api.pipeline import Pipeline
+from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.facts.price import format_bytes
+from fxsplit.schedule import simulate
+from fxsplit.schedule.catalogue import ASYNCHRONOUS
+from fxsplit.schedule.memory import find_peak, trace_memory
+from fxsplit.schedule.of_plan import read_footprints, read_times
+
+ROWS = 8
+"""Rows of a microbatch."""
+WAYS = ("never", "always")
+
+
+def main() -> None:
+    """Print a row for each network and way to keep activations: what the plan says over what was measured."""
+    parser = argparse.ArgumentParser(prog="python -m bench.memory", description=__doc__)
+    parser.add_argument("--networks", default=",".join(NETWORKS), help="some of them, by name")
+    parser.add_argument("--schedules", default=",".join(SCHEDULES), help="some of them, by name")
+    parser.add_argument("--microbatches", type=int, default=4)
+    parser.add_argument("--kinds", action="store_true", help="print what each peak is made of, too")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    start_counting()
+    schedules = given.schedules.split(",")
+    print(f"| network | recompute | {' | '.join(schedules)} |\n|{'---|' * (2 + len(schedules))}", flush=True)
+    lines: list[str] = []
+    for network in given.networks.split(","):
+        known: Costs | None = None
+        for way in WAYS:
+            cells = []
+            for schedule in schedules:
+                pipe, peaks = run(network, schedule, way, given.microbatches, known)
+                # Tied weights stay together where versions are kept, and are then priced otherwise.
+                known = known or (None if schedule in ASYNCHRONOUS else pipe.costs)
+                said = list_said(pipe, given.microbatches)
+                cells.append(", ".join(f"{plan / peak.held:.2f}" for plan, peak in zip(said, peaks, strict=True)))
+                lines += [f"\n{network}, {schedule}, recompute {way}", *list_kinds(pipe, peaks, said)]
+            print(f"| {network} | {way} | {' | '.join(cells)} |", flush=True)
+    if given.kinds:
+        print("\n".join(lines))
+
+
+def run(network: str, schedule: str, way: str, count: int, known: Costs | None) -> tuple[Pipeline, list[Peak]]:
+    """Return a pipeline of a network that has run steps, and the peak of each device in the last one."""
+    torch.manual_seed(0)
+    asynchronous = schedule in ASYNCHRONOUS
+    model, x, y = NETWORKS[network](ROWS * count)
+    tied = "{tied=together}" if asynchronous else ""
+    options: dict[str, Any] = {
+        "n_microbatches": count,
+        "loss_fn": F.cross_entropy,
+        "schedule": schedule,
+        "passes": f"profile{tied},augment,order,partition{{recompute={way}}},emit",
+        "costs": known,
+    }
+    pipe = fxsplit.compile(model, ["cpu"] * 2, example_inputs=x, **options)
+    optimizer = torch.optim.Adam(model.parameters())
+    return pipe, measure_step(pipe, x, y, optimizer, asynchronous=asynchronous)[0]
+
+
+def list_said(pipe: Pipeline, count: int) -> list[float]:
+    """Return the most that each device holds by the plan's simulation, in bytes."""
+    schedule = find_program(pipe).schedule(count)
+    simulation = simulate(schedule, read_times(pipe.plan, schedule))
+    return [find_peak(course) for course in trace_memory(simulation, read_footprints(pipe.plan))]
+
+
+def list_kinds(pipe: Pipeline, peaks: list[Peak], said: list[float]) -> list[str]:
+    """Return what each device's peak is made of, and what the plan says that its stages are made of."""
+    lines = []
+    for device, (peak, plan) in enumerate(zip(peaks, said, strict=True)):
+        lines.append(
+            f"  device {device}: {format_bytes(peak.held)} in {peak.action}, plan {format_bytes(plan)}; before it "
+            f"{format_bytes(peak.before)}, of which sums of gradients {format_bytes(peak.sums)}"
+        )
+    for number, stage in enumerate(pipe.plan.stages):
+        lines.append(
+            f"  stage {number}, planned: always {format_bytes(stage.held_bytes)}, for each microbatch under way "
+            f"{format_bytes(stage.kept_bytes)} and boundaries {format_bytes(stage.in_bytes + stage.out_bytes)}"
+        )
+    return lines
+
+
+if __name__ == "__main__":
+    main()

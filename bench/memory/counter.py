@@ -1,0 +1,54 @@
+"""Count the bytes of live tensor storages on the CPU exactly, by the worker that made them.
+
+torch asks one allocator for the memory of each storage on the CPU, also for those that live inside of an operator
+alone. Here that is an allocator of our own, which is compiled once (it needs a C++ compiler): it adds a storage's bytes
+to the *slot* that the thread has chosen, and takes them off again when the storage is freed, in whatever thread. The
+resident memory of the process would show what malloc keeps, and not what tensors need.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import UntypedStorage
+
+SOURCE = Path(__file__).with_name("counter.cpp")
+
+
+@cache
+def start_counting() -> ctypes.CDLL:
+    """Return the counter, which counts from the first call on."""
+    counter = ctypes.CDLL(str(_compile()))
+    for name in ("count_live", "count_most", "find_slot"):
+        getattr(counter, name).restype = ctypes.c_int64
+    counter.find_slot.argtypes = [ctypes.c_void_p]
+    counter.start_counting()
+    return counter
+
+
+def find_slot(storage: UntypedStorage) -> int:
+    """Return the slot that a storage was made for; counting must have begun before."""
+    return int(start_counting().find_slot(storage.data_ptr())) if storage.nbytes() else 0
+
+
+def _compile() -> Path:
+    """Return the compiled counter, made anew where its source or torch is another."""
+    torch_folder = Path(torch.__file__).parent
+    key = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
+    made = Path(tempfile.gettempdir()) / f"fxsplit-counter-{os.getuid()}-{key}.so"
+    if not made.exists():
+        rough = made.with_suffix(f".{os.getpid()}")
+        command = [os.environ.get("CXX", "c++"), "-std=c++20", "-O2", "-shared", "-fPIC", str(SOURCE), "-o", str(rough)]
+        abi = int(torch.compiled_with_cxx11_abi())
+        command += [f"-I{torch_folder / 'include'}", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]
+        command += [f"-L{torch_folder / 'lib'}", "-lc10", f"-Wl,-rpath,{torch_folder / 'lib'}"]
+        subprocess.run(command, check=True)
+        rough.rename(made)
+    return made

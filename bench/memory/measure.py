@@ -1,0 +1,127 @@
+"""Measure what every worker holds in a training step, action by action, beside what the plan says that it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from bench.memory.counter import find_slot, start_counting
+from fxsplit.api.compiled import get_mode
+from fxsplit.api.pipeline import Pipeline
+from fxsplit.ir.facts.stages import list_weights
+from fxsplit.runtime.job import Job
+from fxsplit.runtime.program import Program
+from fxsplit.runtime.streams import Stream
+from fxsplit.schedule.action import Action
+
+STEPS = 2
+"""A step before the one that is measured makes the optimizer's state, and what is kept from step to step."""
+
+
+@dataclass
+class Peak:
+    """The most that a worker held, in an action: what it had before, of which sums of gradients, and what came on top.
+
+    `held` are all bytes of the worker's stages: weights, buffers, the optimizer's state, and what it allocated.
+    """
+
+    held: int = 0
+    sums: int = 0
+    before: int = 0
+    action: str = ""
+
+
+@dataclass
+class Watch:
+    """Follows the actions of all workers; `peaks` has the highest of each."""
+
+    peaks: dict[int, Peak] = field(default_factory=dict)
+    courses: dict[int, list[Peak]] = field(default_factory=dict)
+
+    def wrap(self, do: Callable[[Job, Action, int, Stream], None]) -> Callable[[Job, Action, int, Stream], None]:
+        """Return a handler of an action that notes what the worker held."""
+        counter = start_counting()
+
+        def watched(job: Job, action: Action, device: int, stream: Stream) -> None:
+            slot = device + 1
+            counter.choose_slot(slot)
+            counter.forget_most(slot)
+            before, sums = counter.count_live(slot), _count_sums(job, device)
+            do(job, action, device, stream)
+            peak = Peak(counter.count_most(slot), sums, before, str(action))
+            self.courses.setdefault(device, []).append(peak)
+            if device not in self.peaks or peak.held > self.peaks[device].held:
+                self.peaks[device] = peak
+
+        return watched
+
+
+def _count_sums(job: Job, device: int) -> int:
+    """Return the bytes of all sums of gradients that a job has on a device."""
+    pairs = zip(job.schedule.homes, job.sums, strict=True)
+    sums = [s for home, parts in pairs for d, s in zip(home, parts, strict=True) if d == device]
+    return sum(total.untyped_storage().nbytes() for s in sums for total in s.totals.values())
+
+
+def _receive_copies(stream: Stream, values: Any, token: Any = None) -> list[Any]:
+    """Return copies of values, as a device gets them from another one; CPU workers of one process share memory."""
+    return [v.detach().clone().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v for v in values]
+
+
+@contextmanager
+def watch_workers() -> Iterator[Watch]:
+    """Let every worker be watched inside the block, and give it memory of its own for all that it receives."""
+    watch = Watch()
+    with ExitStack() as stack:
+        handlers = {op: watch.wrap(do) for op, do in Job.HANDLERS.items()}
+        stack.enter_context(mock.patch.object(Job, "HANDLERS", handlers))
+        stack.enter_context(mock.patch.object(Stream, "receive", _receive_copies))
+        yield watch
+
+
+def measure_step(
+    pipe: Pipeline, x: Tensor, y: Tensor, optimizer: torch.optim.Optimizer, *, asynchronous: bool
+) -> tuple[list[Peak], Watch]:
+    """Return the peak of every worker in a step that begins without gradients, and all that was seen."""
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        with watch_workers() as watch:
+            pipe.step(x, target=y, optimizer=optimizer if asynchronous else None)
+        if not asynchronous:
+            optimizer.step()
+    optimizer.zero_grad()
+    program, found = find_program(pipe), []
+    for device in sorted(watch.peaks):
+        static = count_static(program, device, optimizer)
+        peak = watch.peaks[device]
+        found.append(Peak(peak.held + static, peak.sums, peak.before + static, peak.action))
+    return found, watch
+
+
+def find_program(pipe: Pipeline) -> Program:
+    """Return the program of a pipeline's training mode, which has been compiled."""
+    compiled = pipe.compiler.get_compiled(get_mode(pipe.model))
+    assert compiled is not None
+    return compiled.program
+
+
+def count_static(program: Program, device: int, optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes of a device's weights, buffers and optimizer state that its worker did not allocate."""
+    homes = program.schedule(program.plan.n_microbatches).homes
+    weights = [
+        w
+        for stage, home in zip(program.stages.stages, homes, strict=True)
+        if device in home
+        for w in list_weights(stage.module)
+    ]
+    state = [t for w in weights for t in optimizer.state.get(w, {}).values() if isinstance(t, Tensor)]
+    storages: dict[int, UntypedStorage] = {}
+    for tensor in (*weights, *state):
+        storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+    return sum(s.nbytes() for s in storages.values() if find_slot(s) != device + 1)
