@@ -43,7 +43,7 @@ from fxsplit.runtime.microbatches import divide_rows
 from fxsplit.runtime.program import Batch, Program
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.rng import lend_draws
-from fxsplit.torch_internals.thread_modes import cast_in_place, enable_gradients
+from fxsplit.torch_internals.thread_modes import cast_in_place, enable_gradients, leave_saved_hooks
 from fxsplit.torch_internals.undo import Turn, leave_no_trace
 from fxsplit.torch_internals.user_lines import warn_user
 
@@ -317,7 +317,7 @@ class Compiler:
         """Let the model run in the block in the modes that it will run in, and leave it as it was."""
         cast = cast_in_place(self._kinds, tensors, self._read_dtype())
         # What stays whole may count its runs.
-        with enable_gradients(), cast, show_progress(), restore_model(self.model):
+        with enable_gradients(), cast, leave_saved_hooks(), show_progress(), restore_model(self.model):
             yield
 
     def _make_observers(self, inputs: Inputs, tensors: Sequence[Tensor]) -> Sequence[Observer]:

@@ -102,6 +102,23 @@ def _enter(mode: AbstractContextManager[Any], count: Callable[[], int]) -> Itera
 
 
 @contextmanager
+def leave_saved_hooks() -> Iterator[None]:
+    """Call none of the caller's hooks for what autograd saves in the block, since the caller's graph has none of it."""
+    taken: list[Any] = []
+
+    def put_back() -> None:
+        while taken:
+            torch._C._autograd._push_saved_tensors_default_hooks(*taken[-1])
+            taken.pop()
+
+    with undo_after(put_back):
+        while (hooks := read_hooks()) is not None:
+            taken.append(hooks)
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        yield
+
+
+@contextmanager
 def enter_saved_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Iterator[None]:
     """Call these for what autograd saves in the block, which is left once, also where an interrupt skips its end."""
     with undo_after(partial(drop_hooks, read_hooks())):

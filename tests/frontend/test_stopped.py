@@ -26,6 +26,9 @@ def refuse(x: Tensor) -> Tensor:
 
 
 library.impl("picky", refuse, "Meta")
+library.define("fussy(Tensor x) -> Tensor")
+for place in ("CPU", "Meta"):
+    library.impl("fussy", refuse, place)
 
 
 class Inner(nn.Module):
@@ -88,8 +91,8 @@ def test_what_stopped_the_export_comes_first(
 
 def test_what_stops_a_model_on_stand_ins_is_named_and_not_logged(capfd: pytest.CaptureFixture[str]) -> None:
     with fxsplit.without_weights():
-        model = nn.Sequential(nn.Linear(4, 4), Inner(call_picky))
-    with pytest.raises(TraceError, match=r"in submodule '1' at .*test_stopped.py:\d+.*picky.default: picky wants"):
+        model = nn.Sequential(nn.Linear(4, 4), Inner(torch.ops.fxsplit_stopped.fussy))
+    with pytest.raises(TraceError, match=r"in submodule '1' at .*test_stopped.py:\d+.*fussy.default: picky wants"):
         fxsplit.compile(model, 2, example_inputs=torch.randn(8, 4), passes=FAST)
     assert capfd.readouterr().err == ""
 

@@ -9,7 +9,13 @@ from typing import Any
 
 import torch
 
-from fxsplit.torch_internals.thread_modes import NO_CONTEXT, ThreadModes, cast_in_place, disable_compilers
+from fxsplit.torch_internals.thread_modes import (
+    NO_CONTEXT,
+    ThreadModes,
+    cast_in_place,
+    disable_compilers,
+    leave_saved_hooks,
+)
 
 word = contextvars.ContextVar("word", default="none")
 
@@ -185,3 +191,26 @@ def test_autocast_of_another_kind_of_device_holds_where_it_is_needed() -> None:
     finally:
         torch.set_autocast_enabled("cuda", False)
     assert not torch.is_autocast_enabled("cpu")
+
+
+def test_hooks_of_the_caller_are_left_and_come_back() -> None:
+    packed: list[str] = []
+
+    def note(name: str) -> Any:
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            packed.append(name)
+            return tensor
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+    x = torch.ones(2, requires_grad=True)
+    with note("outer"):
+        with note("inner"):
+            with leave_saved_hooks():
+                x.sin()
+            assert packed == []
+            x.sin()
+        x.sin()
+    with leave_saved_hooks():
+        x.sin()
+    assert packed == ["inner", "outer"]
