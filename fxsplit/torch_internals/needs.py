@@ -51,8 +51,12 @@ NEEDED = (
     "torch.ops.aten._assert_tensor_metadata",
     "torch.ops.aten._local_scalar_dense",
     # Fake tensors
+    "torch._subclasses.fake_tensor.DataDependentOutputException",
+    "torch._subclasses.fake_tensor.DynamicOutputShapeException",
     "torch._subclasses.fake_tensor.FakeTensor",
     "torch._subclasses.fake_tensor.FakeTensorMode",
+    "torch._subclasses.fake_tensor.UnsupportedFakeTensorException",
+    "torch._subclasses.fake_tensor.UnsupportedOperatorException",
     "torch._subclasses.fake_tensor.unset_fake_temporarily",
     # Autograd
     "torch.Tensor._backward_hooks",

@@ -26,6 +26,8 @@ from fxsplit.torch_internals.rng import Draw, new_seed, take_turn
 from tests.models import FAST
 
 # What torch itself says where a compiled function has two graphs, and a gradient goes from one to the other.
+# torch forgets a function that it has compiled twice where its globals are gone, and Python says that it ignores this.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 between_graphs = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 ROWS = (12, 11, 10, 7, 12)
 _graphs: list[fx.GraphModule] = []
