@@ -166,6 +166,9 @@ NO_ORDER = {
     "job.Job._run_backward: hand_over((gradient for _, gradient, _ in shares))": (
         "what autograd adds up at a leaf of two workers, and on which stream, is not made up here"
     ),
+    "backends.threads.Workers.give_up: make_caller_wait(self._devices, course.job.marks)": (
+        "it keeps the caller from memory that a stream reads which is ended early, and no case ends one"
+    ),
     "streams.AcceleratorStream._stay_near: token.synchronize()": "it bounds how far a worker is ahead of its device",
 }
 """Mutants in which the order of work stays right, and why the call is there."""
