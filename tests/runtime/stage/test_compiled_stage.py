@@ -151,11 +151,13 @@ def test_a_new_mode_and_a_single_row_are_told_of_once(graphs: list[fx.GraphModul
                 torch.testing.assert_close(pipe(x[:rows]), unsplit(x[:rows]))
             torch.testing.assert_close(pipe.train()(x), unsplit(x))
             pipe.eval()
-    text = str(told[0].message)
+    # torch may warn of Python 3.13.0 besides.
+    (first,), (second,) = ([w for w in each if w.category is RecompileWarning] for each in (told, told_of_one))
+    text = str(first.message)
     assert text.startswith("counting has compiled again: stage 0 for float64[n, 8] without gradients in evaluation in ")
     assert "; stage 1 for float64[n, 8] without gradients in evaluation in " in text and text.endswith(" s")
-    assert told[0].filename == __file__ and len(told) == len(told_of_one) == 1
-    assert "stage 1 for float64[1, 8] without gradients" in str(told_of_one[0].message)
+    assert first.filename == __file__
+    assert "stage 1 for float64[1, 8] without gradients" in str(second.message)
 
 
 class Tuned(nn.Module):
