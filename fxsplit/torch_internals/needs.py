@@ -65,6 +65,7 @@ NEEDED = (
     "torch.autograd.Variable._execution_engine.run_backward",
     "torch.autograd.is_multithreading_enabled",
     "torch.autograd.set_multithreading_enabled",
+    "torch._C._current_graph_task_id",
     "torch._C._will_engine_execute_node",
     "torch._C._autograd._push_saved_tensors_default_hooks",
     "torch._C._autograd._pop_saved_tensors_default_hooks",
