@@ -153,6 +153,12 @@ def refuse_foreign_modes() -> None:
     dispatch = [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
     functions = [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
     foreign = next((m for m in (*dispatch, *functions) if not isinstance(m, DeviceContext)), None)
+    # A name of the project's own would tell a user nothing.
+    if type(foreign).__module__.partition(".")[0] == __name__.partition(".")[0]:
+        raise InputError(
+            "fxsplit runs this to find out what it computes, and sees the operators of this thread for that, "
+            f"{OTHERS}: call pipe.model here, which is the unsplit model"
+        )
     if foreign is not None:
         raise InputError(
             f"a {type(foreign).__name__} is in force, which sees the operators of this thread, {OTHERS}: leave its "

@@ -90,6 +90,25 @@ def test_a_loss_that_microbatches_do_not_make_is_said_once(loss_fn: Any) -> None
         pipe.step(x[:4], target=y[:4])
 
 
+def test_a_loss_that_calls_a_pipeline_is_told_what_to_call() -> None:
+    """The warning named a private class that was "in force"; the unsplit model is what such a loss may call."""
+    x, _ = make_batch(12)
+    pupil = Mlp().double()
+    with fxsplit.compile(Mlp().double(), 2, passes=FAST) as teacher:
+        wanted = teacher.model(x).detach()
+        for call in (teacher, teacher.model):
+            loss_fn = lambda o, t, call=call: F.mse_loss(o, call(t).detach())  # noqa: E731
+            with (
+                fxsplit.compile(pupil, 2, loss_fn=loss_fn, n_microbatches=4, passes=FAST) as pipe,
+                warnings.catch_warnings(record=True) as said,
+            ):
+                warnings.simplefilter("always")
+                torch.testing.assert_close(pipe.step(x, target=x), F.mse_loss(pupil(x), wanted).detach())
+            texts = " ".join(str(w.message) for w in said)
+            assert ("call pipe.model here, which is the unsplit model" in texts) == (call is teacher), texts
+            assert "in force" not in texts and "_Averages" not in texts
+
+
 def test_a_loss_that_draws_or_keeps_state_is_left_as_it_was() -> None:
     norm = nn.BatchNorm1d(3, affine=False).double()
     x, y = make_batch(12)

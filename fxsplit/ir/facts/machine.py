@@ -55,6 +55,18 @@ class Device:
     bytes_per_s: float = inf
     host: bool = False
 
+    if TYPE_CHECKING:  # a field has one type, and this one takes names too, which are devices once it is made
+
+        def __init__(
+            self,
+            name: str,
+            torch_device: DeviceLike | None = None,
+            memory_bytes: float = inf,
+            speed: float = 1.0,
+            bytes_per_s: float = inf,
+            host: bool = False,
+        ) -> None: ...
+
     def __post_init__(self) -> None:
         if self.torch_device is not None:
             # Planning does not load torch.

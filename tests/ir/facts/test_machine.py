@@ -45,6 +45,13 @@ def test_machine() -> None:
             Device("a", cpu, speed=speed)
 
 
+def test_a_device_by_the_name_of_torchs() -> None:
+    """Type checkers refused the name, which is taken: this line is checked by them too."""
+    assert Device("a", "cpu", memory_bytes=1.0) == Device("a", torch.device("cpu"), 1.0)
+    place = Device("a", "cpu").torch_device
+    assert place is not None and place.type == "cpu"
+
+
 def test_several_stages_share_a_devices_memory() -> None:
     machine = fxsplit.Machine(
         (fxsplit.Device("a", torch.device("cpu"), 100.0), fxsplit.Device("b", torch.device("cpu"), inf, speed=2.0)),
