@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 LAYERS, WIDTH = 48, 1024
 
 SCRIPT = """
 import gc, resource, sys, warnings
 import torch, fxsplit
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 warnings.simplefilter("ignore")
@@ -107,7 +107,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint")
     index: dict[str, str] = {}
     for number in range(4):
-        held = {}
+        held: dict[str, Tensor] = {}
         for i in range(number * LAYERS // 4, (number + 1) * LAYERS // 4):
             held |= {f"{i}.0.{name}": value.detach() for name, value in nn.Linear(WIDTH, WIDTH).named_parameters()}
         file = f"model-0000{number + 1}-of-00004.safetensors"
