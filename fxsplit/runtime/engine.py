@@ -16,7 +16,7 @@ from fxsplit.ir.facts.meanings import Meaning
 from fxsplit.ir.interrupts import lose_no_interrupt, raise_lost_interrupt
 from fxsplit.runtime.autograd_node import Backward, PipelineFunction, Tie
 from fxsplit.runtime.backends.threads import Course, Workers
-from fxsplit.runtime.job import Job, Tape, Work
+from fxsplit.runtime.job import Job
 from fxsplit.runtime.late_errors import LateErrors
 from fxsplit.runtime.loss import BatchLoss
 from fxsplit.runtime.microbatches import join, split_gradient
@@ -26,6 +26,7 @@ from fxsplit.runtime.stage.weight_versions import Stepper
 from fxsplit.runtime.stopwatch import Stopwatch
 from fxsplit.runtime.streams import hand_over, join_caller, make_caller_wait, mark_caller, move
 from fxsplit.runtime.weights_then import WeightsThen
+from fxsplit.runtime.work import Tape, Work
 from fxsplit.schedule.action import BACKWARD, FORWARD
 from fxsplit.torch_internals.batch_norm import count_as_one_batch
 from fxsplit.torch_internals.grad_leaves import make_mutable
@@ -66,7 +67,7 @@ class Engine:
         program = batch.program
         program.late_errors.raise_arrived()
         schedule = program.passes(len(batch.rows)).only(FORWARD)
-        course = Course(Job(program, schedule, Work(cut_packets(batch)), refresh=refresh))
+        course = Course(Job(program, schedule, Work(cut_packets(batch), pasts=batch.pasts), refresh=refresh))
         with self._take_turn():
             self._workers.begin(course)
         return course
@@ -84,10 +85,10 @@ class Engine:
     @leave_no_trace
     def forward(self, batch: Batch) -> list[Any]:
         """Return the outputs of a batch, joined over microbatches; part of the autograd graph where that is on."""
-        program, tensors, rows, _ = batch
+        program, tensors, rows, *_ = batch
         program.late_errors.raise_arrived()
         # Forwards now; backwards, if any come, in a job of their own, which takes over the tape.
-        work = Work(cut_packets(batch))
+        work = Work(cut_packets(batch), pasts=batch.pasts)
         job = Job(program, program.passes(len(rows)).only(FORWARD), work)
         with self._take_turn(), count_as_one_batch(program.noted):
             self._workers.run(job)
@@ -168,7 +169,7 @@ class Engine:
         self, batch: Batch, meanings: Sequence[Meaning], ties: Sequence[Tie], tape: Tape, then: WeightsThen
     ) -> Backward:
         """Return the pipelined backward of a forward pass; it keeps the engine alive until autograd drops it."""
-        program, tensors, rows, _ = batch
+        program, tensors, rows, *_ = batch
         trained = program.list_trained()
         devices = [*(stream.device for stream in self._workers.streams), *(t.device for t in tensors)]
         # Autograd calls the backward where, of the caller's streams, only that on the outputs' device is current.
@@ -232,7 +233,7 @@ def list_local_leaves(program: Program, trained: Sequence[Sequence[Tensor]]) -> 
 
 def cut_packets(batch: Batch) -> list[Packet]:
     """Return what the first stage gets for each microbatch: views, or copies where the graph writes to its inputs."""
-    program, tensors, rows, numbers = batch
+    program, tensors, rows, numbers, _ = batch
     columns = [s.cut.split(t.detach(), rows) for t, s in zip(tensors, program.inputs.specs, strict=True)]
     if program.writes_inputs:
         # Autograd would take a write to one piece of a tensor for a write to all of its pieces.

@@ -15,17 +15,22 @@ from fxsplit.runtime.stage.recompute import ForwardRecord, forward_without_activ
 from fxsplit.runtime.stage.replica import Replica
 from fxsplit.runtime.stage.run import Packet, Saved, forward
 from fxsplit.schedule.action import Action
+from fxsplit.torch_internals.past import Pasts, use_past
 from fxsplit.torch_internals.rng import isolate_draws, new_seed, take_turn
 from fxsplit.torch_internals.thread_modes import ThreadModes
 
 
 class Forwards:
-    """The forwards of one job; made in the caller's thread, whose random generator gives the job's seed."""
+    """The forwards of one job; made in the caller's thread, whose random generator gives the job's seed.
 
-    def __init__(self, program: Program, context: ThreadModes, n_microbatches: int) -> None:
+    `pasts` are what stages keep from job to job, where a graph has operators for that.
+    """
+
+    def __init__(self, program: Program, context: ThreadModes, n_microbatches: int, pasts: Pasts | None = None) -> None:
         self._program = program
         self._context = context
         self._n_microbatches = n_microbatches
+        self._pasts = pasts
         self._draws = program.draws()
         # One number for each batch that draws, as the unsplit model would take some: torch.manual_seed rules both.
         self._seed = new_seed() if self._draws else 0
@@ -69,9 +74,11 @@ class Forwards:
         rewritten = self._rewritten | more
         # Most stages need nothing of it, and this runs for every action.
         stage, here = replica.stage.index, replica.stage.torch_device
-        if not self._draws and not rewritten and not self._program.noted:
+        if not self._draws and not rewritten and not self._program.noted and self._pasts is None:
             return self._turns[stage]
         stack = ExitStack()
+        if self._pasts is not None:
+            stack.enter_context(use_past(self._pasts.find(stage, m)))
         stack.enter_context(take_turn(self._seed, m, (here, self._context.device)))
         stack.enter_context(save_buffer_copies(rewritten, self._context.hooks))
         stack.enter_context(self._turns[stage])

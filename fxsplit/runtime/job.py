@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import FrameType
 from typing import Any, ClassVar
 
@@ -15,15 +15,16 @@ from torch import Tensor
 from fxsplit.errors import PlanError, locate_stage_error
 from fxsplit.runtime.channels import Channels, Inboxes, Message, Stopped, make_inboxes
 from fxsplit.runtime.forwards import Forwards
-from fxsplit.runtime.loss import Finish, describe_loss
+from fxsplit.runtime.loss import describe_loss
 from fxsplit.runtime.program import Program
-from fxsplit.runtime.stage.recompute import ForwardRecord, list_loss_leaves
+from fxsplit.runtime.stage.recompute import list_loss_leaves
 from fxsplit.runtime.stage.replica import Replica
 from fxsplit.runtime.stage.run import Packet, Saved, backward, compute_weight_gradients, find_node, list_frames
 from fxsplit.runtime.stage.weight_versions import Stepper, VersionedReplica
 from fxsplit.runtime.status import WorkerStatus
 from fxsplit.runtime.stopwatch import Stopwatch
 from fxsplit.runtime.streams import Stream, hand_over
+from fxsplit.runtime.work import Work
 from fxsplit.schedule.action import BACKWARD, FORWARD, INPUT_GRADIENT, NAMES, REDUCE, STEP, WEIGHT_GRADIENT, Action
 from fxsplit.schedule.schedule import Schedule
 from fxsplit.torch_internals.grad_catch import Catch
@@ -34,34 +35,8 @@ from fxsplit.torch_internals.thread_modes import ThreadModes
 from fxsplit.torch_internals.undo import leave_no_trace
 from fxsplit.torch_internals.user_lines import find_users_line
 
-Tape = dict[tuple[int, int], Saved | ForwardRecord]
-"""What the backwards of a forward pass start from, by stage and microbatch."""
-
-Seeds = Callable[[int], Sequence[Tensor | None]]
-"""The gradients of the last stage's outputs, by microbatch."""
-
 WORDS = NAMES | {REDUCE: "sum of gradients", STEP: "step of the optimizer"}
 """What an error calls each action."""
-
-
-@dataclass(frozen=True, eq=False)
-class Work:
-    """What a job starts from, and what is to be kept of it.
-
-    packets: for each microbatch, the packet for the first stage; empty for a job of backwards alone.
-    finish: computes a microbatch's loss from the last stage's outputs; its backward starts there.
-    keep_outputs: whether the last stage's outputs are to be kept.
-    seeds: the gradients that the last stage's backwards start from.
-    trained: each stage's leaves that want a gradient.
-    tape: what backwards start from; forwards write it, so a job of backwards alone is given that of its forwards.
-    """
-
-    packets: Sequence[Packet] = ()
-    finish: Finish | None = None
-    keep_outputs: bool = True
-    seeds: Seeds | None = None
-    trained: Sequence[Sequence[Tensor]] = ()
-    tape: Tape = field(default_factory=dict)
 
 
 class Job:
@@ -106,7 +81,7 @@ class Job:
         self._devices = program.machine.torch_devices()
         self._weight_backwards: dict[tuple[int, int], list[WeightBackward]] = {}
         self._hooked = program.find_hooked_stages() if schedule.splits else []
-        self._forwards = Forwards(program, self._context, n) if work.packets else None
+        self._forwards = Forwards(program, self._context, n, work.pasts) if work.packets else None
         if work.packets and refresh:
             for replica in (r for replicas in self._replicas for r in replicas):
                 replica.refresh()

@@ -36,6 +36,7 @@ from fxsplit.torch_internals.batch_norm import Noted
 from fxsplit.torch_internals.containers import HOOKS
 from fxsplit.torch_internals.interpret import get_storage_id
 from fxsplit.torch_internals.optimizer_state import note_move
+from fxsplit.torch_internals.past import Pasts
 from fxsplit.torch_internals.recurrent import flatten_weights
 from fxsplit.torch_internals.rng import Draw
 
@@ -239,13 +240,15 @@ class Program:
 class Batch(NamedTuple):
     """A call that is ready to run: the program, the tensors among its arguments, and the rows of each microbatch.
 
-    `numbers` are Python numbers that are inputs of the graph too; every microbatch gets them.
+    `numbers` are Python numbers that are inputs of the graph too; every microbatch gets them. `pasts` are what stages
+    keep of each microbatch from call to call, as keys and values of attention (None: nothing).
     """
 
     program: Program
     tensors: Sequence[Tensor]
     rows: Sequence[int]
     numbers: tuple[float, ...] = ()
+    pasts: Pasts | None = None
 
     def weigh(self, meaning: Meaning, first: int = 0, last: int | None = None) -> Weights:
         """Return the weight of each microbatch, from `first` up to `last`, in what these make."""

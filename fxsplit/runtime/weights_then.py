@@ -22,7 +22,7 @@ class WeightsThen:
     """Every stage's weights at the forward of a batch, and the batch itself."""
 
     def __init__(self, batch: Batch) -> None:
-        program, tensors, rows, _ = batch
+        program, tensors, rows, *_ = batch
         self._program = program
         self._marks = [_mark_all(held) for held in program.weight_dicts]
         # Another object may have the identity of one that is gone.

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 
 from fxsplit.torch_internals.interpret import find_target, get_storage_id
 from fxsplit.torch_internals.observe import Observation
+from fxsplit.torch_internals.past import find_slot
 
 
 def find_inseparable(
@@ -30,6 +31,7 @@ def find_inseparable(
     - a node that writes in place, and the node whose memory it writes to; where the memory is an input of the model,
       all nodes that write to it or make views of it
     - a value that contains tensors without being one (the parts of a split), and its users
+    - what a stage keeps from call to call (see `past`), and who reads it: it is to be sent nowhere
     """
     nodes = {n.name: n for n in gm.graph.nodes if n.op not in ("placeholder", "output")}
     position = {name: i for i, name in enumerate(nodes)}
@@ -42,6 +44,8 @@ def find_inseparable(
             classes.append([name, min(followers, key=position.__getitem__)])
         if seen[name].is_container:
             classes.append([name, *followers])
+        if find_slot(node.target) is not None:
+            classes.append(_list_readers(node, seen))
         owners = [owner for owner in seen[name].mutates if owner in nodes]
         if owners:
             classes.append([*owners, name])
@@ -57,6 +61,21 @@ def find_inseparable(
     # One set may have several reasons, and a set of one node asks for nothing.
     unique = (tuple(sorted(set(c), key=position.__getitem__)) for c in classes)
     return sorted({c for c in unique if len(c) > 1}, key=lambda c: [position[n] for n in c])
+
+
+def _list_readers(past: fx.Node, seen: Mapping[str, Observation]) -> list[str]:
+    """Return a node that gives what a stage keeps, and all that read it, as it is or moved about in memory."""
+    found, left = dict.fromkeys([past.name]), [past]
+    while left:
+        for user in left.pop().users:
+            if user.op == "output" or user.name in found:
+                continue
+            found[user.name] = None
+            # Heads that several queries share are repeated, for example: that makes no smaller value, from no other.
+            others = [i for i in user.all_input_nodes if i.name not in found and seen[i.name].output_bytes]
+            if not others and seen[user.name].output_bytes >= seen[past.name].output_bytes:
+                left.append(user)
+    return list(found)
 
 
 def find_fetched_module_buffers(gm: fx.GraphModule, seen: Mapping[str, Observation]) -> set[str]:

@@ -35,6 +35,7 @@ from fxsplit.torch_internals.dependences import list_node_weights
 from fxsplit.torch_internals.interpret import get_storage_id, preserve
 from fxsplit.torch_internals.layouts import count_bytes
 from fxsplit.torch_internals.observe import Observation
+from fxsplit.torch_internals.past import find_slot
 from fxsplit.torch_internals.undo import undo_after
 
 TIED = ("replicated", "together")
@@ -173,6 +174,8 @@ def _build_costs(
     nodes, inputs = [], []
     outputs: tuple[str, ...] = ()
     counted: set[int] = set()
+    workload = ir.get(Workload)
+    n_microbatches = 1 if workload is None else workload.n_microbatches
     for node in ir.gm.graph.nodes:
         seen = effects.nodes[node.name]
         if node.op == "placeholder":
@@ -185,7 +188,11 @@ def _build_costs(
             held = [w for w in list_node_weights(ir.gm, node) if get_storage_id(w) not in counted]
             # Users that are in one stage have the parameter once. In several stages, each has it.
             counted |= {get_storage_id(w) for w in held if tied == "together"}
-            nodes.append(_build_node_cost(node, held, seen, key, times.get(key, Measured(0.0, 0.0, 0.0, None))))
+            cost = _build_node_cost(node, held, seen, key, times.get(key, Measured(0.0, 0.0, 0.0, None)))
+            if find_slot(node.target) is not None:
+                # What the operator returns of a microbatch, its stage keeps of every one.
+                cost = replace(cost, buffer_bytes=cost.output_bytes * n_microbatches)
+            nodes.append(cost)
     machine = ir[Machine]
     return Costs(
         nodes=tuple(nodes),

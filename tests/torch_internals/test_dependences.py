@@ -178,3 +178,16 @@ def test_the_parts_of_a_split_stay_with_it() -> None:
     graph.output(graph.call_function(torch.add, (first, second)))
     gm = fx.GraphModule({}, graph)
     assert find_inseparable(gm, observe(gm, [vectors()])) == [("chunk", "getitem", "getitem_1")]
+
+
+def attend(x: Tensor, seen: Tensor) -> Tensor:
+    past = torch.ops.fxsplit.extend(x, seen.shape[1], 0)
+    repeated = past.expand(-1, 4, -1, -1).reshape(-1, 16)
+    return torch.tanh((repeated * seen.sum()).sum(1)) + 1
+
+
+def test_the_past_is_where_it_is_read() -> None:
+    """A cut between would send all that was seen with each call."""
+    gm = fx.symbolic_trace(attend)
+    seen = observe(gm, (torch.randn(2, 1, 1, 16), torch.ones(2, 9)))
+    assert find_inseparable(gm, seen) == [("extend", "expand", "reshape", "mul")]
