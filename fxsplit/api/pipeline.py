@@ -46,7 +46,7 @@ from fxsplit.schedule.memory import trace_memory
 from fxsplit.schedule.of_plan import read_footprints, read_times
 from fxsplit.schedule.timeline import Timeline
 from fxsplit.torch_internals.containers import HOOKS
-from fxsplit.torch_internals.grad_sums import Receipt
+from fxsplit.torch_internals.grad_accumulate import Receipt
 from fxsplit.torch_internals.thread_modes import refuse_foreign_modes
 from fxsplit.torch_internals.uncompiled import leave_uncompiled
 from fxsplit.torch_internals.undo import Turn, leave_no_trace

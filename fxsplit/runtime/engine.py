@@ -29,8 +29,8 @@ from fxsplit.runtime.weights_then import WeightsThen
 from fxsplit.runtime.work import Tape, Work
 from fxsplit.schedule.action import BACKWARD, FORWARD
 from fxsplit.torch_internals.batch_norm import count_as_one_batch
+from fxsplit.torch_internals.grad_accumulate import Receipt, accumulate
 from fxsplit.torch_internals.grad_leaves import make_mutable
-from fxsplit.torch_internals.grad_sums import Receipt, accumulate
 from fxsplit.torch_internals.rng import lend_draws
 from fxsplit.torch_internals.undo import Turn, leave_no_trace
 

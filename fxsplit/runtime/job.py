@@ -18,6 +18,7 @@ from fxsplit.runtime.forwards import Forwards
 from fxsplit.runtime.loss import describe_loss
 from fxsplit.runtime.program import Program
 from fxsplit.runtime.stage.recompute import list_loss_leaves
+from fxsplit.runtime.stage.reduce import add_replica
 from fxsplit.runtime.stage.replica import Replica
 from fxsplit.runtime.stage.run import Packet, Saved, backward, compute_weight_gradients, find_node, list_frames
 from fxsplit.runtime.stage.weight_versions import Stepper, VersionedReplica
@@ -30,7 +31,7 @@ from fxsplit.schedule.schedule import Schedule
 from fxsplit.torch_internals.grad_catch import Catch
 from fxsplit.torch_internals.grad_leaves import find_leaves
 from fxsplit.torch_internals.grad_split import WeightBackward
-from fxsplit.torch_internals.grad_sums import Sums, merge_sums
+from fxsplit.torch_internals.grad_sums import Sums
 from fxsplit.torch_internals.thread_modes import ThreadModes
 from fxsplit.torch_internals.undo import leave_no_trace
 from fxsplit.torch_internals.user_lines import find_users_line
@@ -114,9 +115,10 @@ class Job:
         for made in (s for sums in parts for s in sums):
             hand_over(made.totals.values())
         pairs = zip(self._replicas, parts, strict=True)
-        return merge_sums(
-            [r.assign_to_owners(s) for replicas, sums in pairs for r, s in zip(replicas, sums, strict=True)]
-        )
+        whole = Sums()
+        for replica, part in [one for replicas, sums in pairs for one in zip(replicas, sums, strict=True)]:
+            whole.add(replica.take_shares(part))
+        return whole
 
     @leave_no_trace
     def run(self, device: int, stream: Stream, ready: Sequence[Any]) -> None:
@@ -270,18 +272,16 @@ class Job:
     def _run_reduce(self, action: Action, device: int, stream: Stream) -> None:
         """Sum the gradients of a stage's replicas, on the device of the first one."""
         replicas, sums = self._replicas[action.stage], self.sums[action.stage]
-        # All replicas but the first send what they have, and hold nothing afterwards.
+        # All replicas but the first hand over what they have where it is: the first one fetches it piece by piece.
         if action.replica:
-            totals = sums[action.replica].totals
-            self._send(action, stream, list(totals.values()), list(totals))
-            sums[action.replica] = Sums()
+            part, sums[action.replica] = sums[action.replica], Sums()
+            self._channels.send(self.schedule.homes[action.stage][0], Message(action, [part], stream.mark()))
             return
-        parts = [sums[0]]
-        for replica in range(1, len(replicas)):
-            values, leaves = self._receive(action._replace(replica=replica), device, stream)
-            part = Sums(dict(zip(leaves, values, strict=True)))
-            parts.append(replicas[replica].assign_to_owners(part))
-        sums[0] = merge_sums(parts)
+        trained = self.work.trained[action.stage]
+        leaves = replicas[0].list_leaves(trained, 0)
+        for number, other in enumerate(replicas[1:], 1):
+            part = self._receive(action._replace(replica=number), device, stream)[0][0]
+            add_replica(sums[0], part, dict(zip(other.list_leaves(trained, 0), leaves, strict=True)), stream)
 
     def _run_step(self, action: Action, device: int, stream: Stream) -> None:
         """Let the optimizer make a version of a stage's weights from the gradients there are."""

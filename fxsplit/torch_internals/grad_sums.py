@@ -1,24 +1,20 @@
 """Sum the gradients of microbatches beside `.grad`, so that a step changes `.grad` once, at its end, or not at all.
 
 The backwards of a stage call `differentiate` and hand what it returns to the stage's `Sums`. When all workers are done,
-the caller merges the sums of all stages and calls `accumulate`.
+the caller merges the sums of all stages and calls `accumulate` (see grad_accumulate.py).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
+from collections.abc import Iterable, Sequence
+from functools import cache
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward
-
-from fxsplit.torch_internals.grad_leaves import BEFORE, list_gradient_hooks, mute
-from fxsplit.torch_internals.undo import call_all, undo_after
 
 Share = tuple[Tensor, Tensor, bool]
 """A leaf, the gradient that one microbatch adds to it, and whether no other object refers to that gradient."""
@@ -128,76 +124,3 @@ def _count_base_references() -> int:
     gradient = torch.ones(2, 2).t()
     base = gradient._base
     return sys.getrefcount(base)
-
-
-def merge_sums(parts: Sequence[Sums]) -> Sums:
-    """Return the first of several sums, with the others added to it.
-
-    One leaf may be in several: stages share weights, and a loss may depend on parameters of any stage.
-    """
-    whole, *others = parts
-    for part in others:
-        whole.add((leaf, total, True) for leaf, total in part.totals.items())
-    return whole
-
-
-@dataclass
-class Receipt:
-    """Says whether the sums of a step have been added to `.grad`: all of them have, or none."""
-
-    added: bool = False
-
-
-def accumulate(sums: Sums, receipt: Receipt | None = None) -> None:
-    """Add the sums to `.grad` as autograd would: in place where there is a `.grad`, and with the leaves' hooks.
-
-    Where a hook raises, or an interrupt comes, every `.grad` is as it was, unless the receipt says that all was added.
-    """
-    receipt = receipt or Receipt()
-    totals = _run_hooks(sums.totals)
-    watched = {leaf: total for leaf, total in totals.items() if any(list_gradient_hooks(leaf))}
-    others = {leaf: total for leaf, total in totals.items() if leaf not in watched} if watched else totals
-    # A new `.grad` is assigned, because autograd would copy a sum, to which `sums` still refers.
-    free = [(leaf, total) for leaf, total in others.items() if leaf.grad is None]
-    held = [(leaf, total) for leaf, total in others.items() if leaf.grad is not None]
-    before = [(leaf, g, None if g is None else g.clone()) for leaf in watched for g in (leaf.grad,)]
-    with undo_after(partial(_restore_unless_added, receipt, before, [leaf for leaf, _ in free])):
-        # Hooks behind `.grad` may raise, so their leaves come first. The hooks before it have run.
-        if watched:
-            with mute(watched, [BEFORE]):
-                _add(list(watched), list(watched.values()))()
-        # In C and without Python in between: an interrupt comes before all of it, or after.
-        work: list[Callable[[], object]] = [_add(*zip(*held, strict=True))] if held else []
-        work += [partial(setattr, leaf, "grad", total) for leaf, total in free]
-        call_all([*work, partial(setattr, receipt, "added", True)])
-
-
-def _run_hooks(totals: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-    """Return the sums as the leaves' hooks make them, which run once, on the sums; nothing is added yet."""
-    hooked = [leaf for leaf in totals if leaf._backward_hooks]
-    if not hooked:
-        return totals
-    found = differentiate(hooked, [totals[leaf] for leaf in hooked], hooked)
-    return totals | {leaf: g for leaf, g in zip(hooked, found, strict=True) if g is not None}
-
-
-def _add(leaves: Sequence[Tensor], totals: Sequence[Tensor]) -> Callable[[], object]:
-    """Return a call of autograd, in C alone, that adds sums to the `.grad` of leaves."""
-    # What torch.autograd.backward calls: retain_graph=False, create_graph=False, to all leaves.
-    run = torch.autograd.Variable._execution_engine.run_backward
-    return partial(run, tuple(leaves), tuple(totals), False, False, (), allow_unreachable=True, accumulate_grad=True)
-
-
-def _restore_unless_added(
-    receipt: Receipt, before: Sequence[tuple[Tensor, Tensor | None, Tensor | None]], free: Sequence[Tensor]
-) -> None:
-    """Give every leaf the `.grad` that it had, unless all sums have been added."""
-    if receipt.added:
-        return
-    for leaf, gradient, value in before:
-        if gradient is not None and value is not None:
-            with torch.no_grad():
-                gradient.copy_(value)
-        leaf.grad = gradient
-    for leaf in free:
-        leaf.grad = None

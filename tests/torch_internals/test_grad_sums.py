@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -10,17 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from fxsplit.torch_internals.grad_sums import (
-    Receipt,
-    Sums,
-    accumulate,
-    differentiate,
-    find_unshared,
-    make_shares,
-    merge_sums,
-)
-from fxsplit.torch_internals.undo import leave_no_trace
-from tests.interrupts import interrupt_at, list_lines
+from fxsplit.torch_internals.grad_sums import Sums, differentiate, find_unshared, make_shares
 
 
 def asked(outputs: Tensor, leaves: list[Tensor]) -> list[bool]:
@@ -114,86 +103,3 @@ def test_gradients_of_what_is_asked_alone() -> None:
 def test_shares_leave_out_what_got_no_gradient() -> None:
     a, b, gradient = torch.ones(1), torch.ones(1), torch.ones(1)
     assert make_shares([a, b], [None, gradient], [False, True]) == [(b, gradient, True)]
-
-
-def test_merged_sums_add_where_several_have_a_leaf() -> None:
-    a, b = (torch.zeros(1, requires_grad=True) for _ in range(2))
-    parts = [Sums(), Sums(), Sums()]
-    for i, part in enumerate(parts):
-        part.add([(a, torch.tensor([10.0**i]), True)])
-    parts[2].add([(b, torch.ones(1), True)])
-    whole = merge_sums(parts)
-    assert whole is parts[0] and whole.totals[a].tolist() == [111] and whole.totals[b].tolist() == [1]
-
-
-def test_accumulating_is_what_autograd_does() -> None:
-    """In place where there is a gradient, assigned where there is none, through hooks where there are some."""
-    new, old, hooked = (torch.zeros(2, requires_grad=True) for _ in range(3))
-    old.grad = before = torch.ones(2)
-    hooked.register_hook(lambda gradient: gradient * 2)
-    sums = Sums()
-    sums.add([(leaf, torch.full((2,), 5.0), True) for leaf in (new, old, hooked)])
-    accumulate(sums)
-    assert new.grad is sums.totals[new] and old.grad is before
-    assert [float(leaf.grad.sum()) for leaf in (new, old, hooked)] == [10, 12, 20]  # type: ignore[union-attr]
-    accumulate(Sums())
-
-
-def make_leaves() -> dict[str, Tensor]:
-    """Leaves of every kind: with and without a gradient, with hooks before and behind it."""
-    leaves = {name: torch.zeros(2, requires_grad=True) for name in ("new", "old", "hooked", "watched", "plain")}
-    for name in ("old", "hooked", "watched"):
-        leaves[name].grad = torch.ones(2)
-    leaves["hooked"].register_hook(lambda gradient: gradient * 2)
-    return leaves
-
-
-def read_gradients(leaves: dict[str, Tensor]) -> list[list[float] | None]:
-    return [None if leaf.grad is None else leaf.grad.tolist() for leaf in leaves.values()]
-
-
-@pytest.mark.parametrize("which", ["before", "behind"])
-def test_a_hook_that_raises_leaves_every_gradient_as_it_was(which: str) -> None:
-    """Those of leaves that came before it had been added."""
-    leaves, sums = make_leaves(), Sums()
-    held = {name: leaf.grad for name, leaf in leaves.items()}
-    watched: Any = leaves["watched"]
-    register = watched.register_hook if which == "before" else watched.register_post_accumulate_grad_hook
-    register(lambda _: divmod(1, 0))
-    sums.add([(leaf, torch.ones(2), True) for leaf in leaves.values()])
-    before, receipt = read_gradients(leaves), Receipt()
-    with pytest.raises(ZeroDivisionError):
-        accumulate(sums, receipt)
-    assert read_gradients(leaves) == before and not receipt.added
-    assert all(leaf.grad is held[name] for name, leaf in leaves.items())
-
-
-def test_an_interrupt_comes_before_all_gradients_or_after() -> None:
-    """At every line: what has been added is all of it, and the receipt says so."""
-    calls: list[str] = []
-
-    def make() -> tuple[dict[str, Tensor], Sums]:
-        leaves, sums = make_leaves(), Sums()
-        watched: Any = leaves["watched"]
-        watched.register_post_accumulate_grad_hook(lambda _: calls.append("behind"))
-        sums.add([(leaf, torch.ones(2), True) for leaf in leaves.values()])
-        return leaves, sums
-
-    @leave_no_trace
-    def commit(sums: Sums, receipt: Receipt) -> None:
-        accumulate(sums, receipt)
-
-    leaves, sums = make()
-    before = read_gradients(leaves)
-    lines = list_lines(partial(commit, sums, Receipt()))
-    after = read_gradients(leaves)
-    assert after == [[1, 1], [2, 2], [3, 3], [2, 2], [1, 1]] and calls == ["behind"]
-    outcomes = set()
-    for number in range(len(lines)):
-        leaves, sums = make()
-        receipt = Receipt()
-        with pytest.raises(KeyboardInterrupt), interrupt_at(number):
-            commit(sums, receipt)
-        assert read_gradients(leaves) == (after if receipt.added else before), lines[number]
-        outcomes.add(receipt.added)
-    assert outcomes == {True, False}

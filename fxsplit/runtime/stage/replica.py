@@ -7,7 +7,7 @@ the first one, and replicas on other devices have copies.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,7 @@ from fxsplit.ir.facts.stages import Stage, list_weights
 from fxsplit.runtime.stage.compiled_stage import Compilations
 from fxsplit.schedule.action import Action
 from fxsplit.torch_internals.grad_split import BranchFinder
-from fxsplit.torch_internals.grad_sums import Sums
+from fxsplit.torch_internals.grad_sums import Share, Sums
 from fxsplit.torch_internals.graph_devices import move_constants
 from fxsplit.torch_internals.recurrent import flatten_weights
 from fxsplit.torch_internals.thread_modes import NO_CONTEXT
@@ -92,15 +92,15 @@ class Replica:
             return list(trained)
         return [self._copies.get(weight, weight) for weight in trained]
 
-    def assign_to_owners(self, sums: Sums) -> Sums:
-        """Return the sums of this replica's leaves as sums of the model's weights, on the weights' devices."""
-        if not self._owner_of:
-            return sums
-        found = Sums()
-        for leaf, total in sums.totals.items():
+    def take_shares(self, sums: Sums) -> Iterator[Share]:
+        """Take the sums of this replica's leaves out of `sums`, one by one, as shares of the model's weights.
+
+        Each is on the device of its weight.
+        """
+        for leaf in list(sums.totals):
             owner = self._owner_of.get(leaf, leaf)
-            found.add([(owner, total.to(owner.device, non_blocking=True), True)])
-        return found
+            # A copy elsewhere is all that is left of it.
+            yield owner, sums.totals.pop(leaf).to(owner.device, non_blocking=True), True
 
     def step(self, action: Action, sums: Sums) -> None:
         """Raise AssertionError: only a stage with versions of its weights steps between microbatches."""

@@ -24,8 +24,9 @@ from fxsplit.runtime.stage.replica import Replica
 from fxsplit.runtime.streams import hand_over
 from fxsplit.schedule import Schedule
 from fxsplit.schedule.action import COMPUTES, Action
+from fxsplit.torch_internals.grad_accumulate import accumulate
 from fxsplit.torch_internals.grad_leaves import unmute
-from fxsplit.torch_internals.grad_sums import Sums, accumulate
+from fxsplit.torch_internals.grad_sums import Sums
 from fxsplit.torch_internals.interpret import get_storage_id
 from fxsplit.torch_internals.undo import Turn, undo_after
 
@@ -42,9 +43,10 @@ class Stepper:
 
     def step(self, sums: Sums) -> None:
         """Step with these sums of gradients, and leave every `.grad` None."""
+        weights = list(sums.totals)
 
         def forget() -> None:
-            for weight in sums.totals:
+            for weight in weights:
                 weight.grad = None
 
         # Hooks are the user's and expect this sum; those of microbatches are muted in this thread.
@@ -132,7 +134,9 @@ class VersionedReplica(Replica):
         # The optimizer writes to the model's memory, which is that of the newest version.
         if self._left[self._newest] > 0:
             self._move_weights()
-        self._stepper.step(self.assign_to_owners(sums))
+        found = Sums()
+        found.add(self.take_shares(sums))
+        self._stepper.step(found)
         self._add_version(action.version)
 
     def _add_version(self, version: int) -> None:

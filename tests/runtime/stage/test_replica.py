@@ -45,7 +45,11 @@ def test_where_the_weights_live_a_replica_is_the_stage() -> None:
     own.refresh()
     assert next(own.stage.module.parameters()) is next(layer.parameters())
     trained, sums = list(layer.parameters()), Sums()
-    assert own.list_leaves(trained, 0) == trained and own.assign_to_owners(sums) is sums
+    sums.add([(trained[0], torch.full((), 5.0), True)])
+    total = sums.totals[trained[0]]
+    assert own.list_leaves(trained, 0) == trained
+    assert [(leaf is trained[0], share is total) for leaf, share, _ in own.take_shares(sums)] == [(True, True)]
+    assert not sums.totals
     assert own.use_version(0) is NO_CONTEXT
 
 
@@ -81,7 +85,8 @@ def test_gradients_of_copies_go_to_the_weights() -> None:
     sums, loss_leaf = Sums(), torch.ones(1, requires_grad=True)
     copies = other.list_leaves(list(layer.parameters()), 0)
     sums.add([(copies[0], torch.full((), 5.0), True), (loss_leaf, torch.ones(1), True)])
-    found = other.assign_to_owners(sums).totals
+    found = {leaf: share for leaf, share, _ in other.take_shares(sums)}
+    assert not sums.totals
     assert set(found) == {next(iter(layer.parameters())), loss_leaf}
     assert float(found[next(iter(layer.parameters()))]) == 5.0
 

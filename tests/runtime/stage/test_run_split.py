@@ -15,8 +15,9 @@ import fxsplit
 from fxsplit.runtime.stage import run as stage_run
 from fxsplit.runtime.stage.run import Packet, Saved, backward, compute_weight_gradients
 from fxsplit.torch_internals import grad_split
+from fxsplit.torch_internals.grad_accumulate import accumulate
 from fxsplit.torch_internals.grad_split import BranchFinder, find_branch_nodes
-from fxsplit.torch_internals.grad_sums import Sums, accumulate
+from fxsplit.torch_internals.grad_sums import Sums
 from tests.models import FAST, Mlp
 from tests.runtime.stage.beside_unsplit import largest_difference
 
