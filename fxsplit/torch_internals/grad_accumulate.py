@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxsplit.torch_internals.grad_leaves import BEFORE, mute
+from fxsplit.torch_internals.grad_leaves import BEFORE, has_hooks_behind, mute
 from fxsplit.torch_internals.grad_sums import Sums, differentiate, find_unshared
 from fxsplit.torch_internals.undo import call_all, undo_after
 
@@ -78,7 +78,7 @@ def _plan_work(totals: dict[Tensor, Tensor]) -> list[Callable[[], object]]:
 
 def _needs_autograd(leaf: Tensor) -> bool:
     """Return whether autograd itself is to add a leaf's sum: it runs hooks behind that, and may make a new `.grad`."""
-    if leaf._post_accumulate_grad_hooks:
+    if has_hooks_behind(leaf):
         return True
     # A dense gradient and a sparse one make another tensor than the sparse one.
     return bool(leaf._backward_hooks) and leaf.grad is not None and leaf.grad.layout is not torch.strided

@@ -178,6 +178,11 @@ def list_gradient_hooks(leaf: Tensor) -> list[dict[int, Any]]:
     return [hooks for hooks in found if hooks is not None]
 
 
+def has_hooks_behind(leaf: Tensor) -> bool:
+    """Return whether a leaf has hooks that are called when its gradient has been added to `.grad`."""
+    return bool(leaf._post_accumulate_grad_hooks)
+
+
 @contextmanager
 def watch_hooks(seen: Callable[[Tensor], object]) -> Iterator[None]:
     """Call `seen` with each tensor that the block, in this thread, puts a gradient hook on."""
