@@ -7,8 +7,8 @@ program (lowering). Weights then move to the devices of their stages.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 
@@ -81,6 +81,8 @@ class Compiler:
         self._said_fewer = False
         self._folder: DumpFolder | None = None
         self._turn = Turn(lend_draws)  # the first calls of several threads must not compile twice
+        # Lets nothing run in a block. Until there are workers, nothing does.
+        self.pause: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @leave_no_trace
     def program(self, mode: Mode, call: Call) -> Program:
@@ -142,7 +144,10 @@ class Compiler:
                 self._outdated.clear()
             first = self._kept.get((mode, None))
             if first is None or self._is_outdated(first, call):
-                first = self._find_again(mode, call) or self._compile_first(mode, call, outdated=first)
+                # A compile runs the model, which then is what it was before: what batches under way write would be
+                # lost. And weights may move.
+                with self.pause():
+                    first = self._find_again(mode, call) or self._compile_first(mode, call, outdated=first)
         first.validity.check_hooks()
         # Only an exported graph is for one shape; calls of other models are bound once, in `prepare`.
         scope = first.captured[Scope]
@@ -187,9 +192,11 @@ class Compiler:
             other = self._kept.get((OTHER_MODE[mode], None))
             if other is not None and other.program is first.program and (OTHER_MODE[mode], shapes) in self._kept:
                 return self._kept[OTHER_MODE[mode], shapes]
-            compiled = self._fit(call, first) or self._compile(call, first, outdated=kept)
-            raise_lost_interrupt()
-            compiled.place()
+            # The model is run, and then is what it was before: what batches under way write would be lost.
+            with self.pause():
+                compiled = self._fit(call, first) or self._compile(call, first, outdated=kept)
+                raise_lost_interrupt()
+                compiled.place()
             # No other program finds its weights where it expects them then.
             if compiled.moves_weights:
                 self._kept = {(mode, None): compiled}

@@ -133,6 +133,11 @@ class Pipeline(WithWeights):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise FxsplitError("a pipeline cannot be pickled, it has threads: save pipe.state_dict() instead")
 
+    def train(self, mode: bool = True) -> Any:
+        """Set the mode as the model itself does, after waiting for batches of a stream that are under way."""
+        self._wait_until_idle()
+        return super().train(mode)
+
     # What it does
 
     @leave_uncompiled
@@ -317,6 +322,9 @@ class Pipeline(WithWeights):
         """Return a call ready to run, compiled for if need be."""
         self._check_open()
         refuse_foreign_modes()
+        # What comes next may wait until nothing runs.
+        if self._engine is not None:
+            self._engine.refuse_own_callers()
         return self.compiler.prepare(get_mode(self.model), Call(tuple(args), dict(kwargs)))
 
     def _prepare_forward(self, call: Call) -> tuple[Batch, Engine]:
@@ -329,6 +337,10 @@ class Pipeline(WithWeights):
         """Raise InputError where the model itself has hooks: `what` is no call of the module, around which they run."""
         if any(self.__dict__[kind] for kind in HOOKS):
             raise InputError(f"the model itself has hooks, which {what} would not run: remove them, or call pipe(x)")
+
+    def _wait_until_idle(self) -> None:
+        if self._engine is not None:
+            self._engine.wait_until_idle()
 
     def _check_open(self) -> None:
         """Raise ClosedError where the pipeline's threads have ended, or are in another process."""
@@ -351,6 +363,7 @@ class Pipeline(WithWeights):
                 self._engine = Engine(
                     machine.torch_devices(), machine.intraop_threads(), [d.name for d in machine.devices]
                 )
+            self.compiler.pause = self._engine.pause
             return self._engine
 
     def _present(self) -> Compiled:

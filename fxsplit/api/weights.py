@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,8 +24,13 @@ class WithWeights(Facade):
 
     compiler: Compiler
 
+    @abstractmethod
+    def _wait_until_idle(self) -> None:
+        """Return when no batch is under way, which would read some weights of before and some of afterwards."""
+
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a state_dict of the unsplit model."""
+        """Load a state_dict of the unsplit model, after waiting for batches of a stream that are under way."""
+        self._wait_until_idle()
         result = self.model.load_state_dict(state_dict, strict=strict, assign=assign)
         # With assign=True the model holds other tensors now, which may lie on other devices.
         self.compiler.place_all()
@@ -32,6 +38,7 @@ class WithWeights(Facade):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """Convert the model's weights, as `.to(...)` and `.half()` do; each stays on the device of its stage."""
+        self._wait_until_idle()
         self.model._apply(fn, recurse)
         self.compiler.place_all()
         return self
@@ -59,6 +66,7 @@ class WithWeights(Facade):
                 "this pipeline compiles on its first call, and its weights have no places yet: compile with "
                 "example_inputs=, or give the checkpoint as compile(weights=path)"
             )
+        self._wait_until_idle()
         files.load(self.model, compiled.program.list_placed(), strict)
 
     @lose_no_interrupt

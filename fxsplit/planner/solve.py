@@ -114,6 +114,11 @@ class Task:
         return "last" if self.idle == "any" and cells > (MOST_BOUNDED if bounded else MOST_CELLS) else self.idle
 
     @property
+    def recompute(self) -> str:
+        """Which stages may recompute; none where nothing goes backward, whatever the options allow."""
+        return "never" if self.workload.inference else self.options.recompute
+
+    @property
     def reduce_ms_per_byte(self) -> float:
         """What two replicas of a stage take to sum a byte of gradients, which no number of replicas exceeds; else 0."""
         if self.options.model != "replicated":
@@ -123,7 +128,7 @@ class Task:
     def bound_slack_ms(self, slack: Slack) -> float:
         """Return how many ms slower the best plan may have become because light nodes were joined."""
         return slack.bound_ms(
-            twice=self.options.recompute != "never",
+            twice=self.recompute != "never",
             hosts=any(d.host for d in self.machine.devices),
             speed=min(d.speed for d in self.machine.devices),
             reduce_ms_per_byte=self.reduce_ms_per_byte,
@@ -239,7 +244,7 @@ def pose_problems(task: Task, chains: Antichains, states: States) -> Iterator[Pr
         replicated = options.model == "replicated"
         # Equal devices are one type in a free order, unless something is pinned to one of them.
         named = frozenset(pinned.values())
-        moves = list_moves(machine, replicated, idle, options.free, n_stages, options.recompute, named)
+        moves = list_moves(machine, replicated, idle, options.free, n_stages, task.recompute, named)
         if not moves.final:
             continue
         problem = pose_problem(states, chains, machine, task.workload, options.costs, moves, pinned)

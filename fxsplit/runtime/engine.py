@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -42,11 +42,12 @@ class Engine:
         self._workers = Workers(devices, intraop_threads, names)
         self.close = self._workers.close
         self.get_status = self._workers.get_status
+        self.wait_until_idle = self._workers.wait_until_idle
         # Jobs of one pipeline share its workers and buffers, so callers take turns.
         self._turn = Turn(lend_draws)
 
-    def _take_turn(self) -> AbstractContextManager[None]:
-        """Let one caller at a time run a job; a worker that calls its own pipeline would wait for itself."""
+    def refuse_own_callers(self) -> None:
+        """Raise FxsplitError where what the pipeline runs calls the pipeline, and would wait for itself."""
         if self._workers.has(threading.current_thread()):
             raise FxsplitError(
                 "a stage of this pipeline calls the pipeline itself, as non-reentrant checkpointing around it does: "
@@ -56,7 +57,31 @@ class Engine:
             raise FxsplitError(
                 "a gradient hook calls the pipeline whose step it belongs to: call the pipeline after step() instead"
             )
+
+    def _take_turn(self) -> AbstractContextManager[None]:
+        """Let one caller at a time run a job."""
+        self.refuse_own_callers()
         return self._turn.take()
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Let no job run in the block, which changes what workers read and write, after waiting for those under way.
+
+        Raises BusyError where a worker is still in a job that was given up.
+        """
+        with self._take_turn():
+            self._workers.check_free()
+            self._workers.wait_until_idle()
+            yield
+
+    @contextmanager
+    def _take_turn_to_copy(self, program: Program) -> Iterator[None]:
+        """Let one caller at a time make a job, which copies weights anew where devices have copies of them."""
+        with self._take_turn():
+            # A batch of a stream that is under way reads the copies that there are.
+            if program.copies_weights:
+                self._workers.wait_until_idle()
+            yield
 
     def begin_forward(self, batch: Batch, *, refresh: bool) -> Course:
         """Give the workers the forwards of a batch, and do not wait for them; gradients are off.
@@ -67,8 +92,8 @@ class Engine:
         program = batch.program
         program.late_errors.raise_arrived()
         schedule = program.passes(len(batch.rows)).only(FORWARD)
-        course = Course(Job(program, schedule, Work(cut_packets(batch), pasts=batch.pasts), refresh=refresh))
-        with self._take_turn():
+        with self._take_turn_to_copy(program) if refresh else self._take_turn():
+            course = Course(Job(program, schedule, Work(cut_packets(batch), pasts=batch.pasts), refresh=refresh))
             self._workers.begin(course)
         return course
 
@@ -76,6 +101,7 @@ class Engine:
     def finish_forward(self, batch: Batch, course: Course) -> list[Any]:
         """Return the outputs of a batch that was begun, once they are there."""
         self._workers.finish(course)
+        batch.program.tell_compilations()
         return join_outputs(course.job, batch.rows, batch.weigh_outputs(), batch.program.late_errors)[0]
 
     def give_up_forward(self, course: Course) -> None:
@@ -89,8 +115,8 @@ class Engine:
         program.late_errors.raise_arrived()
         # Forwards now; backwards, if any come, in a job of their own, which takes over the tape.
         work = Work(cut_packets(batch), pasts=batch.pasts)
-        job = Job(program, program.passes(len(rows)).only(FORWARD), work)
-        with self._take_turn(), count_as_one_batch(program.noted):
+        with self._take_turn_to_copy(program), count_as_one_batch(program.noted):
+            job = Job(program, program.passes(len(rows)).only(FORWARD), work)
             self._workers.run(job)
         program.tell_compilations()
         meanings = batch.weigh_outputs()
@@ -133,11 +159,11 @@ class Engine:
         packets = cut_packets(batch._replace(tensors=[t.detach() for t in batch.tensors]))
         trained = program.list_trained()
         work = Work(packets, finish, keep_outputs, loss.make_output_gradients, trained)
-        job = Job(program, program.schedule(len(batch.rows)), work, watch=watch, stepper=stepper)
         # Versions of weights are leaves of their own, without hooks.
         for leaf in list_leaves(trained) if stepper is None else []:
             make_mutable(leaf)
-        with self._take_turn():
+        with self._take_turn_to_copy(program):
+            job = Job(program, program.schedule(len(batch.rows)), work, watch=watch, stepper=stepper)
             # Versions of weights have leaves that come later.
             watched = list_local_leaves(program, trained) if stepper is None else []
             with count_as_one_batch(program.noted), job.catch.watch(watched):

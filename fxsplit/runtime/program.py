@@ -117,6 +117,11 @@ class Program:
         return [[Replica(stage, devices[d], places, compilations) for d in home] for stage, home in pairs]
 
     @cached_property
+    def copies_weights(self) -> bool:
+        """Whether some stage reads copies of weights that live elsewhere."""
+        return any(replica.copies for replicas in self.replicas for replica in replicas)
+
+    @cached_property
     def compilations(self) -> Compilations | None:
         """The stages as torch.compile makes them, where that was asked for."""
         return None if self.compiling is None else Compilations(self.compiling)

@@ -68,6 +68,14 @@ def count_writes(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
+def are_writes_counted(tensor: Tensor) -> bool:
+    """Return whether `count_writes` counts all writes: not those to memory of numpy, or of another process."""
+    if tensor.is_inference():
+        return False
+    # Others that may write there have memory that is not torch's own, which torch cannot resize.
+    return tensor.device.type != "cpu" or all(part.untyped_storage().resizable() for part in list_parts(tensor))
+
+
 def describe_tensor(tensor: Tensor) -> str:
     """Return dtype and shape, for example `float32[8, 64]`."""
     return f"{str(tensor.dtype)[6:]}{list(tensor.shape)}"

@@ -377,10 +377,10 @@ def _shorten(text: str, most: int = 80) -> str:
     return text if len(text) <= most else f"{text[: most - 20]} ... {text[-20:]}"
 
 
-def parse_example_inputs(example_inputs: Any) -> Call:
+def parse_example_inputs(example_inputs: Any, what: str = "example_inputs") -> Call:
     """Return example inputs as the arguments of a call: a tensor or a tuple by position, a dict by name.
 
-    Raises InputError for anything else.
+    Raises InputError for anything else, which calls it `what`.
     """
     if isinstance(example_inputs, Tensor):
         return Call((example_inputs,), {})
@@ -389,6 +389,6 @@ def parse_example_inputs(example_inputs: Any) -> Call:
     if isinstance(example_inputs, Mapping):
         return Call((), dict(example_inputs))
     raise InputError(
-        f"example_inputs is a {type(example_inputs).__name__}: give a tensor, a tuple of arguments or a dict of "
+        f"{what} is a {type(example_inputs).__name__}: give a tensor, a tuple of arguments or a dict of "
         "keyword arguments, one whole batch"
     )

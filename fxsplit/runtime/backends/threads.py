@@ -103,16 +103,21 @@ class Workers:
         ready = mark_caller([*self._devices, *job.list_devices()])
         tasks = [partial(_run_task, job, device, ready, course) for device in range(len(job.marks))]
         hand_out = [partial(queue.put, task) for queue, task in zip(self._tasks, tasks, strict=False)]
-        self._check_free()
+        self.check_free()
         self._courses = [ref for ref in self._courses if (one := ref()) and not one.over.is_set()]
         self._courses.append(weakref.ref(course))
         # All workers get their task, or none does, whenever an interrupt comes.
         call_all([partial(setattr, course, "begun", True), *hand_out])
-        # close() may have come in between, and then some worker never sees its task.
+        # close() may have come in between. Some worker never sees its task then, and those that do would wait for it.
+        if self._closed:
+            course.give_up(grace_s=0.0)
         self._check_open()
 
     def finish(self, course: Course, timeout_s: float | None = None) -> None:
-        """Return when a job that was begun is done; raises the first error of any worker, StepTimeout after a time."""
+        """Return when a job that was begun is done; raises the first error of any worker, StepTimeout after a time.
+
+        Raises ClosedError for a job that another thread has given up.
+        """
         job = course.job
         with lend_draws(), undo_after(course.give_up):
             if not self._wait(course, math.inf if timeout_s is None else timeout_s):
@@ -122,6 +127,8 @@ class Workers:
                 )
         # Also after a failure: the caller may write to weights, which kernels that are queued still read.
         make_caller_wait(self._devices, job.marks)
+        if course.given_up:
+            raise ClosedError("another thread has stopped what was under way")
         if (error := job.take_error()) is not None:
             try:
                 raise error
@@ -135,6 +142,19 @@ class Workers:
         # Kernels that are queued still read what the caller may free then.
         if course.over.is_set():
             make_caller_wait(self._devices, course.job.marks)
+
+    def wait_until_idle(self) -> None:
+        """Return when all jobs that were begun are over, but for those that were given up.
+
+        Of a process that was forked, of closed workers, and of a worker that asks, there is nothing to wait for.
+        """
+        if self._process != os.getpid() or self._closed or self.has(threading.current_thread()):
+            return
+        with lend_draws():
+            for course in [one for ref in self._courses if (one := ref()) and one.begun and not one.given_up]:
+                self._wait(course, math.inf)
+        # Of what is over here, kernels may still be queued.
+        make_caller_wait(self._devices, [stream.mark() for stream in self.streams])
 
     def _wait(self, course: Course, timeout_s: float) -> bool:
         """Wait until a job is over, and return whether it is; raises ClosedError where a worker that is at it ended."""
@@ -191,7 +211,7 @@ class Workers:
         if self._closed:
             raise ClosedError("the pipeline is closed: compile the model again")
 
-    def _check_free(self) -> None:
+    def check_free(self) -> None:
         """Raise BusyError where a worker is still in a job that was given up, after a moment; ClosedError if closed."""
         self._check_open()
         given_up = [course for ref in self._courses if (course := ref()) and course.begun and course.given_up]

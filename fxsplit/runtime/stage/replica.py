@@ -56,9 +56,14 @@ class Replica:
         self._copies: dict[Tensor, Tensor] = {}
         self._owner_of: dict[Tensor, Tensor] = {}
 
+    @property
+    def copies(self) -> bool:
+        """Whether it has copies of weights that live elsewhere."""
+        return self.stage.module is not self._original
+
     def refresh(self) -> None:
         """Make the copies what the model is now: values of weights, which are frozen, and the modes of modules."""
-        if self.stage.module is self._original:
+        if not self.copies:
             return
         for mine, copied in zip(self._original.modules(), self.stage.module.modules(), strict=True):
             copied.training = mine.training
