@@ -73,7 +73,8 @@ class _Waiting(NamedTuple):
     def give_up(self) -> None:
         """Do nothing, as nothing is under way."""
 
-    stop = give_up
+    def stop(self) -> None:
+        """Do nothing, as nothing is under way."""
 
 
 class Stream(Iterator[Any]):

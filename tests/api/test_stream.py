@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxsplit
+from fxsplit.api.stream import _Begun
 from fxsplit.errors import ClosedError, InputError, StageError
 from tests.models import FAST, Mlp, Residual
 
@@ -174,7 +175,7 @@ def test_a_stream_that_nobody_refers_to_holds_nothing(pipe: fxsplit.Pipeline) ->
     batches = make_batches(8, 8, 8)
     stream = pipe.stream(batches)
     next(stream)
-    jobs = [weakref.ref(begun.course.job) for begun in stream._begun if begun.course is not None]
+    jobs = [weakref.ref(begun.course.job) for begun in stream._begun if isinstance(begun, _Begun)]
     assert jobs
     del stream
     deadline = time.monotonic() + 10.0

@@ -54,6 +54,11 @@ class Turned(nn.Module):
         return result
 
 
+def count_batches(model: Turned) -> int:
+    assert model.norm.num_batches_tracked is not None
+    return int(model.norm.num_batches_tracked)
+
+
 def test_a_compile_waits_for_batches_that_are_under_way() -> None:
     """It runs the model and puts buffers back, so that the statistics of batches before it were lost."""
     torch.manual_seed(0)
@@ -66,12 +71,12 @@ def test_a_compile_waits_for_batches_that_are_under_way() -> None:
         list(pipe.stream(batches[:1]))
         model.load_state_dict(other.state_dict())
         run(pipe, batches[:1])
-        before = int(model.norm.num_batches_tracked)
+        before = count_batches(model)
         # Slow enough for the next batch, which needs a compile, to be read meanwhile.
         handle = model.norm.register_forward_pre_hook(lambda *_: time.sleep(0.05))
         found = list(pipe.stream(batches[1:]))
         handle.remove()
-    assert int(model.norm.num_batches_tracked) == before + 2 * 5
+    assert count_batches(model) == before + 2 * 5
     assert all(map(torch.equal, found, wanted[1:]))
 
 
@@ -184,7 +189,7 @@ def test_an_iterable_that_asks_its_own_stream_is_refused(pipe: fxsplit.Pipeline)
 
 
 def test_threads_share_a_stream(pipe: fxsplit.Pipeline) -> None:
-    batches, found = make_batches(40), []
+    batches, found = make_batches(40), list[Tensor]()
     wanted = run(pipe, batches)
     stream = pipe.stream(iter(batches))
     readers = [threading.Thread(target=lambda: found.extend(stream)) for _ in range(3)]

@@ -115,3 +115,13 @@ def test_where_it_takes_too_long_only_the_last_devices_idle(
     found = fxsplit.plan(costs, machine, options=Options(use_all=False))
     assert found.stages[0].devices == (0,) and not found.optimal
     assert found.lower_bound_ms <= best.bottleneck_ms < found.bottleneck_ms
+
+
+@pytest.mark.parametrize("recompute", ["auto", "always"])
+def test_without_backwards_no_stage_recomputes(recompute: str) -> None:
+    """A forward that is never run again was paid for, beside transfers that are not twice as slow."""
+    machine = Machine.planned(2)
+    plans = [
+        fxsplit.plan(CHAIN, machine, inference=True, options=Options(recompute=way)) for way in (recompute, "never")
+    ]
+    assert plans[0].stages == plans[1].stages and plans[0].bottleneck_ms == 2.0

@@ -285,3 +285,38 @@ def test_what_the_accelerator_alone_knows_to_be_wrong_is_raised_later(monkeypatc
             pipe.step(x, nothing, flag)
             with pytest.raises(InputError, match=r"in an earlier batch.*the loss of a microbatch is not 0 / 0"):
                 pipe(x, mask, flag)
+
+
+@pytest.mark.parametrize("between", ["call", "stream", "step"])
+def test_weights_are_copied_anew_after_what_reads_the_copies(between: str) -> None:
+    """Batches of a stream that are under way read copies whose memory was given back."""
+    model, batches = Mlp(), [vectors() for _ in range(4)]
+    alone = copy.deepcopy(model)
+    with use_accelerator() as record:
+        given = [batch.to("toy:0") for batch in batches]
+        y = torch.randn(8, 3).to("toy:1")
+        passes = FAST.replace("partition", "partition{model=replicated}")
+        options: Any = {"n_microbatches": 2, "loss_fn": F.mse_loss, "passes": passes}
+        with fxsplit.compile(model.to("toy:0"), ["toy:0", "toy:1"], **options) as pipe:
+            others = iter(pipe.stream(given))
+            for output, batch in zip(pipe.stream(given), batches, strict=True):
+                with torch.no_grad():
+                    torch.testing.assert_close(output.cpu(), alone(batch))
+                    if between == "call":
+                        pipe(batch.to("toy:0"))
+                if between == "stream":
+                    next(others)
+                if between == "step":
+                    pipe.step(batch.to("toy:0"), target=y)
+        record.check()
+
+
+def test_nothing_runs_in_a_pause() -> None:
+    with torch.no_grad(), fxsplit.compile(Mlp(), 2, example_inputs=vectors(), passes=FAST) as pipe:
+        stream = pipe.stream([vectors() for _ in range(6)])
+        next(stream)
+        engine = pipe._engine
+        assert engine is not None
+        with engine.pause():
+            assert pipe.status().idle
+            assert all(begun.course.over.is_set() for begun in stream._begun)  # type: ignore[union-attr]

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from fxsplit.torch_internals.interpret import Interpreter, describe_tensor, find_target, get_storage_id, preserve
+from fxsplit.torch_internals.interpret import (
+    Interpreter,
+    are_writes_counted,
+    describe_tensor,
+    find_target,
+    get_storage_id,
+    preserve,
+)
 
 
 def test_functions_may_write_to_the_lists_they_are_given() -> None:
@@ -75,3 +83,12 @@ def test_memory_and_text_of_tensors() -> None:
     a, b = torch.zeros(2, 3), torch.zeros(2, 3)
     assert get_storage_id(a) == get_storage_id(a[0].view(3)) != get_storage_id(b)
     assert describe_tensor(a.to(torch.bfloat16)) == "bfloat16[2, 3]"
+
+
+def test_memory_that_others_write_is_not_counted() -> None:
+    array = np.zeros(3, dtype=np.float32)
+    with torch.inference_mode():
+        made = torch.zeros(3)
+    uncounted = [torch.from_numpy(array), torch.from_numpy(array)[1:], made]
+    counted = [torch.zeros(3), torch.zeros(3)[1:], torch.zeros(3, device="meta"), torch.zeros(3, 3).to_sparse()]
+    assert not any(map(are_writes_counted, uncounted)) and all(map(are_writes_counted, counted))

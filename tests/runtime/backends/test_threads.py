@@ -16,6 +16,7 @@ from fxsplit.errors import ClosedError
 from fxsplit.runtime.backends import threads
 from fxsplit.runtime.backends.threads import Course, Workers
 from fxsplit.runtime.streams import Stream
+from fxsplit.torch_internals.undo import call_all
 
 CPU = torch.device("cpu")
 
@@ -233,3 +234,53 @@ def test_a_job_that_is_given_up_leaves_the_next_ones_alone() -> None:
         made.finish(second)
         assert sorted(second.job.ran) == [0, 1]  # type: ignore[attr-defined]
         made.run(Job(2))
+
+
+def test_who_waits_for_a_job_that_another_thread_gives_up_is_told() -> None:
+    """What had come of it until then was taken for all of it."""
+    go = threading.Event()
+    with workers() as made:
+        course = Course(Job(2, lambda device: go.wait(10.0)))  # type: ignore[arg-type]
+        made.begin(course)
+        course.give_up(grace_s=0.0)
+        go.set()
+        with pytest.raises(ClosedError, match="another thread has stopped what was under way"):
+            made.finish(course)
+        made.run(Job(2))
+
+
+def test_a_job_that_is_begun_while_the_workers_are_closed_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that had it waited for one that had ended, and for ever."""
+    with workers() as made:
+
+        def close_then(calls: Any) -> None:
+            call_all(calls)
+            made._closed = True
+
+        monkeypatch.setattr("fxsplit.runtime.backends.threads.call_all", close_then)
+        job: Job = Job(2, lambda device: job.stopped.wait(10.0))
+        with pytest.raises(ClosedError, match="compile the model again"):
+            made.begin(Course(job))  # type: ignore[arg-type]
+        assert job.stopped.is_set()
+
+
+def test_idle_is_when_all_jobs_are_over() -> None:
+    """Those that were given up do not count, and a worker that asks would wait for itself."""
+    go, over = threading.Event(), list[int]()
+
+    def act(device: int) -> None:
+        made.wait_until_idle()
+        time.sleep(0.05)
+        over.append(device)
+
+    with workers() as made:
+        made.wait_until_idle()
+        made.begin(course := Course(Job(2, act)))  # type: ignore[arg-type]
+        made.wait_until_idle()
+        assert sorted(over) == [0, 1] and course.over.is_set()
+        made.begin(stuck := Course(Job(2, lambda device: go.wait(10.0))))  # type: ignore[arg-type]
+        stuck.give_up(grace_s=0.0)
+        made.wait_until_idle()
+        assert not stuck.over.is_set()
+        go.set()
+    made.wait_until_idle()
