@@ -24,6 +24,7 @@ import fxsplit
 from bench.fuzz import Outcome
 from bench.fuzz.files import damage_bytes, damage_json
 from fxsplit.errors import FxsplitError
+from fxsplit.formats.checkpoint_names import Extra
 from fxsplit.formats.safetensors_files import WeightFiles
 
 INDEX = "model.safetensors.index.json"
@@ -147,7 +148,7 @@ def try_case(seed: int) -> Outcome:
             if empty:
                 with fxsplit.without_weights():
                     other: nn.Module = Model()
-                WeightFiles(path, dtype).load(other, [], strict)
+                WeightFiles(path, dtype).load(other, [], Extra.REFUSE if strict else Extra.IGNORE)
             else:
                 other = model
                 pipe.load_weights(path, strict=strict, dtype=dtype)

@@ -79,7 +79,8 @@ def compile(
         share it. What is not stated is found: the first dimension where that is as long as the batch.
     weights: a safetensors checkpoint of the model (a file, an index of several, or their folder), whose tensors are
         read one by one to the device of their stage. The model may be on the meta device, built inside
-        `fxsplit.without_weights()`: then it is captured and measured by its shapes, one operator at a time.
+        `fxsplit.without_weights()`: then it is captured and measured by its shapes, one operator at a time. A tensor
+        that the model does not have is left out, with a warning if the model does not say to ignore it.
     dtype: that of the model's weights, such as torch.float32: tensors of the checkpoint that have another
         floating-point dtype are converted to it as they are read (default: they are refused).
     passes: the chain, as a Chain, a list, or text such as "profile{repeats=3},augment,order,partition,emit".

@@ -24,6 +24,7 @@ from fxsplit.api.module_watch import ModuleWatch
 from fxsplit.api.options import Options
 from fxsplit.api.validity import Validity
 from fxsplit.errors import InputError, NoFit, PlanError, UnsteadyProfileWarning
+from fxsplit.formats.checkpoint_names import Extra
 from fxsplit.formats.safetensors_files import WeightFiles
 from fxsplit.frontend.no_trace_left import restore_model
 from fxsplit.frontend.other_shapes import fit_to_shapes
@@ -247,7 +248,7 @@ class Compiler:
         self._keep_first(mode, compiled)
         if self._weights is not None:
             # The model was built without values; they are read once their places are known.
-            self._weights.load(self.model, compiled.program.list_placed(), strict=True)
+            self._weights.load(self.model, compiled.program.list_placed(), Extra.WARN)
             self._weights = None
         return compiled
 

@@ -13,6 +13,7 @@ from fxsplit.api.compiled import get_mode
 from fxsplit.api.compiler import Compiler
 from fxsplit.api.facade import Facade
 from fxsplit.errors import InputError
+from fxsplit.formats.checkpoint_names import Extra
 from fxsplit.formats.safetensors_files import WeightFiles
 from fxsplit.formats.save_safetensors import save_checkpoint
 from fxsplit.ir.interrupts import lose_no_interrupt
@@ -55,6 +56,8 @@ class WithWeights(Facade):
         dtype: that of the model's weights, such as torch.float32: tensors of the checkpoint that have another
             floating-point dtype are converted to it as they are read (default: they are refused).
 
+        strict: refuse tensors that the model does not have, and does not say to ignore; with False they are left out.
+
         Raises InputError, before anything is loaded, for what is missing, of another shape or dtype, or, if `strict`,
         too much.
         """
@@ -67,7 +70,7 @@ class WithWeights(Facade):
                 "example_inputs=, or give the checkpoint as compile(weights=path)"
             )
         self._wait_until_idle()
-        files.load(self.model, compiled.program.list_placed(), strict)
+        files.load(self.model, compiled.program.list_placed(), Extra.REFUSE if strict else Extra.IGNORE)
 
     @lose_no_interrupt
     @leave_no_trace

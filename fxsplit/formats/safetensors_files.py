@@ -1,32 +1,32 @@
 """Checkpoints in safetensors files: one file, or several with an index. Tensors are read one at a time.
 
 The index of a checkpoint in several files is JSON beside them: {"weight_map": {"layer.weight": "model-1.safetensors"}}.
-Each tensor goes straight to its device, so that no more than one of them is in host memory at a time.
+Each tensor is read once and goes straight to its device, so that no more than one of them is in host memory at a time.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from fxsplit.errors import InputError
+from fxsplit.formats.checkpoint_names import Extra, check_free, check_names, name_weights
+from fxsplit.formats.safetensors_reader import TensorFile
 from fxsplit.formats.stored_names import Recipe, list_recipes
 from fxsplit.ir.facts.figures import show
 from fxsplit.ir.files import explain_unreadable
 from fxsplit.ir.progress import track
 from fxsplit.ir.progress_bar import show_progress
+from fxsplit.torch_internals.copy_trace import Part, Parts, fits, trace_copies
 from fxsplit.torch_internals.fake_weights import dress_like, fill_like
-from fxsplit.torch_internals.grad_leaves import list_gradient_hooks
 
 INDEX = ".index.json"
 
@@ -52,113 +52,146 @@ class WeightFiles:
         if self.path.name.endswith(INDEX):
             self._file_of = _read_index(self.path)
         else:
-            with self._opened() as handles:
-                self._file_of = dict.fromkeys(handles(self.path).keys(), self.path)
+            with TensorFile(self.path) as file:
+                self._file_of = dict.fromkeys(file.list_names(), self.path)
 
     @contextmanager
     def _opened(self) -> Iterator[Any]:
-        """Yield a function that returns a file's open handle; each file is opened once, and closed after the block."""
+        """Yield a function that returns a file, open; each file is opened once, and closed after the block."""
         with ExitStack() as stack:
-
-            @cache
-            def opened(file: Path) -> Any:
-                try:
-                    return stack.enter_context(safe_open(str(file), framework="pt"))
-                except (OSError, SafetensorError) as error:
-                    raise InputError(f"{str(file)!r} cannot be read as safetensors: {error}") from error
-
-            yield opened
+            yield cache(lambda file: stack.enter_context(TensorFile(file)))
 
     @torch.inference_mode(False)
-    def load(self, model: nn.Module, places: Sequence[tuple[Tensor, torch.device]], strict: bool) -> None:
+    def load(self, model: nn.Module, places: Sequence[tuple[Tensor, torch.device]], extra: Extra) -> None:
         """Give each weight of the model its value from the files, on its device, in the order of `places`.
 
         `places` are pairs of a weight and its device. Other weights stay where they are, or go to host memory where
         they have no values yet. Weights are found by the names of the model's state_dict, of which a tied
-        weight has several, or as transformers finds them.
+        weight has several, or as transformers finds them. A tied weight that the files hold several times comes first.
+        extra: what becomes of a tensor that the model does not have, and does not name as one to be ignored.
         Raises InputError, before anything is loaded, naming a weight that no file holds, or holds in another shape or
-        dtype; and, if `strict`, a tensor that the model does not have.
+        dtype; and a tensor that the model does not have, if `extra` says so.
         """
         state = {k: w for k, w in model.state_dict(keep_vars=True).items() if isinstance(w, Tensor)}
-        # By identity: a tied weight is one object with several names, of which files may hold one or all.
-        names: dict[int, list[str]] = {}
-        for name, weight in state.items():
-            names.setdefault(id(weight), []).append(name)
-        with self._opened() as handles, torch.no_grad():
+        names = name_weights(state)
+        with self._opened() as files, torch.no_grad():
             # All checks come before the first weight changes: a model is loaded whole or not at all.
-            recipe_of = self._find_recipes(handles, model, state)
-            _check_names(model, state, recipe_of, names, strict, self.path)
-            stored = {key: [name for name in known if name in recipe_of] for key, known in names.items()}
+            recipe_of, parts_of = self._find_recipes(files, model, state)
+            check_names(model, state, recipe_of, extra, self.path)
+            stored = {k: found for k, known in names.items() if (found := [n for n in known if n in recipe_of])}
             # Each weight once, in the order of the stages, so that devices fill up one after another.
-            weights = {id(w): w for w in (*(w for w, _ in places if id(w) in stored), *state.values())}
-            for key, weight in weights.items():
-                self._check_tied(handles, stored[key], recipe_of)
-                _check_free(stored[key][0], weight)
+            waiting = {stored[id(w)][0]: w for w in (*(w for w, _ in places), *state.values()) if id(w) in stored}
+            for name, weight in waiting.items():
+                check_free(name, weight)
+            held = self._read_tied(files, stored.values(), recipe_of)
             where = {id(weight): device for weight, device in places}
-            waiting = {stored[key][0]: weight for key, weight in weights.items()}
+            homes = {name: where.get(id(w), w.device) for name, w in waiting.items()}
             with show_progress():
-                for first in track(list(waiting), "loading weights"):
+                for first in track([*held, *(name for name in waiting if name not in held)], "loading weights"):
+                    if first in held:
+                        _give(waiting.pop(first), held.pop(first), homes[first])
                     # One recipe may have made several weights at once.
-                    found = recipe_of[first].make(partial(self._read, handles)) if first in waiting else {}
-                    for name in found.keys() & waiting.keys():
-                        weight = waiting.pop(name)
-                        device = where.get(id(weight), torch.device("cpu") if weight.is_meta else weight.device)
-                        _give(weight, found.pop(name), device, is_new=not recipe_of[first].whole)
+                    elif first in waiting:
+                        self._follow(files, recipe_of[first], parts_of.get(first), waiting, homes)
 
-    def _find_recipes(self, handles: Any, model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Recipe]:
-        """Return how each weight that the files hold is made of their tensors, by its name.
+    def _find_recipes(
+        self, files: Any, model: nn.Module, state: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Recipe], dict[str, dict[str, Parts]]]:
+        """Return how each weight that the files hold is made of their tensors, and of which parts, by its name.
 
-        Among them are tensors that the model does not have. Raises InputError for a weight of another shape or dtype.
+        Among the first are tensors that the model does not have. Among the second are only weights that can be filled
+        part by part. Raises InputError for a weight of another shape or dtype.
         """
         recipe_of: dict[str, Recipe] = {}
-        kinds: dict[str, Tensor] = {}
+        kind_of: dict[str, Tensor] = {}
+        in_parts: list[tuple[dict[str, Tensor], dict[str, Parts]]] = []
         for recipe in list_recipes(model, self._file_of, state.keys()):
-            made = self._try(handles, recipe) if recipe.target in state else {}
+            read = {name: self._read_kind(files, name) for name in recipe.sources} if recipe.target in state else {}
+            made, parts = self._try(recipe, read) if read else ({}, None)
             recipe_of |= dict.fromkeys((recipe.target, *made), recipe)
-            kinds |= made
-        for name in state:
-            if name in kinds:
-                self._check_kind(recipe_of[name], name, kinds[name], state[name])
-        return recipe_of
+            kind_of |= made
+            if parts is not None:
+                in_parts.append((read, {name: part for name, part in parts.items() if name in state}))
+        for name, weight in state.items():
+            if name in kind_of:
+                self._check_kind(recipe_of[name], name, kind_of[name], weight)
+        parts_of: dict[str, dict[str, Parts]] = {}
+        for read, parts in in_parts:
+            if all(fits(part, read, state[name]) for name, part in parts.items()):
+                parts_of |= dict.fromkeys(parts, parts)
+        return recipe_of, parts_of
 
-    def _read(self, handles: Any, name: str) -> Tensor:
-        """Return a tensor of the files. Its memory is that of the mapped file, and changes with the file."""
-        tensor: Tensor = handles(self._file_of[name]).get_tensor(name)
+    def _follow(
+        self,
+        files: Any,
+        recipe: Recipe,
+        parts: Mapping[str, Parts] | None,
+        waiting: dict[str, Tensor],
+        homes: Mapping[str, torch.device],
+    ) -> None:
+        """Give the weights that a recipe makes, of those that wait, their values, and take them off the list."""
+        if parts is None or recipe.whole:
+            found = recipe.make(partial(self._read, files))
+            for name in found.keys() & waiting.keys():
+                _give(waiting.pop(name), found.pop(name), homes[name])
+            return
+        ours = {name: waiting.pop(name) for name in parts.keys() & waiting.keys()}
+        filled = {name: _make_room(weight, homes[name]) for name, weight in ours.items()}
+        # One part is in memory besides what it becomes a part of.
+        for source in recipe.sources:
+            uses = [(filled[name], part) for name in ours for part in parts[name] if part.source == source]
+            if uses:
+                _fill(uses, self._read(files, source))
+        for name, weight in ours.items():
+            if weight.is_meta:
+                torch.utils.swap_tensors(weight, dress_like(weight, filled.pop(name)))
+
+    def _read(self, files: Any, name: str) -> Tensor:
+        """Return a tensor of the files, in memory of its own."""
+        tensor: Tensor = files(self._file_of[name]).read(name)
         return tensor
 
-    def _try(self, handles: Any, recipe: Recipe) -> dict[str, Tensor]:
-        """Return what a recipe makes, on the meta device: nothing is read. Raises InputError where it makes nothing."""
-        made = {name: self._read_kind(handles, name) for name in recipe.sources}
+    def _try(self, recipe: Recipe, kinds: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Parts] | None]:
+        """Return what a recipe makes of tensors on the meta device, and of which parts, if it is made of parts.
+
+        Raises InputError where it makes nothing.
+        """
         try:
-            return recipe.make(made.__getitem__)
+            return trace_copies(recipe.make, kinds)
         except Exception as error:
             raise InputError(
-                f"{self.path.name}: {recipe.target!r} cannot be made of its {len(made)} tensors, such as "
+                f"{self.path.name}: {recipe.target!r} cannot be made of its {len(kinds)} tensors, such as "
                 f"{recipe.sources[0]!r} ({error}): is it complete, and of this model?"
             ) from error
 
-    def _read_kind(self, handles: Any, name: str) -> Tensor:
+    def _read_kind(self, files: Any, name: str) -> Tensor:
         """Return a tensor on the meta device with the shape and the dtype that a file says; raises InputError."""
-        handle = handles(self._file_of[name])
+        file = self._file_of[name]
         try:
-            held = handle.get_slice(name)
-        except SafetensorError as error:
-            file = self._file_of[name].name
-            raise InputError(f"{self.path.name}: {file} does not hold {name!r} ({error}): is it complete?") from error
-        shape = tuple(held.get_shape())
-        # A slice has no dtype, but an empty part of it does, and loads nothing. Scalars cannot be sliced.
-        return torch.empty(shape, dtype=(held[:0] if shape else handle.get_tensor(name)).dtype, device="meta")
+            kind: Tensor = files(file).read_kind(name)
+        except KeyError:
+            raise InputError(f"{self.path.name}: {file.name} does not hold {name!r}: is it complete?") from None
+        return kind
 
-    def _check_tied(self, handles: Any, names: Sequence[str], recipe_of: Mapping[str, Recipe]) -> None:
-        """Raise InputError where the files hold different values for one weight that has several names."""
-        read = partial(self._read, handles)
-        for name in names[1:]:
-            first, other = (recipe_of[one].make(read)[one] for one in (names[0], name))
-            if not torch.equal(first, other):
-                raise InputError(
-                    f"{names[0]!r} and {name!r} are one weight in the model, and have different values in "
-                    f"{self.path.name}: untie them, or save the checkpoint again from a model that has them tied"
-                )
+    def _read_tied(
+        self, files: Any, stored: Iterable[Sequence[str]], recipe_of: Mapping[str, Recipe]
+    ) -> dict[str, Tensor]:
+        """Return the values of weights that the files hold under several names, by the first; each is read once.
+
+        Raises InputError where the files hold different values for one weight.
+        """
+        read = partial(self._read, files)
+        held: dict[str, Tensor] = {}
+        for name, *others in stored:
+            if others:
+                held[name] = recipe_of[name].make(read)[name]
+            for other in others:
+                if not torch.equal(held[name], recipe_of[other].make(read)[other]):
+                    raise InputError(
+                        f"{name!r} and {other!r} are one weight in the model, and have different values in "
+                        f"{self.path.name}: untie them, or save the checkpoint again from a model that has them tied"
+                    )
+        return held
 
     def _check_kind(self, recipe: Recipe, name: str, found: Tensor, weight: Tensor) -> None:
         """Raise InputError unless what the files hold is of the weight's shape, and of its dtype or convertible to it.
@@ -218,70 +251,34 @@ def _read_index(path: Path) -> dict[str, Path]:
     return {name: path.parent / file for name, file in files.items()}
 
 
-def _check_names(
-    model: nn.Module,
-    state: Mapping[str, Tensor],
-    held: Mapping[str, Recipe],
-    names: Mapping[int, Sequence[str]],
-    strict: bool,
-    path: Path,
-) -> None:
-    """Raise InputError unless the files hold a tensor for each weight of the model, and, if `strict`, no others."""
-    # state_dict() hooks may make tensors that no file can be loaded into.
-    held_by_model = {id(w) for w in (*model.parameters(), *model.buffers())}
-    made = next((name for name, w in state.items() if id(w) not in held_by_model), None)
-    if made is not None:
-        raise InputError(
-            f"state_dict() of {type(model).__name__} makes {made!r}, which is none of its parameters or buffers: load "
-            "such a checkpoint with load_state_dict()"
-        )
-    missing = [known[0] for known in names.values() if not any(name in held for name in known)]
-    if missing:
-        raise InputError(
-            f"{str(path)!r} lacks {len(missing)} of the {len(names)} weights of {type(model).__name__}, such as "
-            f"{missing[0]!r} (it has {next(iter(held), 'none')!r}): give the checkpoint of this model, by its own names"
-        )
-    extra = sorted(held.keys() - state.keys())
-    if strict and extra:
-        raise InputError(
-            f"{str(path)!r} holds {len(extra)} tensors that {type(model).__name__} does not have, such as "
-            f"{extra[0]!r}: give its own checkpoint, or pipe.load_weights(path, strict=False) to leave them out"
-        )
-    # What is not persistent is in no checkpoint, and must have its values already.
-    named = [*model.named_parameters(), *model.named_buffers()]
-    lost = next((name for name, w in named if w.is_meta and id(w) not in names), None)
-    if lost is not None:
-        raise InputError(
-            f"{lost!r} is on the meta device, and no checkpoint can hold it, as it is not persistent: build the model "
-            "inside fxsplit.without_weights(), which makes parameters on the meta device and computes buffers"
-        )
-
-
-def _check_free(name: str, weight: Tensor) -> None:
-    """Raise InputError for a weight without values that cannot get any and stay the same object.
-
-    `torch.utils.swap_tensors` gives it values, and refuses a tensor that something else refers to.
-    """
+def _make_room(weight: Tensor, device: torch.device) -> Tensor:
+    """Return memory for a weight on a device: its own, where it has values."""
     if not weight.is_meta:
-        return
-    if any(list_gradient_hooks(weight)):
-        raise InputError(f"{name!r} has gradient hooks and no values yet: register hooks after its weights are loaded")
-    if weakref.getweakrefcount(weight) or weight._use_count() > 1:  # type: ignore[attr-defined]
-        raise InputError(
-            f"{name!r} has no values yet, and a weak reference or an autograd graph holds on to it: drop that first"
-        )
+        return weight
+    return torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=_choose_place(weight, device))
 
 
-def _give(weight: Tensor, value: Tensor, device: torch.device, *, is_new: bool) -> None:
-    """Give a weight a value. The weight stays the same object, which optimizers may hold, with its attributes.
+def _fill(uses: Iterable[tuple[Tensor, Part]], value: Tensor) -> None:
+    """Copy what is read from the files to its places in weights."""
+    for weight, part in uses:
+        part.place(weight).copy_(part.take(value))
 
-    is_new: whether the value's memory is nobody else's, so that it can become the weight's. What is read from a file is
-    always copied, since its memory is that of the mapped file; copying converts it to the weight's dtype.
+
+def _choose_place(weight: Tensor, device: torch.device) -> torch.device:
+    """Return the device for a weight: host memory, where it has no values yet and no stage has it."""
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+def _give(weight: Tensor, value: Tensor, device: torch.device) -> None:
+    """Give a weight a value that is nobody else's. It stays the same object, which optimizers may hold.
+
+    The value's memory becomes the weight's, where it is of its dtype and on its device; it is copied otherwise.
     """
     if not weight.is_meta:
         weight.copy_(value)
         return
-    if is_new and (value.dtype, value.device, value.stride()) == (weight.dtype, device, weight.stride()):
+    place = _choose_place(weight, device)
+    if (value.dtype, value.device, value.stride()) == (weight.dtype, place, weight.stride()):
         torch.utils.swap_tensors(weight, dress_like(weight, value))
     else:
-        torch.utils.swap_tensors(weight, fill_like(weight, value, device, weight.dtype))
+        torch.utils.swap_tensors(weight, fill_like(weight, value, place, weight.dtype))

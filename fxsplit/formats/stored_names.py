@@ -24,7 +24,7 @@ class Recipe:
 
     target: the name of the weight; some rules make several, of which it is the first.
     sources: the names of these tensors in the files.
-    whole: whether the weight is the tensor itself, in the mapped memory of its file; otherwise its memory is new.
+    whole: whether the weight is one tensor of the files as it is.
     """
 
     target: str

@@ -10,7 +10,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxsplit
 from fxsplit.errors import InputError
+from fxsplit.formats.checkpoint_names import Extra
 from fxsplit.formats.safetensors_files import WeightFiles
 from fxsplit.ir.facts.figures import show
 from tests.models import FAST, Mlp
@@ -189,7 +190,7 @@ def test_what_is_no_conversion_of_a_weight(stored: torch.dtype, own: torch.dtype
     model = Model()
     save_file({**model.state_dict(), "own": torch.ones(3).to(stored)}, tmp_path / "model.safetensors")
     with pytest.raises(InputError, match=rf"'own' is {stored} .* and {own} .* in the model, which no dtype= converts"):
-        WeightFiles(tmp_path, torch.float32).load(model, [], strict=True)
+        WeightFiles(tmp_path, torch.float32).load(model, [], Extra.REFUSE)
 
 
 @pytest.mark.parametrize("odd", ["float32", torch.int32, torch.bool, torch.float8_e5m2, torch.complex64, 32])
@@ -205,12 +206,12 @@ def test_what_is_no_dtype_of_weights(odd: Any, tmp_path: Path) -> None:
 
 
 class Meter(TorchDispatchMode):
-    """Counts the bytes of tensors that operators make in the block, and of those that are read, while they live."""
+    """Counts the bytes of tensors that operators make in the block, what is read too, while they live."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.bytes: dict[int, int] = {}
-        self.most, self.reading = 0, False
+        self.most = 0
         self.reads: Counter[str] = Counter()
 
     def note(self, key: int, held: Any, size: int) -> None:
@@ -221,7 +222,7 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and not (self.reading or result.is_meta):
+        if isinstance(result, Tensor) and not result.is_meta:
             storage = result.untyped_storage()
             self.note(storage._cdata, storage, storage.nbytes())
         return result
@@ -234,12 +235,7 @@ def metered(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meter]:
 
     def noting(files: WeightFiles, handles: Any, name: str) -> Tensor:
         meter.reads[name] += 1
-        meter.reading = True
-        tensor = read(files, handles, name)
-        meter.reading = False
-        # What is read lies in the file's memory, of which the storage is the whole: it counts while it is held.
-        meter.note(id(tensor), tensor, tensor.nbytes)
-        return tensor
+        return read(files, handles, name)
 
     def measured(files: WeightFiles, *args: Any, **kwargs: Any) -> None:
         with meter:
@@ -283,6 +279,32 @@ def test_a_tensor_is_read_once(kind: str, stored: torch.dtype, tmp_path: Path, m
         torch.testing.assert_close(pipe.eval()(x), wanted.eval()(x))
 
 
+@pytest.mark.parametrize("empty", [True, False])
+def test_a_tied_weight_that_is_stored_twice_is_read_once(
+    empty: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of the two once, since they may differ, which is refused before anything is loaded; one was read twice."""
+    torch.manual_seed(0)
+    state = {name: value.clone() for name, value in Tied().state_dict().items()}
+    save_file(state, tmp_path / "model.safetensors")
+    with fxsplit.without_weights() if empty else nullcontext():
+        model = Tied()
+    with metered(monkeypatch) as meter:
+        WeightFiles(tmp_path).load(model, [(model.mix.weight, torch.device("cpu"))], Extra.REFUSE)
+    assert meter.reads.keys() == state.keys() and set(meter.reads.values()) == {1}
+    assert model.head.weight is model.embed.weight
+    own = sum(p.nbytes for p in model.parameters()) if empty else 0
+    assert meter.most <= own + max(value.nbytes for value in state.values()) * (1 if empty else 3)
+    for name, value in state.items():
+        assert torch.equal(model.state_dict()[name], value), name
+    state["head.weight"] += 1
+    save_file(state, tmp_path / "model.safetensors")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(InputError, match=r"'embed.weight' and 'head.weight' are one weight .* different values"):
+        WeightFiles(tmp_path).load(model, [], Extra.REFUSE)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
 def test_loading_shows_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
@@ -294,5 +316,5 @@ def test_loading_shows_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(sys, "stderr", terminal)
     model = Mlp()
     save_file(model.state_dict(), tmp_path / "model.safetensors")
-    WeightFiles(tmp_path).load(model, [], strict=True)
+    WeightFiles(tmp_path).load(model, [], Extra.REFUSE)
     assert "loading weights" in terminal.getvalue()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -14,8 +15,11 @@ from torch import Tensor, nn
 
 import fxsplit
 from fxsplit.errors import InputError
+from fxsplit.formats.checkpoint_names import Extra
+from fxsplit.formats.safetensors_files import WeightFiles
 from fxsplit.formats.stored_names import list_recipes
 from fxsplit.torch_internals.torchvision_operators import declare_detection_operators
+from tests.formats.test_safetensors_files import metered
 from tests.models import FAST, Mlp, take_grads
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64, "use_cache": False}
@@ -69,6 +73,27 @@ def test_mixtures_of_experts_in_float32(family: str, stored: torch.dtype, transf
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_are_read_one_by_one(
+    family: str, transformers: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In memory are the weights and the largest tensor of the files, which is smaller than the experts of a layer."""
+    wanted = build(transformers, family)
+    wanted.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    with fxsplit.without_weights():
+        model = build(transformers, family)
+    with metered(monkeypatch) as meter:
+        WeightFiles(tmp_path).load(model, [], Extra.REFUSE)
+    assert meter.reads.keys() == stored.keys() and set(meter.reads.values()) == {1}
+    own, largest = (max(v.nbytes for v in held.values()) for held in (dict(model.named_parameters()), stored))
+    assert largest < own
+    assert meter.most <= sum(p.nbytes for p in model.parameters()) + largest
+    for name, value in wanted.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+
+
+@pytest.mark.long
 def test_an_expert_is_missing(transformers: Any, tmp_path: Path) -> None:
     model = build(transformers, "Mixtral")
     model.save_pretrained(tmp_path)
@@ -91,10 +116,27 @@ def test_other_models_keep_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
     old = ModuleType("transformers")
     old.PreTrainedModel = nn.Module  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "transformers", old)
+    monkeypatch.setitem(
+        sys.modules, "transformers.conversion_mapping", None
+    )  # loaded by another test, it would be found
     assert all(r.whole for r in list_recipes(model, names, model.state_dict()))
 
 
-def test_rules_join_and_cut(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+class Joined(nn.Module):
+    """A model whose weights the files hold in parts, or together."""
+
+    base_model_prefix, config = "", None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(torch.tanh(self.first(x)))
+
+
+@pytest.fixture
+def rules(monkeypatch: pytest.MonkeyPatch) -> None:
     """A package in place of transformers: two tensors are one weight, and one tensor is two weights."""
     package, mapping = ModuleType("transformers"), ModuleType("transformers.conversion_mapping")
 
@@ -128,21 +170,41 @@ def test_rules_join_and_cut(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     for name, module in (("transformers", package), ("transformers.conversion_mapping", mapping)):
         monkeypatch.setitem(sys.modules, name, module)
 
-    class Model(nn.Module):
-        base_model_prefix, config = "", None
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(8, 4), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Any:
-            return self.last(torch.tanh(self.first(x)))
-
+def save_parts(folder: Path) -> dict[str, Tensor]:
+    """Save a checkpoint of Joined, and return the weights that it is of."""
     held = {"up": torch.rand(2, 8), "down": torch.rand(2, 8), "both": torch.rand(8), "last.weight": torch.rand(4, 4)}
-    save_file(held, tmp_path / "model.safetensors")
-    with fxsplit.without_weights():
-        model = Model()
+    save_file(held, folder / "model.safetensors")
+    first = {"first.weight": torch.cat([held["up"], held["down"]]), "first.bias": held["both"][:4]}
+    return {**first, "last.weight": held["last.weight"], "last.bias": held["both"][4:]}
+
+
+@pytest.mark.usefixtures("rules")
+@pytest.mark.parametrize("empty", [True, False])
+def test_rules_join_and_cut(empty: bool, tmp_path: Path) -> None:
+    state = save_parts(tmp_path)
+    with fxsplit.without_weights() if empty else nullcontext():
+        model = Joined()
     x = torch.rand(4, 8)
     with fxsplit.compile(model, 2, example_inputs=x, weights=tmp_path, passes=FAST, n_microbatches=2) as pipe:
-        hidden = torch.tanh(x @ torch.cat([held["up"], held["down"]]).T + held["both"][:4])
-        torch.testing.assert_close(pipe(x), hidden @ held["last.weight"].T + held["both"][4:])
+        for name, value in state.items():
+            assert torch.equal(model.state_dict()[name], value), name
+        hidden = torch.tanh(x @ state["first.weight"].T + state["first.bias"])
+        torch.testing.assert_close(pipe(x), hidden @ state["last.weight"].T + state["last.bias"])
+
+
+@pytest.mark.usefixtures("rules")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_weight_is_filled_part_by_part(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It needed its own size once more, also where it comes last; each tensor is read once, into its place."""
+    state = save_parts(tmp_path)
+    with fxsplit.without_weights():
+        model = Joined().to(dtype)
+    last = [(model.get_parameter(name), torch.device("cpu")) for name in ("last.weight", "first.bias", "first.weight")]
+    with metered(monkeypatch) as meter:
+        WeightFiles(tmp_path, dtype).load(model, last, Extra.REFUSE)
+    assert set(meter.reads) == {"up", "down", "both", "last.weight"} and set(meter.reads.values()) == {1}
+    own = sum(p.nbytes for p in model.parameters())
+    assert meter.most == own + 2 * 8 * 4  # one part of two, in the dtype of the files
+    for name, value in state.items():
+        assert torch.equal(model.state_dict()[name], value.to(dtype)), name
