@@ -34,8 +34,8 @@ from fxsplit.ir.facts.call import Call, Inputs
 from fxsplit.ir.facts.example import Example
 from fxsplit.ir.facts.numbers import name_candidates
 from fxsplit.ir.facts.python_state import PythonState
-from fxsplit.ir.facts.scope import Scope
-from fxsplit.ir.graph import Mode
+from fxsplit.ir.facts.scope import Scope, Shapes
+from fxsplit.ir.graph import IR, Mode
 from fxsplit.ir.interrupts import raise_lost_interrupt
 from fxsplit.ir.manager import Observer
 from fxsplit.ir.progress_bar import show_progress
@@ -48,8 +48,8 @@ from fxsplit.torch_internals.thread_modes import cast_in_place, enable_gradients
 from fxsplit.torch_internals.undo import Turn, leave_no_trace
 from fxsplit.torch_internals.user_lines import warn_user
 
-Shapes = tuple[tuple[int, ...], ...]
-"""The shapes of a call's tensors, without their rows."""
+Pin = Callable[[IR], IR]
+"""Adds Pins to what was captured, where nodes are to be on certain stages."""
 
 MOST_SHAPES = 16
 """So many programs for other shapes are kept of a model that has to be exported for each shape anew."""
@@ -73,7 +73,7 @@ class Compiler:
             raise InputError(f"model is a {type(model).__name__}: give a torch.nn.Module")
         self.model = model
         self.options = options
-        self._weights = weights
+        self.weights = weights  # to be read when the first mode is compiled, and None then
         self._from_shapes = from_shapes
         self._kept: dict[tuple[Mode, Shapes | None], Compiled] = {}
         # Programs of values that forward() read and that are others now, such as modes of torch; the latest last.
@@ -82,6 +82,7 @@ class Compiler:
         self._said_fewer = False
         self._folder: DumpFolder | None = None
         self._turn = Turn(lend_draws)  # the first calls of several threads must not compile twice
+        self.pin: Pin = lambda captured: captured
         # Lets nothing run in a block. Until there are workers, nothing does.
         self.pause: Callable[[], AbstractContextManager[None]] = nullcontext
 
@@ -246,10 +247,10 @@ class Compiler:
                 "outside of forward(), and hand the decision in as an argument"
             )
         self._keep_first(mode, compiled)
-        if self._weights is not None:
+        if self.weights is not None:
             # The model was built without values; they are read once their places are known.
-            self._weights.load(self.model, compiled.program.list_placed(), Extra.WARN)
-            self._weights = None
+            self.weights.load(self.model, compiled.program.list_placed(), Extra.WARN)
+            self.weights = None
         return compiled
 
     def _compile(self, call: Call, like: Compiled | None, outdated: Compiled | None) -> Compiled:
@@ -281,7 +282,7 @@ class Compiler:
                 candidate, known = choose_candidate(options, rows, capture_rows)
             else:
                 candidate, known = like.adapt_candidate(options, rows), like.costs
-            captured = capture_rows(divide_rows(rows, candidate.n_microbatches)[0])
+            captured = self.pin(capture_rows(divide_rows(rows, candidate.n_microbatches)[0]))
             # Most models have one graph for both modes: capturing it is all that the second mode costs then. A pass of
             # the user's may do another thing to the same graph, since its mode or an attribute is another one now.
             if like is not None and self.options.ignores_mode and like.serves(captured):

@@ -6,6 +6,7 @@ The steps are: capture the graph, state the facts, run the chain of passes, and 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor, nn
 
@@ -23,6 +24,7 @@ from fxsplit.ir.facts.example import Example
 from fxsplit.ir.facts.meanings import ROWS, Meaning
 from fxsplit.ir.facts.pins import Pins
 from fxsplit.ir.facts.plan import Plan
+from fxsplit.ir.facts.scope import Scope
 from fxsplit.ir.facts.stages import Ref, Stages, list_weights
 from fxsplit.ir.graph import IR, Fact
 from fxsplit.ir.manager import Observer, run_chain
@@ -60,13 +62,14 @@ def capture_model(
     """
     stated = read_stated(options)
     try:
-        return capture(model, *call, rows, stated, from_shapes=from_shapes, grad_enabled=grad_enabled, earlier=earlier)
+        found = capture(model, *call, rows, stated, from_shapes=from_shapes, grad_enabled=grad_enabled, earlier=earlier)
     except TraceError:
         # Weights on several devices belong to another mode's stages, and the model cannot run as one.
         together = len({w.device for w in list_weights(model)}) == 1
         if not from_shapes or not together or lacks_values(model):
             raise
-        return capture(model, *call, rows, stated, grad_enabled=grad_enabled, earlier=earlier)
+        found = capture(model, *call, rows, stated, grad_enabled=grad_enabled, earlier=earlier)
+    return found.learn(replace(found[Scope], lengths_open=options.lengths_open))
 
 
 def lower(
@@ -95,13 +98,17 @@ def list_facts(
     options: Options, captured: IR, candidate: Candidate, known: Costs | None, other: Program | None
 ) -> list[Fact]:
     """Return what the chain starts from, besides the graph and its example."""
+    pins = captured.get(Pins)
+    if other is not None:
+        # In this order: a weight cannot move, and what is pinned besides was pinned where the weights are.
+        pins = Pins.join([pins or Pins({}), pin_weights(captured, other)])
     # What `fxsplit.plan` plans for, too: so both come to the same plan.
     machine, workload = candidate.scheduler.lay_out(
-        options.machine, candidate.n_microbatches, may_idle=other is not None
+        options.machine, candidate.n_microbatches, may_idle=pins is not None
     )
     facts: list[Fact] = [machine, workload]
-    if other is not None:
-        facts.append(pin_weights(captured, other))
+    if pins is not None:
+        facts.append(pins)
     if known is not None:
         # The user's own profile must cover the model. One that a search has just measured, or that of the other mode,
         # serves where an operator is the same, and the rest is measured.

@@ -73,6 +73,8 @@ class Options:
     dump: str | os.PathLike[str] | None = None
     # Not an argument of compile(): what verify() compiles by itself is neither dumped nor printed.
     observed: bool = True
+    # Nor is this: whether lengths that an exported graph has symbols for may be any, and are compiled for once.
+    lengths_open: bool = False
 
     def __post_init__(self) -> None:
         if self.n_microbatches not in (None, AUTO):

@@ -20,6 +20,8 @@ from torch.optim import Optimizer
 
 from fxsplit.api.compiled import Compiled, get_mode
 from fxsplit.api.compiler import Compiler
+from fxsplit.api.generation.generate import generate, takes_generate
+from fxsplit.api.generation.programs import Programs
 from fxsplit.api.loss_meanings import LossMeanings
 from fxsplit.api.no_gradients import give_no_gradients
 from fxsplit.api.stream import Stream, check_has_batches
@@ -71,6 +73,7 @@ class Pipeline(WithWeights):
         super().__init__(compiler.model)
         self.__dict__["compiler"] = compiler
         self._engine: Engine | None = None
+        self._programs: Programs | None = None
         self._loss_meanings = LossMeanings(compiler.options.loss_fn)
         self._starting = Turn()  # the first batches of several threads share one engine
         self._closed = False
@@ -171,6 +174,28 @@ class Pipeline(WithWeights):
         self._refuse_own_hooks("stream()")
         check_has_batches(batches)
         return Stream(self._prepare_forward, batches)
+
+    @leave_uncompiled
+    @lose_no_interrupt
+    @leave_no_trace
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the model's own generate() returns, for a Hugging Face model that generates text.
+
+        The arguments are those of transformers' `GenerationMixin.generate`, such as `input_ids`, `attention_mask` and
+        `max_new_tokens`; greedy and sampled. Tokens are the model's own, and so is what torch.manual_seed() rules. Rows
+        are cut into microbatches, and each stage keeps their keys and values on its device, for this call. The first
+        call compiles two steps, or three with an encoder, and later ones none, however long they are.
+
+        Raises InputError for a model that keeps more than keys and values or is in training mode, and for beam search
+        and other ways to generate in which rows exchange theirs. A model with a generate() of its own class runs it
+        unsplit.
+        """
+        if not takes_generate(self.model) and hasattr(self.model, "generate"):
+            own: Any = self.model
+            return own.generate(*args, **kwargs)
+        self._check_open()
+        self._programs = self._programs or Programs(self.compiler, self._start_engine)
+        return generate(self._programs, args, kwargs)
 
     @leave_uncompiled
     def step(

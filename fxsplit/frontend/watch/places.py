@@ -6,6 +6,7 @@ the places of `m` for these names are its attribute `cfg`, whose value has the a
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import types
@@ -40,6 +41,9 @@ TORCHS = ("torch", "functorch", "torchgen", "numpy", "sympy", "mpmath", "triton"
 
 def list_places(value: Any, names: Names, label: Label) -> Iterator[Found]:
     """Yield the places of an object that code with these names may read or write, and the values in them."""
+    # What becomes of a line that is logged is no business of the code that logs it.
+    if isinstance(value, logging.Handler):
+        return
     if isinstance(value, (tuple, frozenset, Mapping, *CONTAINERS)):
         yield from _list_items(value, names, label)
     elif isinstance(value, types.ModuleType):

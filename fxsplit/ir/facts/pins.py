@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import ClassVar
@@ -35,6 +35,12 @@ class Pins(GivenFact):
             if earlier.stages.get(path, stage) != stage:
                 raise PlanError(f"{path!r} is pinned to stage {earlier.stages[path]} and to stage {stage}: keep one")
         return ir.learn(Pins({**earlier.stages, **stages}, earlier.optional - set(stages)))
+
+    @staticmethod
+    def join(several: Sequence[Pins]) -> Pins:
+        """Return all of several pins, of which the later ones count where two contradict each other."""
+        stages = {path: stage for pins in several for path, stage in pins.stages.items()}
+        return Pins(stages, frozenset().union(*(pins.optional for pins in several)))
 
     def nodes(self, costs: Costs) -> dict[str, int]:
         """Return the stage of every pinned node; raises PlanError for a path that no node belongs to."""

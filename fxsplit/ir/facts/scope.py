@@ -13,6 +13,9 @@ from fxsplit.errors import InputError
 from fxsplit.ir.facts.call import Inputs
 from fxsplit.ir.graph import GivenFact
 
+Shapes = tuple[tuple[int, ...], ...]
+"""The shapes of a call's tensors, without their rows."""
+
 
 @dataclass(frozen=True)
 class Scope(GivenFact):
@@ -22,6 +25,7 @@ class Scope(GivenFact):
     except that its number of rows may lie between the two numbers of `bounds` (None: no limit). Within them, `guard`
     raises AssertionError for a number of rows at which forward() would take another branch than the graph.
     `rows_fixed`: forward() makes its number of rows a constant, so that another one is another shape.
+    `lengths_open`: other lengths than the example's are taken too where `guard` raises for none of them.
     """
 
     inputs: Inputs
@@ -30,11 +34,13 @@ class Scope(GivenFact):
     bounds: tuple[int, int | None] = (1, None)
     guard: Callable[..., Any] | None = None
     rows_fixed: bool = False
+    lengths_open: bool = False
     _passed: set[int] = field(default_factory=set, compare=False, repr=False)
+    _lengths: dict[Shapes, bool] = field(default_factory=dict, compare=False, repr=False)
 
     made_by: ClassVar[str] = "trace"
 
-    def other_shapes(self, tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], ...] | None:
+    def other_shapes(self, tensors: Sequence[Tensor]) -> Shapes | None:
         """Return the shapes of `tensors`, without rows, if the graph is fixed for other shapes; None if it fits."""
         if not self.fixed:
             return None
@@ -43,7 +49,22 @@ class Scope(GivenFact):
             return None if full == tuple(s.shape for s in self.inputs.specs) else full
         # Rows are no part of it: how many there may be is for `check_rows` to say.
         shapes = self.inputs.drop_rows(t.shape for t in tensors)
-        return None if shapes == self.inputs.drop_rows(s.shape for s in self.inputs.specs) else shapes
+        if shapes == self.inputs.drop_rows(s.shape for s in self.inputs.specs):
+            return None
+        return None if self.lengths_open and self._takes(shapes, tensors) else shapes
+
+    def _takes(self, shapes: Shapes, tensors: Sequence[Tensor]) -> bool:
+        """Return whether the exporter's conditions hold for these shapes; each is asked about once."""
+        if self.guard is None:
+            return False
+        if shapes not in self._lengths:
+            try:
+                self.guard(*(torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors))
+            except AssertionError:
+                self._lengths[shapes] = False
+            else:
+                self._lengths[shapes] = True
+        return self._lengths[shapes]
 
     def check_rows(self, rows: Sequence[int]) -> None:
         """Raise InputError unless the graph is right for microbatches with these numbers of rows."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
+import logging
 import math
 import types
 from dataclasses import dataclass
@@ -247,3 +248,10 @@ def test_a_module_says_which_weights_it_has() -> None:
     place = found["attribute 'cfg.bias' of the model"].place
     assert place is not None and place.read() == "registered"
     assert found["attribute 'cfg.cfg' of the model"].value == Config()
+
+
+def test_what_becomes_of_a_logged_line_is_not_followed() -> None:
+    """A program may change its handlers at any time, and a model's own logger leads to them."""
+    logger, handler = logging.getLogger("of a model"), logging.StreamHandler()
+    assert find(logger, loads=("level",)) and find(logging.Formatter(), loads=("_fmt",))
+    assert find(handler, loads=("level", "stream", "formatter")) == {}

@@ -11,7 +11,7 @@ import torch
 import fxsplit
 from fxsplit.errors import MissingFact, PlanError
 from fxsplit.ir.facts.costs import Costs
-from fxsplit.ir.facts.pins import suggest_names
+from fxsplit.ir.facts.pins import Pins, suggest_names
 from tests.graphs import node
 from tests.models import Residual
 
@@ -37,3 +37,9 @@ def test_a_name_is_suggested_once() -> None:
     nodes = [node("stem", []), node("head", ["stem"])]
     costs = Costs(tuple(replace(one, module=one.name) for one in nodes), (), ("head",), rows=1)
     assert suggest_names(costs, "haed").endswith("did you mean 'head'?")
+
+
+def test_pins_are_joined_and_the_later_ones_count() -> None:
+    joined = Pins.join([Pins({"a": 0, "b": 1}, frozenset({"a"})), Pins({"b": 2, "c": 1}, frozenset({"c"}))])
+    assert joined == Pins({"a": 0, "b": 2, "c": 1}, frozenset({"a", "c"}))
+    assert Pins.join([]) == Pins({})

@@ -51,3 +51,19 @@ def test_the_guard_is_asked_once_for_each_number_of_rows() -> None:
     assert sorted(asked) == [(2, 8), (4, 8)]
     with pytest.raises(InputError, match=r"a microbatch has 3 rows, .*\(three rows\): choose n_microbatches"):
         scope.check_rows([3])
+
+
+def test_open_lengths_are_what_the_guard_takes() -> None:
+    asked: list[tuple[int, ...]] = []
+
+    def guard(x: Tensor) -> None:
+        asked.append(tuple(x.shape))
+        assert x.shape[1] < 12
+
+    scope = Scope(INPUTS, "export", fixed=True, guard=guard, lengths_open=True)
+    for _ in range(2):
+        assert scope.other_shapes([torch.randn(7, 9)]) is None
+        assert scope.other_shapes([torch.randn(7, 12)]) == ((12,),)
+    assert asked == [(7, 9), (7, 12)], "each length is asked about once"
+    # Nothing says more of a graph without a guard than that it is right for its example.
+    assert Scope(INPUTS, "export", fixed=True, lengths_open=True).other_shapes([torch.randn(7, 9)]) == ((9,),)

@@ -1,0 +1,99 @@
+"""Cache: what a Hugging Face model takes for its cache of keys and values while a step of it is captured.
+
+A model hands each layer's new keys and values to its cache, and gets all there are back. Here that is an operator in
+the graph (see `torch_internals/past.py`), so the cache itself holds nothing. transformers is imported when it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxsplit.torch_internals.past import extend, recall
+
+Change = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+SLOTS = 4
+"""Slots of a layer: its keys and values, and those of its attention to the encoder's output."""
+
+
+@dataclass
+class Shapes:
+    """What is known of slots that are only read: the heads, features and dtype, by slot; noted where they are made."""
+
+    known: dict[int, tuple[int, int, torch.dtype]] = field(default_factory=dict)
+
+
+def make_cache(config: Any, past: int | torch.SymInt) -> Any:
+    """Return the cache of a decoder which has seen `past` tokens before this step; `config` is the model's."""
+    caches: Any = import_module("transformers.cache_utils")
+    count = config.get_text_config(decoder=True).num_hidden_layers
+    return caches.Cache(layers=[_make_growing(SLOTS * i, past) for i in range(count)])
+
+
+def make_two_caches(config: Any, past: int | torch.SymInt, mask: Tensor, shapes: Shapes, *, first: bool) -> Any:
+    """Return the cache of a decoder that attends to an encoder's output too, of which `mask` (rows, length) tells.
+
+    first: whether this step makes the keys and values of that output; later ones read them.
+    """
+    caches: Any = import_module("transformers.cache_utils")
+    own = make_cache(config, past)
+    count = len(own.layers)
+    cross = [_make_cross(SLOTS * i + 2, mask, shapes, first=first) for i in range(count)]
+    both = caches.EncoderDecoderCache(own, caches.Cache(layers=cross))
+    both.is_updated = dict.fromkeys(range(count), not first)
+    return both
+
+
+def _make_growing(slot: int, past: int | torch.SymInt) -> Any:
+    """Return a layer's part of the cache, whose keys are in `slot` and values in the next one."""
+
+    def update(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        total = past + keys.shape[2]
+        return extend(keys, total, slot), extend(values, total, slot + 1)
+
+    return _make_layer(past, update)
+
+
+def _make_cross(slot: int, mask: Tensor, shapes: Shapes, *, first: bool) -> Any:
+    """Return a layer's part of the cache for the encoder's output, made in the first step and read in all others."""
+
+    def update(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        for i, made in enumerate((keys, values)):
+            shapes.known[slot + i] = (made.shape[1], made.shape[3], made.dtype)
+        return extend(keys, keys.shape[2], slot), extend(values, values.shape[2], slot + 1)
+
+    if first:
+        return _make_layer(0, update)
+    length = mask.shape[1]
+    layer = _make_layer(length, update)
+    layer.keys, layer.values = (
+        recall(mask, heads, length, features, dtype, slot + i)
+        for i, (heads, features, dtype) in enumerate(shapes.known[slot + i] for i in range(2))
+    )
+    layer.is_initialized = True
+    return layer
+
+
+def _make_layer(past: int | torch.SymInt, update: Change) -> Any:
+    """Return what transformers takes for one layer of a cache; `update` takes new keys and values, and returns all."""
+    base: Any = import_module("transformers.cache_utils").CacheLayerMixin
+
+    def initialize(layer: Any, *_: Any) -> None:
+        layer.is_initialized = True
+
+    members = {
+        # A sliding window is in the mask of such a layer: nothing that has left it is forgotten.
+        "is_sliding": False,
+        "lazy_initialization": initialize,
+        "update": lambda _, keys, values, *__, **___: update(keys, values),
+        "get_mask_sizes": lambda _, query_length: (past + query_length, 0),
+        "get_seq_length": lambda _: past,
+        "get_max_length": lambda _: -1,
+    }
+    return type("Layer", (base,), members)()

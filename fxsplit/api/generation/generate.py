@@ -1,0 +1,236 @@
+"""Generate: `pipe.generate(...)`, the loop of Hugging Face's GenerationMixin with a pipeline for its model.
+
+The loop asks its model for the logits behind a token, and draws the next token itself, for all rows at once and from
+the caller's generator. So what it draws is what it would draw without a pipeline. Of its cache it asks nothing but how
+long it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxsplit.api.generation.programs import Programs, Text
+from fxsplit.api.generation.steps import list_parameters, make_output, make_twin
+from fxsplit.errors import InputError
+
+MODES = ("greedy_search", "sample")
+"""What transformers calls the ways to generate that keep rows as they are."""
+LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
+"""Kinds of layers whose memory of the past is keys and values alone."""
+IDLE = ("use_cache", "logits_to_keep", "return_dict", "cache_position")
+"""What the loop hands to its model besides tensors, and every step does anyway."""
+
+
+class Seen:
+    """What the loop holds for the keys and values that the stages keep: how many tokens they are of.
+
+    most: how many there may be.
+    """
+
+    is_compileable = False
+    is_croppable = False
+
+    def __init__(self, most: int) -> None:
+        self.text = Text(most)
+        self.length = 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return how many tokens have been seen; transformers asks by this name."""
+        return self.length
+
+
+def takes_generate(model: nn.Module) -> bool:
+    """Return whether a model generates with the loop of transformers."""
+    return any(kind.__module__.startswith("transformers.generation") for kind in type(model).__mro__)
+
+
+def generate(programs: Programs, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return what the model's own generate() returns, computed by the programs.
+
+    Raises InputError for a model or an argument with which stages cannot keep keys and values.
+    """
+    check_model(programs.model)
+    if kwargs.get("past_key_values") is not None:
+        raise InputError(
+            "past_key_values= is a cache of the unsplit model, and stages keep their own, for one call of generate(): "
+            "leave it out, and give the whole text as input_ids"
+        )
+    programs.settle()
+    return make_driver(programs).generate(*args, **kwargs)
+
+
+def check_model(model: nn.Module) -> None:
+    """Raise InputError for a model that cannot generate in stages, or not in its present mode."""
+    name = type(model).__name__
+    if not takes_generate(model):
+        raise InputError(f"{name} has no generate() of transformers' GenerationMixin: give such a model to compile()")
+    if model.training:
+        raise InputError(f"{name} is in training mode, in which dropout draws for every token: call pipe.eval() first")
+    if "forward" in vars(model):
+        raise InputError(
+            f"forward() of {name} was replaced, as accelerate's dispatch_model does: call "
+            "accelerate.hooks.remove_hook_from_submodules(model) first"
+        )
+    config: Any = model.config
+    text = config.get_text_config(decoder=True)
+    odd = [kind for kind in getattr(text, "layer_types", None) or () if kind not in LAYERS]
+    supported: Any = model
+    if odd or not supported._supports_default_dynamic_cache():
+        raise InputError(
+            f"{name} keeps more than keys and values of attention{f' ({odd[0]})' if odd else ''}, which stages cannot: "
+            "call pipe.model.generate() with the model on one device"
+        )
+
+
+def make_driver(programs: Programs) -> Any:
+    """Return the model as the loop is to see it: each call of it runs a step on the pipeline."""
+    model: Any = programs.model
+    # A class is garbage that only the collector finds, and must not keep the weights until then.
+    find: Callable[[], Any] = weakref.ref(programs)
+
+    names = list_parameters(model)[1:]
+
+    def forward(self: Any, *values: Any, **named: Any) -> Any:
+        run = run_after_encoder if self.config.is_encoder_decoder else run_step
+        return run(find(), {**dict(zip(names, values, strict=False)), **named})
+
+    def prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, *_: Any) -> None:
+        check_request(self, generation_config, str(getattr(mode, "value", mode)))
+        model_kwargs["past_key_values"] = Seen(generation_config.max_length)
+
+    def get_encoder(self: Any, *_: Any, **__: Any) -> Any:
+        return make_encoder(find)
+
+    members = {"forward": forward, "_prepare_cache_for_generation": prepare_cache}
+    # The loop asks for names of arguments, to hand on no others.
+    forward.__signature__ = inspect.signature(type(model).forward)  # type: ignore[attr-defined]
+    if model.config.is_encoder_decoder:
+        members["get_encoder"] = get_encoder
+    return make_twin(model, **members)
+
+
+def make_encoder(find: Callable[[], Any]) -> Any:
+    """Return the encoder as the loop is to see it; `find` returns the programs."""
+    encoder = find().model.get_encoder()
+
+    def forward(self: Any, **arguments: Any) -> Any:
+        ids, mask = take(arguments, "input_ids"), arguments.pop("attention_mask", None)
+        refuse_more(arguments)
+        mask = torch.ones_like(ids) if mask is None else mask
+        return make_output(
+            "BaseModelOutput", last_hidden_state=find().encode({"input_ids": ids, "attention_mask": mask})
+        )
+
+    forward.__signature__ = inspect.signature(type(encoder).forward)  # type: ignore[attr-defined]
+    return make_twin(encoder, forward=forward)
+
+
+def check_request(model: nn.Module, config: Any, mode: str) -> None:
+    """Raise InputError for a way to generate, or a length, that stages with keys and values of their own cannot do.
+
+    config: the GenerationConfig as the loop has it.
+    """
+    if mode not in MODES:
+        raise InputError(
+            f"generate() of a pipeline is greedy or samples, and this call asks for {mode.replace('_', ' ')}, in which "
+            "rows exchange their keys and values: leave out what asks for it, such as num_beams= or assistant_model=, "
+            "or call pipe.model.generate() with the model on one device"
+        )
+    if config.use_cache is False:
+        raise InputError("use_cache=False would compute every token of the text anew for each one: leave it out")
+    for name in ("cache_implementation", "prefill_chunk_size"):
+        if getattr(config, name, None) is not None:
+            raise InputError(
+                f"{name}={getattr(config, name)!r} is for the unsplit model's cache, and stages keep their own: leave "
+                "it out"
+            )
+    for name in ("output_attentions", "output_hidden_states"):
+        if getattr(config, name, None):
+            raise InputError(f"{name}=True asks for values of every layer, which stages do not send on: leave it out")
+    text: Any = model.config
+    most = getattr(text.get_text_config(decoder=True), "max_position_embeddings", None)
+    if isinstance(most, int) and config.max_length > most:
+        raise InputError(
+            f"the prompt and the new tokens may be {config.max_length} long, and {type(model).__name__} is made for "
+            f"{most} (max_position_embeddings): give a smaller max_new_tokens, or a shorter prompt"
+        )
+
+
+def run_step(programs: Programs, arguments: dict[str, Any]) -> Any:
+    """Return a decoder's logits behind the tokens of a call, and note that they have been seen."""
+    ids, seen = take(arguments, "input_ids"), take_seen(arguments)
+    mask, positions = arguments.pop("attention_mask", None), arguments.pop("position_ids", None)
+    refuse_more(arguments)
+    tensors = {"input_ids": ids, "attention_mask": make_mask(mask, ids, seen)}
+    if positions is not None:
+        tensors["position_ids"] = positions.expand(len(ids), -1)
+    return make_output("CausalLMOutputWithPast", logits=run(programs, tensors, ids, seen), past_key_values=seen)
+
+
+def run_after_encoder(programs: Programs, arguments: dict[str, Any]) -> Any:
+    """Return the logits of a decoder behind an encoder, as `run_step` does."""
+    ids, seen, encoded = take(arguments, "decoder_input_ids"), take_seen(arguments), take(arguments, "encoder_outputs")
+    mask, own = arguments.pop("attention_mask", None), arguments.pop("decoder_attention_mask", None)
+    refuse_more(arguments)
+    hidden = encoded[0]
+    tensors = {
+        "decoder_input_ids": ids,
+        "decoder_attention_mask": make_mask(own, ids, seen),
+        "attention_mask": ids.new_ones(hidden.shape[:2]) if mask is None else mask,
+    }
+    if not seen.length:
+        tensors["encoded"] = hidden
+    return make_output("Seq2SeqLMOutput", logits=run(programs, tensors, ids, seen), past_key_values=seen)
+
+
+def run(programs: Programs, tensors: dict[str, Tensor], ids: Tensor, seen: Seen) -> Tensor:
+    """Return the logits behind tokens, which are noted as seen once there are any."""
+    step = programs.run_next if seen.length else programs.run_first
+    logits = step(tensors, seen.text)
+    seen.length += ids.shape[1]
+    return logits
+
+
+def make_mask(mask: Tensor | None, ids: Tensor, seen: Seen) -> Tensor:
+    """Return which of all tokens, seen before or now, are to be attended to; all are unless a mask says otherwise."""
+    # How long the past is, a step learns from the length of its mask.
+    shape = (len(ids), seen.length + ids.shape[1])
+    if mask is None:
+        return ids.new_ones(shape)
+    if tuple(mask.shape) != shape:
+        raise InputError(f"attention_mask has shape {tuple(mask.shape)}: give one of {shape}, an entry for each token")
+    return mask
+
+
+def take_seen(arguments: dict[str, Any]) -> Seen:
+    """Take the cache out of the arguments of a call; raises InputError for a call beside the loop, which has none."""
+    seen = arguments.pop("past_key_values", None)
+    if not isinstance(seen, Seen):
+        raise InputError(
+            "something calls the model beside the loop of generate(), with a cache of its own or none, as "
+            "guidance_scale= does: leave that out"
+        )
+    return seen
+
+
+def take(arguments: dict[str, Any], name: str) -> Any:
+    """Take an argument out of those of a call; raises InputError where it is missing."""
+    if arguments.get(name) is None:
+        raise InputError(f"generate() of a pipeline goes by {name}, and there are none: give input_ids")
+    return arguments.pop(name)
+
+
+def refuse_more(arguments: Mapping[str, Any]) -> None:
+    """Raise InputError for an argument that no step takes, unless it says what every step does."""
+    for name, value in arguments.items():
+        if name not in IDLE and value is not None and value is not False:
+            raise InputError(
+                f"{name}= is no argument of a step in stages, which takes input_ids, attention_mask and position_ids: "
+                "leave it out, or call pipe.model.generate() with the model on one device"
+            )

@@ -1,0 +1,256 @@
+"""Programs: what a pipeline has compiled to generate with, and how a step runs on it.
+
+Each of the steps is captured, planned and run like any other model. Their programs agree on where weights lie, and on
+where keys and values do: what one keeps, the others find on the same device.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxsplit.api.compiled import get_mode
+from fxsplit.api.compiler import Compiler
+from fxsplit.api.generation.cache import Shapes
+from fxsplit.api.generation.steps import (
+    make_encode,
+    make_first_after_encoder,
+    make_next_after_encoder,
+    make_step,
+)
+from fxsplit.api.lowering import pin_weights
+from fxsplit.errors import InputError, TraceError
+from fxsplit.ir.facts.call import Call
+from fxsplit.ir.facts.example import Example
+from fxsplit.ir.facts.pins import Pins
+from fxsplit.ir.facts.scope import Scope
+from fxsplit.ir.graph import IR
+from fxsplit.runtime.engine import Engine
+from fxsplit.runtime.program import Batch, Program
+from fxsplit.torch_internals.dependences import list_node_weights
+from fxsplit.torch_internals.interpret import get_storage_id
+from fxsplit.torch_internals.past import Pasts, find_slot
+from fxsplit.torch_internals.undo import undo_after
+
+LEAST_LENGTH = 4
+"""So many tokens the example of a next step has seen at least: torch.export takes lengths near 1 for constants."""
+
+
+class Text:
+    """One call of generate(): what the stages keep of its rows, and the steps that were prepared for it.
+
+    most: how many tokens a row may have at the end.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.pasts = Pasts(most)
+        self.prepared: dict[str, Batch] = {}
+
+
+class Programs:
+    """The steps of one model's generation, compiled as they are needed. `compiler` is that of the pipeline.
+
+    start: the pipeline's method that returns its engine for a program. It keeps no pipeline alive.
+    """
+
+    def __init__(self, compiler: Compiler, start: Callable[[Program], Engine]) -> None:
+        self._compiler = compiler
+        self._start = weakref.WeakMethod(start)
+        self._steps: dict[str, Compiler] = {}
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that generates."""
+        return self._compiler.model
+
+    def list_programs(self) -> list[Program]:
+        """Return the programs of the steps that are compiled, in the order in which they were."""
+        found = [step.get_compiled("eval") for step in self._steps.values()]
+        return [compiled.program for compiled in found if compiled is not None]
+
+    def settle(self) -> None:
+        """See to it that weights lie where the programs want them, or forget programs that want them elsewhere.
+
+        Raises InputError for a pipeline whose weights are read when it compiles, and for one whose devices have several
+        stages each.
+        """
+        if self._compiler.weights is not None:
+            raise InputError(
+                "the checkpoint of weights= is read when the pipeline compiles, which it has not yet: give compile() "
+                "example_inputs=, or call the pipeline once, before generate()"
+            )
+        placed = self._find_placed()
+        homes = [] if placed is None else [device for home in placed.homes for device in home]
+        if placed is not None and (len(set(homes)) < len(homes) or len(homes) > len(placed.homes)):
+            raise InputError(
+                f"{placed.scheduler.name} puts several stages on a device here, or a stage on several, and generate() "
+                "needs one for each: compile another pipeline for it, with inference=True"
+            )
+        places = [place for program in self.list_programs() for place in program.list_placed()]
+        if all(weight.device == device for weight, device in places):
+            return
+        if placed is None:
+            for step in self._steps.values():
+                step.place_all()
+        else:
+            self._steps.clear()
+
+    def encode(self, tensors: dict[str, Tensor]) -> Tensor:
+        """Return the encoder's output."""
+        self._add("encode", lambda: make_encode(self.model))
+        return self._run("encode", tensors, Text(0))
+
+    def run_first(self, tensors: dict[str, Tensor], text: Text) -> Tensor:
+        """Return the logits (rows, 1, vocabulary) behind a prompt, after compiling what later steps need too."""
+        if not self._steps.keys() & {"first", "next"}:
+            self._compile_steps(tensors, text.pasts.most)
+        return self._run("first", tensors, text)
+
+    def run_next(self, tensors: dict[str, Tensor], text: Text) -> Tensor:
+        """Return the logits (rows, 1, vocabulary) behind one more token."""
+        return self._run("next", tensors, text)
+
+    def _compile_steps(self, tensors: dict[str, Tensor], most: int) -> None:
+        """Compile the first step, and the next one for up to `most` tokens, each for the devices of the other."""
+        # A decoder is planned for its next steps, which are most of a generation. Behind an encoder the first one is of
+        # a single token as well, and has all the weights.
+        if "decoder_input_ids" in tensors:
+            shapes = Shapes()
+            self._add("first", lambda: make_first_after_encoder(self.model, shapes))
+            self._compile("first", tensors)
+            self._add("next", lambda: make_next_after_encoder(self.model, shapes))
+            self._compile("next", make_example(tensors, most))
+        else:
+            self._add("next", lambda: make_step(self.model, first=False))
+            self._compile("next", make_example(tensors, most))
+            self._add("first", lambda: make_step(self.model, first=True))
+        self._check_lengths(make_example(tensors, max(most, LEAST_LENGTH) + 1))
+
+    def _check_lengths(self, longer: dict[str, Tensor]) -> None:
+        """Raise TraceError for a next step that is for one length alone: each token would be compiled for."""
+        compiled = self._steps["next"].get_compiled("eval")
+        assert compiled is not None, "compiled just now"
+        if compiled.captured[Scope].other_shapes(list(longer.values())) is not None:
+            self._steps.clear()
+            raise TraceError(
+                f"a step of {type(self.model).__name__} with a cache can be exported for one length alone, and every "
+                "token makes another one: call pipe.model.generate() with the model on one device"
+            )
+
+    def _add(self, name: str, make: Callable[[], nn.Module]) -> None:
+        """Make the compiler of a step, unless there is one."""
+        if name in self._steps:
+            return
+        options = self._compiler.options.for_inference()
+        # What the user has stated of the model's own arguments is of no other ones.
+        options = replace(options, chunks=None, costs=None, dump=None, observed=False, lengths_open=True)
+        if not isinstance(options.n_microbatches, int):
+            options = replace(options, n_microbatches=None)
+        known = self._compiler.get_compiled(get_mode(self.model))
+        from_shapes = known is not None and known.captured[Example].from_shapes
+        made = self._steps[name] = Compiler(make(), options, from_shapes=from_shapes)
+        # In neither does it refer to these programs, and so keep the pipeline's workers until a collection.
+        find, compiler = weakref.WeakMethod(self._pin), self._compiler
+        made.pin = lambda captured: pin(captured) if (pin := find()) is not None else captured
+        made.pause = lambda: compiler.pause()
+
+    def _compile(self, name: str, tensors: dict[str, Tensor]) -> None:
+        """Compile a step for tensors like these, unless it is compiled; forget a step that cannot be."""
+        try:
+            self._steps[name].program("eval", Call((), tensors))
+        except BaseException:
+            del self._steps[name]
+            raise
+
+    def _run(self, name: str, tensors: dict[str, Tensor], text: Text) -> Tensor:
+        """Run a step on tensors, and return what it returns."""
+        start = self._start()
+        assert start is not None, "the pipeline is there, as it generates"
+        batch = self._prepare(name, tensors, text)
+        program, engine = batch.program, start(batch.program)
+        # Weights are not written to while a text is made: copies on other devices are made anew for its first steps.
+        course = engine.begin_forward(batch, refresh=name not in text.prepared)
+        text.prepared[name] = batch
+        with undo_after(partial(engine.give_up_forward, course)):
+            found: Tensor = program.build_result(engine.finish_forward(batch, course))
+        return found
+
+    def _prepare(self, name: str, tensors: dict[str, Tensor], text: Text) -> Batch:
+        """Return a step ready to run. That its program still is the model is asked once for a text."""
+        known, compiled = text.prepared.get(name), self._steps[name].get_compiled("eval")
+        if known is not None and compiled is not None and compiled.program is known.program:
+            given = [tensors[spec.name] for spec in known.program.inputs.specs]
+            if compiled.captured[Scope].other_shapes(given) is None:
+                return known._replace(tensors=given)
+        return self._steps[name].prepare("eval", Call((), tensors))._replace(pasts=text.pasts)
+
+    def _pin(self, captured: IR) -> IR:
+        """Return a captured step with its weights, and what it keeps, where the programs that there are have them."""
+        placed = self._find_placed()
+        programs = [*self.list_programs(), *([] if placed is None else [placed])]
+        pins = [pin_read_weights(captured, program) for program in programs]
+        pins += [pin_pasts(captured, program) for program in programs]
+        return captured.learn(Pins.join(pins)) if pins else captured
+
+    def _find_placed(self) -> Program | None:
+        """Return the pipeline's own program, where it has one: its weights stay where that has them."""
+        compiled = self._compiler.get_compiled(get_mode(self.model))
+        return None if compiled is None else compiled.program
+
+
+def make_example(tensors: dict[str, Tensor], most: int) -> dict[str, Tensor]:
+    """Return the tensors of a next step, the one that sees `most` tokens, from those of the first step."""
+    made = {name: t for name, t in tensors.items() if name != "encoded"}
+    prefix = "decoder_" if "encoded" in tensors else ""
+    ids, mask = f"{prefix}input_ids", f"{prefix}attention_mask"
+    rows = len(made[ids])
+    made[mask] = made[mask].new_ones((rows, max(most, LEAST_LENGTH)))
+    for name in (ids, "position_ids"):
+        if name in made:
+            made[name] = made[name][:, -1:].clone(memory_format=torch.contiguous_format)
+    return made
+
+
+def pin_read_weights(captured: IR, other: Program) -> Pins:
+    """Return pins that keep weights where another program has them, but those that this graph reads more often.
+
+    An embedding that is the last layer too, for example, is read in two places by a decoder, and in one by an encoder.
+    """
+    here = count_readers([captured.gm])
+    there = count_readers([stage.module for stage in other.stages.stages])
+    pins = pin_weights(captured, other)
+    more = {
+        node.name
+        for node in captured.gm.graph.nodes
+        for weight in list_node_weights(captured.gm, node)
+        if here[get_storage_id(weight)] > there[get_storage_id(weight)]
+    }
+    found = {name: stage for name, stage in pins.stages.items() if name not in more}
+    return Pins(found, optional=frozenset(found))
+
+
+def count_readers(graphs: Sequence[fx.GraphModule]) -> Counter[int]:
+    """Return how many nodes hold each weight, by its memory."""
+    return Counter(get_storage_id(w) for gm in graphs for node in gm.graph.nodes for w in list_node_weights(gm, node))
+
+
+def pin_pasts(captured: IR, other: Program) -> Pins:
+    """Return pins for what stages keep from call to call, where another program has it."""
+    homes = {
+        node.args[at]: planned.devices[0]
+        for stage, planned in zip(other.stages.stages, other.plan.stages, strict=True)
+        for node in stage.module.graph.nodes
+        if (at := find_slot(node.target)) is not None
+    }
+    found = {
+        node.name: homes[node.args[at]]
+        for node in captured.gm.graph.nodes
+        if (at := find_slot(node.target)) is not None and node.args[at] in homes
+    }
+    return Pins(found, optional=frozenset(found))
