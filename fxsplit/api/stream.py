@@ -21,11 +21,15 @@ from fxsplit.runtime.engine import Engine
 from fxsplit.runtime.program import Batch, Program
 from fxsplit.torch_internals.interpret import are_writes_counted, count_writes
 from fxsplit.torch_internals.rng import lend_draws
-from fxsplit.torch_internals.thread_modes import keep_modes
+from fxsplit.torch_internals.thread_modes import OwnModes, keep_modes
 from fxsplit.torch_internals.undo import Turn, leave_no_trace, undo_after
 
 Prepare = Callable[[Call], tuple[Batch, Engine]]
 """Returns a call ready to run, and the engine to run it."""
+
+
+_END = object()
+"""What comes after the last batch."""
 
 
 class _Begun(NamedTuple):
@@ -90,6 +94,7 @@ class Stream(Iterator[Any]):
         # What reading or beginning a batch has raised, which comes after the outputs of the batches before it.
         self._error: Exception | None = None
         self._ended = self._closed = self._returns = False
+        self._modes = OwnModes()
         self._turn = Turn(lend_draws)
 
     def __next__(self) -> Any:
@@ -121,8 +126,8 @@ class Stream(Iterator[Any]):
         with suppress(IndexError):
             while True:
                 self._begun.popleft().give_up()
-        # An iterable that nobody else refers to ends as well, as a loop over it would have it.
-        self._batches, self._error = iter(()), None
+        self._error = None
+        self._drop_batches()
 
     def __enter__(self) -> Stream:
         return self
@@ -143,12 +148,18 @@ class Stream(Iterator[Any]):
         # A stream that could not be made has nothing to end.
         if "_begun" in self.__dict__:
             self._stop()
+            self._drop_batches()
 
     def _stop(self) -> None:
         """Stop all that is under way, and do not wait for it: the garbage collector may call this from a worker."""
         self._closed = True
         for begun in list(self._begun):
             begun.stop()
+
+    def _drop_batches(self) -> None:
+        """Let go of the iterable, which ends if nobody else refers to it, as a loop over it would have it."""
+        with self._modes.enter():
+            self._batches = iter(())
 
     def _end_unless_returning(self) -> None:
         """End the stream, unless there are outputs to return."""
@@ -179,12 +190,14 @@ class Stream(Iterator[Any]):
         while not self._ended and not self._closed and self._error is None and self._has_room():
             try:
                 # In the caller's modes, as in a loop over the iterable.
-                inputs = next(self._batches)
-            except StopIteration:
-                self._ended = True
+                with self._modes.enter():
+                    inputs = next(self._batches, _END)
             except Exception as error:
                 self._error = _leave_frame(error)
             else:
+                if inputs is _END:
+                    self._ended = True
+                    return
                 try:
                     self._begun.append(_begin(self._prepare, inputs, first=not self._begun))
                 except StopIteration as error:

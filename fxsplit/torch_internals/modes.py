@@ -58,6 +58,13 @@ class Modes(NamedTuple):
             torch._C._only_lift_cpu_tensors(),
         )
 
+    def take_up(self, blocks: int) -> None:
+        """Put the thread into these modes of gradients and autocast, `blocks` blocks of autocast deeper."""
+        for _ in range(blocks):
+            torch.autocast_increment_nesting()
+        self._set_autocast()
+        torch.set_grad_enabled(self.grad)
+
     def put_back(self) -> None:
         """Put the thread, which read them, back in these modes: blocks that were entered since are left."""
         while torch._C._len_torch_function_stack() > self.functions:
@@ -70,15 +77,19 @@ class Modes(NamedTuple):
             tell_compiler(self.flags[-1])
         torch._C._set_only_lift_cpu_tensors(self.lifts)
         drop_hooks(self.hooks)
-        for device, (enabled, dtype) in zip(AUTOCAST_DEVICES, self.autocast, strict=True):
-            torch.set_autocast_enabled(device, enabled)
-            torch.set_autocast_dtype(device, dtype)
-        torch.set_autocast_cache_enabled(self.autocast_cache)
+        self._set_autocast()
         while _count_nesting() > self.nesting:
             # Weights that were cast in a block are kept until its end, and would be used after they have changed.
             if torch.autocast_decrement_nesting() == 0:
                 torch.clear_autocast_cache()
         torch.set_grad_enabled(self.grad)
+
+    def _set_autocast(self) -> None:
+        """Switch autocast on or off for each device, as it was."""
+        for device, (enabled, dtype) in zip(AUTOCAST_DEVICES, self.autocast, strict=True):
+            torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, dtype)
+        torch.set_autocast_cache_enabled(self.autocast_cache)
 
 
 def is_autocast_on(kinds: Iterable[str]) -> bool:

@@ -38,6 +38,32 @@ def keep_modes() -> Iterator[None]:
         yield
 
 
+class OwnModes:
+    """Modes of gradients and autocast of a generator, which stay its own from one `next` to another.
+
+    A generator that yields inside of `with torch.autocast(...)` leaves the thread in that mode, and goes on in the mode
+    that it finds the thread in.
+    """
+
+    def __init__(self) -> None:
+        self._left: Modes | None = None
+        self._blocks = 0
+
+    @contextmanager
+    def enter(self) -> Iterator[None]:
+        """Let the generator run in the block, in the modes that it left, or in the thread's where it changed none."""
+        outside = Modes.read()
+        with undo_after(outside.put_back):
+            if self._left is not None:
+                self._left.take_up(self._blocks)
+            try:
+                yield
+            finally:
+                now = Modes.read()
+                self._left = now if now != outside else None
+                self._blocks = max(0, now.nesting - outside.nesting)
+
+
 @contextmanager
 def enable_gradients() -> Iterator[None]:
     """Let gradients be computed inside the block, whichever modes the caller is in.

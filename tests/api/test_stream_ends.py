@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import fxsplit
 from fxsplit.errors import FxsplitError, InputError, StageError
+from fxsplit.torch_internals.modes import Modes
 from tests.models import FAST, Mlp
 
 
@@ -172,6 +173,36 @@ def test_the_iterable_runs_in_the_modes_of_the_caller(pipe: fxsplit.Pipeline) ->
             yield x + gradient.sign()
 
     assert [output.requires_grad for output in pipe.stream(make())] == [False] * 3
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_modes_that_the_iterable_yields_in_are_its_own(pipe: fxsplit.Pipeline, ends: bool) -> None:
+    """After the first batches it went on without them, and autocast lost count of its blocks."""
+    found = list[torch.dtype]()
+    layer, batches = nn.Linear(8, 8), make_batches(8)
+
+    def make() -> Iterator[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            for batch in batches:
+                made = layer(batch)
+                found.append(made.dtype)
+                yield made.float() if not made.requires_grad else batch[:, :0]
+
+    before = Modes.read()
+    stream = pipe.stream(make())
+    outputs = [next(stream)]
+    with torch.no_grad():
+        outputs.append(next(stream))
+        assert not torch.is_grad_enabled()
+    assert Modes.read() == before
+    if ends:
+        outputs += stream
+    with torch.no_grad():
+        stream.close()
+        assert not torch.is_grad_enabled()
+    del stream
+    assert {output.dtype for output in outputs} == {torch.float32}, "the batches run in the caller's modes"
+    assert set(found) == {torch.bfloat16} and Modes.read() == before
 
 
 def test_an_iterable_that_asks_its_own_stream_is_refused(pipe: fxsplit.Pipeline) -> None:
