@@ -42,7 +42,7 @@ TORCHS = ("torch", "functorch", "torchgen", "numpy", "sympy", "mpmath", "triton"
 def list_places(value: Any, names: Names, label: Label) -> Iterator[Found]:
     """Yield the places of an object that code with these names may read or write, and the values in them."""
     # What becomes of a line that is logged is no business of the code that logs it.
-    if isinstance(value, logging.Handler):
+    if isinstance(value, (logging.Handler, logging.Manager)):
         return
     if isinstance(value, (tuple, frozenset, Mapping, *CONTAINERS)):
         yield from _list_items(value, names, label)

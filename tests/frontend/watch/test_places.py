@@ -255,3 +255,4 @@ def test_what_becomes_of_a_logged_line_is_not_followed() -> None:
     logger, handler = logging.getLogger("of a model"), logging.StreamHandler()
     assert find(logger, loads=("level",)) and find(logging.Formatter(), loads=("_fmt",))
     assert find(handler, loads=("level", "stream", "formatter")) == {}
+    assert find(logger.manager, loads=("loggerDict",)) == {}
