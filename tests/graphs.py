@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from torch import fx
 
-from fxsplit.ir.facts.costs import Costs, Exchange, InputCost, NodeCost
+from fxsplit.ir.facts.costs import MEMORY, Costs, Exchange, InputCost, NodeCost
 from fxsplit.ir.facts.machine import Device, Machine
 from fxsplit.ir.facts.price import price_split
 from fxsplit.ir.facts.workload import Workload
@@ -57,10 +57,14 @@ def node(name: str, inputs: Sequence[str] = (), ms: float = 1.0, **figures: floa
 
 @st.composite
 def profiles(draw: st.DrawFn, max_nodes: int = 9) -> Costs:
-    """DAGs of 1 to `max_nodes` nodes, a third of them with tied integer costs and zeros; a third have launches."""
+    """DAGs of 1 to `max_nodes` nodes, a third of them with tied integer costs and zeros; a third have launches.
+
+    Of half of them it is known what nodes allocate.
+    """
     count = draw(st.integers(1, max_nodes))
     tied = draw(st.integers(0, 2)) == 0
     launched = draw(st.integers(0, 2)) == 0
+    weighed = draw(st.booleans())
     number = st.integers(0, 3).map(float) if tied else st.floats(0.0, 10.0, allow_nan=False)
     size = st.integers(0, 3 if tied else 1000)
     density = draw(st.floats(0.1, 0.9))
@@ -86,6 +90,7 @@ def profiles(draw: st.DrawFn, max_nodes: int = 9) -> Costs:
                 host_ms=draw(number),
                 forward_launch_ms=draw(number) if launched else 0.0,
                 backward_launch_ms=draw(number) if launched else 0.0,
+                **({figure: draw(size) for figure in MEMORY} if weighed else {}),  # type: ignore[arg-type]
             )
         )
     names = [n.name for n in nodes]
@@ -117,11 +122,14 @@ def machines(draw: st.DrawFn, max_devices: int = 4, bounded: bool = True) -> Mac
 
 
 def workload(machine: Machine, n_microbatches: int = 3) -> Workload:
-    """1F1B's demands; on an odd number of devices PipeDream's, with a version of the weights for each."""
+    """1F1B's demands; on an odd number of devices PipeDream's, with a version of the weights for each.
+
+    On four devices backwards are divided in two.
+    """
     peaks = {k: tuple(min(n_microbatches, k - s) for s in range(k)) for k in range(1, len(machine) + 1)}
     if len(machine) % 2:
         return Workload("PipeDream", n_microbatches, peaks, versions=peaks)
-    return Workload("1F1B", n_microbatches, peaks)
+    return Workload("1F1B", n_microbatches, peaks, splits=len(machine) == 4)
 
 
 def one_each(stages: Sequence[Sequence[str]]) -> list[tuple[Sequence[str], tuple[int], bool]]:

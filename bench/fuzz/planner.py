@@ -14,9 +14,10 @@ from functools import cache, cached_property
 from math import inf
 
 from bench.fuzz import Outcome
+from bench.fuzz.working_memory import Working
 from fxsplit.api.plan import lay_out
 from fxsplit.errors import FxsplitError
-from fxsplit.ir.facts.costs import Costs, Exchange, InputCost, NodeCost
+from fxsplit.ir.facts.costs import MEMORY, Costs, Exchange, InputCost, NodeCost
 from fxsplit.ir.facts.machine import Device, Machine
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.planner import Options, dense, prefer_compiled, search, solve
@@ -28,7 +29,7 @@ Split = tuple[Devices, ...]
 MOST = (solve.MOST_CELLS, solve.MOST_BOUNDED)
 FIGURES = (
     *("forward_ms", "backward_ms", "host_ms", "parameter_bytes", "buffer_bytes", "kept_bytes"),
-    *("forward_launch_ms", "backward_launch_ms"),
+    *("forward_launch_ms", "backward_launch_ms", "waiting_bytes"),
 )
 MODELS = ("forwarded", "overlapped", "direct", "replicated")
 
@@ -69,11 +70,12 @@ class Case:
         solve.MOST_CELLS, solve.MOST_BOUNDED = most
 
 
-class Oracle:
+class Oracle(Working):
     """The best plan by the definitions. Sets of nodes are bits of a number."""
 
     def __init__(self, case: Case) -> None:
         self.case, self.machine, self.options = case, case.machine, case.options
+        self.divided = case.schedule == "ZB-H1"
         costs = self.costs = replace(case.costs, together=(*case.costs.together, *map(tuple, case.keep)))
         self.bit = {node.name: 1 << i for i, node in enumerate(costs.nodes)}
         self.full = (1 << len(costs.nodes)) - 1
@@ -141,7 +143,7 @@ class Oracle:
 
         near: the devices next to it, of the stages before and behind. held: microbatches. again: runs forward twice.
         """
-        forward, backward, host, parameters, buffers, kept, *launches = self.sums(end & ~begin).values()
+        forward, backward, host, parameters, buffers, kept, *launches, _ = self.sums(end & ~begin).values()
         r = len(devices)
         speed = r * min(self.machine.devices[d].speed for d in devices)
         busy = (host if self.machine.devices[devices[0]].host else forward * (1 + again) + backward) / speed
@@ -159,9 +161,13 @@ class Oracle:
         # A host device launches nothing.
         if not self.machine.devices[devices[0]].host:
             load = max(load, (launches[0] * (1 + again) + launches[1]) / r)
-        memory = parameters * (3 + self.options.optimizer_factor) + buffers + (min(held, 1) if again else held) * kept
+        once = again and not self.divided
+        memory = parameters * (2 + self.options.optimizer_factor) + buffers + (min(held, 1) if once else held) * kept
         if self.options.model != "direct":
-            memory += held * (self.crossing[begin][0] + self.crossing[end][0])
+            memory += held * self.crossing[begin][0]
+            twice = 1 + (self.weighed and end == self.full)
+            memory += held * (self.crossing[end][0] * twice if again else self.unkept(end)) + self.working(begin, end)
+            memory += held * self.sums(end & ~begin)["waiting_bytes"] if self.divided and self.weighed else 0.0
         return load, memory
 
     def fits(self, begin: int, end: int, devices: Devices, memory: float, slack: float) -> bool:
@@ -324,6 +330,7 @@ def make_graph(r: random.Random) -> Costs:
 
     # A third of the graphs are of an accelerator, whose host has work of its own.
     launched = r.random() < 0.33
+    weighed = r.random() < 0.5
     inputs = tuple(InputCost(f"x{i}", size(), size()) for i in range(r.randint(0, 2)))
     nodes, names = [], [i.name for i in inputs]
     for v in range(count):
@@ -331,6 +338,7 @@ def make_graph(r: random.Random) -> Costs:
         sizes = {f: size() for f in ("output_bytes", "gradient_bytes", "kept_bytes", "parameter_bytes", "buffer_bytes")}
         times = {"host_ms": ms()}
         times |= {"forward_launch_ms": ms(), "backward_launch_ms": ms()} if launched else {}
+        sizes |= {figure: size() for figure in MEMORY} if weighed else {}
         nodes.append(NodeCost(f"n{v}", "op", f"m{v // 2}", f"s{v}", reads, ms(), ms(), **sizes, **times))  # type: ignore[arg-type]
         names.append(f"n{v}")
     made = [n.name for n in nodes]
@@ -348,6 +356,7 @@ def make_light_graph(r: random.Random) -> Costs:
     """Return two or three branches of heavy nodes with light ones behind them, which may have weights."""
     nodes: list[NodeCost] = []
     launched = r.random() < 0.33
+    weighed = r.random() < 0.5
 
     def add(name: str, reads: tuple[str, ...], heavy: bool) -> str:
         ms = r.randint(5, 20) * 1.0 if heavy else r.choice((0.0, 0.001, 0.01, 0.05))
@@ -358,6 +367,7 @@ def make_light_graph(r: random.Random) -> Costs:
             times |= {"forward_launch_ms": ms * r.choice((0, 0.3, 2)), "backward_launch_ms": ms * r.choice((0, 1, 3))}
         sizes = {"output_bytes": size, "gradient_bytes": r.choice((0.0, size)), "parameter_bytes": weights}
         sizes |= {"kept_bytes": 0.0, "buffer_bytes": 0.0}
+        sizes |= {"forward_peak_bytes": r.choice((0.0, 1e3, 1e4))} if weighed else {}
         nodes.append(NodeCost(name, "op", "m", f"s{name}", reads, **times, **sizes))  # type: ignore[arg-type]
         return name
 
@@ -375,7 +385,7 @@ def make_light_graph(r: random.Random) -> Costs:
 def make_machine(r: random.Random, costs: Costs, free: bool, *, hosts: bool) -> Machine:
     """Return a random machine of one to four devices, alike or not, perhaps with little memory, and a host."""
     count, whole = r.randint(1, 4), sum(5 * n.parameter_bytes + n.buffer_bytes + n.kept_bytes for n in costs.nodes)
-    whole += sum(n.output_bytes for n in costs.nodes)
+    whole += sum(n.output_bytes for n in costs.nodes) + max(n.forward_peak_bytes or 0.0 for n in costs.nodes)
     bounded, link = r.random() < 0.33, r.choice((inf, 1e6, 1e7, 2e5))
 
     def device(name: str) -> Device:

@@ -17,10 +17,11 @@ from fxsplit.api.row_dims import find_row_dims
 from fxsplit.errors import TraceError
 from fxsplit.frontend.capture import Stated, capture
 from fxsplit.ir.facts.call import Call
-from fxsplit.ir.facts.costs import Costs, KnownCosts
+from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.detached import Detached
 from fxsplit.ir.facts.effects import CallEffects
 from fxsplit.ir.facts.example import Example
+from fxsplit.ir.facts.known_costs import KnownCosts
 from fxsplit.ir.facts.meanings import ROWS, Meaning
 from fxsplit.ir.facts.pins import Pins
 from fxsplit.ir.facts.plan import Plan

@@ -23,6 +23,17 @@ from fxsplit.ir.files import explain_unreadable, write_whole
 # All numbers of a stage: a figure that StagePlan gains is written and read without a change here.
 _FIGURES = [f.name for f in fields(StagePlan) if f.name.endswith(("_ms", "_bytes"))]
 
+# Those that files of earlier versions do not have.
+_LATER = [
+    "forward_launch_ms",
+    "backward_launch_ms",
+    "waiting_bytes",
+    "working_bytes",
+    "optimizer_bytes",
+    "buffer_bytes",
+]
+_LATER += ["versions_bytes", "boundaries_bytes", "activations_bytes"]
+
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
     """Return a plan as an object of JSON: the objective, its bound and the stages first, then all else.
@@ -79,7 +90,9 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
         raise PlanError(f"{name!r} is no plan: write one with fxsplit plan PROFILE --json")
     try:
         names = [str(d) for d in as_list(data["device_names"])]
-        stages = tuple(_read_stage(i, stage, names) for i, stage in enumerate(as_list(data["stages"])))
+        # Who sends straight to the readers holds no values at boundaries.
+        held = data["cost_model"] != "direct"
+        stages = tuple(_read_stage(i, stage, names, held=held) for i, stage in enumerate(as_list(data["stages"])))
         if not stages:
             raise PlanError("it has no stages")
         _refuse_twice("device", names)
@@ -114,8 +127,11 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
         raise PlanError(f"{name!r} is a damaged plan: {what}; write it again with fxsplit plan --json") from error
 
 
-def _read_stage(index: int, data: dict[str, Any], names: list[str]) -> StagePlan:
-    """Return one stage; raises PlanError for a device or number that cannot be."""
+def _read_stage(index: int, data: dict[str, Any], names: list[str], *, held: bool) -> StagePlan:
+    """Return one stage; raises PlanError for a device or number that cannot be.
+
+    held: whether the stages of the plan's model hold values at their boundaries.
+    """
     if not as_list(data["devices"]):
         raise PlanError(f"stage {index} has no device")
     for device in data["devices"]:
@@ -123,8 +139,9 @@ def _read_stage(index: int, data: dict[str, Any], names: list[str]) -> StagePlan
             raise PlanError(f"stage {index} is on {show(device)}, which is none of its devices")
     backward = _number(data["backward_ms"], f"backward_ms of stage {index}")
     # Files of earlier versions do not say what of a backward is for weights: half of it, as simulations assume. They
-    # know of no launches either.
-    data = {"weight_ms": backward / 2, "forward_launch_ms": 0.0, "backward_launch_ms": 0.0, **data}
+    # know of no launches and of no working memory either.
+    data = {"weight_ms": backward / 2, **dict.fromkeys(_LATER, 0.0), **data}
+    data.setdefault("boundary_bytes", held * (data["in_bytes"] + data["out_bytes"]))
     if _number(data["weight_ms"], f"weight_ms of stage {index}") > backward:
         raise PlanError(f"weight_ms of stage {index} is {data['weight_ms']}, and it is part of backward_ms={backward}")
     return StagePlan(

@@ -64,6 +64,15 @@ def contract_costless_nodes(costs: Costs, blocks: Blocks, apart: Collection[str]
 def memory_may_bind(costs: Costs, memory_bytes: float) -> bool:
     """Return whether the whole graph might not fit on a device with so much memory."""
     most = sum(n.parameter_bytes * MOST_COPIES + n.buffer_bytes + n.kept_bytes * MOST_IN_FLIGHT for n in costs.nodes)
+    if costs.weighed:
+        # No node needs more besides than what it allocates, and all values and gradients there are.
+        peaks = max(
+            (max(n.forward_peak_bytes or 0.0, n.backward_peak_bytes, n.halved_peak_bytes) for n in costs.nodes),
+            default=0.0,
+        )
+        there = sum(max(n.unkept_bytes, n.output_bytes) + n.gradient_bytes for n in costs.nodes)
+        most += peaks + there * MOST_IN_FLIGHT + sum(n.waiting_bytes for n in costs.nodes) * MOST_IN_FLIGHT
+        most += sum(i.output_bytes + i.gradient_bytes for i in costs.inputs) * MOST_IN_FLIGHT
     return most > memory_bytes
 
 
@@ -123,7 +132,8 @@ def _weighs(node: NodeCost, bounded: bool) -> bool:
     """
     if node.forward_ms or node.backward_ms or node.host_ms or node.launch_ms or node.parameter_bytes:
         return True
-    return bounded and bool(node.buffer_bytes or node.kept_bytes)
+    # What allocates nothing may still run while much is there.
+    return bounded and (bool(node.buffer_bytes or node.kept_bytes) or node.forward_peak_bytes is not None)
 
 
 class _Graph:

@@ -213,7 +213,9 @@ def _solve_compiled(problem: Problem, below: Bools, states: NDArray[np.int64], u
     """Return the same chain by the same steps, in machine code."""
     whole = states.size == len(problem)
     tables = problem.tables if whole else problem.tables.take(states)
-    best, origin, via = kernels.compile_kernel(best_chains)(tables, below, *problem.shared(states), upper)
+    best, origin, via = kernels.compile_kernel(best_chains)(
+        tables, below, problem.needs(states), *problem.shared(states), upper
+    )
     # The kernel numbers states by their position among those it was given.
     if not whole:
         origins, vias = (np.full((best.shape[0], len(problem)), -1, np.int32) for _ in range(2))

@@ -7,7 +7,7 @@ other than {}, each named by its augmented antichain (see planner/__init__.py).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from math import inf
 
@@ -109,8 +109,20 @@ def _enumerate_within(
     return replace(antichains(costs, 1, blocks.reordered(order)), levels=levels)
 
 
-def _live(costs: Costs, blocks: Blocks, parent: Ints, last: Ints) -> NDArray[np.float64]:
-    """Return the bytes of values and of gradients live across each ideal, float64 [ideals, 2].
+def sum_live_values(costs: Costs, chains: Antichains, find: Callable[[str, float], float]) -> NDArray[np.float64]:
+    """Return what is live across each ideal, float64 [ideals]: the sum of what `find` says of a value and its bytes."""
+    live = _live(costs, chains.blocks, chains.parent, chains.last, find)
+    return np.ascontiguousarray(live[:, 0])
+
+
+def _live(
+    costs: Costs,
+    blocks: Blocks,
+    parent: Ints,
+    last: Ints,
+    find: Callable[[str, float], float] = lambda name, output_bytes: output_bytes,
+) -> NDArray[np.float64]:
+    """Return the bytes of values, as `find` says, and of gradients live across each ideal, float64 [ideals, 2].
 
     The *pins* of a value are the blocks that make or read it. A value is live across an ideal if some of its pins lie
     inside and some outside. The caller is a pin too: inside from the start for what the model is given, and never
@@ -135,7 +147,7 @@ def _live(costs: Costs, blocks: Blocks, parent: Ints, last: Ints) -> NDArray[np.
     for name, output_bytes, gradient_bytes, readers, is_output in costs.values:
         # What no node makes is an input of the model, which the caller makes.
         made = name in blocks.home
-        add((name, *readers) if made else readers, not made, is_output, output_bytes, gradient_bytes)
+        add((name, *readers) if made else readers, not made, is_output, find(name, output_bytes), gradient_bytes)
     for exchange in costs.exchanges:
         add(exchange.nodes, False, False, 0.0, exchange.output_bytes)
     sizes = np.array(size, np.float64).reshape(-1, 2)

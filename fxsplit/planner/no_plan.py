@@ -11,8 +11,11 @@ from fxsplit.ir.facts.antichains import Antichains
 from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.facts.price import format_bytes
 from fxsplit.planner.clock import Clock, OutOfTime
-from fxsplit.planner.problem import Problem
-from fxsplit.planner.search import Found, minimise
+from fxsplit.planner.problem import Path, Problem
+from fxsplit.planner.search import ANYTHING, minimise
+
+NEAR_BYTES, NEAR = 0.5, 1e-6
+"""The least excess of memory is looked for up to so many bytes, or so large a share of it."""
 
 
 def explain_misfit(
@@ -31,15 +34,14 @@ def explain_misfit(
     )
     if chains.complete and not complete:
         some = " that leaves only the last devices idle; leave those out that are of no use"
-    tries: list[tuple[float, Problem, Found]] = []
+    tries: list[tuple[float, list[float], Path]] = []
     try:
         # Without memory limits only pins, and the number of stages, can rule a chain out.
         possible = [p for p in problems if minimise(p.without_memory(), chains, clock) is not None]
         for problem in possible:
-            relaxed = problem.for_excess()
-            found = minimise(relaxed, chains, clock)
-            assert found is not None  # the chain that was found without memory is one here too
-            tries.append((found.load, relaxed, found))
+            path = find_least_excess(problem, chains, clock)
+            excess = list_excess(problem, chains, path)
+            tries.append((max(excess), excess, path))
     except OutOfTime:
         return NoFit(
             f"no plan fits{some}; allow more time (partition{{time_limit=}}) to be told which stage is short of memory"
@@ -51,12 +53,10 @@ def explain_misfit(
             f"no plan for {len(machine)} devices satisfies the pins{some}: some pinned node depends on one that is "
             "pinned to a later stage, or a stage would stay empty; pin fewer submodules or use fewer devices"
         )
-    _, relaxed, found = min(tries, key=lambda attempt: attempt[0])
-    loads = relaxed.loads(found.path)
-    # Loads of the relaxed problem are bytes above the memory.
+    _, loads, path = min(tries, key=lambda attempt: attempt[0])
     worst = int(np.argmax(loads))
     # The replicas of a stage hold the same, so the first will do as an example.
-    device = machine.devices[found.path[worst][1].devices[0]]
+    device = machine.devices[path[worst][1].devices[0]]
     # 1F1B holds the fewest microbatches of all schedules.
     earlier = "" if schedule == "1F1B" else "schedule='1F1B', "
     need = device.memory_bytes + loads[worst]
@@ -68,3 +68,35 @@ def explain_misfit(
         "keeps less than Adam",
         short_bytes=float(loads[worst]),
     )
+
+
+def find_least_excess(problem: Problem, chains: Antichains, clock: Clock) -> Path:
+    """Return the chain whose stages exceed the memory of their devices by the fewest bytes."""
+    relaxed = problem.for_excess()
+    found = minimise(relaxed, chains, clock)
+    assert found is not None  # a chain was found without memory, and it is one here too
+    best, least, most = found.path, found.lower, max(list_excess(problem, chains, found.path))
+    # The sums alone tell the excess but for working memory, of which the largest counts: devices that are larger by a
+    # trial tell whether some chain has less.
+    while problem.tables.needs.lead.size and most - least > max(NEAR_BYTES, NEAR * abs(most)):
+        middle = (least + most) / 2
+        path = problem.with_more_memory(middle).test(ANYTHING, clock)
+        if path is None:
+            least = middle
+        else:
+            best, most = path, min(middle, max(list_excess(problem, chains, path)))
+    return best
+
+
+def list_excess(problem: Problem, chains: Antichains, path: Path) -> list[float]:
+    """Return by how many bytes each stage of a chain exceeds its devices' memory, 0 where that has no limit."""
+    relaxed, needs, begin = problem.for_excess(), problem.tables.needs, 0
+    loads, excess = relaxed.loads(path), []
+    for load, (end, move) in zip(loads, path, strict=True):
+        limited = np.isfinite(problem.tables.capacity[problem.kind[problem.moves.number[move]]])
+        if needs.lead.size and limited:
+            near, far = problem.find_largest_needs(sorted({*chains.ideal(end)} - {*chains.ideal(begin)}))
+            load += max(min(near, far - needs.lead[begin] - needs.freed[end]), needs.loss[end])
+        excess.append(float(load))
+        begin = end
+    return excess

@@ -21,13 +21,15 @@ from fxsplit.planner.kernels import fit
 from fxsplit.planner.kernels.lattice import prefix_sums
 from fxsplit.planner.kernels.tables import Floats
 from fxsplit.planner.moves import Move, Moves
+from fxsplit.planner.working import Working
 
 
 class Kind(NamedTuple):
     """What tells one kind of move from another: what it makes of times (speed, ms per byte) and of bytes.
 
     `in_flight` is how many microbatches the stage holds, `versions` how many versions of its weights. Both are known
-    only where the number of stages is; else memory has no limit or nothing to hold, and they do not matter.
+    only where the number of stages is; else memory has no limit or nothing to hold, and they do not matter. `splits`
+    tells whether backwards are divided in two.
     """
 
     speed: float
@@ -38,6 +40,7 @@ class Kind(NamedTuple):
     send: float
     in_flight: int
     versions: int
+    splits: bool
     recompute: bool
     capacity: float
 
@@ -63,6 +66,7 @@ class Kind(NamedTuple):
             send=send,
             in_flight=workload.in_flight[moves.n_stages][move.rank] if moves.n_stages else 0,
             versions=workload.versions_of(moves.n_stages)[move.rank] if moves.n_stages else 1,
+            splits=workload.splits,
             recompute=move.recompute,
             capacity=min(d.memory_bytes for d in devices),
         )
@@ -110,15 +114,30 @@ def price_launches(states: States, kinds: Mapping[str, Floats]) -> Floats:
     return launches
 
 
-def price_space(states: States, kinds: Mapping[str, Floats], model: CostModel) -> tuple[Floats, Floats, Floats]:
-    """Return space_start, space_end and space_low of every kind and state (see Tables), in bytes."""
+def price_space(
+    states: States, kinds: Mapping[str, Floats], model: CostModel, working: Working | None
+) -> tuple[Floats, Floats, Floats]:
+    """Return space_start, space_end and space_low of every kind and state (see Tables), in bytes.
+
+    working: what the states do not say; None where that does not count.
+    """
     in_flight, recompute = kinds["in_flight"], kinds["recompute"] > 0
     copies = WEIGHT_COPIES + model.optimizer_factor + kinds["versions"] - 1.0
-    # A stage that recomputes keeps the activations of the microbatch in hand alone.
-    kept = np.where(recompute, np.minimum(in_flight, 1.0), in_flight) * states.column("kept_bytes")
+    # A stage that recomputes keeps the activations of the microbatch in hand alone, if its backwards are whole.
+    one_alone = recompute & ~(kinds["splits"] > 0)
+    kept = np.where(one_alone, np.minimum(in_flight, 1.0), in_flight) * states.column("kept_bytes")
     space_low = states.column("parameter_bytes") * copies + states.column("buffer_bytes") + kept
-    boundary = in_flight * states.column("live_bytes") * model.forwards
-    return space_low - boundary, space_low + boundary, space_low
+    taken = given = in_flight * states.column("live_bytes") * model.forwards
+    gradients = np.zeros(len(states))
+    if working is not None:
+        space_low = space_low + working.handed + in_flight * working.waiting
+        # What is kept anyway is not counted once more where it is handed on.
+        again = states.column("live_bytes").copy()
+        # The last stage has the outputs of the model, and what the loss makes of them.
+        again[-1] *= working.ends
+        given = in_flight * np.where(recompute, again, working.unkept)
+        gradients = states.column("live_gradient_bytes")
+    return space_low - taken - gradients, space_low + given + gradients, space_low
 
 
 def measure_work_with_hosts(states: States, chains: Antichains) -> tuple[Floats, float]:

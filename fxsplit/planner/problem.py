@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from fxsplit.errors import PlanError
 from fxsplit.ir.facts.antichains import Antichains
+from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.facts.price import CostModel
 from fxsplit.ir.facts.states import States
@@ -28,6 +29,7 @@ from fxsplit.planner.kernels.separable import reach, reach_bounded
 from fxsplit.planner.kernels.tables import IDLE, Bools, Floats, Ints, Tables
 from fxsplit.planner.moves import Move, Moves, powers
 from fxsplit.planner.prices import Kind, measure_work_with_hosts, price_launches, price_space, price_times, tabulate
+from fxsplit.planner.working import NOTHING, carry_along_line, find_working, list_pairs
 
 PairCosts = Callable[[int, NDArray[np.int64], NDArray[np.int64]], tuple[Floats, Bools]]
 Path = list[tuple[int, Move]]
@@ -40,7 +42,8 @@ class Problem:
 
     `kind[m]` is the kind of move m, IDLE for one without devices. `tables` says what a stage J..I costs (see
     kernels/tables.py). `rates` (float64 [kinds, 3]) are the work done in one ms, at most, and the ms that receiving and
-    sending a byte takes, at least. Subclasses may add to the loads: they replace `test`, `device_loads`, `shared`,
+    sending a byte takes, at least. `block_needs` (float64 [blocks, 2]) is what each block needs in memory, as the edges
+    of the tables have it. Subclasses may add to the loads: they replace `test`, `device_loads`, `shared`,
     `live` and `under`, and what makes new problems of old ones.
     """
 
@@ -49,6 +52,7 @@ class Problem:
     kind: tuple[int, ...]
     tables: Tables
     rates: Floats
+    block_needs: Floats
 
     def __len__(self) -> int:
         return int(self.tables.work.size)
@@ -115,6 +119,7 @@ class Problem:
         """
         t = self.tables
         shared, rate = self.shared(states)
+        needs = self.needs(states)
 
         def costs(kind: int, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> tuple[Floats, Bools]:
             a, b = states[starts], states[ends]
@@ -125,6 +130,8 @@ class Problem:
             if t.launch.size:
                 load = np.maximum(load, t.launch[kind][None, b] - t.launch[kind][a, None])
             space = t.space_end[kind][None, b] - t.space_start[kind][a, None]
+            if needs.size:
+                space = space + needs[np.ix_(starts, ends)]
             return load, space <= t.capacity[kind]
 
         return costs
@@ -135,6 +142,24 @@ class Problem:
         Here there are none, and the first is empty.
         """
         return np.zeros((0, 0)), np.zeros_like(self.tables.capacity)
+
+    def needs(self, states: NDArray[np.int64]) -> Floats:
+        """Return what the stage from one of `states` to another needs in memory besides, [J, I]; empty for nothing.
+
+        The states are all there are, or a line of states, each of one block more than the one before.
+        """
+        t = self.tables
+        if not (t.needs.lead.size and np.isfinite(t.capacity).any()):
+            return np.zeros((0, 0))
+        if states.size == len(self):
+            return self._all_needs
+        line = carry_along_line(t.needs, t.in_ptr, t.in_from, states)
+        return list_pairs(line, *_list_line_edges(states.size))
+
+    @cached_property
+    def _all_needs(self) -> Floats:
+        """What the stage from any state to any other needs in memory besides."""
+        return list_pairs(self.tables.needs, self.tables.in_ptr, self.tables.in_from)
 
     @cached_property
     def live(self) -> Floats:
@@ -172,10 +197,11 @@ class Problem:
     def restricted(self, order: Sequence[int]) -> Problem:
         """Return the problem that has only the states of `order`, each of which contains the one before."""
         at = np.array(order, np.int64)
-        # A line: each state but the first has one state just below it.
-        pointer = np.concatenate(([0], np.arange(at.size))).astype(np.int32)
-        states = States(self.states.features[at], pointer, np.arange(at.size - 1, dtype=np.int32))
-        tables = self.tables.take(at)._replace(in_ptr=states.in_pointer, in_from=states.in_from)
+        states = States(self.states.features[at], *_list_line_edges(at.size))
+        needs, t = self.tables.needs, self.tables
+        if needs.lead.size:
+            needs = carry_along_line(needs, t.in_ptr, t.in_from, at)
+        tables = t.take(at)._replace(in_ptr=states.in_pointer, in_from=states.in_from, needs=needs)
         return replace(self, states=states, tables=tables)
 
     def without_memory(self) -> Problem:
@@ -183,8 +209,18 @@ class Problem:
         capacity = np.full_like(self.tables.capacity, inf)
         return replace(self, tables=self.tables._replace(capacity=capacity))
 
+    def with_more_memory(self, more_bytes: float) -> Problem:
+        """Return the same problem for devices that have so many bytes more."""
+        return replace(self, tables=self.tables._replace(capacity=self.tables.capacity + more_bytes))
+
+    def find_largest_needs(self, blocks: Sequence[int]) -> tuple[float, float]:
+        """Return what that one of some blocks needs that needs most: beside all activations, and up to its own."""
+        rows = self.block_needs[list(blocks)]
+        near, far = rows.max(axis=0, initial=0.0)
+        return float(near), float(far)
+
     def for_excess(self) -> Problem:
-        """Return the problem whose load is by how many bytes a stage exceeds its devices' memory."""
+        """Return the problem whose load is by how many bytes a stage exceeds its memory, working memory aside."""
         t = self.tables
         # A device without a limit is exceeded by nothing.
         finite = np.isfinite(t.capacity)[:, None]
@@ -197,6 +233,7 @@ class Problem:
             end_floor=floor,
             capacity=np.full_like(t.capacity, inf),
             launch=np.zeros((0, 0)),
+            needs=NOTHING,
             # Work prunes chains by their time, which says nothing about memory.
             work=np.zeros_like(t.work),
             done=np.zeros_like(t.done),
@@ -205,7 +242,13 @@ class Problem:
         return replace(self, tables=tables)
 
 
+def _list_line_edges(count: int) -> tuple[Ints, Ints]:
+    """Return the edges of a line of states, CSR: each state but the first has one state just below it."""
+    return np.concatenate(([0], np.arange(count))).astype(np.int32), np.arange(count - 1, dtype=np.int32)
+
+
 def pose_problem(
+    costs: Costs,
     states: States,
     chains: Antichains,
     machine: Machine,
@@ -214,7 +257,7 @@ def pose_problem(
     moves: Moves,
     pinned: Mapping[str, int],
 ) -> Problem:
-    """Return the problem of cutting `states` along `moves`.
+    """Return the problem of cutting `states`, which sum up `costs`, along `moves`.
 
     Its loads are those of `price_split`. Where stages do not forward values, the loads are of computing alone.
     """
@@ -234,7 +277,10 @@ def pose_problem(
     start, end, start_floor, end_floor = price_times(
         states, figures, model, starts_late=no_empty, ends_early=ends_early
     )
-    space_start, space_end, space_low = price_space(states, figures, model)
+    # Where memory has no limit nothing of it needs to be known.
+    counts = model.forwards and costs.weighed and bool(np.isfinite(figures["capacity"]).any())
+    working = find_working(costs, chains, splits=workload.splits) if counts else None
+    space_start, space_end, space_low = price_space(states, figures, model, working)
     tables = Tables(
         in_ptr=states.in_pointer,
         in_from=states.in_from,
@@ -247,6 +293,7 @@ def pose_problem(
         space_end=space_end,
         space_low=space_low,
         capacity=np.ascontiguousarray(figures["capacity"][:, 0]),
+        needs=working.needs if working else NOTHING,
         launch=price_launches(states, figures),
         allowed=_list_allowed(chains, pinned, moves, machine, several=model.name == "replicated"),
         moves=np.array([(m.source, m.target, k) for m, k in zip(moves.moves, kind, strict=True)], np.int32),
@@ -255,7 +302,8 @@ def pose_problem(
         may_idle=workload.may_idle,
     )
     rates = [(inf if k.host else k.speed, k.receive * model.forwards, k.send * model.forwards) for k in kinds]
-    return Problem(states, moves, kind, tables, np.array(rates, np.float64))
+    block_needs = working.blocks if working else np.zeros((0, 2))
+    return Problem(states, moves, kind, tables, np.array(rates, np.float64), block_needs)
 
 
 def _list_allowed(

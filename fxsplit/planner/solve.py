@@ -247,7 +247,7 @@ def pose_problems(task: Task, chains: Antichains, states: States) -> Iterator[Pr
         moves = list_moves(machine, replicated, idle, options.free, n_stages, task.recompute, named)
         if not moves.final:
             continue
-        problem = pose_problem(states, chains, machine, task.workload, options.costs, moves, pinned)
+        problem = pose_problem(task.costs, states, chains, machine, task.workload, options.costs, moves, pinned)
         for names in task.never:
             problem.tables.allowed[:, _number(chains, names)] = False
         if not options.costs.forwards:
@@ -260,7 +260,7 @@ def pose_problems(task: Task, chains: Antichains, states: States) -> Iterator[Pr
 def _stage_counts(costs: Costs, machine: Machine, options: Options) -> list[int | None]:
     """Return the numbers of stages to plan for; None is all at once, where memory does not depend on the number."""
     unlimited = all(not isfinite(d.memory_bytes) for d in machine.devices)
-    held = any(n.kept_bytes for n in costs.nodes)
+    held = any(n.kept_bytes or n.waiting_bytes for n in costs.nodes)
     if options.costs.forwards:
         held = held or any(n.output_bytes for n in costs.nodes) or any(i.output_bytes for i in costs.inputs)
     if unlimited or not held:

@@ -42,6 +42,9 @@ HELD = 3
 """So many microbatches' values lie at the boundaries of a stage without gradients, at most: those of the microbatch in
 hand, of one that has arrived, and, in a stream, of one of the next batch."""
 
+SPLITTING = ("ZB-H1", "ZBVZeroBubble")
+"""Schedules that divide backwards in two: those of the gradients of inputs, and those of the gradients of weights."""
+
 MOST_ACTIONS = 1_000_000
 """Longer schedules are refused: their lists would fill the memory."""
 
@@ -159,7 +162,8 @@ class Scheduler:
         versions = {k: self.versions(n_microbatches, k) for k in counts if self.name in ASYNCHRONOUS}
         replicated = any(len(home) > 1 for home in homes)
         inference = self.name == INFERENCE
-        return unrolled, Workload(self.name, n_microbatches, held, may_idle, versions, replicated, inference)
+        splits = self.name in SPLITTING
+        return unrolled, Workload(self.name, n_microbatches, held, may_idle, versions, replicated, inference, splits)
 
     def nearest(self, n_microbatches: int) -> int:
         """Return the largest number up to `n_microbatches` that the schedule is made for, or else the next."""

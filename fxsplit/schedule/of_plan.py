@@ -40,7 +40,8 @@ def build_schedule(
     most = count_in_flight(homes)
     for s, (home, footprint) in enumerate(zip(homes, read_footprints(plan), strict=True)):
         # A stage that recomputes keeps its boundaries for each microbatch, and activations of one microbatch at a time.
-        room = min((memory_bytes[d] for d in home if memory_bytes), default=inf) - footprint.held_bytes
+        room = min((memory_bytes[d] for d in home if memory_bytes), default=inf)
+        room -= footprint.held_bytes + footprint.working_bytes
         each = footprint.kept_bytes * (not footprint.recompute) + footprint.boundary_bytes
         fitting = (room - footprint.kept_bytes * footprint.recompute) / each if each else inf
         # With less than one microbatch under way nothing runs; whether the plan fits was the planner's question.
@@ -94,10 +95,17 @@ def read_times(plan: Plan, schedule: Schedule) -> Times:
 
 def read_footprints(plan: Plan) -> list[Footprint]:
     """Return what each stage of a plan holds, in bytes."""
-    # Under `direct` the memory of a plan counts no boundary values, and a simulation is to agree with it.
-    forwarded = plan.model.forwards
     return [
-        Footprint(s.held_bytes, s.kept_bytes, (s.in_bytes + s.out_bytes) * forwarded, s.parameter_bytes, s.recompute)
+        Footprint(
+            s.held_bytes,
+            s.kept_bytes,
+            s.boundary_bytes,
+            s.parameter_bytes,
+            s.recompute,
+            s.waiting_bytes,
+            s.working_bytes,
+            min(s.in_gradient_bytes, s.working_bytes),
+        )
         for s in plan.stages
     ]
 

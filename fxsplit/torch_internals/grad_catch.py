@@ -57,6 +57,11 @@ def differentiate_into(
         _target.sums = None
 
 
+def is_caught(leaf: Tensor) -> bool:
+    """Return whether the gradient of a leaf is large enough to be added to its sum while autograd still runs."""
+    return leaf.layout is torch.strided and leaf.nbytes >= LEAST_BYTES
+
+
 class Catch:
     """The hooks on large leaves that hand gradients to sums; none is left when the block of `watch` ends."""
 
@@ -79,7 +84,7 @@ class Catch:
     def add(self, leaves: Iterable[Tensor]) -> None:
         """Watch those of the leaves that are large from now on."""
         for leaf in leaves:
-            if leaf.layout is not torch.strided or leaf.nbytes < LEAST_BYTES or id(leaf) in self._watched:
+            if not is_caught(leaf) or id(leaf) in self._watched:
                 continue
             with self._one_at_a_time:
                 self._watched[id(leaf)] = leaf

@@ -70,6 +70,13 @@ NEEDED = (
     "torch._C._autograd._push_saved_tensors_default_hooks",
     "torch._C._autograd._pop_saved_tensors_default_hooks",
     "torch._C._autograd._top_saved_tensors_default_hooks",
+    # What operators allocate
+    "torch._C._profiler.ProfilerConfig",
+    "torch._C._profiler.ProfilerState",
+    "torch._C._autograd._profiler_enabled",
+    "torch._C._autograd._enable_profiler_legacy",
+    "torch._C._autograd._disable_profiler_legacy",
+    "torch._C._profiler._ExperimentalConfig",
     # Modes of a thread
     "torch._C._len_torch_function_stack",
     "torch._C._pop_torch_function_stack",

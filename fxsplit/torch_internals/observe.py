@@ -42,6 +42,7 @@ class Observation:
         is its own owner.
     mutates: the owners of the memory that it wrote to in place.
     draws: whether it takes random numbers, now or in training mode.
+    unkept_bytes: the memory of its tensors that autograd does not keep. Views of such memory have it too.
     """
 
     text: str = "none"
@@ -52,6 +53,7 @@ class Observation:
     owners: tuple[str, ...] = ()
     mutates: tuple[str, ...] = ()
     draws: bool = False
+    unkept_bytes: int = 0
 
 
 class ObservingInterpreter(Interpreter):
@@ -70,6 +72,8 @@ class ObservingInterpreter(Interpreter):
         # By the storage's number: which node made each, and those that autograd keeps already.
         self._owners: dict[int, str] = {}
         self._kept: set[int] = set()
+        # By node, the storages of its value.
+        self._made: dict[str, dict[int, UntypedStorage]] = {}
         self._alive: list[UntypedStorage] = []  # the number of a freed storage would be given to another one
         self._buffers = {get_storage_id(b) for b in gm.buffers()}
         self._weights = self._buffers | {get_storage_id(p) for p in gm.parameters()}
@@ -104,10 +108,18 @@ class ObservingInterpreter(Interpreter):
         seen.draws = call is not None and (drew() or can_draw(call))
         made = [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
         seen.owners = tuple(dict.fromkeys(self._owners.setdefault(get_storage_id(t), n.name) for t in made))
-        self._alive += [part.untyped_storage() for t in made for part in list_parts(t)]
+        storages = [part.untyped_storage() for t in made for part in list_parts(t)]
+        self._alive += storages
+        self._made[n.name] = {int(storage._cdata): storage for storage in storages}
         self.seen[n.name] = seen
         self._charge(n, saved)
         return value
+
+    def note_unkept(self) -> None:
+        """Note what of each node's memory autograd does not keep; a later node may be the one that keeps it."""
+        there = self._kept | self._weights
+        for name, storages in self._made.items():
+            self.seen[name].unkept_bytes = sum(s.nbytes() for key, s in storages.items() if key not in there)
 
     def _run_and_list_saved(self, n: fx.Node, tensors: list[Tensor]) -> tuple[Any, list[UntypedStorage]]:
         """Return a node's value, and the storages that autograd saves for the node's backward."""
@@ -163,6 +175,7 @@ def observe(
         leaves = [t.detach().requires_grad_(t.requires_grad) for t in given]
         # The graph gets clones, because autograd refuses to write in place to a leaf.
         result = observer.run(*(leaf.clone() for leaf in leaves))
+        observer.note_unkept()
         # A tensor from a closure would be trained by the model and by no stage.
         known = {id(t) for t in (*own.parameters(), *own.buffers(), *leaves)}
         outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]

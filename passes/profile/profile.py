@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, fx
 
 from fxsplit.errors import ChainError, ProfileError
-from fxsplit.ir.facts.costs import HARDWARE, Costs, InputCost, KnownCosts, Measured, NodeCost, name_operator
+from fxsplit.ir.facts.costs import HARDWARE, Costs, InputCost, Measured, NodeCost, name_operator
 from fxsplit.ir.facts.effects import Effects, observe_effects
 from fxsplit.ir.facts.example import Example
 from fxsplit.ir.facts.forward_costs import keep_forwards
+from fxsplit.ir.facts.known_costs import KnownCosts
 from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.facts.stages import list_weights
 from fxsplit.ir.facts.workload import Workload
@@ -32,6 +33,7 @@ from fxsplit.passes.profile.time_in_step import (
 )
 from fxsplit.torch_internals import accelerators
 from fxsplit.torch_internals.dependences import list_node_weights
+from fxsplit.torch_internals.grad_catch import is_caught
 from fxsplit.torch_internals.interpret import get_storage_id, preserve
 from fxsplit.torch_internals.layouts import count_bytes
 from fxsplit.torch_internals.observe import Observation
@@ -40,6 +42,10 @@ from fxsplit.torch_internals.undo import undo_after
 
 TIED = ("replicated", "together")
 """What may be asked of parameters with several users: copies in several stages, or all users in one stage."""
+
+
+NOTHING = Measured(0.0, 0.0, 0.0, None, forward_peak_bytes=0.0)
+"""What a node takes that only fetches an attribute."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +194,7 @@ def _build_costs(
             held = [w for w in list_node_weights(ir.gm, node) if get_storage_id(w) not in counted]
             # Users that are in one stage have the parameter once. In several stages, each has it.
             counted |= {get_storage_id(w) for w in held if tied == "together"}
-            cost = _build_node_cost(node, held, seen, key, times.get(key, Measured(0.0, 0.0, 0.0, None)))
+            cost = _build_node_cost(node, held, seen, key, times.get(key, NOTHING))
             if find_slot(node.target) is not None:
                 # What the operator returns of a microbatch, its stage keeps of every one.
                 cost = replace(cost, buffer_bytes=cost.output_bytes * n_microbatches)
@@ -226,6 +232,8 @@ def _build_node_cost(node: fx.Node, held: Sequence[Tensor], seen: Observation, k
         parameter_bytes=sum(count_bytes(w) for w in held if w.requires_grad),
         buffer_bytes=sum(count_bytes(w) for w in held if not w.requires_grad),
         draws=seen.draws,
+        unkept_bytes=seen.unkept_bytes,
+        handed_bytes=sum(count_bytes(w) for w in held if w.requires_grad and not is_caught(w)),
         **times._asdict(),
     )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ from fxsplit.passes.profile.time_in_step import (
     take_medians,
     time_halves,
 )
+from fxsplit.passes.profile.weigh import Weight
 from fxsplit.torch_internals import pytree
 
 
@@ -66,39 +68,32 @@ def time_alone(
 
 def _time(call: Call, device: torch.device, turns: Sequence[bool], repeats: int) -> Measured:
     """Return the median times of one call, whose backward runs in halves in some `turns`."""
-    made: dict[int, Tensor] = {}
-
-    def make(tensor: Tensor) -> Tensor:
-        # A tensor that is given twice, as in x * x, is one tensor there too.
-        if id(tensor) not in made:
-            made[id(tensor)] = make_up_tensor(tensor, device)
-        return made[id(tensor)]
-
-    args, kwargs = pytree.tree_map_only(Tensor, make, (call.args, call.kwargs))
-    _spread_offsets(call.target, args, kwargs)
-    target = _make_up_weights(call.target, device) if isinstance(call.target, nn.Module) else call.target
-    # A real node's backward gives gradients to its arguments and to its module's parameters.
-    leaves = [t for t in made.values() if t.requires_grad]
-    if isinstance(target, nn.Module):
-        leaves += [p for p in target.parameters() if p.requires_grad]
+    target, args, kwargs, leaves = _make_up_call(call, device)
     clock = make_clock(device)
     forward: list[Span] = []
     backward: list[Span] = []
     halves: list[Halves] = []
 
-    def run(halved: bool = False) -> bool:
-        """Run the call forward and backward, and return whether its times can be trusted."""
+    def run(halved: bool = False, weight: Weight | None = None) -> bool:
+        """Run the call forward and backward, and return whether its times can be trusted.
+
+        halved: run the backward in two halves. weight: where to note what is allocated, in place of times.
+        """
         check_stop()
         clock.enter("forward")
         # Each turn gets lists of its own, and copies of what it writes to: autograd refuses to write to a leaf.
         given, named = pytree.tree_map_only(Tensor, lambda t: t.clone() if call.writes else t, (args, kwargs))
-        begin = clock.start()
-        value = getattr(given[0], target)(*given[1:], **named) if isinstance(target, str) else target(*given, **named)
-        forward.append(clock.stop(begin))
+        with weight.note_forward() if weight is not None else nullcontext():
+            begin = clock.start()
+            value = run_call(target, given, named)
+            forward.append(clock.stop(begin))
         outputs = [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor) and t.requires_grad]
         seeds = [torch.ones_like(t) for t in outputs]
         clock.enter("backward")
-        if halved and outputs and leaves:
+        if weight is not None and outputs and leaves:
+            with ignore_missing_backward():
+                weight.note_backward(outputs, leaves)
+        elif halved and outputs and leaves:
             with ignore_missing_backward():
                 halves.append(time_halves(outputs, leaves, seeds, None, clock))
         elif outputs and leaves:
@@ -114,7 +109,35 @@ def _time(call: Call, device: torch.device, turns: Sequence[bool], repeats: int)
     backward.clear()
     for halved in turns:
         run(halved)
-    return take_medians(forward, backward, halves, repeats)
+    times = take_medians(forward, backward, halves, repeats)
+    weight = Weight()
+    run(weight=weight)
+    return weight.add_to(times)
+
+
+def _make_up_call(call: Call, device: torch.device) -> tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]:
+    """Return what a call calls with which arguments, all on made-up values, and the leaves of its backward."""
+    made: dict[int, Tensor] = {}
+
+    def make(tensor: Tensor) -> Tensor:
+        # A tensor that is given twice, as in x * x, is one tensor there too.
+        if id(tensor) not in made:
+            made[id(tensor)] = make_up_tensor(tensor, device)
+        return made[id(tensor)]
+
+    args, kwargs = pytree.tree_map_only(Tensor, make, (call.args, call.kwargs))
+    _spread_offsets(call.target, args, kwargs)
+    target = _make_up_weights(call.target, device) if isinstance(call.target, nn.Module) else call.target
+    # A real node's backward gives gradients to its arguments and to its module's parameters.
+    leaves = [t for t in made.values() if t.requires_grad]
+    if isinstance(target, nn.Module):
+        leaves += [p for p in target.parameters() if p.requires_grad]
+    return target, args, kwargs, leaves
+
+
+def run_call(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return what a module, a function or the method of the first argument returns."""
+    return getattr(args[0], target)(*args[1:], **kwargs) if isinstance(target, str) else target(*args, **kwargs)
 
 
 def _spread_offsets(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from statistics import median
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from fxsplit.ir.facts.costs import Measured
 from fxsplit.passes.profile.clock import MOST_SWEEPS, Clock, Span, make_clock
 from fxsplit.passes.profile.thread import check_stop
+from fxsplit.passes.profile.weigh import Weight
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.grad_split import collect_weight_backwards, find_branch_nodes
 from fxsplit.torch_internals.grad_sums import Sums, make_shares
@@ -56,6 +57,8 @@ class Sweep(Interpreter):
         self.forwards: dict[str, list[Span]] = defaultdict(list)
         self.backwards: dict[str, list[Span]] = defaultdict(list)
         self.halves: dict[str, list[Halves]] = defaultdict(list)
+        self.weights: dict[str, Weight] = defaultdict(Weight)
+        self._weighing = False
         self._seen = seen
         self._timed = timed
         self._written = {owner for node in seen.values() for owner in node.mutates}
@@ -83,9 +86,17 @@ class Sweep(Interpreter):
                 self._run_backward(name, leaves, outputs, halved)
         return self._clock.end_sweep()
 
+    def weigh(self, *inputs: Tensor) -> None:
+        """Run one more step, and note what each node allocates."""
+        self._weighing = True
+        self.run_step(*inputs)
+
     def _run_backward(self, name: str, leaves: list[Tensor], outputs: list[Tensor], halved: bool) -> None:
-        """Run the backward of one node, and note its time."""
+        """Run the backward of one node, and note its time, or what it allocates."""
         self._clock.enter(f"{name} backward")
+        if self._weighing:
+            self.weights[name].note_backward(outputs, leaves)
+            return
         seeds = [torch.ones_like(t) for t in outputs]
         if halved:
             self.halves[name].append(time_halves(outputs, leaves, seeds, self._totals, self._clock))
@@ -111,9 +122,10 @@ class Sweep(Interpreter):
         leaves: list[Tensor] = []
         given = pytree.tree_leaves((args, kwargs))
         args, kwargs = pytree.tree_map_only(Tensor, self._cut(leaves, self._needs_copies(n)), (args, kwargs))
-        begin = self._clock.start()
-        value = getattr(self, n.op)(n.target, args, kwargs)
-        self.forwards[n.name].append(self._clock.stop(begin))
+        with self.weights[n.name].note_forward() if self._weighing else nullcontext():
+            begin = self._clock.start()
+            value = getattr(self, n.op)(n.target, args, kwargs)
+            self.forwards[n.name].append(self._clock.stop(begin))
         # Nodes that read this memory later must see what was written to the copies.
         if self._seen[n.name].mutates:
             for original, copied in zip(given, pytree.tree_leaves((args, kwargs)), strict=True):
@@ -233,7 +245,9 @@ def time_nodes(
     *,
     trains: bool = True,
 ) -> NodeTimes:
-    """Return the median times of the nodes in `timed`, over `repeats` steps on `device`; `tick` is called every step.
+    """Return what the nodes in `timed` allocate, and their median times over `repeats` steps on `device`.
+
+    `tick` is called every step.
 
     seen: what every node did when the graph was observed. inputs: the tensors of the example. trains: whether there are
         backwards, as there are none where gradients are off.
@@ -247,9 +261,12 @@ def time_nodes(
     for halved in list_turns(repeats, trains=trains):
         sweep.run_step(*inputs, halved=halved)
         tick()
-    return {
+    # Last of all, since counting takes time.
+    sweep.weigh(*inputs)
+    medians = {
         name: take_medians(sweep.forwards[name], sweep.backwards[name], sweep.halves[name], repeats) for name in timed
     }
+    return {name: sweep.weights[name].add_to(times) for name, times in medians.items()}
 
 
 def list_turns(repeats: int, *, trains: bool) -> list[bool]:

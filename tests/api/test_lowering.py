@@ -25,8 +25,8 @@ from fxsplit.errors import TraceError
 from fxsplit.frontend.capture import capture
 from fxsplit.ir.chain import parse_chain
 from fxsplit.ir.facts.call import Call
-from fxsplit.ir.facts.costs import KnownCosts
 from fxsplit.ir.facts.example import Example
+from fxsplit.ir.facts.known_costs import KnownCosts
 from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.facts.meanings import ROWS
 from fxsplit.ir.facts.plan import Plan

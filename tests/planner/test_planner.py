@@ -152,7 +152,7 @@ def test_thresholds_answer_no_yes_no_yes(costs: Costs, machine: Machine) -> None
         return
     chains, states = states_of(costs)
     moves = list_moves(machine, replicated=False, idle="none", free=False, n_stages=None)
-    problem = pose_problem(states, chains, machine, workload(machine), CostModel(), moves, {})
+    problem = pose_problem(costs, states, chains, machine, workload(machine), CostModel(), moves, {})
     for threshold, possible in ((1 - 1e-6, False), (1 + 1e-6, True), (0.9, False), (1.2, True)):
         path = problem.test(best * threshold)
         assert (path is not None) is possible

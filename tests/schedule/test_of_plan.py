@@ -81,7 +81,7 @@ def test_a_plan_with_a_device_a_stage_has_no_replicas() -> None:
     ],
 )
 def test_replicas_hold_what_fits(memory_bytes: tuple[float, ...], recompute: bool, most: int) -> None:
-    first = stage(0, held_bytes=10.0, kept_bytes=10.0, out_bytes=2.0, recompute=recompute)
+    first = stage(0, held_bytes=10.0, kept_bytes=10.0, boundary_bytes=2.0, recompute=recompute)
     schedule = build_schedule(plan(first, stage(1, 2, 3)), Scheduler("1F1B", 4), 12, memory_bytes)
     assert schedule.peak_in_flight()[0] == most
 
@@ -100,12 +100,13 @@ def test_replicas_have_one_stage_a_device() -> None:
 
 
 def test_footprints() -> None:
-    both = stage(0, in_bytes=1.0, out_bytes=2.0, held_bytes=4.0, kept_bytes=8.0, parameter_bytes=16.0, recompute=True)
+    both = stage(0, boundary_bytes=3.0, held_bytes=4.0, kept_bytes=8.0, parameter_bytes=16.0, recompute=True)
     (found,) = read_footprints(plan(both))
     assert (found.held_bytes, found.kept_bytes, found.boundary_bytes, found.parameter_bytes) == (4, 8, 3, 16)
     assert found.recompute
-    (found,) = read_footprints(plan(both, model="direct"))
-    assert found.boundary_bytes == 0
+    working = stage(0, waiting_bytes=1.0, working_bytes=2.0, in_gradient_bytes=0.5)
+    (found,) = read_footprints(plan(working))
+    assert (found.waiting_bytes, found.working_bytes, found.sent_bytes) == (1, 2, 0.5)
 
 
 @pytest.mark.parametrize("name", ["LoopedBFS", "Interleaved1F1B", "ZBVZeroBubble", "Chimera", "PipeDream"])

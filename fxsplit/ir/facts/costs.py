@@ -16,15 +16,20 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from fxsplit.errors import BrokenFact, ProfileError
 from fxsplit.ir.facts.figures import as_list, check_record, is_count, show
 from fxsplit.ir.files import explain_unreadable, write_whole
-from fxsplit.ir.graph import IR, Fact, GivenFact
+from fxsplit.ir.graph import IR, Fact
 
 if TYPE_CHECKING:  # planning from a profile needs no torch
     from torch import fx
 
 FORMAT = "fxsplit-profile"
-VERSION = 1
+VERSION = 2
+EARLIER = (1,)
+"""Versions that are read too: files of version 1 do not say what nodes allocate."""
 HARDWARE = ("device", "capability", "clock")
 """The entries of `environment` that tell the accelerator measured on: its name, what it can do, how fast it ran."""
+_PEAKS = ("forward_peak_bytes", "backward_peak_bytes", "halved_peak_bytes")
+MEMORY = (*_PEAKS, "waiting_bytes", "unkept_bytes", "handed_bytes")
+"""What of a node is known only where it was measured what operators allocate."""
 UNSTEADY, LEAST_MS = 0.15, 5.0
 """From which spread on a profile is called unsteady, if its nodes take so long together: less makes no difference."""
 
@@ -48,6 +53,11 @@ class NodeCost:
     - `forward_launch_ms` and `backward_launch_ms` are how long the host is busy with launching the node's work on an
       accelerator, where `forward_ms` and `backward_ms` are the accelerator's own time. Both go on at once. On a CPU
       nothing is launched, and both are 0
+    - `forward_peak_bytes` and `backward_peak_bytes` are the most that the node's forward and backward allocate at once,
+      with what they return; `halved_peak_bytes` the same of a backward that leaves the gradients of weights for later,
+      and `waiting_bytes` what such a backward then holds for them (None: not measured, and no plan counts any)
+    - `unkept_bytes` is the memory of its output that no backward keeps, `handed_bytes` the part of `parameter_bytes`
+      whose gradients are small, and are added to their sums at the end of a stage's backward
     """
 
     name: str
@@ -68,6 +78,12 @@ class NodeCost:
     spread_ms: float | None = None
     forward_launch_ms: float = 0.0
     backward_launch_ms: float = 0.0
+    forward_peak_bytes: float | None = None
+    backward_peak_bytes: float = 0.0
+    halved_peak_bytes: float = 0.0
+    waiting_bytes: float = 0.0
+    unkept_bytes: float = 0.0
+    handed_bytes: float = 0.0
 
     @property
     def launch_ms(self) -> float:
@@ -81,7 +97,7 @@ class NodeCost:
 
 
 class Measured(NamedTuple):
-    """The times that are measured of an operator, in milliseconds; see the fields of NodeCost with these names."""
+    """What is measured of an operator, in milliseconds and bytes; see the fields of NodeCost with these names."""
 
     forward_ms: float
     backward_ms: float
@@ -89,6 +105,10 @@ class Measured(NamedTuple):
     spread_ms: float | None
     forward_launch_ms: float = 0.0
     backward_launch_ms: float = 0.0
+    forward_peak_bytes: float | None = None
+    backward_peak_bytes: float = 0.0
+    halved_peak_bytes: float = 0.0
+    waiting_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -152,6 +172,11 @@ class Costs(Fact):
         return sum(n.launch_ms for n in self.nodes)
 
     @cached_property
+    def weighed(self) -> bool:
+        """Whether it was measured what every node allocates; else plans do not count it."""
+        return all(n.forward_peak_bytes is not None for n in self.nodes)
+
+    @cached_property
     def spread(self) -> float | None:
         """By what share the measured times vary: 0.02 on a machine at rest, for example. None where that is unknown."""
         known = [n for n in self.nodes if n.spread_ms is not None]
@@ -188,6 +213,11 @@ class Costs(Fact):
         return tuple(
             (s.name, s.output_bytes, s.gradient_bytes, tuple(readers[s.name]), s.name in returned) for s in sources
         )
+
+    def find_unkept(self, name: str, output_bytes: float) -> float:
+        """Return how many bytes of a value no backward keeps; all of it where that was not measured."""
+        known = self.weighed and name in self.by_name
+        return min(output_bytes, self.by_name[name].unkept_bytes) if known else output_bytes
 
     def sum_live(self, inside: Collection[str]) -> tuple[float, float]:
         """Return the bytes of values, and of gradients, that cross a cut with the nodes `inside` before it."""
@@ -296,8 +326,9 @@ class Costs(Fact):
         """Return the profile that a parsed file holds; raises ProfileError. `name` is the file's, for messages."""
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise ProfileError(f"{name!r} is not a profile (no format {FORMAT!r}): write one with costs.save(path)")
-        if data.get("version") != VERSION:
-            raise ProfileError(f"{name!r} has version {data.get('version')}, this fxsplit reads {VERSION}")
+        if data.get("version") not in (VERSION, *EARLIER):
+            known = " and ".join(map(str, (VERSION, *EARLIER)))
+            raise ProfileError(f"{name!r} has version {data.get('version')}, this fxsplit reads {known}")
         try:
             # A text is a sequence of names to Python, and of one letter each: `as_list` refuses it.
             costs = cls(
@@ -354,34 +385,14 @@ def _check_node(node: NodeCost, known: Collection[str]) -> None:
         )
 
 
+_SELDOM = ("forward_launch_ms", "backward_launch_ms", *MEMORY[1:])
+
+
 def _to_record(node: NodeCost) -> dict[str, Any]:
-    """Return the fields of a node as they are saved: launches only where there are some, which is not so on CPUs."""
-    return {k: v for k, v in asdict(node).items() if v or k not in ("forward_launch_ms", "backward_launch_ms")}
+    """Return the fields of a node as they are saved: launches and allocations only where there are some."""
+    return {k: v for k, v in asdict(node).items() if v or k not in _SELDOM}
 
 
 def name_operator(node: fx.Node) -> str:
     """Return the kind of a node in torch.fx and what it calls, as `call_module:layer` or `call_function:relu`."""
     return f"{node.op}:{node.target if isinstance(node.target, str) else getattr(node.target, '__name__', '?')}"
-
-
-@dataclass(frozen=True, eq=False)
-class KnownCosts(GivenFact):
-    """Costs measured earlier, which `profile` uses by operator signature; `complete` forbids it to measure others."""
-
-    costs: Costs
-    complete: bool
-
-    made_by: ClassVar[str] = "compile(costs=)"
-
-    @cached_property
-    def times(self) -> dict[str, Measured]:
-        """The times of each operator, by its signature."""
-        return {
-            n.signature: Measured(
-                n.forward_ms, n.backward_ms, n.late_ms, n.spread_ms, n.forward_launch_ms, n.backward_launch_ms
-            )
-            for n in self.costs.nodes
-        }
-
-    def __str__(self) -> str:
-        return f"{len(self.times)} operator signatures, {'complete' if self.complete else 'others are measured'}"

@@ -76,6 +76,10 @@ class Effects(Fact):
         return "\n".join([*lines, *(f"ordered: {a} before {b}" for a, b in self.ordered)])
 
 
+SIZES = ("text", "output_bytes", "gradient_bytes", "kept_bytes", "unkept_bytes")
+"""What of an observation depends on the dtypes that a device computes in."""
+
+
 def find_effects(ir: IR) -> Effects:
     """Return the effects of the graph of `ir`: those known, or what observing it on its Example finds now."""
     return ir.get(Effects) or observe_effects(ir)
@@ -95,7 +99,7 @@ def observe_effects(ir: IR, visit: Visit | None = None, *, parameters_together: 
     # What a node writes and draws is seen where it runs.
     nodes = observe(ir.gm, example.tensors, None if there else visit, from_shapes=example.from_shapes)
     for name, seen in there.items():
-        sizes = {field: getattr(seen, field) for field in ("text", "output_bytes", "gradient_bytes", "kept_bytes")}
+        sizes = {field: getattr(seen, field) for field in SIZES}
         nodes[name] = replace(nodes[name], **sizes)
     together = find_inseparable(ir.gm, nodes, parameters_together=parameters_together)
     return Effects(nodes, tuple(together), tuple(find_ordered_pairs(ir.gm, nodes)))

@@ -33,4 +33,9 @@ def _keep_forward(node: NodeCost) -> NodeCost:
         kept_bytes=0.0,
         parameter_bytes=0.0,
         buffer_bytes=node.buffer_bytes + node.parameter_bytes,
+        backward_peak_bytes=0.0,
+        halved_peak_bytes=0.0,
+        waiting_bytes=0.0,
+        unkept_bytes=max(node.unkept_bytes, node.output_bytes) if node.forward_peak_bytes is not None else 0.0,
+        handed_bytes=0.0,
     )

@@ -6,16 +6,17 @@ Everything that the search sums over its lattice is computed here again, directl
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fxsplit.ir.facts.costs import Costs, NodeCost
 from fxsplit.ir.facts.machine import Machine
+from fxsplit.ir.facts.working import LOSS_COPIES, find_working_bytes
 from fxsplit.ir.facts.workload import Workload
 
-WEIGHT_COPIES = 3.0
-"""A stage holds each parameter, its `.grad`, and the sum of the gradients of a step.
+WEIGHT_COPIES = 2.0
+"""A stage holds each parameter, and the sum of its gradients of a step, which becomes its `.grad`.
 
-Where a step begins without `.grad`, the sum becomes it, and a third copy is not needed.
+Where a step begins with a `.grad`, that is a third copy, which plans do not count.
 """
 
 
@@ -59,8 +60,12 @@ class StagePlan:
     `forward_launch_ms` and `backward_launch_ms` are how long the stage's host is busy with launching. It launches while
     the device computes what was launched before, so `load_ms` is the larger of what the two take.
     `in_bytes` and `out_bytes` are the values that cross its two boundaries, `in_gradient_bytes` and
-    `out_gradient_bytes` the gradients that return over them. Of its memory `held_bytes` is always there (weights,
-    gradients, optimizer state, buffers), `kept_bytes` once for each microbatch under way.
+    `out_gradient_bytes` the gradients that return over them.
+
+    Of its memory `held_bytes` is always there (weights, gradients, optimizer state, buffers). For each microbatch under
+    way there are `kept_bytes`, which autograd keeps, and `boundary_bytes`, the values that the stage got and gave and
+    does not keep anyway; between the two halves of a divided backward also `waiting_bytes`. While an action runs there
+    are `working_bytes`, once. What that is in all, by kind, `memory_kinds` says.
     """
 
     nodes: tuple[str, ...]
@@ -83,6 +88,31 @@ class StagePlan:
     weight_ms: float = 0.0
     forward_launch_ms: float = 0.0
     backward_launch_ms: float = 0.0
+    boundary_bytes: float = 0.0
+    waiting_bytes: float = 0.0
+    working_bytes: float = 0.0
+    optimizer_bytes: float = 0.0
+    buffer_bytes: float = 0.0
+    versions_bytes: float = 0.0
+    boundaries_bytes: float = 0.0
+    activations_bytes: float = 0.0
+
+    @property
+    def memory_kinds(self) -> dict[str, float]:
+        """What the stage's memory is made of, by kind, in bytes: their sum is `memory_bytes`.
+
+        A stage that recomputes has the activations of one microbatch at a time, which are then called so.
+        """
+        activations = "recompute" if self.recompute else "activations"
+        return {
+            "parameters": self.parameter_bytes + self.versions_bytes,
+            "gradients": self.parameter_bytes * (WEIGHT_COPIES - 1),
+            "optimizer": self.optimizer_bytes,
+            "buffers": self.buffer_bytes,
+            activations: self.activations_bytes,
+            "boundaries": self.boundaries_bytes,
+            "working": self.working_bytes,
+        }
 
     @property
     def launch_ms(self) -> float:
@@ -122,32 +152,48 @@ def price_split(
     - Launching is the host's work, and takes as long on devices of any speed. Each replica launches its share of the
       microbatches. A stage that recomputes launches its forward twice. The load is the larger of launches and the rest.
     - Memory = parameters x (WEIGHT_COPIES + optimizer_factor + further versions) + buffers + microbatches in flight x
-      (kept activations + boundary values, unless direct). A stage that recomputes keeps activations once.
+      (kept activations + boundary values, unless direct) + working memory, unless direct. A stage that recomputes keeps
+      activations once. What is both a boundary value and a kept activation counts once, but for a stage that
+      recomputes; the last of those has the outputs of the model twice, as they are and as the loss keeps them. Where
+      backwards are divided, each microbatch in flight may wait for its weight gradient.
+    - Working memory (see working.py) = that of the nodes, or of the loss behind the last of them if that is more, + the
+      gradients that the stage is given, and those that it has given and nobody has taken yet, + small gradients of
+      parameters.
     """
     stage_of = {name: i for i, (names, *_) in enumerate(split) for name in names}
     edges = (_price_boundaries if model.forwards else _price_shared)(costs, stage_of, len(split))
     in_flight, versions = workload.in_flight[len(split)], workload.versions_of(len(split))
-    return tuple(
-        _price_stage(costs, machine, model, split, i, edges[i], (in_flight[i], versions[i])) for i in range(len(split))
-    )
+    rooms = [Room(in_flight[i], versions[i], workload.splits) for i in range(len(split))]
+    stages = [_price_stage(costs, machine, model, split, i, edges[i]) for i in range(len(split))]
+    return tuple(_add_memory(costs, model, stages, i, edges[i], room) for i, room in enumerate(rooms))
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a schedule has a stage hold: so many microbatches, versions of its weights, and whether backwards divide."""
+
+    in_flight: int
+    versions: int
+    splits: bool
 
 
 @dataclass(frozen=True)
 class Edges:
-    """The bytes of values, and of their gradients, that a stage gets from other stages and gives to other stages."""
+    """The bytes of values, and of their gradients, that a stage gets from other stages and gives to other stages.
+
+    `unkept` are those of the values given that no backward keeps.
+    """
 
     taken: float
     given: float
     taken_gradients: float = 0.0
     given_gradients: float = 0.0
+    unkept: float = 0.0
 
 
-def _price_stage(
-    costs: Costs, machine: Machine, model: CostModel, split: Split, i: int, edges: Edges, held: tuple[int, int]
-) -> StagePlan:
-    """Return what stage `i` of a split costs; `held` are the microbatches and versions of its weights that it holds."""
+def _price_stage(costs: Costs, machine: Machine, model: CostModel, split: Split, i: int, edges: Edges) -> StagePlan:
+    """Return what stage `i` of a split costs, but for its memory."""
     names, devices, recompute = split[i]
-    in_flight, versions = held
     nodes = [costs.by_name[n] for n in names]
     # Replicas share the microbatches, and all wait for the slowest.
     speed = len(devices) * min(machine.devices[d].speed for d in devices)
@@ -159,10 +205,6 @@ def _price_stage(
     busy = forward + backward + reduce
     load = max(busy, receive, send) if model.name == "overlapped" else busy + receive + send
     launch_forward, launch_backward = _price_launches(nodes, len(devices), host=host, recompute=recompute)
-    activations = (min(in_flight, 1) if recompute else in_flight) * sum(n.kept_bytes for n in nodes)
-    boundary = in_flight * (edges.taken + edges.given) if model.forwards else 0.0
-    always = sum(n.parameter_bytes * (WEIGHT_COPIES + model.optimizer_factor) + n.buffer_bytes for n in nodes)
-    parameters = float(sum(n.parameter_bytes for n in nodes))
     return StagePlan(
         nodes=tuple(names),
         devices=tuple(devices),
@@ -174,16 +216,59 @@ def _price_stage(
         load_ms=max(load, launch_forward + launch_backward),
         in_bytes=edges.taken,
         out_bytes=edges.given,
-        memory_bytes=always + (versions - 1) * parameters + activations + boundary,
+        memory_bytes=0.0,
         recompute=recompute,
         in_gradient_bytes=edges.taken_gradients,
         out_gradient_bytes=edges.given_gradients,
-        parameter_bytes=parameters,
-        held_bytes=always,
-        kept_bytes=float(sum(n.kept_bytes for n in nodes)),
         weight_ms=0.0 if host else sum(n.late_ms for n in nodes) / speed,
         forward_launch_ms=launch_forward,
         backward_launch_ms=launch_backward,
+    )
+
+
+def _add_memory(
+    costs: Costs, model: CostModel, stages: Sequence[StagePlan], i: int, edges: Edges, room: Room
+) -> StagePlan:
+    """Return stage `i` with what it holds in memory."""
+    stage = stages[i]
+    nodes = [costs.by_name[name] for name in stage.nodes]
+    parameters = float(sum(n.parameter_bytes for n in nodes))
+    buffers = float(sum(n.buffer_bytes for n in nodes))
+    kept = float(sum(n.kept_bytes for n in nodes))
+    always = parameters * (WEIGHT_COPIES + model.optimizer_factor) + buffers
+    # The stages of another planner's model are not run here, so nobody knows what they hold besides.
+    weighed = model.forwards and costs.weighed
+    # The loss is computed behind the last node.
+    ends = not costs.inference and not any(after.nodes for after in stages[i + 1 :])
+    waiting = float(sum(n.waiting_bytes for n in nodes)) if weighed and room.splits else 0.0
+    # What recomputes and divides its backwards has activations from one half to the other.
+    count = min(room.in_flight, 1) if stage.recompute and not room.splits else room.in_flight
+    activations = count * kept + room.in_flight * waiting
+    given = edges.given * (1 + (weighed and ends)) if stage.recompute else edges.unkept
+    boundary = (edges.taken + given) if model.forwards else 0.0
+    working = 0.0
+    if weighed:
+        earlier = [name for before in stages[:i] for name in before.nodes]
+        own = find_working_bytes(costs, stage.nodes, earlier, edges.given - edges.unkept, splits=room.splits)
+        loss = edges.given * LOSS_COPIES * ends
+        # Gradients of inputs are there until the stage before has taken them.
+        gradients = edges.given_gradients + edges.taken_gradients
+        working = max(own, loss) + gradients + sum(n.handed_bytes for n in nodes)
+    versions = (room.versions - 1) * parameters
+    return replace(
+        stage,
+        memory_bytes=always + versions + activations + room.in_flight * boundary + working,
+        parameter_bytes=parameters,
+        held_bytes=always,
+        kept_bytes=kept,
+        boundary_bytes=boundary,
+        waiting_bytes=waiting,
+        working_bytes=working,
+        optimizer_bytes=parameters * model.optimizer_factor,
+        buffer_bytes=buffers,
+        versions_bytes=versions,
+        boundaries_bytes=room.in_flight * boundary,
+        activations_bytes=activations,
     )
 
 
@@ -215,7 +300,7 @@ def _price_transfers(machine: Machine, model: CostModel, split: Split, i: int, e
 def _price_boundaries(costs: Costs, stage_of: Mapping[str, int], count: int) -> list[Edges]:
     """Return the bytes that cross the two boundaries of each of `count` stages, where stages hand values on."""
     # Boundary b lies before stage b. A value crosses those between where it is made and where it is last read.
-    crossing, returning = [0.0] * (count + 1), [0.0] * (count + 1)
+    crossing, returning, unkept = [0.0] * (count + 1), [0.0] * (count + 1), [0.0] * (count + 1)
     for name, output_bytes, gradient_bytes, readers, is_output in costs.values:
         # What no stage makes is there before the first; what is returned lives past the last.
         born = stage_of.get(name, -1)
@@ -223,12 +308,14 @@ def _price_boundaries(costs: Costs, stage_of: Mapping[str, int], count: int) -> 
         for boundary in range(born + 1, dies + 1):
             crossing[boundary] += output_bytes
             returning[boundary] += gradient_bytes
+            unkept[boundary] += costs.find_unkept(name, output_bytes)
     for exchange in costs.exchanges:
         # A tensor of the backward pass crosses all boundaries between its pins.
         met = [stage_of[name] for name in exchange.nodes]
         for boundary in range(min(met) + 1, max(met) + 1):
             returning[boundary] += exchange.output_bytes
-    return [Edges(crossing[i], crossing[i + 1], returning[i], returning[i + 1]) for i in range(count)]
+    behind = range(1, count + 1)
+    return [Edges(crossing[b - 1], crossing[b], returning[b - 1], returning[b], unkept[b]) for b in behind]
 
 
 def _price_shared(costs: Costs, stage_of: Mapping[str, int], count: int) -> list[Edges]:

@@ -20,6 +20,7 @@ class Workload(GivenFact):
     - `may_idle` allows stages without a node, which only pass values on. The other mode of a model may need that: its
       weights stay where the first mode has put them, and its graph may have no node for some stage
     - `replicated`: the schedule places every stage on several devices, as Chimera does
+    - `splits`: backwards leave the gradients of weights for later, as under ZB-H1
     - `inference`: there are no backwards, and nothing is trained
     """
 
@@ -30,6 +31,7 @@ class Workload(GivenFact):
     versions: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     replicated: bool = False
     inference: bool = False
+    splits: bool = False
 
     made_by: ClassVar[str] = "compile(schedule=, n_microbatches=)"
 

@@ -12,13 +12,16 @@ from fxsplit.planner.kernels.separable import SLACK
 from fxsplit.planner.kernels.tables import IDLE, Bools, Floats, Ints, Tables
 
 
-def best_chains(t: Tables, below: Bools, shared: Floats, rate: Floats, upper: float) -> tuple[Floats, Ints, Ints]:
+def best_chains(
+    t: Tables, below: Bools, needs: Floats, shared: Floats, rate: Floats, upper: float
+) -> tuple[Floats, Ints, Ints]:
     """Find the best chain of stages to every state, of those with all loads below `upper`.
 
     best(q, I) = min over moves (p -> q) and states J inside I of max(best(p, J), load(J, I)), ties to the first: the
     dynamic programme of PipeDream (Narayanan et al. 2019) over ideals.
 
-    below: [states, states], whether J may be where a stage starts that ends with I. shared: [states, states] bytes that
+    below: [states, states], whether J may be where a stage starts that ends with I. needs: [states, states] bytes that
+    the stage holds besides (empty: none). shared: [states, states] bytes that
     the stage also pays for at `rate` ms per byte, [kinds] (empty: none). Returns best, and origin and via (states by
     position, -1 for none), all [configurations, states].
     """
@@ -61,7 +64,12 @@ def best_chains(t: Tables, below: Bools, shared: Floats, rate: Floats, upper: fl
             value, where = min(upper, best[b, i]), -1
             for c in range(count):
                 j = starts[c]
-                if not below[j, i] or not space_end[kind, i] - space_start[kind, j] <= capacity[kind]:
+                if not below[j, i]:
+                    continue
+                space = space_end[kind, i] - space_start[kind, j]
+                if needs.size:
+                    space = space + needs[j, i]
+                if not space <= capacity[kind]:
                     continue
                 load = max(max(end[kind, i] - start[kind, j], start_floor[kind, j]), end_floor[kind, i])
                 if shared.size:

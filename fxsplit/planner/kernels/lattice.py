@@ -196,6 +196,31 @@ def prefix_sums(parent: Ints, last: Ints, weight: Floats) -> Floats:
     return result
 
 
+def first_missing(parent: Ints, last: Ints, rank: Ints) -> Ints:
+    """Return, per ideal, the smallest rank of a node that is outside, or the number of nodes: int32 [ideals].
+
+    `rank` numbers the nodes in some other order.
+    """
+    n, nodes = parent.size, rank.size
+    result = np.zeros(n, np.int32)
+    inside = np.zeros(nodes + 1, np.bool_)
+    path = np.zeros(nodes + 1, np.int32)
+    depth = 0
+    for i in range(1, n):
+        # Go back to the ideal that this one extends, as in `live_bytes`.
+        while path[depth] != parent[i]:
+            inside[rank[last[path[depth]]]] = False
+            depth -= 1
+        inside[rank[last[i]]] = True
+        at = result[path[depth]]
+        while inside[at]:
+            at += 1
+        result[i] = at
+        depth += 1
+        path[depth] = i
+    return result
+
+
 def reversed_edges(pointer: Ints, child: Ints) -> tuple[Ints, Ints]:
     """Return the edges the other way round, CSR by their end: pointer, and the ideals just below each, ascending."""
     n = pointer.size - 1

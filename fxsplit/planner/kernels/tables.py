@@ -18,13 +18,31 @@ IDLE = -1
 """The kind of a move that leaves a device idle: a chain goes on in the next configuration, from the same ideal."""
 
 
+class Needs(NamedTuple):
+    """What stages need in memory besides what sums over states, in bytes; all arrays are empty where that is nothing.
+
+    near, far: [edges], what the block of each edge needs, beside all activations of its stage and beside those up to
+    it. lead: [ideals], how many fewer activations are sure to lie before the first node outside than there are inside,
+    as a number below zero. freed: [ideals], activations, less those that are handed on. loss: [ideals], what a stage
+    that ends here needs at least. The stage J..I needs max(min(near, far - lead[J] - freed[I]), loss[I]), with the
+    largest near and far of the edges on any way from J to I.
+    """
+
+    near: Floats
+    far: Floats
+    lead: Floats
+    freed: Floats
+    loss: Floats
+
+
 class Tables(NamedTuple):
     """A search problem: what each move of each kind costs from and to each ideal.
 
     in_ptr, in_from: the ideals just below each ideal, CSR. work: [ideals], what sums over nodes, in ms.
     start, end, start_floor, end_floor: [kinds, ideals], ms; load(J, I) = max(end[I] - start[J], start_floor[J],
     end_floor[I]). space_start, space_end: [kinds, ideals], bytes; a stage fits if space_end[I] - space_start[J] <=
-    capacity, of [kinds]. space_low is the part of space_end that only grows with I.
+    capacity, of [kinds], with what it needs besides by `needs`. space_low is the part of space_end that only grows with
+    I.
     launch: [kinds, ideals], ms; a load is at least launch[I] - launch[J]. It is [0, 0] where nothing is launched.
     allowed: [configurations, ideals], where a stage may end. moves: [moves, 3] of (from, to, kind or IDLE), in an order
     in which a configuration is complete before it is left. done, left: [configurations], how much work the devices used
@@ -42,6 +60,7 @@ class Tables(NamedTuple):
     space_end: Floats
     space_low: Floats
     capacity: Floats
+    needs: Needs
     launch: Floats
     allowed: Bools
     moves: Ints

@@ -15,7 +15,8 @@ from torch import Tensor
 import fxsplit
 from fxsplit import Costs
 from fxsplit.errors import ProfileError
-from fxsplit.ir.facts.costs import InputCost, KnownCosts
+from fxsplit.ir.facts.costs import InputCost
+from fxsplit.ir.facts.known_costs import KnownCosts
 from tests.graphs import node
 from tests.models import FAST, Mlp, Residual
 from tests.refusals import refused
@@ -52,7 +53,7 @@ def edited(path: Path, change: Any) -> Path:
     ("change", "message"),
     [
         (lambda d: d.update(format="else"), "is not a profile"),
-        (lambda d: d.update(version=99), "has version 99, this fxsplit reads 1"),
+        (lambda d: d.update(version=99), "has version 99, this fxsplit reads 2 and 1"),
         (lambda d: d.pop("rows"), "is a damaged profile: 'rows'"),
         (lambda d: d["nodes"][0].pop("kept_bytes"), "is a damaged profile"),
         (lambda d: d["nodes"][0].update(forward_ms=-1), "forward_ms=-1: give a finite number"),

@@ -116,8 +116,8 @@ def test_replicas_and_recomputing_by_hand() -> None:
     costs = Costs((node("a", parameter_bytes=8, kept_bytes=10, buffer_bytes=1),), (), ("a",), rows=1)
     (stage,) = price_split(costs, MACHINE, LOAD, [(("a",), (0, 1), True)], CostModel(optimizer_factor=1.0))
     assert (stage.forward_ms, stage.backward_ms) == (0.5, 1.5), "two devices; the forward runs twice"
-    assert stage.reduce_ms == 8 * 4 * 1 / (4 * 1.0) and stage.memory_bytes == 8 * 4 + 1 + 10
-    assert stage.held_bytes == 33 and stage.kept_bytes == 10 and stage.parameter_bytes == 8
+    assert stage.reduce_ms == 8 * 4 * 1 / (4 * 1.0) and stage.memory_bytes == 8 * 3 + 1 + 10
+    assert stage.held_bytes == 25 and stage.kept_bytes == 10 and stage.parameter_bytes == 8
 
 
 def test_launches_are_priced_by_hand() -> None:

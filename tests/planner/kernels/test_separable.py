@@ -50,11 +50,11 @@ def test_a_chain_exists_from_the_best_load_upwards(kernel: Callable[..., Any]) -
 
 
 def test_a_stage_that_does_not_fit_is_no_stage() -> None:
-    """A stage holds its parameters, their gradients and the sums of those: three times the bytes of its parameters."""
-    assert tables().space_end[0, 3] == 18.0
-    # The stages (a, b) and (c) hold 9 bytes each, and every other split holds more in one of them.
-    assert reach_bounded(tables(memory=9.0), 50.0, PLENTY)[0][-1, 3] == 2
-    assert reach_bounded(tables(memory=8.0), 50.0, PLENTY)[0][-1, 3] == -1
+    """A stage holds its parameters and the sums of their gradients: twice the bytes of its parameters."""
+    assert tables().space_end[0, 3] == 12.0
+    # The stages (a, b) and (c) hold 6 bytes each, and every other split holds more in one of them.
+    assert reach_bounded(tables(memory=6.0), 50.0, PLENTY)[0][-1, 3] == 2
+    assert reach_bounded(tables(memory=5.0), 50.0, PLENTY)[0][-1, 3] == -1
 
 
 @pytest.mark.parametrize("kernel", [reach, reach_bounded])
