@@ -116,10 +116,14 @@ class Catch:
         if gradient.layout is not torch.strided:
             return None
         total = sums.totals.get(leaf)
+        # Asked before anything else refers to the gradient.
+        unshared = _is_unshared(gradient)
         if total is None or total.layout is not torch.strided:
-            # Asked before anything else refers to the gradient.
-            unshared = _is_unshared(gradient)
             sums.add([(leaf, gradient, unshared)])
+        elif unshared and gradient.is_cpu and gradient.stride() == total.stride():
+            # The same number, in the newer memory. To let go of the newest, again and again, lets glibc give its pages
+            # back each time, and get them anew from the kernel: half as much processor time again on large layers.
+            sums.totals[leaf] = gradient.add_(total)
         else:
             total.add_(gradient)
         _target.caught.add(id(leaf))

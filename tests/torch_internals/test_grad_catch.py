@@ -81,11 +81,39 @@ def test_a_sum_has_memory_of_its_own(name: str) -> None:
     with catch.watch([w, v]):
         for _ in range(2):
             run(sums, MAKE[name](w, v).sum(), [w, v])
-            copied.append(sums.totals[w].data_ptr() != places[0])
+            copied.append(sums.totals[w].data_ptr() not in places)
     for one, gradient in zip((w, v), expected, strict=True):
         assert (one in sums.totals) == (gradient is not None)
         assert gradient is None or torch.allclose(sums.totals[one], 2 * gradient, rtol=1e-12)
     assert copied == [name in list(MAKE)[3:]] * 2
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_the_older_memory_is_let_go(name: str) -> None:
+    """A gradient that nobody else has takes over the sum; one that somebody has is added to it, and not written to."""
+    w, v = leaf(6, 6), leaf(6, 6)
+    expected = torch.autograd.grad(MAKE[name](w, v).sum(), [w, v], allow_unused=True)
+    catch, sums = Catch(), Sums()
+    with catch.watch([w]):
+        run(sums, MAKE[name](w, v).sum(), [w, v])
+        total = sums.totals[w]
+        handed = run(sums, MAKE[name](w, v).sum(), [w, v])[0][1]
+    own = name in ("an operator's own", "a transposed product", "two users")
+    assert (sums.totals[w] is not total) == own
+    assert expected[0] is not None and torch.equal(sums.totals[w], 2 * expected[0])
+    assert torch.equal(total, expected[0] if own else 2 * expected[0])
+    assert (handed is None) == (expected[1] is None)
+    assert handed is None or expected[1] is None or torch.equal(handed, expected[1])
+
+
+def test_a_sum_of_other_strides_stays() -> None:
+    w, sums = leaf(6, 6), Sums()
+    with Catch().watch([w]):
+        run(sums, w.t().contiguous().exp(), [w])
+        total = sums.totals[w]
+        run(sums, w.exp(), [w])
+    assert total.stride() == (1, 6) and sums.totals[w] is total
+    assert torch.equal(total, 2 * w.exp())
 
 
 def test_a_gradient_that_a_hook_keeps_is_copied() -> None:
