@@ -1,0 +1,260 @@
+"""Run a function in several ranks: processes of their own with a process group, within a time limit, none left behind.
+
+    def total(rank: int, world: int, number: int) -> int:
+        found = torch.tensor(rank + number)
+        dist.all_reduce(found)
+        return int(found)
+
+    assert ranks(3, total, 5) == [18, 18, 18]
+
+The function lies at the top of a module, as it is found there by its name. A fork server has torch and fxsplit loaded,
+so that ranks begin in a tenth of a second. The ranks meet in a file of a temporary folder, and no port is fixed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fxsplit.frontend.capture import LATE
+from fxsplit.torch_internals import grad_catch, grad_split
+
+PRELOADED = ["pytest", "torch", "torch.distributed.checkpoint", "fxsplit.api.compile", "fxsplit.api.pipeline", *LATE]
+START_S = 120.0
+"""How long ranks may take to begin: those of a fork server that is new and loads torch on a busy machine."""
+GRACE_S = 1.0
+"""How long the other ranks may still say what they raised, once one of them has raised."""
+DUMP_S = 2.0
+"""How long ranks may take to write down where they are, before they are killed."""
+SHOWN = 6000
+"""How many characters of what a rank printed are shown where a test fails."""
+
+
+class RankFailed(AssertionError):
+    """A rank took longer than its limit, died, or raised what could not be brought here."""
+
+
+def ranks(
+    n: int, function: Callable[..., Any], *args: Any, limit_s: float = 60, dying: Collection[int] = ()
+) -> list[Any]:
+    """Return what `function(rank, n, *args)` returns in each of n ranks, which have a process group on gloo.
+
+    limit_s: after so many seconds every rank is killed; RankFailed then shows where all their threads were.
+    dying: ranks that are meant to end without a word, as by a signal; the result of one is its exit code.
+
+    The exception that was raised first is raised here, with its rank in a note. Afterwards no rank is alive.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder, contextlib.ExitStack() as stack:
+        started: list[_Rank] = []
+        stack.callback(_end, started)
+        for rank in range(n):
+            here, there = context.Pipe(duplex=False)
+            process = context.Process(target=_run, args=(rank, n, folder, limit_s, there, function, args))
+            process.start()
+            started.append(_Rank(rank, n, process, here, Path(folder, f"{rank}.txt")))
+            # The rank's end is the only one that is left open: its death is heard at once.
+            there.close()
+        # The first ones wait until the server has loaded torch, which is none of the function's time.
+        for one in started:
+            if not one.link.poll(START_S):
+                raise RankFailed(f"rank {one.rank} of {n} has not begun within {START_S} s")
+            one.link.recv_bytes()
+        return _gather(started, time.monotonic() + limit_s, limit_s, dying)
+
+
+class _Rank:
+    """One rank as it is seen from the test."""
+
+    def __init__(self, rank: int, n: int, process: Any, link: Connection, log: Path) -> None:
+        self.rank, self.n, self.process, self.link, self.log = rank, n, process, link, log
+        self.result: tuple[str, float, bytes, str] | None = None
+        """What came back: its kind, when, its bytes, and a traceback."""
+        self.over = False
+
+    def listen(self) -> None:
+        """Take what the rank sent, or learn that it is gone."""
+        try:
+            self.result = pickle.loads(self.link.recv_bytes())
+        except (EOFError, OSError):
+            self.process.join(5)
+        self.over = True
+
+    def print_log(self) -> str:
+        """Return the end of what the rank printed."""
+        text = self.log.read_text(errors="replace") if self.log.exists() else ""
+        return f"--- rank {self.rank} of {self.n} printed:\n{text[-SHOWN:]}" if text else ""
+
+    def unpack_error(self) -> BaseException:
+        """Return what the rank raised, or a RankFailed that says how it died."""
+        if self.result is None:
+            return RankFailed(f"rank {self.rank} of {self.n} died (exit code {self.process.exitcode})")
+        _, _, packed, text = self.result
+        error: BaseException = (
+            pickle.loads(packed) if packed else RankFailed(f"rank {self.rank} of {self.n} raised\n{text}")
+        )
+        error.add_note(f"raised by rank {self.rank} of {self.n}:\n{text}")
+        return error
+
+
+def _gather(started: list[_Rank], until: float, limit_s: float, dying: Collection[int]) -> list[Any]:
+    """Return the results of all ranks; raises the first exception, or RankFailed at the limit."""
+    failed: list[_Rank] = []
+    while waiting := [rank for rank in started if not rank.over]:
+        ready = wait([rank.link for rank in waiting], max(until - time.monotonic(), 0))
+        if not ready:
+            break
+        for rank in waiting:
+            if rank.link in ready:
+                rank.listen()
+                if (rank.result[0] != "returned") if rank.result else rank.rank not in dying:
+                    failed.append(rank)
+        if failed:
+            until = min(until, time.monotonic() + GRACE_S)
+    logs = [rank.print_log() for rank in started]
+    if failed:
+        # One that died is known of at once, and was the first then; the others raised in the order of their clocks.
+        first = min(failed, key=lambda rank: rank.result[1] if rank.result else 0.0)
+        error = first.unpack_error()
+        for text in (*(r.result[3] for r in failed if r is not first and r.result), *logs):
+            error.add_note(text)
+        raise error
+    if waiting:
+        late = ", ".join(str(rank.rank) for rank in waiting)
+        raise RankFailed(f"ranks {late} took longer than {limit_s} s:\n{_dump(waiting)}")
+    return [pickle.loads(r.result[2]) if r.result else r.process.exitcode for r in started]
+
+
+def _dump(waiting: list[_Rank]) -> str:
+    """Return where all threads of these ranks are."""
+    for rank in waiting:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank.process.pid, signal.SIGUSR1)
+    end = time.monotonic() + DUMP_S
+    # The handler is of C and writes at once, unless the process is stopped.
+    while time.monotonic() < end and not all("most recent call first" in rank.print_log() for rank in waiting):
+        time.sleep(0.05)
+    return "\n".join(rank.print_log() or f"--- rank {rank.rank} of {rank.n} did not answer" for rank in waiting)
+
+
+def _end(started: list[_Rank]) -> None:
+    """End the processes, each by its number."""
+    # A rank that has sent its result only has to leave.
+    until = time.monotonic() + GRACE_S
+    for rank in started:
+        rank.process.join(max(until - time.monotonic(), 0))
+    for rank in started:
+        rank.process.kill()
+    for rank in started:
+        rank.process.join()
+        rank.process.close()
+        rank.link.close()
+
+
+def _run(
+    rank: int, n: int, folder: str, limit_s: float, link: Connection, function: Callable[..., Any], args: Any
+) -> None:
+    """Run the function in a rank, and send what it returns or raises."""
+    with _printing_to(Path(folder, f"{rank}.txt")) as log:
+        faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
+        # Whoever started it may be gone by then.
+        faulthandler.dump_traceback_later(limit_s + 5 * DUMP_S, exit=True, file=log)
+        # What the server has loaded is shared with it, unless the collector of garbage writes to it.
+        gc.freeze()
+        link.send_bytes(b"begun")
+        try:
+            with _joined(rank, n, folder, limit_s):
+                found = _call(function, rank, n, *args)
+            if found[0] == "returned":
+                _check_no_thread_is_left()
+        except BaseException as error:
+            found = _describe(error)
+        link.send_bytes(pickle.dumps(found))
+
+
+def _call(function: Callable[..., Any], *args: Any) -> tuple[str, float, bytes, str]:
+    """Return what the function returns or raises, with the time."""
+    try:
+        return "returned", time.monotonic(), pickle.dumps(function(*args)), ""
+    except BaseException as error:
+        # Before the process group is left: that makes the ranks raise that wait for this one.
+        return _describe(error)
+
+
+def _describe(error: BaseException) -> tuple[str, float, bytes, str]:
+    """Return an exception with the time, in bytes unless it does not come out of them again, and as text."""
+    text = "".join(traceback.format_exception(error))
+    try:
+        packed = pickle.dumps(error)
+        pickle.loads(packed)
+    except Exception:
+        packed = b""
+    return "raised", time.monotonic(), packed, text
+
+
+@contextlib.contextmanager
+def _printing_to(path: Path) -> Iterator[Any]:
+    """Let what the process prints go to a file, which is yielded."""
+    with path.open("w", buffering=1) as log:
+        for stream in (1, 2):
+            os.dup2(log.fileno(), stream)
+        # Those of a process that is forked may be closed.
+        sys.stdout = sys.stderr = log
+        yield log
+
+
+@contextlib.contextmanager
+def _joined(rank: int, n: int, folder: str, limit_s: float) -> Iterator[None]:
+    """Join the process group, as a launcher's script does, and leave it."""
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n}
+    os.environ.update({name: str(number) for name, number in names.items()})
+    # The name of a machine is known to nobody in some containers.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # As in tests/conftest.py, in a process that it is not run in.
+    grad_split.LEAST_PRODUCTS = defaultdict(int)
+    grad_catch.LEAST_BYTES = 200
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    random.seed(0)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n, timeout=timedelta(seconds=limit_s)
+    )
+    try:
+        yield
+    finally:
+        # What failed may have ended it.
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _check_no_thread_is_left() -> None:
+    """Raise AssertionError where a pipeline's threads outlive it, as tests/conftest.py does."""
+    if _list_threads():  # a collection takes longer than most ranks
+        gc.collect()
+    left = _list_threads()
+    assert not left, f"threads outlive the function: {left}"
+
+
+def _list_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("fxsplit-")]
