@@ -87,9 +87,11 @@ class Sweep(Interpreter):
         return self._clock.end_sweep()
 
     def weigh(self, *inputs: Tensor) -> None:
-        """Run one more step, and note what each node allocates."""
+        """Run more steps, and note what each node allocates."""
         self._weighing = True
         self.run_step(*inputs)
+        while any(weight.is_unfinished for weight in self.weights.values()):
+            self.run_step(*inputs)
 
     def _run_backward(self, name: str, leaves: list[Tensor], outputs: list[Tensor], halved: bool) -> None:
         """Run the backward of one node, and note its time, or what it allocates."""
