@@ -142,7 +142,8 @@ def _name_devices(plan: Plan | None, schedule: Schedule) -> tuple[str, ...]:
 def _describe(simulation: Simulation, courses: tuple[Course, ...], unit: bool) -> dict[str, Any]:
     """Return the simulation as the JSON object that other programs read.
 
-    Times are in ms, or with `unit` in forwards of a stage; bubbles are shares of the step, bytes are peaks by device.
+    Times are in ms, or with `unit` in forwards of a stage; bubbles, and how busy links are, are shares of the step;
+    bytes are peaks by device.
     """
     schedule = simulation.schedule
     return {
@@ -155,6 +156,7 @@ def _describe(simulation: Simulation, courses: tuple[Course, ...], unit: bool) -
         "step_time": simulation.step_ms,
         "bubble": simulation.bubble,
         "bubbles": list(simulation.bubbles),
+        "links": [{"from": a, "to": b, "busy": busy} for (a, b), busy in simulation.busy_links.items()],
         "peak_activations": list(schedule.peak_activations()),
         "peak_bytes": [find_peak(course) for course in courses] if courses else None,
         "weight_versions": list(schedule.weight_versions()),
@@ -178,7 +180,10 @@ def _show(simulation: Simulation, courses: tuple[Course, ...], timeline: Timelin
         row += f"{schedule.peak_activations()[d]:>13g}{held:>12}"
         print(row + f"{max((versions[s] for s in own), default=0):>10}{max((lags[s] for s in own), default=0):>5}")
     time = f"{simulation.step_ms:g} forwards" if unit else f"{simulation.step_ms:.3f} ms"
-    print(f"{schedule.name}, {schedule.n_microbatches} microbatches: {time}, bubble {100 * simulation.bubble:.1f} %\n")
+    print(f"{schedule.name}, {schedule.n_microbatches} microbatches: {time}, bubble {100 * simulation.bubble:.1f} %")
+    for (name, _), busy in zip(timeline.links, simulation.busy_links.values(), strict=True):
+        print(f"link {name}: busy {100 * busy:.1f} % of the step")
+    print()
     # Wider than this, a line is hard to follow from one end to the other.
     console = Console(soft_wrap=True)
     console.print(draw(timeline, min(console.width, 160)), end="")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fxsplit.ir.files import write_whole
-from fxsplit.schedule.action import NAMES
+from fxsplit.schedule.action import NAMES, SENDS
 from fxsplit.schedule.timeline import Timeline
 
 US_PER_MS = 1000.0
@@ -22,20 +22,21 @@ US_PER_MS = 1000.0
 def trace_events(timelines: Sequence[Timeline]) -> dict[str, Any]:
     """Return timelines as one JSON object.
 
-    Each timeline is a process, and each of its devices a thread, with a counter of the bytes that the device holds.
+    Each timeline is a process, and each of its devices and links a thread, with a counter of the bytes that a device
+    holds.
     """
     events: list[dict[str, Any]] = []
     for pid, timeline in enumerate(timelines):
         events.append({"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": timeline.title}})
-        for tid, (name, spans) in enumerate(zip(timeline.devices, timeline.spans, strict=True)):
-            # Viewers group rows by process and thread, which stand for timeline and device here.
+        for tid, (name, spans) in enumerate(timeline.rows):
+            # Viewers group rows by process and thread, which stand for timeline and device, or link, here.
             here = {"pid": pid, "tid": tid}
             events.append({"name": "thread_name", "ph": "M", **here, "args": {"name": name}})
             for action, begin_ms, end_ms in spans:
                 events.append(
                     {
                         "name": str(action),
-                        "cat": NAMES.get(action.op, action.op.lower()),
+                        "cat": (NAMES | SENDS).get(action.op, action.op.lower()),
                         "ph": "X",
                         "ts": begin_ms * US_PER_MS,
                         "dur": (end_ms - begin_ms) * US_PER_MS,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fxsplit.errors import InputError
 from fxsplit.ir.files import write_whole
-from fxsplit.schedule.action import NAMES
+from fxsplit.schedule.action import NAMES, SENDS
 from fxsplit.schedule.timeline import Timeline
 
 COLOURS = {"F": "#4c78a8", "B": "#54a24b", "I": "#72b7b2", "W": "#eeca3b"}
@@ -21,7 +21,7 @@ FAINTER = 0.25
 
 
 def save_picture(timelines: Sequence[Timeline], path: str | os.PathLike[str]) -> None:
-    """Draw timelines with matplotlib: a row for each device, a block for each action with its microbatch in it.
+    """Draw timelines with matplotlib: a row for each device and link, a block for each action with its microbatch.
 
     Raises InputError for a path that ends in anything but .svg, .png or .pdf, and where matplotlib is missing, and
     FileError where the file cannot be written.
@@ -35,17 +35,17 @@ def save_picture(timelines: Sequence[Timeline], path: str | os.PathLike[str]) ->
     except ImportError as error:
         raise InputError("pictures need matplotlib: pip install 'fxsplit[picture]'") from error
     # At least one lane, as matplotlib takes no height of zero.
-    lanes = [max(1, len(t.devices)) for t in timelines]
+    lanes = [max(1, len(t.rows)) for t in timelines]
     figure = Figure(figsize=(INCHES_WIDE, INCHES_A_LANE * sum(lanes) + 0.8 * len(lanes)), layout="constrained")
     axes = figure.subplots(len(timelines), 1, squeeze=False, sharex=True, gridspec_kw={"height_ratios": lanes})[:, 0]
     # The legend has the kinds of actions that occur, in the order in which they do.
     seen: dict[str, str] = {}
     for axis, timeline in zip(axes, timelines, strict=True):
-        for lane, spans in enumerate(timeline.spans):
+        for lane, (_, spans) in enumerate(timeline.rows):
             stages = sorted({span.action.stage for span in spans})
             for action, begin_ms, end_ms in spans:
                 colour = COLOURS.get(action.op, OTHER)
-                seen.setdefault(NAMES.get(action.op, action.op.lower()), colour)
+                seen.setdefault((NAMES | SENDS).get(action.op, action.op.lower()), colour)
                 # Beyond a few stages all are equally pale, or they could not be seen.
                 pale = max(0.3, 1.0 - FAINTER * stages.index(action.stage))
                 axis.barh(lane, end_ms - begin_ms, left=begin_ms, color=colour, alpha=pale, edgecolor="white", lw=0.4)
@@ -53,7 +53,7 @@ def save_picture(timelines: Sequence[Timeline], path: str | os.PathLike[str]) ->
                 if action.microbatch >= 0 and end_ms - begin_ms > 0.012 * timeline.length_ms:
                     middle = (begin_ms + end_ms) / 2
                     axis.text(middle, lane, str(action.microbatch), ha="center", va="center", fontsize=6)
-        axis.set_yticks(range(len(timeline.devices)), timeline.devices, fontsize=8)
+        axis.set_yticks(range(len(timeline.rows)), [name for name, _ in timeline.rows], fontsize=8)
         axis.invert_yaxis()
         axis.set_title(f"{timeline.title}: {timeline.length_ms:.4g} ms", fontsize=9, loc="left")
         for side in ("top", "right", "left"):

@@ -1,4 +1,4 @@
-"""A timeline in the terminal: one line for each device, one block for each action, as wide as it takes long.
+"""A timeline in the terminal: one line for each device and link, one block for each action, as wide as it takes long.
 
 1F1B on two devices with two microbatches, in 18 columns:
 
@@ -18,18 +18,18 @@ OTHER = "white on magenta"
 
 
 def draw(timeline: Timeline, width: int = 100) -> Text:
-    """Return the drawing, at most `width` characters wide, with as many lines as there are devices.
+    """Return the drawing, at most `width` characters wide, with as many lines as there are devices and links.
 
     A block bears the number of its microbatch where it is wide enough, and dashes where it is not. Its colour is the
     operation: blue for F, green for B, cyan for I, yellow for W, magenta for all else. Later stages of a device
     are dim. Dots are idle time.
     """
-    label = max((len(name) for name in timeline.devices), default=0) + 1
+    label = max((len(name) for name, _ in timeline.rows), default=0) + 1
     columns = max(1, width - label)
     # Columns for each millisecond.
     scale = columns / timeline.length_ms if timeline.length_ms else 0.0
     text = Text(no_wrap=True)
-    for name, spans in zip(timeline.devices, timeline.spans, strict=True):
+    for name, spans in timeline.rows:
         text.append(f"{name:<{label}}")
         first = min((span.action.stage for span in spans), default=0)
         at = 0

@@ -17,6 +17,8 @@ REDUCE, STEP = "REDUCE", "STEP"
 
 NAMES = {FORWARD: "forward", BACKWARD: "backward", INPUT_GRADIENT: "input gradient", WEIGHT_GRADIENT: "weight gradient"}
 """What reports call the actions that compute."""
+SENDS = {SEND_F: "value sent", SEND_B: "gradient sent"}
+"""What reports call the messages on a link."""
 
 COMPUTES = (FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
 TRANSFERS = (SEND_F, RECV_F, SEND_B, RECV_B)

@@ -8,6 +8,7 @@ devices, its result crosses boundary 1, which is the cut before stage 1. Generat
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from fxsplit.schedule.action import (
     FORWARD,
@@ -26,6 +27,18 @@ from fxsplit.schedule.schedule import Schedule
 
 Need = tuple[Action, int | None]
 """An action, and the boundary (the stage behind the cut) that its result crosses between devices, or None."""
+
+
+class Message(NamedTuple):
+    """What one device sends to another: the value that a forward makes, or the gradient that a backward makes.
+
+    `made` is the action that sends it, `boundary` the stage behind the cut that it crosses.
+    """
+
+    made: Action
+    boundary: int
+    source: int
+    destination: int
 
 
 def drop_version(action: Action) -> Action:
@@ -56,7 +69,7 @@ def find_needs(schedule: Schedule, action: Action) -> list[Need]:
         return [(schedule.gradient(stage, m), None)]
     if op == SEND_F:
         return [(Action(stage, FORWARD, m, action.replica), None)]
-    # A transfer's time is on the receiver's side, so a receive, and no send, crosses a boundary.
+    # A send takes its device no time: what it sends is under way, and its receive waits for that.
     if op == RECV_F:
         return [(Action(stage - 1, SEND_F, m, replica((stage - 1, m), 0)), stage)]
     if op == RECV_B:
@@ -67,6 +80,19 @@ def find_needs(schedule: Schedule, action: Action) -> list[Need]:
     # A step uses the gradients of its own replica, of all microbatches up to its own.
     assert op == STEP
     return [(drop_version(a), None) for a in own if a.replica == action.replica and a.microbatch <= m]
+
+
+def find_message(schedule: Schedule, action: Action) -> Message | None:
+    """Return what crosses to another device as soon as `action` is done, or None where nothing does."""
+    stage, m = action.stage, action.microbatch
+    sends = (SEND_F, SEND_B) if schedule.transfers else (FORWARD, *GRADIENTS)
+    if action.op not in sends:
+        return None
+    other = stage + 1 if action.op in (FORWARD, SEND_F) else stage - 1
+    if not 0 <= other < schedule.n_stages:
+        return None
+    source, destination = schedule.device_of(stage, m), schedule.device_of(other, m)
+    return None if source == destination else Message(action, max(stage, other), source, destination)
 
 
 def _find_arrival(schedule: Schedule, made: Action, stage: int, op: str) -> Need:

@@ -52,9 +52,9 @@ def build_schedule(
 def read_times(plan: Plan, schedule: Schedule) -> Times:
     """Return the times of a plan's stages, in milliseconds for a microbatch.
 
-    Under the cost model `overlapped` a transfer is under way while both devices compute on. Under the other cost models
-    it keeps both devices busy, as the loads of the plan count it, and is part of their forwards and backwards. Replicas
-    of a stage sum their gradients once. Raises ScheduleError where the schedule has another number of stages.
+    Under the cost model `overlapped` a transfer takes its link while both devices compute on. Under the other cost
+    models it keeps both devices busy, as the loads of the plan count it, and is part of their forwards and backwards.
+    Replicas of a stage sum their gradients once. Raises ScheduleError where the schedule has another number of stages.
     """
     if len(plan.stages) != schedule.n_stages:
         raise ScheduleError(

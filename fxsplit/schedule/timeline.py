@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fxsplit.schedule.action import COMPUTES, Action
+from fxsplit.schedule.action import COMPUTES, FORWARD, SEND_B, SEND_F, Action
 from fxsplit.schedule.memory import Course
-from fxsplit.schedule.simulate import Simulation
+from fxsplit.schedule.simulate import Simulation, Trip
 
 
 class Span(NamedTuple):
@@ -23,18 +23,24 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The spans of each device, in order of time; `memory` is what each device held, where that is known."""
+    """The spans of each device, in order of time.
+
+    `memory` is what each device held, where that is known. `links` are names of links with their messages, which are
+    written as the actions that send them; a measured timeline has none.
+    """
 
     title: str
     devices: tuple[str, ...]
     spans: tuple[tuple[Span, ...], ...]
     memory: tuple[Course, ...] = ()
+    links: tuple[tuple[str, tuple[Span, ...]], ...] = ()
 
     @classmethod
     def of(cls, simulation: Simulation, devices: tuple[str, ...] = (), memory: tuple[Course, ...] = ()) -> Timeline:
         """Return the timeline of a simulation; `devices` are names for it (default: device 0, device 1, ...).
 
-        Transfers, sums and optimizer steps that take no time are left out. Computing is kept even where it takes none.
+        Transfers, sums and optimizer steps that take no time are left out, and so are links that nothing takes time on.
+        Computing is kept even where it takes none.
         """
         schedule = simulation.schedule
         names = devices or tuple(f"device {d}" for d in range(schedule.n_devices))
@@ -43,10 +49,26 @@ class Timeline:
             tuple(Span(a, *span) for a, span in zip(row, times, strict=True) if a.op in COMPUTES or span[0] < span[1])
             for row, times in zip(schedule.actions, simulation.spans, strict=True)
         )
-        return cls(schedule.name, names, spans, memory)
+        links = tuple(
+            (f"{names[a]} > {names[b]}", tuple(_draw_trip(trip) for trip in simulation.trips[a, b]))
+            for a, b in simulation.busy_links
+        )
+        return cls(schedule.name, names, spans, memory, links)
+
+    @property
+    def rows(self) -> list[tuple[str, tuple[Span, ...]]]:
+        """What reports draw a row for: each device with its spans, and behind them each link with its messages."""
+        return [*zip(self.devices, self.spans, strict=True), *self.links]
 
     @property
     def length_ms(self) -> float:
         """When the last action ends."""
         # A device does one action after another, so its last span ends last.
         return max((row[-1].end_ms for row in self.spans if row), default=0.0)
+
+
+def _draw_trip(trip: Trip) -> Span:
+    """Return a message as the action that sends it, for the time that it is on its link."""
+    made = trip.message.made
+    op = SEND_F if made.op in (FORWARD, SEND_F) else SEND_B
+    return Span(made._replace(op=op), trip.begin_ms, trip.end_ms)

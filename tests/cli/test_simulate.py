@@ -93,6 +93,21 @@ def test_a_plan_is_simulated_as_it_is_priced(capsys: pytest.CaptureFixture[str],
     assert long["step_time"] - short["step_time"] == pytest.approx(20 * stated.bottleneck_ms)
 
 
+def test_links_that_are_busy_are_told(capsys: pytest.CaptureFixture[str], plan: str, tmp_path: Path) -> None:
+    """Under `overlapped` a message takes its link for as long as the plan says; in a plan of other models none does."""
+    assert answer(capsys, "--plan", plan)["links"] == []
+    stated = json.loads(Path(plan).read_text())
+    stated["cost_model"] = "overlapped"
+    slow = tmp_path / "slow.json"
+    slow.write_text(json.dumps(stated))
+    told = answer(capsys, "--plan", str(slow))
+    hop_ms = stated["stages"][1]["receive_ms"]
+    links = {(link["from"], link["to"]): link["busy"] * told["step_time"] for link in told["links"]}
+    assert links[0, 1] + links[1, 0] == pytest.approx(5 * hop_ms)
+    assert cli.main(["simulate", "--plan", str(slow)]) == 0
+    assert "> device1: busy" in capsys.readouterr().out
+
+
 def test_a_profile_is_planned_for_the_schedules_stages(capsys: pytest.CaptureFixture[str], profile: str) -> None:
     arguments = ["--profile", profile, "--schedule", "ZBVZeroBubble", "--devices", "3", "--n-microbatches", "6"]
     told = answer(capsys, *arguments, "--bandwidth", "1e9")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from fxsplit.report.perfetto import save_trace, trace_events
+from fxsplit.schedule import Action
+from fxsplit.schedule.timeline import Span
 from tests.report.timelines import TIMELINE
 
 
@@ -29,6 +32,14 @@ def test_events_of_two_timelines() -> None:
     ]
     (first,) = [e for e in events if e["name"] == "0F7"]
     assert first["args"] == {"stage": 0, "op": "F", "microbatch": 7, "replica": 0, "version": 0}
+
+
+def test_links_are_rows_behind_the_devices() -> None:
+    timeline = replace(TIMELINE, links=(("a > b", (Span(Action(0, "SEND_F", 7), 2.0, 5.0),)),))
+    events = trace_events([timeline])["traceEvents"]
+    assert [e["args"]["name"] for e in events if e["name"] == "thread_name"] == ["a", "long name", "a > b"]
+    (sent,) = [e for e in events if e["name"] == "0SEND_F7"]
+    assert (sent["cat"], sent["tid"], sent["ts"], sent["dur"]) == ("value sent", 2, 2000.0, 3000.0)
 
 
 def test_a_file_holds_the_same(tmp_path: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fxsplit.report.terminal import draw
-from fxsplit.schedule.timeline import Timeline
+from fxsplit.schedule import Action
+from fxsplit.schedule.timeline import Span, Timeline
 from tests.report.timelines import TIMELINE
 
 
@@ -22,6 +25,11 @@ def test_colours_say_what_and_dim_says_a_later_stage() -> None:
     assert styles["7"] == "white on blue" and styles["3"] == "black on green"
     assert styles["1"] == "black on yellow dim" and styles["----"] == "white on magenta"
     assert styles["........"] == "dim"
+
+
+def test_links_have_lines_behind_the_devices() -> None:
+    timeline = replace(TIMELINE, links=(("a > long name", (Span(Action(0, "SEND_F", 7), 2.0, 4.0),)),))
+    assert draw(timeline, 14 + 16).plain.splitlines()[2] == "a > long name .... 7  ........"
 
 
 def test_nothing_to_draw() -> None:

@@ -76,7 +76,8 @@ def test_a_receive_holds_its_device_up_where_it_stands() -> None:
         "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1", "1RECV_F0 1F0 1RECV_F1 1F1 1B0 1SEND_B0 1B1 1SEND_B1"
     )
     found = spans_of(Schedule("own", 2, line(2), rows), Times([1, 1], [2, 2], forward_hop_ms=[0, 5]))
-    assert found["1RECV_F1"] == (7, 7) and found["1F1"] == (7, 8) and found["1B0"] == (8, 10)
+    assert found["1RECV_F0"] == (6, 6) and found["1F0"] == (6, 7)
+    assert found["1RECV_F1"] == (11, 11) and found["1F1"] == (11, 12) and found["1B0"] == (12, 14)
 
 
 def test_sums_and_steps_take_the_time_of_their_stage() -> None:
