@@ -41,7 +41,9 @@ from fxsplit.torch_internals import grad_catch, grad_split
 
 PRELOADED = ["pytest", "torch", "torch.distributed.checkpoint", "fxsplit.api.compile", "fxsplit.api.pipeline", *LATE]
 START_S = 120.0
-"""How long ranks may take to begin: those of a fork server that is new and loads torch on a busy machine."""
+"""How long ranks may take to meet, where a fork server is new and loads torch on a busy machine."""
+BEGUN = b"begun"
+"""What a rank says once it is in the process group, before the function runs."""
 GRACE_S = 1.0
 """How long the other ranks may still say what they raised, once one of them has raised."""
 DUMP_S = 2.0
@@ -76,11 +78,11 @@ def ranks(
             started.append(_Rank(rank, n, process, here, Path(folder, f"{rank}.txt")))
             # The rank's end is the only one that is left open: its death is heard at once.
             there.close()
-        # The first ones wait until the server has loaded torch, which is none of the function's time.
+        # They wait until the server has loaded torch, and for each other, which is none of the function's time.
         for one in started:
             if not one.link.poll(START_S):
                 raise RankFailed(f"rank {one.rank} of {n} has not begun within {START_S} s")
-            one.link.recv_bytes()
+            one.listen()
         return _gather(started, time.monotonic() + limit_s, limit_s, dying)
 
 
@@ -96,7 +98,10 @@ class _Rank:
     def listen(self) -> None:
         """Take what the rank sent, or learn that it is gone."""
         try:
-            self.result = pickle.loads(self.link.recv_bytes())
+            sent = self.link.recv_bytes()
+            if sent == BEGUN:
+                return
+            self.result = pickle.loads(sent)
         except (EOFError, OSError):
             self.process.join(5)
         self.over = True
@@ -120,7 +125,8 @@ class _Rank:
 
 def _gather(started: list[_Rank], until: float, limit_s: float, dying: Collection[int]) -> list[Any]:
     """Return the results of all ranks; raises the first exception, or RankFailed at the limit."""
-    failed: list[_Rank] = []
+    # A rank that could not join the others is over already.
+    failed = [rank for rank in started if rank.over]
     while waiting := [rank for rank in started if not rank.over]:
         ready = wait([rank.link for rank in waiting], max(until - time.monotonic(), 0))
         if not ready:
@@ -179,12 +185,12 @@ def _run(
     with _printing_to(Path(folder, f"{rank}.txt")) as log:
         faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
         # Whoever started it may be gone by then.
-        faulthandler.dump_traceback_later(limit_s + 5 * DUMP_S, exit=True, file=log)
+        faulthandler.dump_traceback_later(START_S + limit_s + 5 * DUMP_S, exit=True, file=log)
         # What the server has loaded is shared with it, unless the collector of garbage writes to it.
         gc.freeze()
-        link.send_bytes(b"begun")
         try:
             with _joined(rank, n, folder, limit_s):
+                link.send_bytes(BEGUN)
                 found = _call(function, rank, n, *args)
             if found[0] == "returned":
                 _check_no_thread_is_left()
@@ -237,9 +243,9 @@ def _joined(rank: int, n: int, folder: str, limit_s: float) -> Iterator[None]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     random.seed(0)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n, timeout=timedelta(seconds=limit_s)
-    )
+    # On a busy machine ranks take a while to meet, which is none of the function's time.
+    limit = timedelta(seconds=max(limit_s, START_S))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n, timeout=limit)
     try:
         yield
     finally:
