@@ -105,6 +105,10 @@ class NotExportable(ScheduleError):
     """Another tool's format has no word for a part of this schedule."""
 
 
+class ElsewhereError(FxsplitError, RuntimeError):
+    """Values were asked for of a weight that another rank has; the message names the weight and the rank."""
+
+
 class ClosedError(FxsplitError, RuntimeError):
     """The pipeline has been closed, and its workers are gone."""
 
@@ -123,6 +127,18 @@ class ChangedWeightError(FxsplitError, RuntimeError):
 
 class StepTimeout(FxsplitError, TimeoutError):
     """A step took longer than it was allowed to; the message says what each worker does."""
+
+
+class RanksDiffer(InputError):
+    """Ranks of one pipeline were given other batches, calls, options or code; the message says which, and in what."""
+
+
+class RankError(FxsplitError, RuntimeError):
+    """Another rank of the pipeline failed, or is lost; the message says which, and what it raised."""
+
+
+class RankTimeout(RankError, TimeoutError):
+    """A rank waited longer than it may for another one; the message says for what."""
 
 
 class StageError(FxsplitError):

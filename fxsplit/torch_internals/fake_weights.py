@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fxsplit.torch_internals.away import is_away
 from fxsplit.torch_internals.generators import keep_torch_generators
 from fxsplit.torch_internals.layouts import list_parts
 from fxsplit.torch_internals.log import hide_logged_warnings
@@ -43,12 +44,12 @@ def is_fake(tensor: Tensor) -> bool:
 
 def has_values(tensor: Tensor) -> bool:
     """Return whether a tensor has more than a shape."""
-    return not (is_fake(tensor) or tensor.is_meta)
+    return not (is_fake(tensor) or tensor.is_meta or is_away(tensor))
 
 
 def lacks_values(model: nn.Module) -> bool:
-    """Return whether any parameter or buffer of the model is on the meta device."""
-    return any(w.is_meta for w in (*model.parameters(), *model.buffers()))
+    """Return whether any parameter or buffer of the model is on the meta device, or on another rank."""
+    return any(w.is_meta or is_away(w) for w in (*model.parameters(), *model.buffers()))
 
 
 @contextmanager

@@ -1,0 +1,245 @@
+"""Two or three ranks with some parameters each train as one process with all of them: clipping, scaling, averages."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from fxsplit.errors import ElsewhereError, InputError, RanksDiffer
+from fxsplit.torch_internals.away import is_away
+from fxsplit.torch_internals.gradient_ledger import GradientLedger, OwnGradient
+from tests.ranks import ranks
+
+STEPS = 3
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW fused": lambda weights: torch.optim.AdamW(weights, lr=0.1, fused=True),
+    "AdamW foreach": lambda weights: torch.optim.AdamW(weights, lr=0.1, foreach=True),
+    "Adam": lambda weights: torch.optim.Adam(weights, lr=0.1),
+    "SGD": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9, nesterov=True),
+    "RMSprop": lambda weights: torch.optim.RMSprop(weights, lr=0.01),
+    "Adagrad": lambda weights: torch.optim.Adagrad(weights, lr=0.1),
+}
+
+
+class Gather:
+    """Brings numbers from rank to rank."""
+
+    def gather(self, numbers: Tensor, what: str) -> list[Tensor]:
+        found = [torch.empty_like(numbers) for _ in range(dist.get_world_size())]
+        dist.all_gather(found, numbers)
+        return found
+
+
+def build(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 5).to(dtype), nn.Linear(5, 3), nn.Linear(3, 2))
+
+
+def part(model: nn.Module, rank: int, world: int) -> tuple[GradientLedger, list[Tensor]]:
+    """Leave to a rank every so manieth parameter of a model, but the first two to rank 1; return the others' values."""
+    named = [(name, weight, 1 if i < 2 else i % world) for i, (name, weight) in enumerate(model.named_parameters())]
+    ledger = GradientLedger(named, Gather(), rank)
+    for i, (_, _, owner) in enumerate(named):
+        if owner != rank:
+            ledger.send_away(i)
+    return ledger, [weight for _, weight, _ in named]
+
+
+def give_gradients(weights: list[Tensor], step: int, factor: float = 1.0, *, without: int = 4) -> None:
+    """Give parameters the gradients that a backward would have given them; one gets none."""
+    generator = torch.Generator().manual_seed(step)
+    for i, weight in enumerate(weights):
+        gradient = torch.randn(weight.shape, generator=generator).to(weight.dtype) * factor
+        if i != without and not is_away(weight):
+            weight.grad = gradient if weight.grad is None else weight.grad + gradient
+
+
+def compare(model: nn.Module, whole: nn.Module) -> None:
+    """Compare the parameters of this rank with those of the unsplit model, bit for bit."""
+    for mine, other in zip(model.parameters(), whole.parameters(), strict=True):
+        assert is_away(mine) or torch.equal(mine, other)
+
+
+def train(rank: int, world: int, dtype: torch.dtype) -> list[str]:
+    done = []
+    for name, make in OPTIMIZERS.items():
+        model, whole = build(dtype), build(dtype)
+        held = make(model.parameters())  # before parameters go away: an optimizer that was made early
+        ledger, weights = part(model, rank, world)
+        other = make(whole.parameters())
+        for step in range(STEPS):
+            give_gradients(weights, step)
+            give_gradients(list(whole.parameters()), step)
+            ledger.share_present()
+            assert [w.grad is None for w in weights] == [w.grad is None for w in whole.parameters()]
+            for kind in (2.0, float("inf"), 1.0):
+                norm = nn.utils.clip_grad_norm_(model.parameters(), 0.7, norm_type=kind, foreach=True if step else None)
+                assert torch.equal(norm, nn.utils.clip_grad_norm_(whole.parameters(), 0.7, norm_type=kind))
+            # All of these are of one rank, and the others have none of them.
+            first = nn.utils.clip_grad_norm_(weights[:2], 0.1)
+            assert torch.equal(first, nn.utils.clip_grad_norm_(list(whole.parameters())[:2], 0.1))
+            nn.utils.clip_grad_value_(model.parameters(), 0.05)
+            nn.utils.clip_grad_value_(whole.parameters(), 0.05)
+            held.step()
+            other.step()
+            assert all(is_away(w.grad) == is_away(w) for w in weights if w.grad is not None)
+            compare(model, whole)
+            kept = [value for w, state in held.state.items() if is_away(w) for value in state.values()]
+            assert all(is_away(value) or value.ndim == 0 for value in kept)  # Adagrad begins with sums
+            held.zero_grad(set_to_none=step == 1)
+            other.zero_grad(set_to_none=step == 1)
+        done.append(name)
+    return done
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_clipping_and_optimizers_are_as_unsplit(dtype: torch.dtype) -> None:
+    assert ranks(3, train, dtype) == [list(OPTIMIZERS)] * 3
+
+
+def scale(rank: int, world: int) -> list[float]:
+    model, whole = build(), build()
+    ledger, _ = part(model, rank, world)
+    pairs = [
+        (m, torch.optim.AdamW(m.parameters(), lr=0.1, fused=True), torch.amp.GradScaler("cpu")) for m in (model, whole)
+    ]
+    found = []
+    for step in range(5):
+        for of, optimizer, scaler in pairs:
+            give_gradients(list(of.parameters()), step, float(scaler.scale(torch.ones(()))))
+            # Of the first parameter, which rank 1 has, or of the last.
+            bad = {1: 0, 3: -1}.get(step)
+            weight = list(of.parameters())[bad or 0]
+            if bad is not None and not is_away(weight):
+                weight.grad[0] = float("inf") if step == 1 else float("nan")  # type: ignore[index]
+            if of is model:
+                ledger.share_present()
+            if step != 3:  # without it, step() looks for what is not finite
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(of.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        compare(model, whole)
+        scales = [scaler.get_scale() for _, _, scaler in pairs]
+        assert scales[0] == scales[1]
+        found.append(scales[0])
+    return found
+
+
+def test_a_scaler_skips_a_step_on_all_ranks() -> None:
+    begin = 2.0**16
+    expected = [begin, begin / 2, begin / 2, begin / 4, begin / 4]
+    assert ranks(2, scale) == [expected, expected]
+
+
+def average(rank: int, world: int) -> str:
+    model, whole = build(), build()
+    ledger, weights = part(model, rank, world)
+    kinds: list[Any] = [AveragedModel, lambda m: AveragedModel(m, multi_avg_fn=get_ema_multi_avg_fn(0.9))]
+    averages = [(kind(model), kind(whole)) for kind in kinds]
+    by_hand = [[w.detach().clone() for w in m.parameters()] for m in (model, whole)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, whole)]
+    for step in range(STEPS):
+        give_gradients(weights, step)
+        give_gradients(list(whole.parameters()), step)
+        ledger.share_present()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for kept, m in zip(by_hand, (model, whole), strict=True):
+            with torch.no_grad():
+                for mean, weight in zip(kept, m.parameters(), strict=True):
+                    mean.mul_(0.9).add_(weight, alpha=0.1)
+        for mine, other in averages:
+            mine.update_parameters(model)
+            other.update_parameters(whole)
+            compare(mine, other)
+    assert all(is_away(a) or torch.equal(a, b) for a, b in zip(*by_hand, strict=True))
+    assert any(map(is_away, averages[0][0].parameters())) and any(map(is_away, by_hand[0]))
+    return "equal"
+
+
+def test_averages_of_parameters_are_as_unsplit() -> None:
+    assert ranks(2, average) == ["equal", "equal"]
+
+
+def close(rank: int, world: int) -> str:
+    """Step with a closure that runs the backward and clips."""
+    model, whole = build(), build()
+    ledger, _ = part(model, rank, world)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, whole)]
+    for m, optimizer in zip((model, whole), optimizers, strict=True):
+
+        def closure(m: nn.Module = m, optimizer: torch.optim.Optimizer = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            give_gradients(list(m.parameters()), 0)
+            if m is model:
+                ledger.share_present()
+            return nn.utils.clip_grad_norm_(m.parameters(), 0.3)
+
+        for _ in range(2):
+            optimizer.step(closure)
+    compare(model, whole)
+    norms = [[p.grad.norm() for p in m.parameters() if p.grad is not None] for m in (model, whole)]
+    assert norms[0] == norms[1] and len(norms[0]) == 7
+    return "equal"
+
+
+def test_closures_and_single_norms() -> None:
+    assert ranks(2, close) == ["equal", "equal"]
+
+
+def refuse(rank: int, world: int) -> list[str]:
+    model = build()
+    ledger, weights = part(model, rank, world)
+    give_gradients(weights, 0)
+    ledger.share_present()
+    errors = []
+    optimizer = torch.optim.LBFGS(model.parameters())
+    with pytest.raises(InputError) as caught:
+        optimizer.step(lambda: 0.0)
+    errors.append(str(caught.value))
+    away = next(w for w in weights if is_away(w))
+    for read in (lambda: away.grad.abs().max(), lambda: away.grad.tolist()):  # type: ignore[union-attr]
+        with pytest.raises(ElsewhereError) as told:
+            read()
+        errors.append(str(told.value))
+    with pytest.raises(RanksDiffer) as differ:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type=2.0 + rank)
+    return [*errors, str(differ.value)]
+
+
+def test_what_cannot_be_is_refused_by_name() -> None:
+    (first, largest, listed, norms), second = ranks(2, refuse)
+    assert first == (
+        "LBFGS makes one vector of all parameters, and '0.weight' is on rank 1: use an optimizer that steps each "
+        "parameter by itself, such as AdamW or SGD"
+    )
+    assert largest.startswith("the gradient of '0.weight' is on rank 1, and max() needs its values on this rank")
+    assert listed.startswith("the gradient of '0.weight' is on rank 1, and tolist() needs")
+    assert "rank 0 comes for norms of order 2.0, and rank 1 for something else" in norms
+    assert "rank 1 comes for norms of order 3.0, and rank 0" in second[-1] and "'1.weight' is on rank 0" in second[0]
+
+
+def copy_own(rank: int, world: int) -> str:
+    model = build()
+    ledger, weights = part(model, rank, world)
+    give_gradients(weights, 0)
+    ledger.share_present()
+    gradient = next(w.grad for w in weights if isinstance(w.grad, OwnGradient))
+    assert type(copy.deepcopy(gradient)) is Tensor and type(gradient * 2) is Tensor
+    again = pickle.loads(pickle.dumps(gradient))
+    assert type(again) is Tensor and torch.equal(again, gradient) and torch.equal(copy.deepcopy(gradient), gradient)
+    return "plain"
+
+
+def test_gradients_of_this_rank_are_copied_as_plain_tensors() -> None:
+    assert ranks(2, copy_own) == ["plain", "plain"]
