@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -14,13 +14,14 @@ from fxsplit import passes as standard
 from fxsplit.api.compiler import Compiler
 from fxsplit.api.options import Options, load_costs
 from fxsplit.api.pipeline import Pipeline
+from fxsplit.api.ranks import Team
+from fxsplit.api.world import Devices, read_devices
 from fxsplit.errors import FxsplitDeprecationWarning, InputError
 from fxsplit.formats.safetensors_files import WeightFiles
 from fxsplit.ir.chain import Chain, to_chain
 from fxsplit.ir.facts.call import parse_example_inputs
 from fxsplit.ir.facts.chunks import Chunks
 from fxsplit.ir.facts.costs import Costs
-from fxsplit.ir.facts.machine import Device, DeviceLike, Machine
 from fxsplit.ir.graph import Pass
 from fxsplit.ir.interrupts import lose_no_interrupt
 from fxsplit.runtime.loss import LossFn
@@ -34,7 +35,7 @@ DEFAULT = Chain(standard.DEFAULT)
 @lose_no_interrupt
 def compile(
     model: nn.Module,
-    devices: int | DeviceLike | Sequence[DeviceLike | Device] | Machine,
+    devices: Devices,
     *,
     example_inputs: Any = None,
     n_microbatches: int | str | None = None,
@@ -58,6 +59,8 @@ def compile(
     devices: names or torch.devices with repeats allowed, a Machine with memory, speed and links, or a number. 2 means
         two GPUs where there are as many. With one GPU it means `["cuda:0", "cuda:0"]` if the model or torch's default
         device is on it, and two CPU devices otherwise; a warning says which. Without a GPU it means two CPU devices.
+        "world" means one device for each rank under torchrun, and otherwise all GPUs here, or two CPU devices; a
+        DeviceMesh of one dimension means its ranks.
     example_inputs: one whole batch as the model would be called: a tensor, a tuple of positional arguments, or a
         dict of keyword arguments. Without it the pipeline compiles on its first call.
     n_microbatches: pieces each batch is cut into (default: one or two a device, depending on the batch), or "auto".
@@ -90,8 +93,9 @@ def compile(
 
     Raises a child of FxsplitError that names the value at fault and the next step.
     """
+    machine, world = read_devices(devices, model)
     options = Options(
-        machine=Machine.of(devices, model=model),
+        machine=machine,
         chain=to_chain(passes, standard.PASSES),
         schedule=schedule,
         stages_per_device=stages_per_device,
@@ -111,7 +115,8 @@ def compile(
             f"model.to({dtype})"
         )
     # Nothing is compiled before there is an example, or the first call.
-    pipeline = Pipeline(Compiler(model, options, None if weights is None else WeightFiles(weights, dtype)))
+    files = None if weights is None else WeightFiles(weights, dtype)
+    pipeline = Pipeline(Compiler(model, options, files, team=None if world is None else Team(world)))
     if example_inputs is not None:
         args, kwargs = parse_example_inputs(example_inputs)
         pipeline.compile_for(*args, **kwargs)

@@ -15,15 +15,16 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor, nn
 
-from fxsplit.api.auto import choose_candidate
 from fxsplit.api.compiled import OTHER_MODE, Compiled, get_mode, read_versions
 from fxsplit.api.heavy_modules import warn_of_heavy_module
-from fxsplit.api.lowering import build_program, capture_model, lower, read_stated
+from fxsplit.api.lowering import build_program, capture_model, read_stated
 from fxsplit.api.microbatch_count import AUTO
 from fxsplit.api.module_watch import ModuleWatch
 from fxsplit.api.options import Options
+from fxsplit.api.ranks import Team
+from fxsplit.api.subject import Pin, Subject
 from fxsplit.api.validity import Validity
-from fxsplit.errors import InputError, NoFit, PlanError, UnsteadyProfileWarning
+from fxsplit.errors import InputError, NoFit, UnsteadyProfileWarning
 from fxsplit.formats.checkpoint_names import Extra
 from fxsplit.formats.safetensors_files import WeightFiles
 from fxsplit.frontend.no_trace_left import restore_model
@@ -35,7 +36,7 @@ from fxsplit.ir.facts.example import Example
 from fxsplit.ir.facts.numbers import name_candidates
 from fxsplit.ir.facts.python_state import PythonState
 from fxsplit.ir.facts.scope import Scope, Shapes
-from fxsplit.ir.graph import IR, Mode
+from fxsplit.ir.graph import Mode
 from fxsplit.ir.interrupts import raise_lost_interrupt
 from fxsplit.ir.manager import Observer
 from fxsplit.ir.progress_bar import show_progress
@@ -47,9 +48,6 @@ from fxsplit.torch_internals.rng import lend_draws
 from fxsplit.torch_internals.thread_modes import cast_in_place, enable_gradients, leave_saved_hooks
 from fxsplit.torch_internals.undo import Turn, leave_no_trace
 from fxsplit.torch_internals.user_lines import warn_user
-
-Pin = Callable[[IR], IR]
-"""Adds Pins to what was captured, where nodes are to be on certain stages."""
 
 MOST_SHAPES = 16
 """So many programs for other shapes are kept of a model that has to be exported for each shape anew."""
@@ -67,7 +65,13 @@ class Compiler:
     """
 
     def __init__(
-        self, model: nn.Module, options: Options, weights: WeightFiles | None = None, *, from_shapes: bool = False
+        self,
+        model: nn.Module,
+        options: Options,
+        weights: WeightFiles | None = None,
+        *,
+        from_shapes: bool = False,
+        team: Team | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise InputError(f"model is a {type(model).__name__}: give a torch.nn.Module")
@@ -81,6 +85,7 @@ class Compiler:
         self._modules = ModuleWatch(model)
         self._said_fewer = False
         self._folder: DumpFolder | None = None
+        self.team = team  # the ranks that run the pipeline, where there are several
         self._turn = Turn(lend_draws)  # the first calls of several threads must not compile twice
         self.pin: Pin = lambda captured: captured
         # Lets nothing run in a block. Until there are workers, nothing does.
@@ -135,7 +140,7 @@ class Compiler:
     def recompile_like(self, model: nn.Module, options: Options) -> Compiler:
         """Return a compiler for another model, which captures it by shapes alone where this one did."""
         from_shapes = any(compiled.captured[Example].from_shapes for compiled in self._kept.values())
-        return Compiler(model, options, from_shapes=from_shapes)
+        return Compiler(model, options, from_shapes=from_shapes, team=self.team and Team(self.team.world))
 
     def _find(self, mode: Mode, call: Call) -> Compiled:
         """Return what is compiled for a call, after compiling it if need be; raises InputError for unusable hooks."""
@@ -276,30 +281,20 @@ class Compiler:
         )
         options, moves_weights = self._choose_options(call, like)
         like = None if moves_weights else like
+        subject = Subject(self.model, options, rows, capture_rows, self.pin, like, moves_weights, observers)
+        if self.team is not None:
+            self.team.begin(options, self.model, str([(t.dtype, tuple(t.shape)) for t in tensors]))
         with self._run_for_compile(tensors):
-            # The second mode keeps the first one's schedule, whose devices hold the weights already.
-            if like is None:
-                candidate, known = choose_candidate(options, rows, capture_rows)
-            else:
-                candidate, known = like.adapt_candidate(options, rows), like.costs
-            captured = self.pin(capture_rows(divide_rows(rows, candidate.n_microbatches)[0]))
-            # Most models have one graph for both modes: capturing it is all that the second mode costs then. A pass of
-            # the user's may do another thing to the same graph, since its mode or an attribute is another one now.
-            if like is not None and self.options.ignores_mode and like.serves(captured):
-                return like.share(self.model, captured)
-            try:
-                final, costs = lower(options, captured, candidate, known, like.program if like else None, observers)
-            except PlanError:
-                if like is None:
-                    raise
-                # Memory is shared otherwise in this mode, and the weights' places do not suit it: plan anew.
-                moves_weights = True
-                final, costs = lower(options, captured, candidate, known, observers=observers)
+            found = subject.find() if self.team is None else subject.find_together(self.team)
+        candidate, captured, final, costs = found.candidate, found.captured, found.final, found.costs
+        if final is None:
+            assert like is not None, "what serves was compiled before"
+            return like.share(self.model, captured)
         if like is None and "kept whole" not in captured[Scope].front_end:  # of those a warning has told already
             warn_of_heavy_module(captured, costs, [p.path for p in self.options.chain if isinstance(p, Leaf)])
         if like is None and costs is not None and costs.noise is not None:
             warn_user(costs.noise, UnsteadyProfileWarning)
-        program = build_program(self.model, self.options, candidate, captured, final)
+        program = build_program(self.model, self.options, candidate, captured, final, self._find_here())
         return Compiled(
             captured=captured,
             final=final,
@@ -307,9 +302,13 @@ class Compiler:
             program=program,
             validity=Validity(self.model, captured, program.stages),
             found_count=candidate.n_microbatches if self.options.n_microbatches == AUTO else None,
-            moves_weights=moves_weights,
+            moves_weights=found.moves_weights,
             versions={} if program.detached is None else read_versions(self.model),
         )
+
+    def _find_here(self) -> frozenset[int] | None:
+        """Return the devices that run in this process; None for all of them."""
+        return None if self.team is None else frozenset([self.team.world.me])
 
     def _choose_options(self, call: Call, like: Compiled | None) -> tuple[Options, bool]:
         """Return what to compile a call with, and whether `like` is for inference, and of no use to a call that trains.

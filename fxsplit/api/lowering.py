@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fxsplit import passes as standard
 from fxsplit.api.options import Candidate, Options
+from fxsplit.api.ranks import describe_graph, describe_program
 from fxsplit.api.rewrites import Rewrites
 from fxsplit.api.row_dims import find_row_dims
 from fxsplit.errors import TraceError
@@ -149,9 +150,17 @@ class KeepCosts(Observer):
         self.found = ir.get(Costs) or self.found
 
 
-def build_program(model: nn.Module, options: Options, candidate: Candidate, captured: IR, final: IR) -> Program:
+def build_program(
+    model: nn.Module,
+    options: Options,
+    candidate: Candidate,
+    captured: IR,
+    final: IR,
+    here: frozenset[int] | None = None,
+) -> Program:
     """Return what the runtime needs of a model that was `captured`, and `final` after the chain of passes.
 
+    here: the devices that run in this process (None: all of them).
     Raises MissingFact for a chain that emits no stages, ScheduleError for a plan that the schedule cannot run.
     """
     example, effects = captured[Example], captured[CallEffects]
@@ -170,6 +179,8 @@ def build_program(model: nn.Module, options: Options, candidate: Candidate, capt
         recompute=options.recompute,
         compiling=None if backend is None else Compiling(backend, find_row_dims(model, stages, example), show_phase),
         detached=None if detached is None else str(detached),
+        here=here,
+        fingerprint=f"graph {describe_graph(captured)}, {describe_program(final[Plan], options)}" if here else "",
     )
     # Made now, so that a plan that no schedule can run is refused by compile(), and not by the first step.
     program.schedule(candidate.n_microbatches)

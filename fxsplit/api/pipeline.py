@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from fxsplit.api.compiled import Compiled, get_mode
 from fxsplit.api.compiler import Compiler
+from fxsplit.api.crew import make_crew
 from fxsplit.api.generation.generate import generate, takes_generate
 from fxsplit.api.generation.programs import Programs
 from fxsplit.api.loss_meanings import LossMeanings
@@ -384,10 +385,7 @@ class Pipeline(WithWeights):
         # Threads are started as late as this: a pipeline that is only planned and looked at needs none.
         with self._starting.take():
             if self._engine is None:
-                machine = program.machine
-                self._engine = Engine(
-                    machine.torch_devices(), machine.intraop_threads(), [d.name for d in machine.devices]
-                )
+                self._engine = Engine(make_crew(program.machine, self.compiler.team))
             self.compiler.pause = self._engine.pause
             return self._engine
 

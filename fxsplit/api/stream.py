@@ -16,7 +16,7 @@ import torch
 from fxsplit.errors import ClosedError, FxsplitError, InputError
 from fxsplit.ir.facts.call import Call, parse_example_inputs
 from fxsplit.ir.interrupts import lose_no_interrupt
-from fxsplit.runtime.backends.threads import Course
+from fxsplit.runtime.course import Course
 from fxsplit.runtime.engine import Engine
 from fxsplit.runtime.program import Batch, Program
 from fxsplit.torch_internals.interpret import are_writes_counted, count_writes

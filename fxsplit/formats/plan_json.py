@@ -85,6 +85,11 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
     except (OSError, ValueError, RecursionError) as error:
         what = explain_unreadable(error)
         raise PlanError(f"cannot read a plan from {name!r}: {what}; write one with fxsplit plan --json") from error
+    return parse_plan(data, name)
+
+
+def parse_plan(data: Any, name: str) -> Plan:
+    """Return the plan in an object of JSON; raises PlanError for another one. `name` says where it comes from."""
     # Any JSON file comes here, so the two keys that every plan has tell whether it is one.
     if not isinstance(data, dict) or "stages" not in data or "objective" not in data:
         raise PlanError(f"{name!r} is no plan: write one with fxsplit plan PROFILE --json")

@@ -23,10 +23,15 @@ def render(ir: IR) -> str:
     """Return the text of an IR. Equal IRs give equal texts; only measured figures differ from run to run."""
     sections = [f"# fxsplit ir: {ir.model or type(ir.gm).__name__}, {ir.mode} mode"]
     sections += [f"# {i}: {step.text}" for i, step in enumerate(ir.steps, 1)]
-    sections.append("\n[graph]\n" + "\n".join(_render_node(node) for node in ir.gm.graph.nodes))
+    sections.append("\n[graph]\n" + render_graph(ir.gm))
     # dict keeps the order in which facts were learnt.
     sections += [f"\n[{kind.__name__}]\n{fact}" for kind, fact in ir.facts.items()]
     return "\n".join(sections) + "\n"
+
+
+def render_graph(gm: fx.GraphModule) -> str:
+    """Return the text of a graph, one line for each node."""
+    return "\n".join(_render_node(node) for node in gm.graph.nodes)
 
 
 def _render_node(node: fx.Node) -> str:

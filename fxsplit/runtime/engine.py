@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +16,11 @@ from fxsplit.ir.facts.chunks import Cut
 from fxsplit.ir.facts.meanings import Meaning
 from fxsplit.ir.interrupts import lose_no_interrupt, raise_lost_interrupt
 from fxsplit.runtime.autograd_node import Backward, PipelineFunction, Tie
-from fxsplit.runtime.backends.threads import Course, Workers
+from fxsplit.runtime.course import Course
 from fxsplit.runtime.job import Job
 from fxsplit.runtime.late_errors import LateErrors
 from fxsplit.runtime.loss import BatchLoss
+from fxsplit.runtime.meeting import Crew, Occasion
 from fxsplit.runtime.microbatches import join, split_gradient
 from fxsplit.runtime.program import Batch, Program
 from fxsplit.runtime.stage.run import Packet, Saved, refuse_kept
@@ -27,7 +29,6 @@ from fxsplit.runtime.stopwatch import Stopwatch
 from fxsplit.runtime.streams import hand_over, join_caller, make_caller_wait, mark_caller, move
 from fxsplit.runtime.weights_then import WeightsThen
 from fxsplit.runtime.work import Tape, Work
-from fxsplit.schedule.action import BACKWARD, FORWARD
 from fxsplit.torch_internals.batch_norm import count_as_one_batch
 from fxsplit.torch_internals.grad_accumulate import Receipt, accumulate
 from fxsplit.torch_internals.grad_leaves import make_mutable
@@ -36,10 +37,10 @@ from fxsplit.torch_internals.undo import Turn, leave_no_trace
 
 
 class Engine:
-    """Workers for one list of devices; they end with `close()` or with the last reference to the engine."""
+    """Runs batches on a crew, whose workers end with `close()` or with the last reference to the engine."""
 
-    def __init__(self, devices: list[torch.device], intraop_threads: int, names: Sequence[str] = ()) -> None:
-        self._workers = Workers(devices, intraop_threads, names)
+    def __init__(self, crew: Crew) -> None:
+        self._workers = crew
         self.close = self._workers.close
         self.get_status = self._workers.get_status
         self.wait_until_idle = self._workers.wait_until_idle
@@ -91,7 +92,7 @@ class Engine:
         """
         program = batch.program
         program.late_errors.raise_arrived()
-        schedule = program.passes(len(batch.rows)).only(FORWARD)
+        schedule = program.pass_forward(len(batch.rows))
         with self._take_turn_to_copy(program) if refresh else self._take_turn():
             course = Course(Job(program, schedule, Work(cut_packets(batch), pasts=batch.pasts), refresh=refresh))
             self._workers.begin(course)
@@ -115,9 +116,12 @@ class Engine:
         program.late_errors.raise_arrived()
         # Forwards now; backwards, if any come, in a job of their own, which takes over the tape.
         work = Work(cut_packets(batch), pasts=batch.pasts)
-        with self._take_turn_to_copy(program), count_as_one_batch(program.noted):
-            job = Job(program, program.passes(len(rows)).only(FORWARD), work)
-            self._workers.run(job)
+        schedule = program.pass_forward(len(rows))
+        with self._take_turn_to_copy(program), self._workers.meet(Occasion("forward", batch, schedule)) as meeting:
+            with count_as_one_batch(program.noted):
+                job = Job(program, schedule, work, channels=meeting.channels, seed=meeting.seed)
+                meeting.run(job)
+            meeting.end(job)
         program.tell_compilations()
         meanings = batch.weigh_outputs()
         outputs, wanted = join_outputs(job, rows, meanings, program.late_errors)
@@ -162,19 +166,24 @@ class Engine:
         # Versions of weights are leaves of their own, without hooks.
         for leaf in list_leaves(trained) if stepper is None else []:
             make_mutable(leaf)
-        with self._take_turn_to_copy(program):
-            job = Job(program, program.schedule(len(batch.rows)), work, watch=watch, stepper=stepper)
+        schedule = program.schedule(len(batch.rows))
+        occasion = Occasion("step", batch, schedule, loss, keep_outputs)
+        with self._take_turn_to_copy(program), self._workers.meet(occasion) as meeting:
+            job = Job(
+                program, schedule, work, watch=watch, stepper=stepper, channels=meeting.channels, seed=meeting.seed
+            )
             # Versions of weights have leaves that come later.
             watched = list_local_leaves(program, trained) if stepper is None else []
             with count_as_one_batch(program.noted), job.catch.watch(watched):
-                self._workers.run(job, timeout_s)
+                meeting.run(job, timeout_s)
             program.tell_compilations()
             # Of a mean that torch itself makes 0 / 0 nothing need be asked.
-            total = loss.compute_total(program.late_errors if program.keeps_zeros or loss.divides else None)
+            late = program.late_errors if program.keeps_zeros or loss.divides else None
+            total = meeting.end(job, partial(loss.compute_total, late))
             meanings = batch.weigh_outputs() if keep_outputs else []
             outputs = join_outputs(job, batch.rows, meanings, program.late_errors)[0] if keep_outputs else []
             result = (total, program.build_result(outputs)) if keep_outputs else total
-            sums = job.total()
+            sums = meeting.total(job)
             raise_lost_interrupt()
             # Last, so that a step that fails leaves every .grad as it was.
             accumulate(sums, receipt)
@@ -218,27 +227,25 @@ class Engine:
                 for g, meaning in zip(gradients, meanings, strict=True)
             ]
             work = Work(seeds=lambda m: [column[m] for column in columns], trained=trained, tape=tape)
-            job = Job(program, program.passes(len(rows)).only(BACKWARD), work)
+            schedule = program.pass_backward(len(rows))
             try:
                 # Hooks of leaves run once, on the sums, as autograd accumulates those.
                 for leaf in list_leaves(trained):
                     make_mutable(leaf)
-                with self._take_turn():
+                with self._take_turn(), self._workers.meet(Occasion("backward", batch, schedule)) as meeting:
+                    job = Job(program, schedule, work, channels=meeting.channels, seed=meeting.seed)
                     then.check()
                     make_caller_wait(devices, queued)
                     with job.catch.watch(list_local_leaves(program, trained)):
-                        self._workers.run(job)
+                        meeting.run(job)
+                    meeting.end(job)
+                    sums = meeting.total(job)
             except RuntimeError as error:
                 then.explain(error)
                 raise
             finally:
                 tape.clear()
-            of_inputs = [
-                join_gradients([g[i] for g in job.returned], spec.cut.split(t, rows), spec.cut)
-                for i, (t, spec) in enumerate(zip(tensors, program.inputs.specs, strict=True))
-                if t.requires_grad
-            ]
-            sums = job.total()
+            of_inputs = join_returned(job, batch)
             # Autograd hands all results on as made on one stream of this thread, and each stage's node has another.
             tokens = join_caller(devices)
             return [*of_inputs, *(tie.carry([sums.totals.get(leaf) for leaf in tie.leaves], tokens) for tie in ties)]
@@ -294,6 +301,16 @@ def gather(values: Sequence[Any]) -> list[Any]:
     """
     device = next((v.device for v in values if isinstance(v, Tensor)), None)
     return [move(v, device) if isinstance(v, Tensor) and device is not None else v for v in values]
+
+
+def join_returned(job: Job, batch: Batch) -> list[Tensor | None]:
+    """Return the gradient of each input of a batch that wants one, from those of its microbatches."""
+    specs = batch.program.inputs.specs
+    return [
+        join_gradients([g[i] for g in job.returned], spec.cut.split(t, batch.rows), spec.cut)
+        for i, (t, spec) in enumerate(zip(batch.tensors, specs, strict=True))
+        if t.requires_grad
+    ]
 
 
 def join_gradients(pieces: Sequence[Tensor | None], like: Sequence[Tensor], cut: Cut) -> Tensor | None:

@@ -23,17 +23,25 @@ from fxsplit.torch_internals.thread_modes import ThreadModes
 class Forwards:
     """The forwards of one job; made in the caller's thread, whose random generator gives the job's seed.
 
-    `pasts` are what stages keep from job to job, where a graph has operators for that.
+    `pasts` are what stages keep from job to job, where a graph has operators for that. `seed` is the job's, where it
+    was drawn already.
     """
 
-    def __init__(self, program: Program, context: ThreadModes, n_microbatches: int, pasts: Pasts | None = None) -> None:
+    def __init__(
+        self,
+        program: Program,
+        context: ThreadModes,
+        n_microbatches: int,
+        pasts: Pasts | None = None,
+        seed: int | None = None,
+    ) -> None:
         self._program = program
         self._context = context
         self._n_microbatches = n_microbatches
         self._pasts = pasts
         self._draws = program.draws()
         # One number for each batch that draws, as the unsplit model would take some: torch.manual_seed rules both.
-        self._seed = new_seed() if self._draws else 0
+        self._seed = (new_seed() if self._draws else 0) if seed is None else seed
         self._turns = program.turns.list_contexts()
         self._rewritten = program.find_rewritten_memory()
         self._loss_draws: bool | None = None  # not known before the first loss

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from types import FrameType
 from typing import Any, ClassVar
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fxsplit.errors import PlanError, locate_stage_error
-from fxsplit.runtime.channels import Channels, Inboxes, Message, Stopped, make_inboxes
+from fxsplit.runtime.channels import Channels, Message, Stopped, make_inboxes
 from fxsplit.runtime.forwards import Forwards
 from fxsplit.runtime.loss import describe_loss
 from fxsplit.runtime.program import Program
@@ -31,7 +31,7 @@ from fxsplit.schedule.schedule import Schedule
 from fxsplit.torch_internals.grad_catch import Catch
 from fxsplit.torch_internals.grad_leaves import find_leaves
 from fxsplit.torch_internals.grad_split import WeightBackward
-from fxsplit.torch_internals.grad_sums import Sums
+from fxsplit.torch_internals.grad_sums import Share, Sums
 from fxsplit.torch_internals.thread_modes import ThreadModes
 from fxsplit.torch_internals.undo import leave_no_trace
 from fxsplit.torch_internals.user_lines import find_users_line
@@ -47,7 +47,7 @@ class Job:
     those of leaves for each stage and replica, and `marks` a token for each device's work. `catch` adds large gradients
     to the sums while it watches the leaves. `stepper` steps where an asynchronous schedule says so. Channels and sums
     belong to the job: nothing of one that failed, or was given up, can reach the next. Without `refresh` devices go on
-    with the copies of weights that they have.
+    with the copies of weights that they have. `seed` is what draws follow from, where several processes run one job.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class Job:
         stepper: Stepper | None = None,
         channels: Channels | None = None,
         refresh: bool = True,
+        seed: int | None = None,
     ) -> None:
         n = schedule.n_microbatches
         self._stopped = False
@@ -82,7 +83,7 @@ class Job:
         self._devices = program.machine.torch_devices()
         self._weight_backwards: dict[tuple[int, int], list[WeightBackward]] = {}
         self._hooked = program.find_hooked_stages() if schedule.splits else []
-        self._forwards = Forwards(program, self._context, n, work.pasts) if work.packets else None
+        self._forwards = Forwards(program, self._context, n, work.pasts, seed) if work.packets else None
         if work.packets and refresh:
             for replica in (r for replicas in self._replicas for r in replicas):
                 replica.refresh()
@@ -104,20 +105,20 @@ class Job:
             self.outputs.clear()
         return error
 
-    def total(self) -> Sums:
+    def total(self, add: Callable[[int, Iterator[Share]], Iterable[Share]] | None = None) -> Sums:
         """Return one sum of all stages' gradients, in their replicas' place; a loss may depend on any of them.
 
-        The job holds no sums afterwards.
+        The job holds no sums afterwards. `add` changes what a stage adds, as where other processes have parts of it.
         """
         # A worker may hold the job for a moment still, and autograd copies a gradient that others hold.
         parts, self.sums = self.sums, []
         # Workers have made them, and sums that are added to others are gone before the caller's stream has read them.
         for made in (s for sums in parts for s in sums):
             hand_over(made.totals.values())
-        pairs = zip(self._replicas, parts, strict=True)
+        pairs = enumerate(zip(self._replicas, parts, strict=True))
         whole = Sums()
-        for replica, part in [one for replicas, sums in pairs for one in zip(replicas, sums, strict=True)]:
-            whole.add(replica.take_shares(part))
+        for stage, replica, part in [(s, *one) for s, (rs, ps) in pairs for one in zip(rs, ps, strict=True)]:
+            whole.add(replica.take_shares(part) if add is None else add(stage, replica.take_shares(part)))
         return whole
 
     @leave_no_trace
@@ -157,7 +158,7 @@ class Job:
             stage=action.stage,
             microbatch=None if action.op == REDUCE else action.microbatch,
             node=find_node(stack, stage),
-            waits=any(f.f_code is Inboxes.receive.__code__ for f, _ in stack),
+            waits=any(f.f_code is type(self._channels).receive.__code__ for f, _ in stack),
             seconds=time.monotonic() - since,
         )
 
@@ -370,6 +371,10 @@ def make_versions(program: Program, schedule: Schedule, stepper: Stepper) -> lis
         )
     devices, places = program.machine.devices, program.places
     return [
-        [VersionedReplica(stage, devices[d], places, schedule.actions[d], stepper, program.compilations)]
+        [
+            VersionedReplica(stage, devices[d], places, schedule.actions[d], stepper, program.compilations)
+            if program.runs(d)
+            else Replica(stage, devices[d], {})
+        ]
         for stage, (d,) in zip(program.stages.stages, schedule.homes, strict=True)
     ]

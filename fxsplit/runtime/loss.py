@@ -177,10 +177,16 @@ class BatchLoss:
         self._rows = rows
         self._ends = ends
         self._weigh = weigh or (lambda begin, end, device: weigh_rows(self.meaning.reduction, rows[begin:end]))
-        self._losses: list[Tensor | None] = [None] * len(rows)
+        # Those of microbatches that other processes have are put here at the end.
+        self.losses: list[Tensor | None] = [None] * len(rows)
         # By thread: on a GPU another worker's stream may be behind. A weight as a gradient is made once.
         self._weights: dict[tuple[int, bool], Weights] = {}
         self._gradients: dict[tuple[int, float], Tensor] = {}
+
+    @property
+    def given_targets(self) -> Sequence[Any]:
+        """The target of each microbatch, as the user gave it."""
+        return () if self._targets is None else self._targets.given
 
     @property
     def name(self) -> str:
@@ -235,14 +241,14 @@ class BatchLoss:
             )
         # Held until the end of the step. What torch's mse_loss returns has memory for all elements of the outputs.
         own = loss.detach()
-        self._losses[microbatch] = own.clone() if own.untyped_storage().nbytes() > own.nbytes else own
+        self.losses[microbatch] = own.clone() if own.untyped_storage().nbytes() > own.nbytes else own
         if self.divides and not is_on_host(loss):
             keep_zeros([loss])
         return loss
 
     def make_output_gradients(self, microbatch: int) -> list[Tensor | None]:
         """Return the gradient that the backward of a microbatch's loss starts from: the weight of that loss."""
-        loss = self._losses[microbatch]
+        loss = self.losses[microbatch]
         assert loss is not None, "the backward of a loss comes after it"
         weight = self._list_weights(loss.device, in_batch=False)[microbatch]
         if isinstance(weight, Tensor):
@@ -257,7 +263,7 @@ class BatchLoss:
 
     def list_losses(self) -> list[Tensor]:
         """Return the loss of each microbatch, detached, once all of them have theirs."""
-        return [loss for loss in self._losses if loss is not None]
+        return [loss for loss in self.losses if loss is not None]
 
     @property
     def divides(self) -> bool:
@@ -271,7 +277,7 @@ class BatchLoss:
         wrong is told to `late`.
         """
         self.meaning.end_step()
-        hand_over(self._losses)
+        hand_over(self.losses)
         losses = self.list_losses()
         found = torch.stack([loss.to(losses[0].device) for loss in losses])
         # Those that a worker has found, mostly.

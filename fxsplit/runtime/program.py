@@ -20,13 +20,14 @@ from fxsplit.ir.facts.counts import Count, Weights
 from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.facts.meanings import Meaning
 from fxsplit.ir.facts.plan import Plan
-from fxsplit.ir.facts.stages import Stages, list_weights
+from fxsplit.ir.facts.stages import Stage, Stages, list_weights
 from fxsplit.runtime.late_errors import LateErrors
 from fxsplit.runtime.stage.compiled_stage import Compilations, Compiling
 from fxsplit.runtime.stage.recompute import POLICIES, Written
 from fxsplit.runtime.stage.replica import Replica
 from fxsplit.runtime.stage.shared_modules import Turns
 from fxsplit.schedule import Schedule, verify
+from fxsplit.schedule.action import BACKWARD, FORWARD
 from fxsplit.schedule.catalogue import INFERENCE, Scheduler
 from fxsplit.schedule.generate import run_forwards_first
 from fxsplit.schedule.of_plan import build_schedule, find_replicas
@@ -39,6 +40,9 @@ from fxsplit.torch_internals.optimizer_state import note_move
 from fxsplit.torch_internals.past import Pasts
 from fxsplit.torch_internals.recurrent import flatten_weights
 from fxsplit.torch_internals.rng import Draw
+
+ELSEWHERE = torch.device("meta")
+"""Where weights are said to live that are of another process; no stage runs there."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +58,8 @@ class Program:
     recompute: when a stage keeps no activations, a key of `POLICIES`.
     compiling: how torch.compile compiles each stage (None: stages run as they are).
     detached: why no gradient of the stages reaches the model (None: every gradient does).
+    here: the devices that run in this process (None: all of them); other processes run the others.
+    fingerprint: what processes compare that run one program together.
     """
 
     stages: Stages
@@ -69,11 +75,15 @@ class Program:
     recompute: str = "plan"
     compiling: Compiling | None = None
     detached: str | None = None
+    here: frozenset[int] | None = None
+    fingerprint: str = ""
+    # Values of weights that live in other processes, by the id of the model's own; brought here before each batch.
+    fetched: dict[int, Tensor] = field(default_factory=dict, init=False)
     # Learnt as batches run. Buffers that a recomputing stage writes are told apart by its first run.
     written: defaultdict[int, Written] = field(default_factory=partial(defaultdict, Written), init=False)
     late_errors: LateErrors = field(default_factory=LateErrors, init=False)
     _schedules: dict[int, Schedule] = field(default_factory=dict, init=False)
-    _passes: dict[int, Schedule] = field(default_factory=dict, init=False)
+    _passes: dict[int, tuple[Schedule, Schedule]] = field(default_factory=dict, init=False)
 
     def schedule(self, n_microbatches: int) -> Schedule:
         """Return the schedule of a training step for a number of microbatches, verified.
@@ -88,11 +98,18 @@ class Program:
             self._schedules[n_microbatches] = schedule
         return self._schedules[n_microbatches]
 
-    def passes(self, n_microbatches: int) -> Schedule:
-        """Return all forwards, then all backwards, for when something else comes between; any number will do."""
+    def pass_forward(self, n_microbatches: int) -> Schedule:
+        """Return all forwards of a batch, for when something else comes before its backwards; any number will do."""
+        return self._make_passes(n_microbatches)[0]
+
+    def pass_backward(self, n_microbatches: int) -> Schedule:
+        """Return all backwards of a batch, whose forwards have been run."""
+        return self._make_passes(n_microbatches)[1]
+
+    def _make_passes(self, n_microbatches: int) -> tuple[Schedule, Schedule]:
         if n_microbatches not in self._passes:
             made = Schedule("passes", n_microbatches, self.homes, run_forwards_first(self.homes, n_microbatches))
-            self._passes[n_microbatches] = made
+            self._passes[n_microbatches] = made.only(FORWARD), made.only(BACKWARD)
         return self._passes[n_microbatches]
 
     @property
@@ -112,9 +129,27 @@ class Program:
     @cached_property
     def replicas(self) -> list[list[Replica]]:
         """Each stage as each of its devices runs it."""
-        devices, places, compilations = self.machine.devices, self.places, self.compilations
+        devices, places = self.machine.devices, self.places
+        return [
+            [
+                # Of a stage elsewhere nothing is copied, and nothing compiled: it is there to be named.
+                Replica(stage, devices[d], places, self.compilations, self.fetched)
+                if self.runs(d)
+                else Replica(stage, devices[d], {})
+                for d in home
+            ]
+            for stage, home in zip(self.stages.stages, self.homes, strict=True)
+        ]
+
+    def runs(self, device: int) -> bool:
+        """Return whether a device of the schedule runs in this process."""
+        return self.here is None or device in self.here
+
+    @cached_property
+    def stages_here(self) -> tuple[Stage, ...]:
+        """The stages that some device of this process has."""
         pairs = zip(self.stages.stages, self.homes, strict=True)
-        return [[Replica(stage, devices[d], places, compilations) for d in home] for stage, home in pairs]
+        return tuple(stage for stage, home in pairs if any(map(self.runs, home)))
 
     @cached_property
     def copies_weights(self) -> bool:
@@ -133,17 +168,26 @@ class Program:
 
     @property
     def places(self) -> dict[int, torch.device]:
-        """Where each parameter and buffer lives, by its identity: with the first stage that has it."""
-        return {id(weight): device for weight, device in self.list_placed()}
+        """Where each parameter and buffer lives, by its identity: with the first stage that has it.
 
-    def list_placed(self) -> list[tuple[Tensor, torch.device]]:
-        """Return each parameter and buffer with the device it belongs on, stage by stage."""
+        Those of other processes are said to live on `ELSEWHERE`.
+        """
+        here = {id(weight): device for weight, device in self.list_placed()}
+        return {key: here.get(key, ELSEWHERE) for key in self.list_owners()}
+
+    def list_owners(self) -> dict[int, tuple[Tensor, Stage]]:
+        """Return each parameter and buffer with the first stage that has it, stage by stage, by its identity."""
         # A weight that two stages read has one home; stages on other devices run with copies (see Replica).
-        placed: dict[int, tuple[Tensor, torch.device]] = {}
+        found: dict[int, tuple[Tensor, Stage]] = {}
         for stage in self.stages.stages:
             for weight in list_weights(stage.module):
-                placed.setdefault(id(weight), (weight, stage.torch_device))
-        return list(placed.values())
+                found.setdefault(id(weight), (weight, stage))
+        return found
+
+    def list_placed(self) -> list[tuple[Tensor, torch.device]]:
+        """Return each parameter and buffer of this process with the device it belongs on, stage by stage."""
+        owners = self.list_owners().values()
+        return [(weight, s.torch_device) for weight, s in owners if self.runs(self.homes[s.index][0])]
 
     def place_weights(self) -> None:
         """Move each stage's parameters and buffers to its device, in place: optimizers keep holding them.
@@ -162,7 +206,7 @@ class Program:
             # A gradient, too: a program may hold it.
             if weight.grad is not None:
                 weight.grad.data = weight.grad.data.to(device)
-        for stage in self.stages.stages:
+        for stage in self.stages_here:
             flatten_weights(stage.module.modules())
 
     @cached_property
@@ -199,7 +243,9 @@ class Program:
     def find_rewritten_memory(self) -> frozenset[int]:
         """Return the memory, as it is now, of the buffers that each call writes and autograd may save for backward."""
         # Buffers may have moved, or been replaced by load_state_dict(assign=True), since the last batch.
-        return frozenset(get_storage_id(self.stages[s].module.get_buffer(path)) for s, path in self.rewritten)
+        here = {stage.index for stage in self.stages_here}
+        buffers = (self.stages[s].module.get_buffer(path) for s, path in self.rewritten if s in here)
+        return frozenset(map(get_storage_id, buffers))
 
     @cached_property
     def turns(self) -> Turns:
@@ -209,7 +255,7 @@ class Program:
     @cached_property
     def noted(self) -> list[Noted]:
         """The batch norms whose running statistics change at the end of a batch."""
-        return [m for s in self.stages.stages for m in s.module.children() if isinstance(m, Noted)]
+        return [m for s in self.stages_here for m in s.module.children() if isinstance(m, Noted)]
 
     def find_hooked_stages(self) -> list[bool]:
         """Return, for each stage, whether its modules have hooks now, or put hooks on activations."""
@@ -232,11 +278,21 @@ class Program:
 
     @cached_property
     def weight_dicts(self) -> list[list[Mapping[str, Tensor | None]]]:
-        """For each stage, the dictionaries in which its modules hold their parameters, and then those of buffers."""
-        return [[m._parameters for m in modules] + [m._buffers for m in modules] for modules in self._modules]
+        """For each stage, the dictionaries in which its modules hold their parameters, and then those of buffers.
+
+        Of a stage that no device of this process has, there are none.
+        """
+        here = {stage.index for stage in self.stages_here}
+        return [
+            [m._parameters for m in modules] + [m._buffers for m in modules] if i in here else []
+            for i, modules in enumerate(self._modules)
+        ]
 
     def list_trained(self) -> list[list[Tensor]]:
-        """Return, for each stage, its leaves that want a gradient now; a frozen parameter may be thawed later."""
+        """Return, for each stage, its leaves that want a gradient now; a frozen parameter may be thawed later.
+
+        Of a stage that no device of this process has, there are none.
+        """
         weights = [[w for held in dicts for w in held.values() if w is not None] for dicts in self.weight_dicts]
         # Each once: by identity, since a tensor is looked up in a set by a function of Python's.
         return [list({id(w): w for w in held if w.requires_grad}.values()) for held in weights]

@@ -56,6 +56,7 @@ NEEDED = (
     "torch._amp_foreach_non_finite_check_and_unscale_",
     "torch.ops.aten._foreach_norm.Scalar",
     "torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default",
+    "torch._foreach_copy_",
     "torch.ops.aten._assert_async",
     "torch.ops.aten._assert_scalar",
     "torch.ops.aten._assert_tensor_metadata",

@@ -71,7 +71,7 @@ def test_a_job_talks_only_through_the_channels_that_it_is_given(monkeypatch: pyt
         channels: Channels = Recording(schedule.n_devices)
         assert isinstance(channels, Recording)
         made.append(channels)
-        return Job(program, schedule, work, channels=channels, **options)
+        return Job(program, schedule, work, **{**options, "channels": channels})
 
     x, y = torch.randn(8, 8), torch.randn(8, 3)
     options: Any = {"n_microbatches": 2, "loss_fn": F.mse_loss, "passes": FAST, "example_inputs": x}
@@ -96,7 +96,7 @@ def test_a_failed_step_fails_the_channels(monkeypatch: pytest.MonkeyPatch) -> No
             failed.append(True)
             super().fail()
 
-    monkeypatch.setattr(engine, "Job", lambda p, s, w, **options: Job(p, s, w, channels=Failing(2), **options))
+    monkeypatch.setattr(engine, "Job", lambda p, s, w, **o: Job(p, s, w, **{**o, "channels": Failing(2)}))
     x = torch.randn(8, 8)
     with fxsplit.compile(Mlp(), 2, example_inputs=x, loss_fn=F.mse_loss, passes=FAST) as pipe:
         with pytest.raises(StageError):

@@ -81,9 +81,9 @@ def test_schedules_are_verified_and_kept() -> None:
     with pipe:
         made = program.schedule(4)
         assert isinstance(made, Schedule) and program.schedule(4) is made and made.name == "1F1B"
-        passes = program.passes(3)
-        ops = [[action.op for action in row] for row in passes.actions]
-        assert ops == [["F"] * 3 + ["B"] * 3] * 2 and program.passes(3) is passes
+        forward, backward = program.pass_forward(3), program.pass_backward(3)
+        ops = [[action.op for action in row] for row in (*forward.actions, *backward.actions)]
+        assert ops == [["F"] * 3] * 2 + [["B"] * 3] * 2 and program.pass_backward(3) is backward
 
 
 def test_weights_move_to_the_stage_that_reads_them_first() -> None:

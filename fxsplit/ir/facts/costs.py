@@ -294,10 +294,11 @@ class Costs(Fact):
             raise BrokenFact(str(error)) from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the profile as JSON, one node a line.
+        """Write the profile as `to_text` gives it; raises FileError, and then changes no file."""
+        write_whole(path, self.to_text())
 
-        Raises ProfileError for costs that `load` would refuse, and FileError; no file changes then.
-        """
+    def to_text(self) -> str:
+        """Return the profile as JSON, one node a line; raises ProfileError for costs that `load` would refuse."""
         self.check()
         head = {"format": FORMAT, "version": VERSION, "rows": self.rows, "device_kind": self.device_kind}
         head |= {"environment": self.environment, "outputs": self.outputs}
@@ -309,7 +310,7 @@ class Costs(Fact):
         lines = [f" {json.dumps(k)}: {json.dumps(v)}" for k, v in head.items()]
         for key, rows in lists.items():
             lines.append(f" {json.dumps(key)}: [\n" + ",\n".join(f"  {json.dumps(r)}" for r in rows) + "\n ]")
-        write_whole(path, "{\n" + ",\n".join(lines) + "\n}\n")
+        return "{\n" + ",\n".join(lines) + "\n}\n"
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Costs:

@@ -13,8 +13,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from queue import SimpleQueue
 
@@ -22,15 +22,15 @@ import torch
 
 from fxsplit.errors import BusyError, ClosedError, StepTimeout
 from fxsplit.ir.interrupts import raise_lost_interrupt
+from fxsplit.runtime.course import GRACE_S, Course
 from fxsplit.runtime.job import Job
+from fxsplit.runtime.meeting import Alone, Occasion
 from fxsplit.runtime.status import Status, WorkerStatus
 from fxsplit.runtime.streams import Stream, make_caller_wait, make_stream, mark_caller
 from fxsplit.torch_internals.grad_leaves import mute
 from fxsplit.torch_internals.rng import lend_draws
 from fxsplit.torch_internals.undo import call_all, leave_no_trace, undo_after
 
-GRACE_S = 1.5
-"""How long an interrupted caller waits for workers to finish the action they are in."""
 LOOK_S = 5.0
 """How often a caller that waits looks whether the workers are still there."""
 EXIT_S = 10.0
@@ -82,6 +82,11 @@ class Workers:
     def has(self, thread: threading.Thread) -> bool:
         """Return whether `thread` is one of the workers."""
         return thread in self._threads
+
+    @contextmanager
+    def meet(self, occasion: Occasion) -> Iterator[Alone]:
+        """Return a meeting of this process with itself."""
+        yield Alone(self.run)
 
     def run(self, job: Job, timeout_s: float | None = None) -> None:
         """Run a job on all devices and return when it is done. Raises what `begin` and `finish` raise.
@@ -226,30 +231,6 @@ class Workers:
         if not self._started:
             self._closed = True
             _end(self._tasks)
-
-
-class Course:
-    """How far a job has come: whether it was begun, who is still at it, and whether nobody waits for it any more."""
-
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.begun = self.given_up = False
-        self.left = set(range(len(job.marks)))
-        self.over = threading.Event()
-
-    def give_up(self, grace_s: float = GRACE_S) -> None:
-        """Stop the job if it is not over, and wait a moment for workers that are at it."""
-        if not self.over.is_set():
-            self.given_up = True
-            self.job.stop()
-            if self.begun:
-                self.over.wait(grace_s)
-
-    def end(self, device: int) -> None:
-        """Note that a device's worker has ended its part; to do so again changes nothing."""
-        self.left.discard(device)
-        if not self.left:
-            self.over.set()
 
 
 def _run_task(job: Job, device: int, ready: list[object], course: Course, stream: Stream) -> None:

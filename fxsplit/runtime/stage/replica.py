@@ -31,7 +31,8 @@ class Replica:
 
     It shares the weights that live on its torch device with the model, and with other stages that read them. Of weights
     elsewhere it has copies. They are refreshed before every forward pass, and their gradients go back to the weights.
-    `places` says where each weight lives, by its id. `branches` finds where the stage's backward can be cut in two.
+    `places` says where each weight lives, by its id; a stage that another process runs has none. `fetched` has the
+    values of weights that live in other processes. `branches` finds where the stage's backward can be cut in two.
     """
 
     def __init__(
@@ -40,11 +41,13 @@ class Replica:
         device: Device,
         places: Mapping[int, torch.device],
         compilations: Compilations | None = None,
+        fetched: Mapping[int, Tensor] | None = None,
     ) -> None:
         assert device.torch_device is not None
         self._original = stage.module
         self._here = device.torch_device
-        foreign = any(places[id(w)] != self._here for w in list_weights(stage.module))
+        self._fetched = {} if fetched is None else fetched
+        foreign = any(places[id(w)] != self._here for w in list_weights(stage.module) if places)
         module = stage.module
         if foreign:
             # Another device's module must hold other weights, so it is a module of its own.
@@ -76,15 +79,16 @@ class Replica:
 
     def _copy_weight(self, own: Tensor) -> Tensor:
         """Return a weight that lives on this device, or the copy of another, with its values of now."""
-        if own.device == self._here:
+        values = self._fetched.get(id(own))
+        if values is None and own.device == self._here:
             return own
         # Made once, so that graphs of several microbatches end at one leaf; made small, since `.data` is replaced.
         if own not in self._copies:
-            empty = own.detach()[:0] if own.ndim else own.detach()
-            self._copies[own] = nn.Parameter(empty.clone(), False) if isinstance(own, nn.Parameter) else empty.clone()
+            empty = torch.empty(0, dtype=own.dtype, device=self._here)
+            self._copies[own] = nn.Parameter(empty, False) if isinstance(own, nn.Parameter) else empty
         copied = self._copies[own]
         # New memory and not a write: graphs of an earlier batch may still read the old values.
-        copied.data = own.data.to(self._here, non_blocking=True, copy=True)
+        copied.data = own.data.to(self._here, non_blocking=True, copy=True) if values is None else values
         return copied.requires_grad_(own.requires_grad)
 
     def use_version(self, version: int) -> AbstractContextManager[Any]:
@@ -105,7 +109,9 @@ class Replica:
         for leaf in list(sums.totals):
             owner = self._owner_of.get(leaf, leaf)
             # A copy elsewhere is all that is left of it.
-            yield owner, sums.totals.pop(leaf).to(owner.device, non_blocking=True), True
+            total = sums.totals.pop(leaf)
+            # The process that has the weight fetches it from here.
+            yield owner, total if id(owner) in self._fetched else total.to(owner.device, non_blocking=True), True
 
     def step(self, action: Action, sums: Sums) -> None:
         """Raise AssertionError: only a stage with versions of its weights steps between microbatches."""

@@ -14,7 +14,8 @@ import torch
 
 from fxsplit.errors import ClosedError
 from fxsplit.runtime.backends import threads
-from fxsplit.runtime.backends.threads import Course, Workers
+from fxsplit.runtime.backends.threads import Workers
+from fxsplit.runtime.course import Course
 from fxsplit.runtime.streams import Stream
 from fxsplit.torch_internals.undo import call_all
 

@@ -1,0 +1,206 @@
+"""Ranks: how the ranks of a pipeline come to one program; the first of them measures and plans for all.
+
+The others wait meanwhile, and do not load the machine that is measured. What the first rank has found goes to them as
+text: costs and plan as JSON, which are read as data.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from math import inf
+from typing import Any, ClassVar
+
+import torch
+
+from fxsplit.api.options import Candidate, Options
+from fxsplit.errors import RankError, RanksDiffer
+from fxsplit.formats.plan_json import parse_plan, plan_to_dict
+from fxsplit.ir.chain import Chain
+from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.facts.machine import GPU_LINK_BYTES_PER_S, Device, Machine
+from fxsplit.ir.facts.plan import Plan
+from fxsplit.ir.facts.torch_devices import read_memory
+from fxsplit.ir.graph import IR, name_pass
+from fxsplit.ir.text import render_graph
+from fxsplit.runtime.ranks.agreement import Agreement, hash_text
+from fxsplit.runtime.ranks.closing import close_job
+from fxsplit.runtime.ranks.world import World
+from fxsplit.schedule.catalogue import Scheduler
+
+SEARCH = ("augment", "order", "partition")
+"""The passes that search for a plan, which ranks that are told one need not run."""
+
+
+@dataclass(frozen=True)
+class TakePlan:
+    """Learn the plan that the first rank has made."""
+
+    plan: Plan
+
+    name: ClassVar[str] = "take-plan"
+    ignores_mode: ClassVar[bool] = True
+
+    def __call__(self, ir: IR) -> IR:
+        """Learn Plan."""
+        return ir.learn(self.plan)
+
+
+@dataclass(frozen=True, eq=False)
+class Told:
+    """What the first rank has found: a candidate with its costs and plan, or that the other mode's program serves.
+
+    costs: None where the chain measures nothing. moves_weights: as in `Compiled`.
+    """
+
+    shared: bool
+    candidate: Candidate
+    costs: Costs | None
+    plan: Plan
+    moves_weights: bool
+
+    def to_text(self) -> str:
+        """Return it as JSON."""
+        scheduler = self.candidate.scheduler
+        return json.dumps(
+            {
+                "shared": self.shared,
+                "scheduler": [scheduler.name, scheduler.n_devices, scheduler.stages_per_device],
+                "n_microbatches": self.candidate.n_microbatches,
+                "costs": None if self.costs is None else self.costs.to_text(),
+                "plan": plan_to_dict(self.plan),
+                "moves_weights": self.moves_weights,
+            }
+        )
+
+    @classmethod
+    def parse(cls, data: dict[str, Any]) -> Told:
+        """Return what the first rank has told."""
+        costs = data["costs"]
+        return cls(
+            shared=data["shared"],
+            candidate=Candidate(Scheduler(*data["scheduler"]), data["n_microbatches"]),
+            costs=None if costs is None else Costs.parse(json.loads(costs), "the first rank's profile"),
+            plan=parse_plan(data["plan"], "the first rank's plan"),
+            moves_weights=data["moves_weights"],
+        )
+
+    def apply(self, options: Options) -> Options:
+        """Return options with which a chain comes to this plan, and measures nothing."""
+        names = [name_pass(step) for step in options.chain]
+        chain = options.chain
+        if "partition" in names:
+            at = names.index("partition")
+            # A pass between them may read what the search knows.
+            skipped = set(SEARCH) if names[at - 2 : at + 1] == list(SEARCH) else {"partition"}
+            kept = [TakePlan(self.plan) if n == "partition" else p for n, p in zip(names, chain, strict=True)]
+            chain = Chain(tuple(p for n, p in zip(names, kept, strict=True) if n == "partition" or n not in skipped))
+        count = options.n_microbatches
+        if self.costs is not None and not isinstance(count, int):
+            count = self.candidate.n_microbatches
+        return replace(options, chain=chain, costs=self.costs or options.costs, n_microbatches=count)
+
+
+class Team:
+    """The ranks that compile one pipeline. `label` names it on all of them."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.label = f"pipeline {world.n_pipelines}"
+        world.n_pipelines += 1
+        self._agreement = Agreement(world)
+        self._count = 0
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank measures and plans."""
+        return self.world.me == 0
+
+    def begin(self, options: Options, model: torch.nn.Module, inputs: str) -> None:
+        """Begin to compile, on all ranks; raises RanksDiffer where one has another model, options or versions."""
+        weights = [(n, tuple(w.shape), str(w.dtype), w.requires_grad) for n, w in list_named(model)]
+        stated = [options.schedule, options.stages_per_device, options.n_microbatches, options.recompute]
+        stated += [options.deferred_batch_norm, options.stage_backend, options.inference, str(options.chain)]
+        self._agreement.meet(
+            {
+                "call": f"compile number {self._count} of {self.label}",
+                "program": (
+                    f"fxsplit {version('fxsplit')}, torch {torch.__version__}, Python {platform.python_version()}, "
+                    f"{type(model).__name__} in {'training' if model.training else 'evaluation'} with weights "
+                    f"{hash_text(str(weights)):x}, and options {stated}"
+                ),
+                "inputs": inputs,
+            },
+            0,
+        )
+        self._count += 1
+
+    def tell(self, find: Callable[[], Told] | None) -> Told | None:
+        """Return what the first rank finds, on the others; None on the first one itself, which alone gives `find`.
+
+        Raises RankError where it finds nothing, and the first rank its own error.
+        """
+        what = "the plan"
+        if find is not None:
+            try:
+                text = find().to_text()
+            except BaseException as error:
+                self.world.tell(json.dumps({"error": f"{type(error).__name__}: {error}"}), what, patient=True)
+                raise
+            self.world.tell(text, what, patient=True)
+            return None
+        data = json.loads(self.world.tell(None, what, patient=True))
+        if "error" in data:
+            raise RankError(f"rank 0, which plans for all ranks, failed: {data['error']}")
+        return Told.parse(data)
+
+    def end(self, error: BaseException | None, graph: str, program: str) -> None:
+        """End a compile on all ranks. Raises RanksDiffer where graphs or programs do, or the first error of any rank.
+
+        graph, program: what must be alike; empty where a rank has none.
+        """
+        # First: a rank with another graph may fail in many ways, which say less.
+        self._compare(graph, "has captured the graph", error)
+        close_job(self.world, error, [], "the end of a compile")
+        self._compare(program, "has compiled", None)
+
+    def _compare(self, own: str, sentence: str, error: BaseException | None) -> None:
+        """Raise RanksDiffer where a rank has another text than the first one; one without a text has failed."""
+        texts = self.world.gather_texts(own, "the end of a compile")
+        odd = next((rank for rank, text in enumerate(texts) if text.strip() not in ("", texts[0].strip())), None)
+        if odd is not None and texts[0].strip():
+            raise RanksDiffer(
+                f"rank {odd} {sentence} {texts[odd]}; rank 0 {sentence} {texts[0]}. Every rank builds the same model "
+                "with the same code, and calls it with the same arguments"
+            ) from error
+
+
+def list_named(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return all parameters and buffers of a model with their paths."""
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def describe_graph(captured: IR) -> str:
+    """Return what two ranks have alike if they captured the same graph: its number, and how many nodes it has."""
+    # Addresses of objects, and numbers of GPUs, are those of one process.
+    modules = [repr(captured.gm.get_submodule(str(n.target))) for n in captured.gm.graph.find_nodes(op="call_module")]
+    text = re.sub(r"0x[0-9a-f]+|index=\d+|cuda:\d+", "", "\n".join([render_graph(captured.gm), *modules]))
+    return f"{hash_text(text):x} of {len(captured.gm.graph.nodes)} nodes"
+
+
+def describe_program(plan: Plan, options: Options) -> str:
+    """Return what two ranks have alike if they compiled the same graph to the same program."""
+    return f"plan {hash_text(json.dumps(plan_to_dict(plan))):x}, recompute={options.recompute!r}"
+
+
+def make_machine(world: World) -> Machine:
+    """Return the machine whose devices are the ranks of a world, each as this rank's own device to torch."""
+    memory = read_memory(world.device)
+    told = world.introduce(memory)
+    devices = tuple(Device(f"rank{i}", world.device, one.memory_bytes) for i, one in enumerate(told))
+    links = (inf if world.device.type == "cpu" else GPU_LINK_BYTES_PER_S for _ in told[1:])
+    return Machine(devices, tuple(links))

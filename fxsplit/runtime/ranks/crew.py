@@ -1,0 +1,164 @@
+"""Crew of ranks: the calling thread runs this rank's row of a schedule, while other processes run the others.
+
+Every job begins with an agreement and ends with a closing, on all ranks or on none.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from fxsplit.errors import ClosedError, InputError
+from fxsplit.runtime.course import Course
+from fxsplit.runtime.job import Job
+from fxsplit.runtime.meeting import Meeting, Occasion
+from fxsplit.runtime.program import Program
+from fxsplit.runtime.ranks.agreement import Agreement, describe_shapes, sum_values
+from fxsplit.runtime.ranks.meeting import RankMeeting
+from fxsplit.runtime.ranks.routes import find_pairs
+from fxsplit.runtime.ranks.ties import Ties
+from fxsplit.runtime.ranks.wire import Wire
+from fxsplit.runtime.ranks.world import World
+from fxsplit.runtime.status import Status, WorkerStatus
+from fxsplit.runtime.streams import Stream, make_caller_wait, make_stream, mark_caller
+from fxsplit.schedule.schedule import Schedule
+from fxsplit.torch_internals.grad_leaves import mute
+from fxsplit.torch_internals.modes import is_autocast_on
+from fxsplit.torch_internals.rng import new_seed
+
+
+class RankCrew:
+    """Runs the jobs of one pipeline on this rank. `label` names the pipeline on all ranks."""
+
+    def __init__(self, world: World, label: str) -> None:
+        self.world = world
+        self.agreement = Agreement(world)
+        self.wire = Wire(world)
+        stream = make_stream(world.device)
+        # The engine asks for the streams of all devices, and has only this one to give work to.
+        self.streams: list[Stream] = [stream for _ in range(len(world))]
+        self._label = label
+        self._count = 0
+        self._ties: dict[int, tuple[Program, Ties]] = {}
+        self._opened: set[int] = set()
+        self._keep: list[Schedule] = []
+        self._now: tuple[Job, int] | None = None
+        self._closed = False
+
+    @contextmanager
+    def meet(self, occasion: Occasion) -> Iterator[Meeting]:
+        """Compare what this rank is about to do with what the others are, and open the wire for it."""
+        self.check_free()
+        program, schedule = occasion.batch.program, occasion.schedule
+        # Drawn on every rank, whose generators stay alike; a backward draws as its forward did.
+        own = new_seed() if occasion.call != "backward" and program.draws() else 0
+        seed = self.agreement.meet(self._list_things(occasion), own)
+        self._count += 1
+        ties = self._find_ties(program)
+        if id(schedule) not in self._opened:
+            self.world.open_pairs(find_pairs(schedule) | ties.pairs)
+            self._opened.add(id(schedule))
+            self._keep.append(schedule)  # another one may have the identity of one that is gone
+        meeting = RankMeeting(self.wire, occasion, ties, seed, self._find_key(occasion), self.run)
+        try:
+            meeting.open()
+            yield meeting
+        except BaseException as error:
+            if meeting.closed:
+                raise
+            self.world.poison()
+            self._opened.clear()
+            meeting.give_up(error)
+            raise
+
+    def _list_things(self, occasion: Occasion) -> dict[str, str | int]:
+        """Return what all ranks are to have alike."""
+        batch, loss = occasion.batch, occasion.loss
+        target = None if loss is None else loss.given_targets
+        return {
+            "call": f"{occasion.call} number {self._count} of {self._label}",
+            "program": batch.program.fingerprint,
+            "modes": str((torch.is_grad_enabled(), is_autocast_on([self.world.device.type]), occasion.keep_outputs)),
+            "inputs": f"{describe_shapes(batch.tensors)} in {len(batch.rows)} microbatches, {batch.numbers}",
+            "target": describe_shapes(target),
+            "input values": sum_values(list(batch.tensors)),
+            "target values": sum_values(target),
+        }
+
+    def _find_ties(self, program: Program) -> Ties:
+        """Return the ties of a program, which are found once."""
+        if id(program) not in self._ties:
+            self._ties[id(program)] = program, Ties(program, self.world)
+        return self._ties[id(program)][1]
+
+    def _find_key(self, occasion: Occasion) -> Any:
+        """Return what the layouts of a job's messages follow from."""
+        batch = occasion.batch
+        shapes = tuple((t.dtype, tuple(t.shape), t.stride(), t.requires_grad) for t in batch.tensors)
+        trained = tuple(w.requires_grad for held in batch.program.list_trained() for w in held)
+        return (
+            occasion.call, id(batch.program), tuple(batch.rows), shapes, trained,
+            torch.is_grad_enabled(), is_autocast_on([self.world.device.type]),
+        )  # fmt: skip
+
+    def run(self, job: Job) -> None:
+        """Run this rank's row of a job in the calling thread; raises its error."""
+        me, device = self.world.me, self.world.device
+        stream = self.streams[me]
+        ready = mark_caller([device, *job.list_devices()])
+        self._now = job, threading.get_ident()
+        try:
+            # As in a worker: hooks of leaves expect the sum of a batch, and the thread computes its backwards itself.
+            with mute(()), torch.autograd.set_multithreading_enabled(False):
+                job.run(me, stream, ready)
+        finally:
+            self._now = None
+        make_caller_wait([device], job.marks)
+        if (error := job.take_error()) is not None:
+            try:
+                raise error
+            finally:
+                # This frame is in the error's traceback, and must not refer to the error.
+                del error
+
+    def begin(self, course: Course) -> None:
+        """Raise InputError: a rank runs one job at a time."""
+        raise InputError(
+            "stream() and generate() keep several batches under way, which ranks do not yet: call pipe(x) in a loop, "
+            "or compile for the devices of one machine, fxsplit.compile(model, 2)"
+        )
+
+    def finish(self, course: Course, timeout_s: float | None = None) -> None:
+        """Raise InputError, as `begin` does."""
+        self.begin(course)
+
+    def give_up(self, course: Course) -> None:
+        """Do nothing: no job was begun."""
+
+    def has(self, thread: Any) -> bool:
+        """Return whether a thread is in a job of this rank."""
+        now = self._now
+        return now is not None and now[1] == thread.ident
+
+    def get_status(self) -> Status:
+        """Return what this rank does now; call it from another thread."""
+        now, me = self._now, self.world.me
+        doing = None if now is None else now[0].describe_work(me, sys._current_frames().get(now[1]))
+        return Status((doing or WorkerStatus(me, f"rank {me}"),))
+
+    def wait_until_idle(self) -> None:
+        """Return: between jobs nothing is under way."""
+
+    def check_free(self) -> None:
+        """Raise ClosedError after close()."""
+        if self._closed:
+            raise ClosedError("the pipeline is closed: compile the model again")
+
+    def close(self) -> None:
+        """End; process groups stay, as other pipelines use them too."""
+        self._closed = True

@@ -1,0 +1,57 @@
+"""Join: which ranks run a pipeline together, as the launcher or a mesh of devices says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fxsplit.errors import InputError
+from fxsplit.runtime.ranks.world import LIMIT_S, World
+
+_worlds: dict[Any, World] = {}
+
+
+def is_launched() -> bool:
+    """Return whether this process is one of several that run the same script, as torchrun starts them."""
+    return dist.is_available() and (dist.is_initialized() or {"RANK", "WORLD_SIZE"} <= os.environ.keys())
+
+
+def find_own_device() -> torch.device:
+    """Return the device of this rank: the GPU that the launcher numbered, or the CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local >= count:
+        raise InputError(
+            f"LOCAL_RANK={local}, and this machine has {count} GPUs: start as many ranks as there are GPUs "
+            f"(torchrun --nproc-per-node={count}), or hide them (CUDA_VISIBLE_DEVICES=) to run on CPUs"
+        )
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
+
+
+def join_world(rows: Sequence[Sequence[int]] | None = None) -> World:
+    """Return the ranks that run a pipeline with this one: all of the default group, or those of its row.
+
+    The default process group is made where there is none. Pipelines of the same ranks share a world. Raises InputError
+    for a rank that is in no row.
+    """
+    device = find_own_device()
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=LIMIT_S))
+    rows = [tuple(row) for row in rows or [range(dist.get_world_size())]]
+    own = next((row for row in rows if dist.get_rank() in row), None)
+    if own is None:
+        raise InputError(f"rank {dist.get_rank()} is in no pipeline of the mesh {rows}: every rank has a place in it")
+    # By the group itself, which is another one after destroy_process_group().
+    key = dist.group.WORLD, own, tuple(rows)
+    if key not in _worlds:
+        _worlds.clear() if all(known[0] is not dist.group.WORLD for known in _worlds) else None
+        _worlds[key] = World(own, device, rows)
+    return _worlds[key]

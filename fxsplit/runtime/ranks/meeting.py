@@ -1,0 +1,223 @@
+"""Meeting of ranks: one job from agreement to closing, and what ranks share of it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxsplit.errors import RankTimeout, StepTimeout
+from fxsplit.runtime.channels import Channels
+from fxsplit.runtime.job import Job
+from fxsplit.runtime.meeting import Occasion
+from fxsplit.runtime.ranks.closing import close_job
+from fxsplit.runtime.ranks.layout import Layout
+from fxsplit.runtime.ranks.ties import Ties
+from fxsplit.runtime.ranks.wire import Wire
+from fxsplit.runtime.stage.run import Packet
+from fxsplit.schedule.action import REDUCE
+from fxsplit.torch_internals import accelerators
+from fxsplit.torch_internals.grad_sums import Sums
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+"""The types of losses, by the number that ranks tell each other."""
+
+
+class RankMeeting:
+    """One job on all ranks. After `end`, or `give_up`, it is closed: the other ranks know how it went.
+
+    seed: what draws follow from on all ranks. key: what the layouts of the job's messages follow from. run: runs this
+    rank's row of a job.
+    """
+
+    def __init__(
+        self, wire: Wire, occasion: Occasion, ties: Ties, seed: int, key: Hashable, run: Callable[[Job], None]
+    ) -> None:
+        self.channels: Channels | None = wire
+        self.seed: int | None = seed
+        self.closed = False
+        self._world, self._wire = wire.world, wire
+        self._occasion = occasion
+        self._ties = ties
+        self._key = key
+        self._run = run
+        self._what = f"the end of a {occasion.call}"
+        self._until = math.inf
+        self._last = occasion.batch.program.homes[-1]
+        self._owner = [occasion.schedule.device_of(len(occasion.schedule.homes) - 1, m) for m in self._microbatches]
+
+    @property
+    def _microbatches(self) -> range:
+        return range(len(self._occasion.batch.rows))
+
+    def open(self) -> None:
+        """Bring copies of weights up to date, and begin to receive."""
+        occasion = self._occasion
+        program, schedule = occasion.batch.program, occasion.schedule
+        if occasion.call != "backward":
+            self._ties.fetch()
+        self._wire.open(self._key, schedule, self._measure_rest_s)
+        trained = program.list_trained()
+        self._wire.codec.leaves = {
+            action: program.replicas[action.stage][action.replica].list_leaves(trained[action.stage], 0)
+            for row in schedule.actions
+            for action in row
+            if action.op == REDUCE and self._world.me in program.homes[action.stage]
+        }
+
+    def _measure_rest_s(self) -> float | None:
+        """Return how long the job may still take, or None where it has no limit."""
+        return None if self._until == math.inf else self._until - time.monotonic()
+
+    def run(self, job: Job, timeout_s: float | None = None) -> None:
+        """Run this rank's row; raises its error, or StepTimeout where another rank does not answer in time."""
+        if timeout_s is not None:
+            self._until = time.monotonic() + timeout_s
+        try:
+            self._run(job)
+        except RankTimeout as error:
+            if timeout_s is None:
+                raise
+            raise StepTimeout(f"the step takes longer than timeout_s={timeout_s:g}: {error}") from error
+
+    def end(self, job: Job, compute_total: Callable[[], Tensor] | None = None) -> Tensor | None:
+        """Share the loss, the outputs and the gradients of inputs, once the job has ended well on all ranks."""
+        occasion, me = self._occasion, self._world.me
+        outputs = occasion.call == "forward" or occasion.keep_outputs
+        # What may fail comes before the closing, and what comes behind it cannot fail on one rank alone.
+        packed = self._pack_outputs(job) if outputs else None
+        returned = self._pack_returned(job) if occasion.call == "backward" else None
+        total, numbers = None, []
+        if compute_total is not None:
+            if self._last == (me,):
+                total = compute_total()
+            numbers = self._list_losses(total)
+        self._wire.close()
+        found = close_job(self._world, None, numbers, self._what)
+        self.closed = True
+        if compute_total is not None:
+            total = self._share_losses(found, total, compute_total)
+        if outputs:
+            self._share_outputs(job, packed)
+        if occasion.call == "backward":
+            self._share_returned(job, returned)
+        return total
+
+    def give_up(self, error: BaseException) -> None:
+        """Tell the other ranks that this one has failed; raises the first error of all."""
+        self.closed = True
+        self._wire.give_up()
+        close_job(self._world, error, self._make_silence(), self._what)
+
+    def total(self, job: Job) -> Sums:
+        """Return the sums of gradients of this rank's weights, other ranks' shares among them."""
+        if not self._ties.returns:
+            return job.total()
+        self._ties.begin()
+        sums = job.total(self._ties.exchange)
+        self._ties.finish()
+        return sums
+
+    # Losses
+
+    def _make_silence(self) -> list[float]:
+        """Return as many numbers as a rank brings to the closing of this job."""
+        return [0.0] * (2 + 2 * len(self._microbatches)) if self._occasion.call == "step" else []
+
+    def _list_losses(self, total: Tensor | None) -> list[float]:
+        """Return the type of the losses, their total, and for each microbatch whether it is here, and its loss."""
+        loss = self._occasion.loss
+        assert loss is not None, "a step has a loss"
+        held = loss.losses
+        kind = next((DTYPES.index(one.dtype) for one in held if one is not None), -1)
+        # An accelerator would have to be waited for: its losses go from device to device.
+        on_host = not accelerators.is_accelerator(self._world.device)
+        values = [float(one) if on_host and one is not None else 0.0 for one in held]
+        known = float(total) if on_host and total is not None else 0.0
+        return [kind, known, *(float(one is not None) for one in held), *values]
+
+    def _share_losses(
+        self, found: list[list[float]], total: Tensor | None, compute_total: Callable[[], Tensor]
+    ) -> Tensor:
+        """Let every rank have the loss of every microbatch, and return that of the batch."""
+        loss, world, n = self._occasion.loss, self._world, len(self._microbatches)
+        assert loss is not None, "a step has a loss"
+        dtype = DTYPES[int(max(each[0] for each in found))]
+        on_host = not accelerators.is_accelerator(world.device)
+        for m, owner in enumerate(self._owner):
+            if loss.losses[m] is None and on_host:
+                loss.losses[m] = torch.tensor(found[owner][2 + n + m], dtype=torch.float64).to(dtype)
+            elif not on_host:
+                held = loss.losses[m]
+                value = torch.empty((), dtype=dtype, device=world.device) if held is None else held.contiguous()
+                world.broadcast(value, owner, self._what)
+                loss.losses[m] = value
+        first = self._last[0]
+        if len(self._last) == 1 and on_host:
+            return total if total is not None else torch.tensor(found[first][1], dtype=torch.float64).to(dtype)
+        # Of several replicas each has some of the losses, and the first one adds all of them.
+        if total is None and world.me == first:
+            total = compute_total()
+        value = torch.empty((), dtype=dtype, device=world.device) if total is None else total.to(world.device)
+        world.broadcast(value, first, self._what)
+        return value
+
+    # Outputs, and gradients of inputs
+
+    def _pack_outputs(self, job: Job) -> tuple[str, list[Tensor]] | None:
+        """Return the outputs of the microbatches that this rank has, as a text and tensors; None where it has none."""
+        own = [job.outputs[m] for m in self._microbatches if self._owner[m] == self._world.me]
+        packets = [packet for packet in own if packet is not None]
+        return self._pack([v for p in packets for v in p.values], [w for p in packets for w in p.wanted])
+
+    def _share_outputs(self, job: Job, packed: tuple[str, list[Tensor]] | None) -> None:
+        """Let every rank have the outputs of every microbatch."""
+        for owner in sorted(set(self._owner)):
+            values, wanted = self._share(owner, packed)
+            own = [m for m in self._microbatches if self._owner[m] == owner]
+            size = len(values) // len(own)
+            for i, m in enumerate(own):
+                part = slice(i * size, (i + 1) * size)
+                job.outputs[m] = job.outputs[m] or Packet(tuple(values[part]), tuple(wanted[part]))
+
+    def _pack_returned(self, job: Job) -> tuple[str, list[Tensor]] | None:
+        """Return the gradients of inputs that this rank has, as a text and tensors."""
+        own = [v for m in self._microbatches if self._find_first(m) == self._world.me for v in job.returned[m]]
+        return self._pack(own, ())
+
+    def _share_returned(self, job: Job, packed: tuple[str, list[Tensor]] | None) -> None:
+        """Let every rank have the gradients of inputs."""
+        if not any(t.requires_grad for t in self._occasion.batch.tensors):
+            return
+        for owner in sorted(set(map(self._find_first, self._microbatches))):
+            values, _ = self._share(owner, packed)
+            own = [m for m in self._microbatches if self._find_first(m) == owner]
+            size = len(values) // len(own)
+            for i, m in enumerate(own):
+                if owner != self._world.me:
+                    job.returned[m] = values[i * size : (i + 1) * size]
+
+    def _find_first(self, microbatch: int) -> int:
+        """Return the device of the first stage that has a microbatch."""
+        return self._occasion.schedule.device_of(0, microbatch)
+
+    def _pack(self, values: list[Any], wanted: Any) -> tuple[str, list[Tensor]]:
+        here = self._world.device
+        layout = Layout.describe(values, wanted, here)
+        return layout.to_text(), layout.pack(values, here)
+
+    def _share(self, owner: int, packed: tuple[str, list[Tensor]] | None) -> tuple[list[Any], tuple[bool, ...]]:
+        """Return the values that a rank has packed, on every rank."""
+        world = self._world
+        text, pieces = packed if packed is not None and owner == world.me else (None, [])
+        layout = Layout.parse(world.tell(text, self._what, owner))
+        if owner != world.me:
+            pieces = [torch.empty(size, dtype=torch.uint8, device=world.device) for size in layout.pieces]
+        pieces = [piece.view(-1).view(torch.uint8) for piece in pieces]
+        for piece in pieces:
+            world.broadcast(piece, owner, self._what)
+        return layout.unpack(pieces, world.device, gradients=False), layout.wanted

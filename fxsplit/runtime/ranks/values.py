@@ -1,0 +1,97 @@
+"""Values that are no tensors, on their way from rank to rank: as JSON and numbers, and never as code.
+
+A value is parted into a *template*, which is JSON, and the numbers in it. Both ranks know the template after the first
+message of a kind. Numbers may be others in each message.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from fxsplit.errors import InputError
+
+Template = Any
+"""None, a text, or {kind: what it is made of}: for example {"tuple": [{"int": 0}, "mean"]}."""
+
+NAMED = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
+"""Types whose values torch has under their names."""
+CONTAINERS: dict[str, type] = {"tuple": tuple, "list": list, "size": torch.Size}
+
+
+def part_value(value: Any, numbers: list[int], here: torch.device) -> Template:
+    """Return the template of a value, and append the numbers in it. `here`: this rank's device.
+
+    Raises InputError for a value that cannot be sent.
+    """
+    kind: Any = type(value)
+    if value is None or kind is str:
+        return value
+    # A bool is an int to isinstance.
+    if kind in (bool, int):
+        numbers.append(_check_int(value))
+        return {kind.__name__: 0}
+    if kind is float:
+        numbers.append(_float_to_bits(value))
+        return {"float": 0}
+    for name, container in CONTAINERS.items():
+        if kind is container:
+            return {name: [part_value(one, numbers, here) for one in value]}
+    if kind is dict:
+        return {"dict": [[part_value(k, numbers, here), part_value(v, numbers, here)] for k, v in value.items()]}
+    if kind is slice:
+        return {"slice": [part_value(one, numbers, here) for one in (value.start, value.stop, value.step)]}
+    if kind is complex:
+        return {"complex": [part_value(one, numbers, here) for one in (value.real, value.imag)]}
+    if kind is torch.device:
+        # The receiver's stages are on the receiver's own device.
+        return {"device": "here" if value == here else str(value)}
+    for name, named in NAMED.items():
+        if isinstance(value, named):
+            return {name: str(value).removeprefix("torch.")}
+    raise InputError(
+        f"a value of type {kind.__name__} is carried from one rank to another, and only tensors, numbers, "
+        "texts, None, dtypes, devices, and tuples, lists and dicts of them can be: keep what makes and what reads it "
+        "in one stage, with fxsplit.leaf(...) around both"
+    )
+
+
+def build_value(template: Template, numbers: Iterator[int], here: torch.device) -> Any:
+    """Return the value of a template, with numbers from the iterator."""
+    if not isinstance(template, dict):
+        return template
+    ((kind, inside),) = template.items()
+    if kind == "int":
+        return next(numbers)
+    if kind == "bool":
+        return bool(next(numbers))
+    if kind == "float":
+        return struct.unpack("d", struct.pack("q", next(numbers)))[0]
+    if kind == "dict":
+        return {build_value(k, numbers, here): build_value(v, numbers, here) for k, v in inside}
+    if kind == "device":
+        return here if inside == "here" else torch.device(inside)
+    if kind in NAMED:
+        # Data of another process: a name that torch has, of a value of this very type, or nothing.
+        found = getattr(torch, inside, None)
+        if not isinstance(found, NAMED[kind]):
+            raise InputError(f"another rank sent {inside!r}, which is no {kind} here: run one torch on all ranks")
+        return found
+    parts = [build_value(one, numbers, here) for one in inside]
+    if kind == "slice":
+        return slice(*parts)
+    return complex(*parts) if kind == "complex" else CONTAINERS[kind](parts)
+
+
+def _check_int(value: int) -> int:
+    """Return a whole number; raises InputError for one that does not fit into 64 bits."""
+    if not -(2**63) <= value < 2**63:
+        raise InputError(f"the number {value} is carried from one rank to another, and has more than 64 bits")
+    return int(value)
+
+
+def _float_to_bits(value: float) -> int:
+    return int(struct.unpack("q", struct.pack("d", value))[0])

@@ -1,0 +1,194 @@
+"""Wire: the channels of a rank's jobs; messages to other ranks go over pairs, those to itself stay here.
+
+A message is one operation for all that is small in it and one for each large tensor. Both ends know its layout: in the
+first job of a *key*, the sender tells it before each message, and in later ones there is nothing to tell. A key stands
+for all that shapes of values follow from. Messages of a pair have no number: they are received in the order in which
+the sender's row of the schedule sends them, as NCCL would have it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fxsplit.errors import RankError, RankTimeout
+from fxsplit.runtime.channels import Message, Stopped
+from fxsplit.runtime.ranks.layout import Layout
+from fxsplit.runtime.ranks.routes import Route, find_routes
+from fxsplit.runtime.ranks.sums import SumsCodec
+from fxsplit.runtime.ranks.world import World
+from fxsplit.schedule.action import BACKWARD, FORWARD, REDUCE, Action
+from fxsplit.schedule.schedule import Schedule
+
+WINDOW = 2
+"""So many messages of each sender are received ahead of their use."""
+MOST_KEYS = 500
+"""Layouts of so many keys are kept, those that were made last."""
+
+
+class Posted(NamedTuple):
+    """A message that is being received: its layout, its bytes, and what to wait for."""
+
+    layout: Layout
+    pieces: list[Tensor]
+    works: list[Any]
+
+
+class Wire:
+    """The channels of one pipeline on one rank. `open` begins a job, `close` ends it when it has gone well.
+
+    `codec` makes messages of sums of gradients, for stages with replicas.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._me = world.me
+        self._layouts: dict[Hashable, dict[Action, Layout]] = {}
+        self.codec = SumsCodec()
+        self._reset({})
+
+    def _reset(self, known: dict[Action, Layout]) -> None:
+        """Forget the job before."""
+        self._known = known
+        self._told = False
+        self._failed = False
+        self._local: dict[Action, Message] = {}
+        self._route = Route({}, {}, {})
+        self._ahead: dict[int, deque[Action]] = {}
+        self._posted: dict[Action, Posted] = {}
+        self._sent: deque[tuple[Action, list[tuple[Any, Tensor]]]] = deque()
+        self._arrived: set[Action] = set()
+        self._deadline: Callable[[], float | None] = lambda: None
+
+    def open(self, key: Hashable, schedule: Schedule, rest_s: Callable[[], float | None] = lambda: None) -> None:
+        """Begin a job of a schedule, in which layouts are those of a key. `rest_s`: how long it may still take."""
+        self._reset(self._layouts.get(key, {}))
+        self._key = key
+        # Known to both ends or to none: every rank has had the same jobs.
+        self._told = key in self._layouts
+        self._deadline = rest_s
+        self._route = find_routes(schedule, self._me)
+        self._ahead = {source: deque(actions) for source, actions in self._route.incoming.items()}
+        if self._told:
+            for source in self._ahead:
+                for _ in range(WINDOW):
+                    self._post(source)
+
+    def close(self) -> None:
+        """End a job whose actions are all done: what was sent has been read, and layouts hold for the next job."""
+        while self._sent:
+            self._finish_oldest()
+        if self._key not in self._layouts:
+            self._layouts[self._key] = self._known
+            for old in list(self._layouts)[:-MOST_KEYS]:
+                del self._layouts[old]
+        self._reset({})
+
+    def give_up(self) -> None:
+        """Forget a job that failed on some rank, with what it has told."""
+        self._layouts.pop(self._key, None)
+        self._reset({})
+
+    # What a job asks for
+
+    def send(self, device: int, message: Message) -> None:
+        """Send a message; the values are read later, and stay as they are until the job's end."""
+        if self._failed:
+            raise Stopped
+        if device == self._me:
+            self._local[message.action] = message
+            return
+        action = message.action
+        values, wanted = message.values, message.about
+        if action.op == REDUCE:
+            values, wanted = self.codec.pack(values[0], action), ()
+        layout = self._known.get(action)
+        # Sums may have other leaves each time, and sparse ones other lengths.
+        if not self._told or action.op == REDUCE or layout is None:
+            like = self._known.get(Action(action.stage + 1, FORWARD, action.microbatch))
+            gradients = action.op == BACKWARD
+            layout = Layout.describe(values, wanted, self.world.device, like if gradients else None)
+            self._known[action] = layout
+            self._tell(layout, device, action)
+        pair = self.world.get_pair(self._me, device)
+        pieces = layout.pack(values, self.world.device)
+        self._sent.append((action, [(pair.send(piece), piece) for piece in pieces]))
+
+    def receive(self, device: int, action: Action) -> Message:
+        """Return the message for an action, after waiting for it; raises RankTimeout or RankError where none comes."""
+        if action in self._local:
+            return self._local.pop(action)
+        if self._failed:
+            raise Stopped
+        source = self._route.source_of[action]
+        while action not in self._posted:
+            self._post(source)
+        layout, pieces, works = self._posted.pop(action)
+        for work in works:
+            self._wait(work, f"rank {source}, which is to send {action}")
+        if self._told:
+            self._post(source)
+        self._release(action)
+        values = layout.unpack(pieces, self.world.device, gradients=action.op == BACKWARD)
+        if action.op == REDUCE:
+            return Message(action, [self.codec.unpack(values, action)], None)
+        return Message(action, values, None, layout.wanted if action.op == FORWARD else ())
+
+    def fail(self) -> None:
+        """Let the job send and receive nothing any more."""
+        self._failed = True
+
+    # How it goes
+
+    def _tell(self, layout: Layout, device: int, action: Action) -> None:
+        """Send the layout of a message that comes next."""
+        text = torch.frombuffer(bytearray(layout.to_text().encode()), dtype=torch.uint8)
+        length = torch.tensor([len(text)])
+        self._sent.append((action, [(self.world.send_host(t, device), t) for t in (length, text)]))
+
+    def _listen(self, source: int, action: Action) -> Layout:
+        """Receive the layout of a message that comes next."""
+        what = f"rank {source}, which is to say what it sends to {action}"
+        length = torch.empty(1, dtype=torch.int64)
+        self._wait(self.world.receive_host(length, source), what)
+        text = torch.empty(int(length), dtype=torch.uint8)
+        self._wait(self.world.receive_host(text, source), what)
+        return Layout.parse(text.numpy().tobytes().decode())
+
+    def _post(self, source: int) -> None:
+        """Begin to receive the next message of a sender, in the order in which it sends."""
+        if not self._ahead[source]:
+            return
+        action = self._ahead[source].popleft()
+        if not self._told or action.op == REDUCE:
+            self._known[action] = self._listen(source, action)
+        layout = self._known[action]
+        pair, here = self.world.get_pair(source, self._me), self.world.device
+        pieces = [torch.empty(size, dtype=torch.uint8, device=here) for size in layout.pieces]
+        self._posted[action] = Posted(layout, pieces, [pair.receive(piece) for piece in pieces])
+
+    def _release(self, action: Action) -> None:
+        """Let go of what the sender of a message must have read before it sent that."""
+        self._arrived.update(self._route.read_before.get(action, ()))
+        while self._sent and self._sent[0][0] in self._arrived:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        """Wait until the oldest message that was sent has been read."""
+        action, parts = self._sent.popleft()
+        for work, _ in parts:
+            self._wait(work, f"the rank that is to read what was sent to {action}")
+
+    def _wait(self, work: Any, what: str) -> None:
+        """Wait for what is under way, for as long as the job may take."""
+        rest = self._deadline()
+        limit_s = self.world.limit_s if rest is None else max(0.001, min(rest, self.world.limit_s))
+        try:
+            self.world.wait(work, what, limit_s)
+        except (RankError, RankTimeout):
+            self._failed = True
+            raise

@@ -1,0 +1,209 @@
+"""World: the ranks of one pipeline, and the process groups that they talk over.
+
+There is a *control* group on gloo for all that the hosts tell each other, and a *pair* for each ordered pair of ranks
+that send each other tensors. All of them are made on every rank in one order, before the first message.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fxsplit.errors import RankError, RankTimeout
+from fxsplit.torch_internals import accelerators
+from fxsplit.torch_internals.process_groups import is_timeout, read_timeout_s
+
+LIMIT_S = 600.0
+"""How long a rank waits for another one, where the user's process group does not say otherwise."""
+POISON = 99
+"""The tag of a message that nobody sends."""
+COMPILE_LIMIT_S = 7200.0
+"""How long ranks wait for the first one, which measures and plans for all of them."""
+
+
+class Pair:
+    """What brings tensors from one rank to another one, in the order in which they are sent, and nothing back."""
+
+    def __init__(self, group: Any, source: int, to: int, *, on_host: bool) -> None:
+        self._group, self._source, self._to = group, source, to
+        self._on_host = on_host
+
+    def send(self, tensor: Tensor) -> Any:
+        """Begin to send a dense tensor; return what can be waited for. Raises RankError if that rank is lost."""
+        try:
+            return self._group.send([tensor], self._to, 0)
+        except RuntimeError as error:
+            raise RankError(f"the connection to another rank is lost: {str(error).splitlines()[0]}") from error
+
+    def receive(self, tensor: Tensor) -> Any:
+        """Begin to receive a tensor; return what can be waited for. The order is all that tells which one it is."""
+        try:
+            return self._group.recv([tensor], self._source, 0)
+        except RuntimeError as error:
+            raise RankError(f"the connection to another rank is lost: {str(error).splitlines()[0]}") from error
+
+    def poison(self) -> None:
+        """Wake this rank and the other one, where they wait for each other over this pair; it is of no use then."""
+        if self._group is None:
+            return
+        if self._on_host:
+            # A receive that takes too long closes the connection at both ends, which nothing else of gloo's does.
+            with suppress(RuntimeError):
+                other = self._to if self._group.rank() == self._source else self._source
+                self._group.recv([torch.empty(1)], other, POISON).wait(timedelta(milliseconds=1))
+        else:
+            self._group.abort()
+
+
+@dataclass(frozen=True, eq=False)
+class Neighbour:
+    """What a rank says of itself when a pipeline is made: its kind of device, that one's memory, and its host."""
+
+    kind: str
+    memory_bytes: float
+    host: str
+
+
+class World:
+    """The ranks of one pipeline; rank number `me` among them runs the schedule's device of that number.
+
+    ranks: their numbers in torch's default group, in the order of the pipeline. rows: those of all pipelines that
+    are made at the same time, as of a mesh; each rank makes the groups of all of them.
+    """
+
+    def __init__(self, ranks: Sequence[int], device: torch.device, rows: Sequence[Sequence[int]] | None = None) -> None:
+        self.ranks = tuple(ranks)
+        self.rows = [tuple(row) for row in rows or [ranks]]
+        self.device = device
+        self.me = self.ranks.index(dist.get_rank())
+        self.limit_s = min(read_timeout_s(dist.group.WORLD, LIMIT_S), LIMIT_S)
+        self._control = self._make_group(self.ranks, "gloo", self.limit_s)
+        # A group of its own for what takes long: the limit of one that waits is that of its group.
+        self._patient = self._make_group(self.ranks, "gloo", COMPILE_LIMIT_S)
+        self._data = self._control
+        if accelerators.is_accelerator(device):
+            self._data = self._make_group(self.ranks, self._find_backend(), self.limit_s)
+        self._pairs: dict[tuple[int, int], Pair] = {}
+        self.n_pipelines = 0
+        self._gathered: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def _find_backend(self) -> str:
+        """Return the name of the backend that brings tensors of this rank's device from rank to rank."""
+        return "nccl" if self.device.type == "cuda" and dist.is_nccl_available() else "gloo"
+
+    def _make_group(self, ranks: Sequence[int], backend: str, limit_s: float) -> Any:
+        """Return a group of those of the default group's `ranks` that are in the same places of this rank's row.
+
+        Every rank makes those of all rows, as torch asks for, and is in one of them.
+        """
+        places = [self.ranks.index(rank) for rank in ranks]
+        made = [
+            dist.new_group([row[p] for p in places], timedelta(seconds=limit_s), backend=backend) for row in self.rows
+        ]
+        return made[self.rows.index(self.ranks)]
+
+    def open_pairs(self, wanted: Iterable[tuple[int, int]]) -> None:
+        """Make the pairs that are not there yet, of (source, receiver) in numbers of this pipeline; on every rank."""
+        # In one order: with two ranks that make them in different orders, each would wait for the other.
+        for source, to in sorted(set(wanted) - self._pairs.keys()):
+            group = self._make_group((self.ranks[source], self.ranks[to]), self._find_backend(), self.limit_s)
+            if self.me not in (source, to):
+                self._pairs[source, to] = Pair(None, 0, 1, on_host=True)
+                continue
+            # torch numbers the ranks of a group in rising order, unless it is told otherwise.
+            first = self.ranks[source] < self.ranks[to]
+            on_host = self._find_backend() == "gloo"
+            pair = self._pairs[source, to] = Pair(group, int(not first), int(first), on_host=on_host)
+            # NCCL connects at the first message, and two ranks that connect in different orders hang.
+            token = torch.zeros(1, device=self.device)
+            self.wait(pair.send(token) if self.me == source else pair.receive(token), f"rank {source} and rank {to}")
+
+    def get_pair(self, source: int, to: int) -> Pair:
+        """Return the pair of two ranks, which is open."""
+        return self._pairs[source, to]
+
+    def poison(self) -> None:
+        """Wake all ranks that wait for this one, and forget all pairs: others are made before the next job.
+
+        What is under way in them must not reach that job.
+        """
+        pairs, self._pairs = self._pairs, {}
+        for pair in pairs.values():
+            pair.poison()
+
+    def wait(self, work: Any, what: str, limit_s: float | None = None) -> None:
+        """Wait for what is under way; `what` says who for. Raises RankTimeout, or RankError where a rank is lost."""
+        limit_s = self.limit_s if limit_s is None else limit_s
+        try:
+            work.wait(timedelta(seconds=limit_s))
+        except RuntimeError as error:
+            if is_timeout(error):
+                raise RankTimeout(f"rank {self.me} has waited {limit_s:g} s for {what}: nothing came") from error
+            raise RankError(f"rank {self.me} has lost {what}: {str(error).splitlines()[0]}") from error
+
+    # What hosts tell each other
+
+    def gather(self, numbers: Tensor, what: str) -> list[Tensor]:
+        """Return a tensor of host memory from every rank, all of one shape and type."""
+        key = numbers.numel(), numbers.dtype
+        if key not in self._gathered:
+            self._gathered[key] = [torch.empty_like(numbers) for _ in self.ranks]
+        found = self._gathered[key]
+        self.wait(self._control.allgather([found], [numbers]), f"all ranks at {what}")
+        return found
+
+    def gather_texts(self, text: str, what: str) -> list[str]:
+        """Return the text of every rank."""
+        mine = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
+        lengths = [int(t) for t in self.gather(torch.tensor([len(mine)]), what)]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(mine)] = mine
+        found = [torch.empty_like(padded) for _ in self.ranks]
+        self.wait(self._control.allgather([found], [padded]), f"all ranks at {what}")
+        return [t[:n].numpy().tobytes().decode() for t, n in zip(found, lengths, strict=True)]
+
+    def tell(self, text: str | None, what: str, source: int = 0, *, patient: bool = False) -> str:
+        """Return the text that the rank `source` gives, on every rank. `patient`: it may take long to make it."""
+        group, limit_s = (self._patient, COMPILE_LIMIT_S) if patient else (self._control, self.limit_s)
+        packed = torch.frombuffer(bytearray((text or "").encode() or b" "), dtype=torch.uint8)
+        length = torch.tensor([len(packed)])
+        self._broadcast(group, length, source, what, limit_s)
+        if self.me != source:
+            packed = torch.empty(int(length), dtype=torch.uint8)
+        self._broadcast(group, packed, source, what, limit_s)
+        return packed.numpy().tobytes().decode()
+
+    def broadcast(self, tensor: Tensor, source: int, what: str) -> None:
+        """Fill a dense tensor, of this rank's device or of host memory, with that of the rank `source`."""
+        on_host = not accelerators.is_accelerator(tensor.device)
+        self._broadcast(self._control if on_host else self._data, tensor, source, what, self.limit_s)
+
+    def _broadcast(self, group: Any, tensor: Tensor, source: int, what: str, limit_s: float) -> None:
+        work = dist.broadcast(tensor, self.ranks[source], group=group, async_op=True)
+        self.wait(work, f"rank {source} at {what}", limit_s)
+
+    def send_host(self, tensor: Tensor, to: int) -> Any:
+        """Begin to send a tensor of host memory over the control group."""
+        return self._control.send([tensor], to, 1)
+
+    def receive_host(self, tensor: Tensor, source: int) -> Any:
+        """Begin to receive a tensor of host memory over the control group, in the order in which they are sent."""
+        return self._control.recv([tensor], source, 1)
+
+    def introduce(self, memory_bytes: float) -> list[Neighbour]:
+        """Return what every rank says of itself."""
+        own = {"kind": self.device.type, "memory_bytes": str(memory_bytes), "host": os.uname().nodename}
+        told = [json.loads(text) for text in self.gather_texts(json.dumps(own), "the start")]
+        return [Neighbour(one["kind"], float(one["memory_bytes"]), one["host"]) for one in told]

@@ -1,0 +1,105 @@
+"""An error of one rank is raised on all of them, at once, and the next step works."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxsplit
+from fxsplit.errors import FxsplitError, RankError, StageError, StepTimeout
+from tests.models import FAST
+from tests.ranks import ranks
+
+X, Y = torch.randn(8, 8), torch.randn(8, 3)
+TROUBLE: dict[str, Any] = {"where": None}
+
+
+class Trouble(torch.autograd.Function):
+    """Hands a tensor on, and makes trouble where it is told to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, number: int) -> Tensor:
+        ctx.number = number
+        make_trouble("forward", number)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        make_trouble("backward", ctx.number)
+        return gradients[0], None
+
+
+def make_trouble(where: str, number: int) -> None:
+    if TROUBLE["where"] == (where, number):
+        if TROUBLE["how"] == "sleep":
+            time.sleep(2.5)
+        else:
+            raise ValueError("trouble")
+
+
+class Layer(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return pass_on(torch.tanh(self.linear(x)), self.number)
+
+
+@torch.fx.wrap
+def pass_on(x: Tensor, number: int) -> Tensor:
+    return Trouble.apply(x, number)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def loss_fn(outputs: Tensor, target: Tensor) -> Tensor:
+    make_trouble("loss", -1)
+    return F.mse_loss(outputs[:, :3], target)
+
+
+def fail_once(rank: int, n: int, where: tuple[str, int], how: str, schedule: str) -> tuple[str, str, bool]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Layer(i) for i in range(3)))
+    options: dict[str, Any] = {"passes": FAST, "n_microbatches": 4, "loss_fn": loss_fn, "schedule": schedule}
+    pipe = fxsplit.compile(model, "world", example_inputs=X, **options)
+    TROUBLE.update(where=None)
+    before = float(pipe.step(X, target=Y))
+    grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    TROUBLE.update(where=where, how=how)
+    kind = text = ""
+    try:
+        pipe.step(X, target=Y, timeout_s=1.0 if how == "sleep" else None)
+    except FxsplitError as error:
+        kind, text = type(error).__name__, str(error)
+    pairs = zip(grads, model.parameters(), strict=True)
+    kept = all((g is None and p.grad is None) or (g is not None and torch.equal(g, p.grad)) for g, p in pairs)  # type: ignore[arg-type]
+    TROUBLE.update(where=None)
+    pipe.zero_grad()
+    after = float(pipe.step(X, target=Y))
+    assert after == before and isinstance(pipe(X), Tensor)
+    return kind, text, kept
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1"])
+@pytest.mark.parametrize("where", [("forward", 0), ("forward", 1), ("backward", 2), ("backward", 0), ("loss", -1)])
+def test_an_error_of_one_rank_is_raised_on_all(where: tuple[str, int], schedule: str) -> None:
+    found = ranks(3, fail_once, where, "raise", schedule)
+    culprit = 2 if where == ("loss", -1) else where[1]
+    for rank, (kind, text, kept) in enumerate(found):
+        assert kept
+        assert "trouble" in text and ("stage" in text)
+        assert kind == (StageError.__name__ if rank == culprit else RankError.__name__), text
+        assert rank == culprit or f"rank {culprit} of 3 failed" in text
+
+
+def test_a_step_that_takes_too_long_ends_on_all_ranks() -> None:
+    found = ranks(2, fail_once, ("forward", 0), "sleep", "1F1B")
+    assert any(kind == StepTimeout.__name__ for kind, *_ in found)
+    for kind, text, kept in found:
+        assert kept and kind in (StepTimeout.__name__, RankError.__name__)
+        assert "timeout_s=1: rank 1 has waited" in text and "for rank 0, which is to send 1F0" in text
