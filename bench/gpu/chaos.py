@@ -6,7 +6,7 @@ import copy
 import itertools
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -15,9 +15,8 @@ import torch
 from torch.nn import functional as F
 
 from bench.gpu.checks.equality import CLOSE
-from bench.gpu.checks.placement import to_host
 from bench.gpu.setting import FAST, MICROBATCHES, RECOMPUTING, Net, Setting
-from fxsplit.api.compare import Outcome, compare, run_pipeline_step, run_unsplit_step
+from fxsplit.api.compare import compare, run_pipeline_step, run_unsplit_step
 from fxsplit.runtime.streams import AcceleratorStream, Stream
 
 MODES: tuple[dict[str, Any], ...] = ({}, {"passes": RECOMPUTING}, {"deferred_batch_norm": True})
@@ -128,14 +127,8 @@ def _step_for(setting: Setting, seconds: float, delay: Callable[[float], None]) 
                 model.zero_grad()
                 twin.zero_grad()
                 found = run_pipeline_step(pipe, [inputs], y.to(devices[-1]))
-                differences = compare(_to_host(found), _to_host(expected))
+                differences = compare(found, expected)
                 # Deferred batch norm is to leave other statistics than the unsplit model, so buffers are left out.
                 worst = max(worst, differences.output, differences.gradient)
                 steps += 1
     return steps, worst
-
-
-def _to_host(outcome: Outcome) -> Outcome:
-    """Return an outcome with all values in host memory: those of stages on other devices are compared there."""
-    parts: Sequence[dict[str, Any]] = list(vars(outcome).values())
-    return Outcome(*({name: to_host(tensor) for name, tensor in part.items()} for part in parts))

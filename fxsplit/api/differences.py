@@ -26,8 +26,8 @@ def measure_difference(a: Tensor | None, b: Tensor | None, scale: float = 0.0) -
         return 0.0
     if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
         return math.inf
-    # torch.equal takes no sparse tensors, and most pairs are equal: nothing is copied for them.
-    if a.numel() == 0 or (not a.is_sparse and torch.equal(a, b)):
+    # torch.equal takes no sparse tensors, nor those of two devices. Most pairs are equal: nothing is copied for them.
+    if a.numel() == 0 or (not a.is_sparse and a.device == b.device and torch.equal(a, b)):
         return 0.0
     a, b = widen(a), widen(b)
     # Infinite less infinite is not a number, so where both are the same the difference is zero by definition.

@@ -40,7 +40,7 @@ from fxsplit.runtime.program import Batch
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.containers import to_plain_outputs
 from fxsplit.torch_internals.expectations import normalise_rows_alone
-from fxsplit.torch_internals.fake_weights import Snapshot, lacks_values
+from fxsplit.torch_internals.fake_weights import Snapshot, are_together, lacks_values
 from fxsplit.torch_internals.generators import keep_torch_generators
 from fxsplit.torch_internals.interpret import preserve
 from fxsplit.torch_internals.undo import leave_no_trace, undo_after
@@ -268,9 +268,15 @@ def _shake_weights(model: nn.Module) -> None:
 
 
 def _convert(dtype: torch.dtype, model: nn.Module, call: Call) -> tuple[nn.Module, Call]:
-    """Return a copy of the model, and the call, in a dtype."""
+    """Return a copy of the model, and the call, in a dtype; in host memory where the model cannot run where it is.
+
+    Stages on several devices have its weights there.
+    """
+    given = [t for t in pytree.tree_leaves(call) if isinstance(t, Tensor)]
+    runs_here = are_together([*model.parameters(), *model.buffers()], given)
 
     def convert(tensor: Tensor) -> Tensor:
+        tensor = tensor if runs_here else tensor.cpu()
         # Floating and complex numbers alone have gradients, and are what a dtype is for.
         return tensor.to(widen_dtype(tensor, dtype)) if tensor.is_floating_point() or tensor.is_complex() else tensor
 

@@ -8,7 +8,7 @@ stage by stage afterwards.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any, TypeVar, cast
 
@@ -85,19 +85,33 @@ def make_runnable(
 
     With `from_shapes` all parameters, buffers and inputs are replaced by fake tensors for as long as the block takes:
     on `device`, which need not exist, by default on that of the first input.
-    Where weights are on several devices, as once stages have been placed, they are replaced by copies in host memory
-    for as long. In all other cases module and inputs are yielded as they are.
+    Where weights are on several devices, as once stages have been placed, or no input is where they are, as once all
+    stages have been placed on one GPU, they are replaced by copies in host memory for as long. In all other cases
+    module and inputs are yielded as they are.
     """
-    devices = {w.device for w in (*module.parameters(), *module.buffers())}
+    weights = (*module.parameters(), *module.buffers())
     if from_shapes:
         with _replace_by_fakes(module, device or tensors[0].device) as make_fake:
             yield module, [make_fake(t) for t in tensors]
-    elif len(devices) > 1:
-        # Not a copy of the modules: their Python attributes are the user's objects, which forward() reads and writes.
-        with _replace_weights(module, lambda weight: fill_like(weight, weight.detach().cpu())):
-            yield module, [t.detach().cpu().requires_grad_(t.requires_grad) for t in tensors]
-    else:
+    elif are_together(weights, tensors):
         yield module, list(tensors)
+    else:
+        # Not a copy of the modules: their Python attributes are the user's objects, which forward() reads and writes.
+        is_here = all(w.device.type == "cpu" for w in weights)
+        with nullcontext() if is_here else _replace_weights(module, _copy_to_host):
+            yield module, [t.detach().cpu().requires_grad_(t.requires_grad) for t in tensors]
+
+
+def are_together(weights: Iterable[Tensor], tensors: Iterable[Tensor]) -> bool:
+    """Return whether a model can run: its weights are on one device, and so is one of its inputs, or several."""
+    devices = {w.device for w in weights}
+    # Some models want their lengths in host memory, and all else with the weights.
+    return len(devices) <= 1 and (not devices or not devices.isdisjoint(t.device for t in tensors))
+
+
+def _copy_to_host(weight: P) -> P:
+    """Return a copy of a weight in host memory."""
+    return fill_like(weight, weight.detach().cpu())
 
 
 def fill_like(weight: P, value: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> P:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from math import isnan, nan
 from pathlib import Path
@@ -19,7 +20,7 @@ import fxsplit
 from bench.gpu import chaos, not_on_gpu, peaks, suite, tables
 from bench.gpu.__main__ import PARTS, SIZED, main
 from bench.gpu.chaos import make_late_stream
-from bench.gpu.checks import ALL, Check, memory, run_check
+from bench.gpu.checks import ALL, Check, memory, placement, run_check
 from bench.gpu.example import read_example
 from bench.gpu.findings import Findings, show
 from bench.gpu.green import to_plain_stream
@@ -27,10 +28,17 @@ from bench.gpu.parts import COMMANDS, ROOT, Part, run_command, run_part
 from bench.gpu.plugin import find_machine_on_gpu, pytest_configure
 from bench.gpu.setting import Setting, largest_difference
 from fxsplit.ir.facts.machine import Device, Machine
+from fxsplit.runtime.targets import Targets
 from fxsplit.torch_internals import accelerators
 from tests.accelerator import use_accelerator
 from tests.accelerator.cases import start
 from tests.accelerator.matrix import FEW
+
+IN_HOST_MEMORY = (
+    placement.stages_on_the_cpu_and_on_the_gpu,
+    placement.inputs_and_targets_in_host_memory,
+    placement.gradient_of_an_input_in_host_memory,
+)
 
 
 @pytest.mark.parametrize("part", [p for p in (*PARTS, *SIZED) if p not in ("checks", "suite", "tests")])
@@ -55,6 +63,34 @@ def test_commands_run_dry(command: str, tmp_path: Path) -> None:
 def test_checks_run_dry(check: Check) -> None:
     holds, text = run_check(Setting(dry=True), check)
     assert holds and text
+
+
+@dataclass(frozen=True)
+class MadeUp(Setting):
+    """A setting on a made-up accelerator, whose memory is not the host's."""
+
+    @property
+    def name(self) -> str:
+        """The device's name."""
+        return "toy:0"
+
+    def release_memory(self) -> None:
+        """Give nothing back."""
+
+
+@pytest.mark.parametrize("check", IN_HOST_MEMORY, ids=lambda check: str(check.__name__))
+def test_checks_of_host_memory_hold_on_a_made_up_accelerator(check: Check) -> None:
+    """On the CPU alone nothing is moved. Two of them failed where the model was on the accelerator already."""
+    with use_accelerator():
+        assert run_check(MadeUp(), check)[0]
+
+
+def test_targets_that_are_not_moved_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check held whether such targets ran or were refused."""
+    monkeypatch.setattr(Targets, "place", lambda self, microbatch, device: self.given[microbatch])
+    with use_accelerator():
+        holds, told = run_check(MadeUp(), placement.inputs_and_targets_in_host_memory)
+    assert not holds and "same device" in told
 
 
 def test_peaks_that_are_not_as_planned_fail(monkeypatch: pytest.MonkeyPatch) -> None:

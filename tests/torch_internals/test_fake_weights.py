@@ -16,6 +16,7 @@ import fxsplit
 from fxsplit.errors import InputError, TraceError
 from fxsplit.torch_internals.fake_weights import (
     Snapshot,
+    are_together,
     fill_like,
     has_values,
     is_fake,
@@ -280,6 +281,20 @@ def test_what_is_on_one_device_runs_as_it_is() -> None:
     model, x = nn.Linear(2, 2), torch.ones(1, 2)
     with make_runnable(model, [x], False) as (module, (tensor,)):
         assert module is model and tensor is x
+
+
+@pytest.mark.parametrize(
+    ("weights", "inputs", "together"),
+    [
+        (["cpu", "cpu"], ["cpu"], True),
+        (["meta"], ["cpu", "meta"], True),  # lengths are wanted in host memory
+        ([], ["meta"], True),
+        (["cpu", "meta"], ["cpu"], False),
+        (["meta"], ["cpu"], False),
+    ],
+)
+def test_a_model_runs_where_its_weights_and_an_input_are(weights: list[str], inputs: list[str], together: bool) -> None:
+    assert are_together(*([torch.ones(1, device=d) for d in devices] for devices in (weights, inputs))) == together
 
 
 def test_fake_operators_leave_the_traces_of_real_ones() -> None:

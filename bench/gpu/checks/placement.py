@@ -6,13 +6,12 @@ import copy
 import warnings
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 import fxsplit
 from bench.gpu.checks.equality import CLOSE
 from bench.gpu.setting import FAST, MICROBATCHES, Net, Setting
-from fxsplit.api.compare import Outcome, compare, run_pipeline_step, run_unsplit_step
+from fxsplit.api.compare import compare, run_pipeline_step, run_unsplit_step
 
 
 def stages_on_the_cpu_and_on_the_gpu(setting: Setting) -> tuple[bool, str]:
@@ -27,28 +26,22 @@ def stages_on_the_cpu_and_on_the_gpu(setting: Setting) -> tuple[bool, str]:
             model, devices, n_microbatches=MICROBATCHES, example_inputs=x, passes=FAST, loss_fn=F.cross_entropy
         ) as pipe:
             outcome = run_pipeline_step(pipe, [x], y.to(devices[-1]))
-        # Comparing needs both on one device.
-        moved = ({name: to_host(t) for name, t in part.items()} for part in vars(outcome).values())
-        found.append(compare(Outcome(*moved), expected).largest)
+        found.append(compare(outcome, expected).largest)
     return max(found) < CLOSE, f"differences {found}"
 
 
-def to_host(tensor: Tensor | None) -> Tensor | None:
-    """Return a tensor in host memory."""
-    return None if tensor is None else tensor.cpu()
-
-
 def inputs_and_targets_in_host_memory(setting: Setting) -> tuple[bool, str]:
-    """Step with inputs and targets on the CPU; a target on the wrong device must be refused, and not be waited for."""
-    x, y = setting.make_batch()
-    with setting.compile(Net().double().to(setting.device), 2, example_inputs=x.cpu()) as pipe:
-        # Inputs are moved to the first stage. The loss is computed on the last one, where a target belongs.
-        pipe.step(x.cpu(), target=y)
-        try:
-            pipe.step(x.cpu(), target=y.cpu())
-        except RuntimeError as error:
-            return True, f"inputs ran; targets are refused: {str(error)[:120]}"
-    return True, "inputs and targets ran"
+    """Compare a step with inputs and targets on the CPU with the unsplit model's: fxsplit moves both to the GPU."""
+    x, y = (t.cpu() for t in setting.make_batch())
+    model = Net().double()
+    expected = run_unsplit_step(copy.deepcopy(model), [x], y, F.cross_entropy, MICROBATCHES)
+    # Inputs go to the first stage. The loss is computed on the last one, where the target goes.
+    with setting.compile(model.to(setting.device), 2, example_inputs=x) as pipe:
+        outcome = run_pipeline_step(pipe, [x], y)
+    devices = {str(t.device) for t in outcome.outputs.values() if t is not None}
+    difference = compare(outcome, expected).largest
+    # On the CPU the step would be right as well, and would say nothing of what is moved.
+    return difference < CLOSE and devices == {setting.name}, f"outputs on {devices}, difference {difference:.1e}"
 
 
 def gradient_of_an_input_in_host_memory(setting: Setting) -> tuple[bool, str]:
