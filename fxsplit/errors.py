@@ -102,7 +102,7 @@ class ScheduleError(FxsplitError, ValueError):
 
 
 class NotExportable(ScheduleError):
-    """Another tool's format has no word for a part of this schedule."""
+    """Another tool has no word for a part of this schedule or pipeline; the message says what to do."""
 
 
 class ElsewhereError(FxsplitError, RuntimeError):

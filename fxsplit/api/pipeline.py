@@ -21,12 +21,12 @@ from torch.optim import Optimizer
 from fxsplit.api.compiled import Compiled, get_mode
 from fxsplit.api.compiler import Compiler
 from fxsplit.api.crew import make_crew
+from fxsplit.api.exports import WithExports
 from fxsplit.api.generation.generate import generate, takes_generate
 from fxsplit.api.generation.programs import Programs
 from fxsplit.api.loss_meanings import LossMeanings
 from fxsplit.api.no_gradients import give_no_gradients
 from fxsplit.api.stream import Stream, check_has_batches
-from fxsplit.api.weights import WithWeights
 from fxsplit.errors import ClosedError, FxsplitError, InputError
 from fxsplit.frontend.capture import load_torch
 from fxsplit.ir.facts.call import Call
@@ -55,7 +55,7 @@ from fxsplit.torch_internals.uncompiled import leave_uncompiled
 from fxsplit.torch_internals.undo import Turn, leave_no_trace
 
 
-class Pipeline(WithWeights):
+class Pipeline(WithExports):
     """A model run as a pipeline of stages.
 
     Parameters, buffers, submodules, hooks and mode are the model's own (the very same dictionaries), so state_dict(),

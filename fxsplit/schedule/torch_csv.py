@@ -79,6 +79,11 @@ def write_csv(schedule: Schedule, path: str | os.PathLike[str], transfers: bool 
     Raises NotExportable for what torch has no word for: replicas of a stage, and steps or versions of weights. Raises
     FileError where the file cannot be written. A file that is there does not change then.
     """
+    write_whole(path, format_csv(schedule, transfers))
+
+
+def format_csv(schedule: Schedule, transfers: bool = False) -> str:
+    """Return the text of a schedule file; raises NotExportable as `write_csv` does."""
     for device, row in enumerate(schedule.actions):
         for action in row:
             if action.replica or action.op == STEP or action.version:
@@ -89,7 +94,7 @@ def write_csv(schedule: Schedule, path: str | os.PathLike[str], transfers: bool 
     words = [[f"{a.stage}REDUCE_GRAD" if a.op == REDUCE else str(a) for a in row] for row in rows]
     text = io.StringIO()
     csv.writer(text).writerows(words)
-    write_whole(path, text.getvalue())
+    return text.getvalue()
 
 
 def _parse_cell(cell: str) -> list[Action]:

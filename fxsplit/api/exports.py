@@ -1,0 +1,43 @@
+"""A pipeline as others take it: the stages and the schedule for torch's own pipeline runtime."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fxsplit.api.compiled import get_mode
+from fxsplit.api.weights import WithWeights
+from fxsplit.errors import InputError
+from fxsplit.torch_internals.undo import leave_no_trace
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from fxsplit.api.torch_stages import TorchStages
+
+
+class WithExports(WithWeights):
+    """A facade whose compiled stages can be given to another runtime."""
+
+    @leave_no_trace
+    def to_torch_stages(self, group: dist.ProcessGroup | None = None) -> TorchStages:
+        """Return this rank's stages, and the schedule, for torch's runtime (torch.distributed.pipelining).
+
+        Rank r of the group (default: all ranks) runs the stages of device r of the plan. `made.step(x, target=y)` runs
+        a step, and `made.schedule.step(...)` is torch's own. The modules in `made.stages` hold the model's parameters,
+        and gradients are added to their `.grad`. Shapes are those of the example inputs. All ranks need the same plan:
+        compile with `costs=` from a file.
+
+        Raises NotExportable for what torch's runtime has no word for: replicas, versions of weights, weights tied over
+        stages, batches that do not divide evenly, dropout, recomputation, and values other than tensors that cross
+        stages and follow from no shape.
+        """
+        from fxsplit.api.torch_stages import export_stages
+
+        compiler = self.compiler
+        compiled = compiler.get_compiled(get_mode(self.model))
+        if compiled is None:
+            raise InputError(
+                "nothing is compiled yet: pass example_inputs= to compile(), or call the pipeline once, before "
+                "to_torch_stages()"
+            )
+        return export_stages(compiled, compiler.options, group)
