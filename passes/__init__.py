@@ -13,6 +13,7 @@ if __name__ != "fxsplit.passes":
 from fxsplit.passes.augment import Augment
 from fxsplit.passes.batch_norm import BatchNorm
 from fxsplit.passes.carry_tensors import CarryTensors
+from fxsplit.passes.cut import Cut
 from fxsplit.passes.emit import Emit
 from fxsplit.passes.leaf import Leaf
 from fxsplit.passes.order import Order
@@ -20,10 +21,22 @@ from fxsplit.passes.partition import Partition
 from fxsplit.passes.profile.profile import Profile
 
 # The names by which text chains know them; a user names a pass of their own `package.module:attribute`.
-PASSES = {p.name: p for p in (Leaf, Profile, Augment, Order, Partition, Emit, BatchNorm, CarryTensors)}
+PASSES = {p.name: p for p in (Leaf, Profile, Cut, Augment, Order, Partition, Emit, BatchNorm, CarryTensors)}
 """Every pass that comes with fxsplit, by its name in chains."""
 
 DEFAULT = (Profile(), Augment(), Order(), Partition(), Emit(), BatchNorm())
 """The chain that compile() runs unless told otherwise."""
 
-__all__ = ["DEFAULT", "PASSES", "Augment", "BatchNorm", "CarryTensors", "Emit", "Leaf", "Order", "Partition", "Profile"]
+__all__ = [
+    "DEFAULT",
+    "PASSES",
+    "Augment",
+    "BatchNorm",
+    "CarryTensors",
+    "Cut",
+    "Emit",
+    "Leaf",
+    "Order",
+    "Partition",
+    "Profile",
+]

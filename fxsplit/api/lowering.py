@@ -144,10 +144,14 @@ class KeepCosts(Observer):
     """Keeps the costs that a chain learns: the rewriting into stages forgets them, as they are of another graph."""
 
     found: Costs | None = None
+    _constrained = False
 
     def after(self, name: str, ir: IR) -> None:
-        """Keep the latest costs."""
-        self.found = ir.get(Costs) or self.found
+        """Keep the latest costs, but for those with constraints of one plan."""
+        # Where one plan may cut is nothing that was measured.
+        self._constrained |= name == standard.Cut.name
+        if not self._constrained:
+            self.found = ir.get(Costs) or self.found
 
 
 def build_program(

@@ -127,7 +127,7 @@ def _check_schedule(program: Program, schedule: Schedule, n_ranks: int) -> None:
     if recomputed is not None:
         raise NotExportable(
             f"stage {recomputed} recomputes its activations, and torch's runtime keeps them: compile with "
-            "checkpoint='never', or put torch.utils.checkpoint into the model"
+            "recompute='never', or put torch.utils.checkpoint into the model"
         )
     if program.compiling is not None:
         raise NotExportable(

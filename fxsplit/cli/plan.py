@@ -6,11 +6,13 @@ import argparse
 import re
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf, isfinite
 from typing import Any
 
 from fxsplit.api.plan import build_machine, check_can_run, choose_passes, lay_out
+from fxsplit.api.titan import CONFIG, SCHEDULE, check_forward, emit_titan
 from fxsplit.cli.output import print_json
 from fxsplit.cli.words import take_text
 from fxsplit.errors import InputError, NoFit
@@ -24,8 +26,11 @@ from fxsplit.ir.facts.price import COST_MODELS
 from fxsplit.ir.facts.workload import Workload
 from fxsplit.planner import Options
 from fxsplit.planner.baselines import BASELINES, plan_baseline
+from fxsplit.planner.borders import PLACES, check_modules, list_modules
 from fxsplit.planner.planner import MAX_STATES, Planner
 from fxsplit.planner.solve import RECOMPUTE
+from fxsplit.schedule.catalogue import Scheduler
+from fxsplit.schedule.of_plan import build_schedule
 
 UNLIMITED = "links are unlimited, so that transfers take no time: --bandwidth prices them"
 
@@ -52,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--pin", action="append", default=[], metavar="NAME=DEVICE", help="put a submodule or node there"
     )
     parser.add_argument("--together", action="append", default=[], metavar="A,B", help="never cut between these")
+    parser.add_argument("--cut-at", choices=PLACES, default="anywhere", help="let cuts lie at borders of modules alone")
     parser.add_argument("--max-states", type=int, default=MAX_STATES, metavar="N", help="ideals to enumerate at most")
     parser.add_argument("--time-limit", type=float, default=inf, metavar="S", help="then the best so far, with its gap")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -60,6 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `plan`: those of `explain`, and its own."""
     add_arguments(parser)
+    parser.add_argument("--emit", choices=("titan",), help="write the plan for torchtitan: titan.toml and schedule.csv")
+    parser.add_argument("--to", type=take_text, metavar="FOLDER", help="where --emit writes (default: here)")
     parser.add_argument("--baselines", action="store_true", help="price splits by hand beside the plan")
 
 
@@ -81,6 +89,9 @@ class Question:
             arguments.n_microbatches = arguments.microbatches
         if arguments.max_states < 1:
             raise InputError(f"--max-states {arguments.max_states}: give at least 1")
+        # torchtitan has modules in every stage, and a rank for each.
+        if getattr(arguments, "emit", None) == "titan":
+            arguments.cut_at, arguments.use_all_devices = "modules", True
         self.arguments = arguments
         # A bandwidth says how long bytes take, so the file's own times of transfers no longer hold.
         by_bytes = arguments.bandwidth is not None or arguments.machine is not None
@@ -88,7 +99,9 @@ class Question:
         costs, self.schedule = choose_passes(profile.costs, arguments.schedule, inference=arguments.inference)
         self.profile: Profile = replace(profile, costs=costs)
         pins = dict(_parse_pin(text) for text in arguments.pin)
-        keep = [text.split(",") for text in arguments.together]
+        keep: list[Sequence[str]] = [text.split(",") for text in arguments.together]
+        if arguments.cut_at == "modules":
+            keep += list_modules(self.profile.costs).values()
         self.planner = Planner(self.profile.costs, pins, keep, arguments.max_states)
         self.load_s = time.perf_counter() - begin
         if self.profile.costs.noise is not None:
@@ -168,6 +181,10 @@ def main(arguments: argparse.Namespace) -> int:
     """Print the plan; where --devices is a range, a row for each number of devices."""
     question = Question(arguments)
     counts = question.counts()
+    if arguments.emit:
+        return _emit(question, counts)
+    if arguments.to:
+        raise InputError(f"--to {arguments.to}: it is where --emit titan writes")
     plans = [(count, question.plan(count)) for count in counts]
     if arguments.json:
         answers = [question.answer(plan) | ({} if count is None else {"n_devices": count}) for count, plan in plans]
@@ -194,6 +211,28 @@ def main(arguments: argparse.Namespace) -> int:
         print(_price_baselines(question, counts[0], plan))
     seconds = {"load": question.load_s, **question.planner.seconds}
     print("seconds: " + ", ".join(f"{name} {s:.4f}" for name, s in seconds.items()))
+    return 0
+
+
+def _emit(question: Question, counts: Sequence[int | None]) -> int:
+    """Write the plan for torchtitan, and print which modules each stage has."""
+    if len(counts) > 1:
+        raise InputError(f"--devices {question.arguments.devices}: --emit writes one plan, give one number")
+    costs = question.profile.costs
+    check_forward(costs)
+    check_modules(costs, len(question.lay_out(counts[0])[0]))
+    plan = question.plan(counts[0])
+    devices = len(question.machine(counts[0]))
+    schedule = build_schedule(plan, Scheduler(question.schedule, devices), plan.n_microbatches)
+    made = emit_titan(plan, costs, schedule)
+    folder = question.arguments.to or "."
+    made.save(folder)
+    if question.arguments.json:
+        print_json({"parts": made.parts, "folder": folder} | question.answer(plan))
+        return 0
+    for number, modules in enumerate(made.parts):
+        print(f"stage {number}: {', '.join(modules)}")
+    print(f"{CONFIG} and {SCHEDULE} written to {folder}")
     return 0
 
 

@@ -1,0 +1,107 @@
+"""Emit a plan for torchtitan: the names of each stage's modules, and the schedule as a file of torch's.
+
+torchtitan copies the model for each stage and takes out the modules of the other stages. The model's own forward() then
+runs in every stage, and hands one tensor on. So modules have to be whole, and forward() may do nothing but call them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from fxsplit.errors import FileError, NotExportable
+from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.facts.plan import Plan
+from fxsplit.ir.files import write_whole
+from fxsplit.planner.borders import find_module
+from fxsplit.schedule import Schedule
+from fxsplit.schedule.torch_csv import write_csv
+
+CONFIG, SCHEDULE = "titan.toml", "schedule.csv"
+V_SHAPED = "ZBVZeroBubble"
+"""Of the schedules there are, torchtitan lays stages out in a V for this one, and else in loops."""
+
+
+@dataclass(frozen=True)
+class Titan:
+    """A plan as torchtitan takes it: the modules of each stage by their names in the model, and the schedule."""
+
+    parts: tuple[tuple[str, ...], ...]
+    schedule: Schedule
+    rows: int
+
+    @property
+    def config(self) -> str:
+        """The section of torchtitan's configuration; each line is an option of its command line, too."""
+        style = V_SHAPED if self.schedule.name == V_SHAPED else "PipelineScheduleMulti"
+        options = {
+            "pipeline_parallel_degree": self.schedule.n_devices,
+            "pipeline_parallel_schedule": style,
+            "pipeline_parallel_schedule_csv": SCHEDULE,
+            "pipeline_parallel_microbatch_size": self.rows,
+            "module_fqns_per_model_part": self.parts,
+        }
+        return "\n".join(["[parallelism]", *(f"{name} = {json.dumps(value)}" for name, value in options.items()), ""])
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write titan.toml and schedule.csv into a folder, which is made; raises FileError where that cannot be."""
+        path = Path(folder)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise FileError(f"cannot make the folder {os.fspath(folder)!r}: {error}") from error
+        write_csv(self.schedule, path / SCHEDULE)
+        write_whole(path / CONFIG, self.config)
+
+
+def check_forward(costs: Costs) -> None:
+    """Raise NotExportable for a model whose own forward() computes something beside calling its modules."""
+    odd = next((node for node in costs.nodes if not find_module(node) and not node.op.startswith("get_attr")), None)
+    if odd is not None:
+        raise NotExportable(
+            f"node {odd.name!r} ({odd.op}) is computed by the model's own forward(), which torchtitan runs in every "
+            "stage: move it into a submodule, and profile the model again"
+        )
+
+
+def emit_titan(plan: Plan, costs: Costs, schedule: Schedule) -> Titan:
+    """Return a plan, whose cuts lie at borders of modules, as torchtitan takes it.
+
+    Raises NotExportable where more than one tensor crosses a cut, and for stages that have replicas or no modules.
+    """
+    several = next((i for i, home in enumerate(schedule.homes) if len(home) > 1), None)
+    if several is not None:
+        raise NotExportable(
+            f"stage {several} has {len(schedule.homes[several])} replicas, and torchtitan has a rank for each stage: "
+            "take another cost model than replicated, and another schedule than Chimera"
+        )
+    parts = []
+    for number, stage in enumerate(plan.stages):
+        modules = tuple(dict.fromkeys(filter(None, (find_module(costs.by_name[name]) for name in stage.nodes))))
+        if not modules:
+            raise NotExportable(f"stage {number} has no module of its own: plan for fewer devices")
+        parts.append(modules)
+    _check_crossing(plan, costs)
+    return Titan(tuple(parts), schedule, plan.rows)
+
+
+def _check_crossing(plan: Plan, costs: Costs) -> None:
+    """Raise NotExportable unless each stage hands one tensor to the next."""
+    stage_of = plan.stage_of()
+    crossing: list[list[str]] = [[] for _ in plan.stages]
+    for name, _, _, readers, returned in costs.values:
+        # Each stage has the model's own weights and buffers.
+        if name in costs.by_name and costs.by_name[name].op.startswith("get_attr"):
+            continue
+        born = stage_of.get(name, 0)
+        last = max([stage_of[reader] for reader in readers] + [len(plan.stages) - 1] * returned, default=born)
+        for number in range(born, last):
+            crossing[number].append(name)
+    for number, names in enumerate(crossing[:-1]):
+        if len(names) != 1:
+            raise NotExportable(
+                f"{len(names)} values cross from stage {number} to stage {number + 1} ({', '.join(names)}), and "
+                "torchtitan hands on one: let each module take what the one before it gives, and fetch all else itself"
+            )

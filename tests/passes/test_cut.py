@@ -1,0 +1,59 @@
+"""cut{at=modules}: no cut lies inside of a module, and of all such plans the best is taken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fxsplit
+from fxsplit.errors import ChainError, PlanError
+from fxsplit.ir.chain import parse_chain
+from fxsplit.ir.facts.costs import Costs
+from fxsplit.passes import PASSES, Cut
+from fxsplit.planner.borders import find_module, list_modules
+from tests.titan_model import Titan
+
+CHAIN = "profile{repeats=1},cut{at=modules},augment,order,partition,emit"
+IDS = torch.randint(11, (8, 5))
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+def test_modules_stay_whole(devices: int) -> None:
+    with fxsplit.compile(Titan(), ["cpu"] * devices, example_inputs=IDS, n_microbatches=2, passes=CHAIN) as pipe:
+        stage_of = pipe.plan.stage_of()
+        for module, names in list_modules(pipe.costs).items():
+            assert len({stage_of[name] for name in names}) == 1, module
+        assert len(pipe.plan.stages) == devices and pipe.plan.optimal
+
+
+def test_the_best_of_all_cuts_at_borders_is_found() -> None:
+    """Beside all ways to lay the chain of modules out, priced one by one."""
+    costs = fxsplit.profile(Titan(), IDS, n_microbatches=2, device="cpu", repeats=1)
+    modules = list(list_modules(costs).values())
+    own = {name: i for i, names in enumerate(modules) for name in names}
+    # The buffer goes with the first block, which reads it.
+    totals = [0.0] * len(modules)
+    for node in costs.nodes:
+        totals[own.get(node.name, 1)] += node.forward_ms + node.backward_ms
+    best = min(max(sum(totals[:cut]), sum(totals[cut:])) for cut in range(1, len(modules)))
+    with fxsplit.compile(Titan(), ["cpu"] * 2, example_inputs=IDS, n_microbatches=2, costs=costs, passes=CHAIN) as pipe:
+        assert pipe.plan.bottleneck_ms == pytest.approx(best)
+
+
+def test_a_saved_profile_has_no_constraint_of_a_plan(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"example_inputs": IDS, "n_microbatches": 2}
+    with fxsplit.compile(Titan(), ["cpu"] * 2, passes=CHAIN, **options) as pipe:
+        assert all(find_module(pipe.costs.by_name[names[0]]) == "" for names in pipe.costs.together)
+        pipe.costs.save(tmp_path / "net.json")
+    assert Costs.load(tmp_path / "net.json").together == pipe.costs.together
+
+
+def test_too_few_modules_and_other_places_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"the model has 7 modules .*norm, output\), too few for 8 stages"):
+        fxsplit.compile(Titan(), ["cpu"] * 8, example_inputs=IDS, n_microbatches=2, passes=CHAIN)
+    with pytest.raises(ChainError, match=r"cut\{at=layers\}: give anywhere or modules"):
+        Cut("layers")
+    assert str(parse_chain(CHAIN, PASSES)) == CHAIN
