@@ -7,11 +7,16 @@ loss = criterion(pipe(x), y); loss.backward(); optimizer.step()
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # each is imported when it is first used: planning from a profile needs no torch
+    from fxsplit.api.checkpoint import Restored as Restored
+    from fxsplit.api.checkpoint import latest_checkpoint as latest_checkpoint
+    from fxsplit.api.checkpoint import load_checkpoint as load_checkpoint
+    from fxsplit.api.checkpoint import save_checkpoint as save_checkpoint
     from fxsplit.api.compile import DEFAULT as DEFAULT
     from fxsplit.api.compile import compile as compile
     from fxsplit.api.pipeline import Pipeline as Pipeline
     from fxsplit.api.plan import plan as plan
     from fxsplit.api.profile import profile as profile
+    from fxsplit.api.saving import Saving as Saving
     from fxsplit.api.verify import verify as verify
     from fxsplit.errors import FxsplitError as FxsplitError
     from fxsplit.errors import FxsplitWarning as FxsplitWarning
@@ -36,6 +41,9 @@ _HOME = {
     "plan": "api.plan",
     "profile": "api.profile",
     "verify": "api.verify",
+    "save_checkpoint": "api.checkpoint",
+    "load_checkpoint": "api.checkpoint",
+    "latest_checkpoint": "api.checkpoint",
     "without_weights": "torch_internals.fake_weights",
     "leaf": "passes.leaf",
     "Replicate": "ir.facts.chunks",
@@ -51,6 +59,8 @@ _HOME = {
     "Costs": "ir.facts.costs",
     "Plan": "ir.facts.plan",
     "Stages": "ir.facts.stages",
+    "Saving": "api.saving",
+    "Restored": "api.checkpoint",
     "FxsplitError": "errors",
     "FxsplitWarning": "errors",
 }

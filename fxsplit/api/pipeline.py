@@ -139,7 +139,7 @@ class Pipeline(WithExports):
 
     def train(self, mode: bool = True) -> Any:
         """Set the mode as the model itself does, after waiting for batches of a stream that are under way."""
-        self._wait_until_idle()
+        self.wait_until_idle()
         return super().train(mode)
 
     # What it does
@@ -364,7 +364,8 @@ class Pipeline(WithExports):
         if any(self.__dict__[kind] for kind in HOOKS):
             raise InputError(f"the model itself has hooks, which {what} would not run: remove them, or call pipe(x)")
 
-    def _wait_until_idle(self) -> None:
+    def wait_until_idle(self) -> None:
+        """Return when no batch of a stream is under way."""
         if self._engine is not None:
             self._engine.wait_until_idle()
 

@@ -26,12 +26,12 @@ class WithWeights(Facade):
     compiler: Compiler
 
     @abstractmethod
-    def _wait_until_idle(self) -> None:
+    def wait_until_idle(self) -> None:
         """Return when no batch is under way, which would read some weights of before and some of afterwards."""
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a state_dict of the unsplit model, after waiting for batches of a stream that are under way."""
-        self._wait_until_idle()
+        self.wait_until_idle()
         result = self.model.load_state_dict(state_dict, strict=strict, assign=assign)
         # With assign=True the model holds other tensors now, which may lie on other devices.
         self.compiler.place_all()
@@ -39,7 +39,7 @@ class WithWeights(Facade):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """Convert the model's weights, as `.to(...)` and `.half()` do; each stays on the device of its stage."""
-        self._wait_until_idle()
+        self.wait_until_idle()
         self.model._apply(fn, recurse)
         self.compiler.place_all()
         return self
@@ -69,7 +69,7 @@ class WithWeights(Facade):
                 "this pipeline compiles on its first call, and its weights have no places yet: compile with "
                 "example_inputs=, or give the checkpoint as compile(weights=path)"
             )
-        self._wait_until_idle()
+        self.wait_until_idle()
         files.load(self.model, compiled.program.list_placed(), Extra.REFUSE if strict else Extra.IGNORE)
 
     @lose_no_interrupt

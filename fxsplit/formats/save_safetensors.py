@@ -112,7 +112,7 @@ def _write_all(folder: Path, state: Mapping[str, Tensor], shards: Sequence[Seque
         # Asked for the next tensor, it tells that the one before has been written.
         turns = track(list(state), "saving weights")
         for file, shard in zip(names, shards, strict=True):
-            _write_file(made / file, {name: state[name] for name in shard}, partial(next, turns, None))
+            write_tensors(made / file, {name: state[name] for name in shard}, partial(next, turns, None))
         if len(shards) > 1:
             _write_index(made / INDEX, state, dict(zip(names, shards, strict=True)))
             names.append(INDEX)
@@ -166,8 +166,8 @@ def _write_index(path: Path, state: Mapping[str, Tensor], shards: Mapping[str, S
     _flush(path, [(json.dumps(held, indent=2, sort_keys=True) + "\n").encode])
 
 
-def _write_file(path: Path, tensors: Mapping[str, Tensor], tick: Callable[[], object]) -> None:
-    """Write one safetensors file; `tick` is called before each tensor."""
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], tick: Callable[[], object] = lambda: None) -> None:
+    """Write one safetensors file, down to the disk; `tick` is called before each tensor. Raises OSError."""
     # The largest numbers first, so that each tensor begins at a multiple of its numbers' size.
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

@@ -1,0 +1,109 @@
+"""The weights that a checkpoint holds, by the names of the model's state_dict.
+
+On several ranks each of them has its own part, and the names of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from fxsplit.api.checkpoint_storage import MODEL
+from fxsplit.errors import InputError
+from fxsplit.formats.save_safetensors import NAMES
+from fxsplit.torch_internals.away import is_away
+from fxsplit.torch_internals.fake_weights import dress_like
+
+
+@dataclass
+class ModelState:
+    """The weights of a model: those of this rank, and which further names they have.
+
+    places: each weight's first name, for all names of all ranks.
+    """
+
+    own: dict[str, Tensor] = field(default_factory=dict)
+    places: dict[str, str] = field(default_factory=dict)
+    kinds: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """The first name of each weight, by each other one that it has."""
+        return {name: first for name, first in self.places.items() if name != first}
+
+
+def read_model(model: nn.Module, *, filled: bool = True) -> ModelState:
+    """Return the weights of a model; raises InputError for what is no tensor, or no plain one.
+
+    filled: whether weights without values are refused, as where they are saved.
+    """
+    state, first_of = ModelState(), dict[int, str]()
+    for name, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor):
+            raise InputError(
+                f"state_dict() of {type(model).__name__} holds {name!r}, a {type(value).__name__}, and a checkpoint "
+                "holds tensors alone: give what else is to be kept as extra="
+            )
+        if is_lazy(value) or (filled and value.is_meta):
+            raise InputError(f"{name!r} has no values yet: load its weights, or run the model, first")
+        check_plain(name, value)
+        first = state.places[name] = first_of.setdefault(id(value), name)
+        if first == name:
+            state.kinds[name] = value
+            if not is_away(value):
+                state.own[name] = value
+    return state
+
+
+def check_plain(name: str, value: Tensor) -> None:
+    """Raise InputError for a tensor that is more than its numbers."""
+    # The class of a parameter may be the user's own.
+    distributed = hasattr(value, "device_mesh") or hasattr(value, "local_shards")
+    if value.layout != torch.strided or value.dtype not in NAMES or value.is_quantized or distributed:
+        raise InputError(
+            f"{name!r} is a {type(value).__name__} of {value.dtype} and {value.layout}, which no safetensors file "
+            "holds: save it with torch.distributed.checkpoint"
+        )
+
+
+def check_model(state: ModelState, kinds: Mapping[str, Tensor], tied: Mapping[str, str], where: str) -> dict[str, str]:
+    """Return, for the first name of each weight, the name that a checkpoint stores it by.
+
+    kinds: what the checkpoint holds, by full name. Raises InputError for what is missing, of another kind or too much.
+    """
+    stored = {name.removeprefix(MODEL): kind for name, kind in kinds.items() if name.startswith(MODEL)}
+    found: dict[str, str] = {}
+    used = set()
+    for name, first in state.places.items():
+        at = tied.get(name, name)
+        used.add(at)
+        if at in stored:
+            found.setdefault(first, at)
+    missing = next((first for first in state.kinds if first not in found), None)
+    if missing is not None:
+        raise InputError(f"{where} does not hold {missing!r}: build the model as the checkpoint's was")
+    extra = next((name for name in stored if name not in used), None)
+    if extra is not None:
+        raise InputError(f"{where} holds {extra!r}, which the model does not have: build it as the checkpoint's was")
+    for first, at in found.items():
+        weight, kind = state.kinds[first], stored[at]
+        if (weight.dtype, weight.shape) != (kind.dtype, kind.shape):
+            raise InputError(
+                f"{first!r} is {kind.dtype} {tuple(kind.shape)} in {where} and {weight.dtype} {tuple(weight.shape)} in "
+                "the model: build the model as the checkpoint's was"
+            )
+    return found
+
+
+def make_room(state: ModelState, places: Mapping[int, torch.device]) -> None:
+    """Give weights of this rank memory that have none yet, on the device of their stage; they stay the same objects."""
+    for name, weight in state.own.items():
+        if weight.is_meta:
+            device = places.get(id(weight), torch.device("cpu"))
+            room = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=device)
+            torch.utils.swap_tensors(weight, dress_like(weight, room))
+            state.own[name] = weight
