@@ -136,6 +136,10 @@ class RanksDiffer(InputError):
 class RankError(FxsplitError, RuntimeError):
     """Another rank of the pipeline failed, or is lost; the message says which, and what it raised."""
 
+    def __str__(self) -> str:
+        # It is also of the other rank's own type, and a KeyError would print the message as a quoted string.
+        return str(self.args[0]) if self.args else ""
+
 
 class RankTimeout(RankError, TimeoutError):
     """A rank waited longer than it may for another one; the message says for what."""

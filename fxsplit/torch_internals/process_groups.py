@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 TIMED_OUT = ("timed out", "timeout")
 """What gloo and NCCL say where a wait takes longer than it may."""
@@ -23,3 +26,29 @@ def read_timeout_s(group: Any, default_s: float) -> float:
 def is_timeout(error: BaseException) -> bool:
     """Return whether a wait has failed because it took longer than it may."""
     return any(word in str(error).lower() for word in TIMED_OUT)
+
+
+def clone_store() -> Store:
+    """Return the store through which the default process group met, with a connection of its own.
+
+    What waits in one connection keeps all others waiting that use the same.
+    """
+    store: Any = dist.distributed_c10d._get_default_store()
+    cloned: Store = store.clone()
+    return cloned
+
+
+def break_waits(group: dist.ProcessGroup, tag: int = 1 << 20) -> None:
+    """Make fail what this process waits for in a group, and what others wait for from it; the group is of no use then.
+
+    gloo's abort() does not wake who waits. A message that does not arrive in time ends the connection, which does.
+    `tag` is one that no message has.
+    """
+    if "gloo" not in group.name():
+        group.abort()
+        return
+    for peer in range(group.size()):
+        if peer != group.rank():
+            # It fails, as it is to.
+            with suppress(RuntimeError):
+                group.recv([torch.empty(1)], peer, tag).wait(timedelta(milliseconds=1))

@@ -1,0 +1,76 @@
+"""Board: where the ranks of a pipeline tell each other of failures, beside the channels that a failure may block.
+
+It lies in the store through which the process group met. The launcher keeps that store, so it is there as long as any
+rank is. The first failure that is posted counts for all ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from torch.distributed.distributed_c10d import Store
+
+from fxsplit.runtime.ranks.faults import Fault
+
+LOOK_S = 0.02
+"""How often a rank that waits for others to read looks again."""
+
+
+class Board:
+    """The failures of one pipeline's ranks, in a store that only this object uses.
+
+    A failure ends a *turn* of the board. All ranks raise it, and go on with the next turn, in which there is none.
+
+    name: what the pipeline is called in the store; other pipelines, and earlier starts of the program, have others.
+    """
+
+    def __init__(self, store: Store, name: str, me: int, n_ranks: int) -> None:
+        self._store = store
+        self._name = name
+        self.me = me
+        self.n_ranks = n_ranks
+        self.turn = 0
+
+    def post(self, fault: Fault) -> Fault:
+        """Post a failure of this rank, and return the first one of all ranks, which may be another."""
+        first = self._store.compare_set(self._key("fault"), "", fault.to_text())
+        return Fault.parse(first.decode())
+
+    def read(self) -> Fault | None:
+        """Return the failure of this turn, or None."""
+        key = self._key("fault")
+        # To ask for what is not there would wait for it.
+        return Fault.parse(self._store.get(key).decode()) if self._store.check([key]) else None
+
+    def wait_for_fault(self, limit_s: float) -> Fault | None:
+        """Return the failure of this turn, or None where none is posted within a time."""
+        until = time.monotonic() + limit_s
+        while (fault := self.read()) is None and time.monotonic() < until:
+            time.sleep(LOOK_S)
+        return fault
+
+    def end_turn(self) -> None:
+        """Note that this rank has read the failure, and begin the next turn."""
+        self._store.set(self._key(f"seen/{self.me}"), "1")
+        self.turn += 1
+
+    def wait_until_seen(self, limit_s: float) -> bool:
+        """Return whether all other ranks have read this turn's failure, as soon as they have, or after a time."""
+        keys = [self._key(f"seen/{rank}") for rank in range(self.n_ranks) if rank != self.me]
+        until = time.monotonic() + limit_s
+        while not (seen := self._store.check(keys)) and time.monotonic() < until:
+            time.sleep(LOOK_S)
+        return bool(seen)
+
+    def tell(self, what: str) -> None:
+        """Tell the other ranks what this one is doing."""
+        self._store.set(self._key(f"doing/{self.me}"), what)
+
+    def list_told(self) -> Mapping[int, str]:
+        """Return what those ranks are doing that have told it in this turn."""
+        keys = {rank: self._key(f"doing/{rank}") for rank in range(self.n_ranks)}
+        return {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
+
+    def _key(self, what: str) -> str:
+        return f"{self._name}/{self.turn}/{what}"
