@@ -57,7 +57,7 @@ class Watcher:
     def watch(self, limit_s: float) -> Iterator[None]:
         """Watch over what the block does, which is given up after `limit_s`."""
         with self._hear_signals():
-            self._limit_s, self._until = limit_s, time.monotonic() + limit_s
+            self.limit(limit_s)
             self._call()
             try:
                 yield
@@ -65,8 +65,14 @@ class Watcher:
                 with self._turn:
                     self._until = None
 
+    def limit(self, limit_s: float) -> None:
+        """Give up what is watched over after so many seconds from now."""
+        self._limit_s, self._until = limit_s, time.monotonic() + limit_s
+
     def close(self) -> None:
         """End the thread."""
+        if self._closed:
+            return
         self._closed = True
         self._call()
         if self._thread is not threading.current_thread():

@@ -1,0 +1,140 @@
+"""Guard: lets every rank raise the first failure of any, wherever it happens and wherever the others wait.
+
+A failure is posted on a board, and the process groups of whoever waits are broken, which wakes them. So groups are made
+anew after each failure.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from types import TracebackType
+
+from torch.distributed import DistError, ProcessGroup
+
+from fxsplit.errors import RankError
+from fxsplit.runtime.ranks.board import Board
+from fxsplit.runtime.ranks.faults import Fault
+from fxsplit.runtime.ranks.watcher import Watcher
+from fxsplit.torch_internals.process_groups import break_waits, clone_store
+
+BLAME_S = 2.0
+"""How long a rank that has lost another one waits to learn why, before it says so itself."""
+SEEN_S = 1.0
+"""How long a rank whose program ends with an error lets the others read it: a launcher ends them all then."""
+
+
+class Guard:
+    """What ranks that run pipelines together tell each other of failures.
+
+    name: what these ranks are called in the store that they met through. list_groups: the process groups in which this
+        rank may wait for others. describe: says what this rank is doing, for a message about a limit that has passed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        me: int,
+        n_ranks: int,
+        list_groups: Callable[[], Iterable[ProcessGroup]],
+        describe: Callable[[], str],
+    ) -> None:
+        self._board = Board(clone_store(), name, me, n_ranks)
+        # The thread has a board of its own, as one that waits in a store keeps others waiting.
+        self._watched = Board(clone_store(), name, me, n_ranks)
+        self._list_groups = list_groups
+        self._watcher = Watcher(self._watched, self._break_waits, describe)
+        self.is_broken = False
+        """Whether the groups are of no use since a failure, and are to be made anew on all ranks."""
+        _guards.add(self)
+        _hear_of_ends()
+
+    @contextmanager
+    def watch(self, limit_s: float) -> Iterator[None]:
+        """Watch over what all ranks do in the block, which may take `limit_s`; raises the first failure of any rank.
+
+        A rank raises its own error where it has one. Otherwise it raises a RankError, which is also of the type that the
+        first rank raised.
+        """
+        self._watched.turn = self._board.turn
+        try:
+            with self._watcher.watch(limit_s):
+                yield
+        except BaseException as error:
+            fault = self._settle(error)
+            if fault is None:
+                raise
+            raise fault.make_error(self._board.n_ranks) from error
+
+    def limit(self, limit_s: float) -> None:
+        """Let what is watched over take so many seconds from now on."""
+        self._watcher.limit(limit_s)
+
+    def close(self) -> None:
+        """End; what fails on other ranks is heard no more."""
+        self._watcher.close()
+        _guards.discard(self)
+
+    def leave(self, error: BaseException | None) -> None:
+        """Tell the other ranks that this rank's program has ended, so that none waits for it.
+
+        With an error, wait a moment until they have read that.
+        """
+        told = error or RankError("its program has ended, and it makes no more calls")
+        # The store may be gone, with the rank or the launcher that kept it.
+        with suppress(DistError):
+            if self._board.post(Fault.of(told, self._board.me)).rank == self._board.me and error is not None:
+                self._board.wait_until_seen(SEEN_S)
+
+    def _settle(self, error: BaseException) -> Fault | None:
+        """Let all ranks know of an error; return the failure that this rank is to raise in its place, or None."""
+        own = not isinstance(error, RankError)
+        try:
+            if own:
+                self._board.post(Fault.of(error, self._board.me))
+                fault = None
+            else:
+                # Connections of a rank that failed may close before it has said why.
+                fault = self._board.wait_for_fault(BLAME_S) or self._board.post(Fault.of(error, self._board.me))
+                fault = None if fault.rank == self._board.me else fault
+            self._board.end_turn()
+        except DistError as lost:
+            error.add_note(f"The store through which the ranks met is lost: {lost}")
+            fault = None
+        self._break_waits()
+        return fault
+
+    def _break_waits(self) -> None:
+        """Wake this rank where it waits, and others where they wait for it."""
+        self.is_broken = True
+        for group in self._list_groups():
+            break_waits(group)
+
+
+# What ends a program reaches the other ranks too
+
+_guards: weakref.WeakSet[Guard] = weakref.WeakSet()
+
+
+@cache
+def _hear_of_ends() -> None:
+    """Tell other ranks when the program of this process ends, whether by an error or not."""
+    show = sys.excepthook
+
+    def hear(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        show(kind, error, traceback)
+        _leave_all(error)
+
+    sys.excepthook = hear
+    atexit.register(_leave_all, None)
+
+
+def _leave_all(error: BaseException | None) -> None:
+    """Tell all other ranks that the program of this process ends."""
+    for guard in list(_guards):
+        guard.leave(error)
+        guard.close()
