@@ -282,9 +282,9 @@ class Compiler:
         options, moves_weights = self._choose_options(call, like)
         like = None if moves_weights else like
         subject = Subject(self.model, options, rows, capture_rows, self.pin, like, moves_weights, observers)
-        if self.team is not None:
-            self.team.begin(options, self.model, str([(t.dtype, tuple(t.shape)) for t in tensors]))
-        with self._run_for_compile(tensors):
+        shapes = str([(t.dtype, tuple(t.shape)) for t in tensors])
+        together = nullcontext() if self.team is None else self.team.meet(options, self.model, shapes)
+        with together, self._run_for_compile(tensors):
             found = subject.find() if self.team is None else subject.find_together(self.team)
         candidate, captured, final, costs = found.candidate, found.captured, found.final, found.costs
         if final is None:

@@ -27,6 +27,7 @@ from fxsplit.api.generation.programs import Programs
 from fxsplit.api.loss_meanings import LossMeanings
 from fxsplit.api.no_gradients import give_no_gradients
 from fxsplit.api.stream import Stream, check_has_batches
+from fxsplit.api.together import act_together
 from fxsplit.errors import ClosedError, FxsplitError, InputError
 from fxsplit.frontend.capture import load_torch
 from fxsplit.ir.facts.call import Call
@@ -145,14 +146,14 @@ class Pipeline(WithExports):
     # What it does
 
     @leave_uncompiled
-    @lose_no_interrupt
+    @act_together
     def compile_for(self, *args: Any, **kwargs: Any) -> None:
         """Compile the present mode for calls like this one, unless it is compiled already."""
         self._check_open()
         self.compiler.program(get_mode(self.model), Call(tuple(args), dict(kwargs)))
 
     @leave_uncompiled
-    @lose_no_interrupt
+    @act_together
     @leave_no_trace
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model returns, computed microbatch by microbatch; differentiable."""
@@ -242,7 +243,7 @@ class Pipeline(WithExports):
             raise
 
     @leave_uncompiled
-    @lose_no_interrupt
+    @act_together
     def trace(
         self, *args: Any, target: Any = None, optimizer: Optimizer | None = None, **kwargs: Any
     ) -> tuple[Timeline, Timeline]:
@@ -263,7 +264,7 @@ class Pipeline(WithExports):
         title = f"{schedule.name}, predicted{format_spread(program.plan.spread)}"
         return watch.make_timeline(names), replace(predicted, title=title)
 
-    @lose_no_interrupt
+    @act_together
     def _step(
         self,
         args: Sequence[Any],

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import platform
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from math import inf
@@ -28,8 +29,7 @@ from fxsplit.ir.facts.torch_devices import read_memory
 from fxsplit.ir.graph import IR, name_pass
 from fxsplit.ir.text import render_graph
 from fxsplit.runtime.ranks.agreement import Agreement, hash_text
-from fxsplit.runtime.ranks.closing import close_job
-from fxsplit.runtime.ranks.world import World
+from fxsplit.runtime.ranks.world import COMPILE_LIMIT_S, World
 from fxsplit.schedule.catalogue import Scheduler
 
 SEARCH = ("augment", "order", "partition")
@@ -110,34 +110,29 @@ class Team:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.label = f"pipeline {world.n_pipelines}"
-        world.n_pipelines += 1
+        self.label = world.begin_pipeline(self)
         self._agreement = Agreement(world)
-        self._count = 0
 
     @property
     def leads(self) -> bool:
         """Whether this rank measures and plans."""
         return self.world.me == 0
 
-    def begin(self, options: Options, model: torch.nn.Module, inputs: str) -> None:
-        """Begin to compile, on all ranks; raises RanksDiffer where one has another model, options or versions."""
+    @contextmanager
+    def meet(self, options: Options, model: torch.nn.Module, inputs: str) -> Iterator[None]:
+        """Let all ranks compile in the block; raises RanksDiffer where one has another model, options or versions."""
         weights = [(n, tuple(w.shape), str(w.dtype), w.requires_grad) for n, w in list_named(model)]
         stated = [options.schedule, options.stages_per_device, options.n_microbatches, options.recompute]
         stated += [options.deferred_batch_norm, options.stage_backend, options.inference, str(options.chain)]
-        self._agreement.meet(
-            {
-                "call": f"compile number {self._count} of {self.label}",
-                "program": (
-                    f"fxsplit {version('fxsplit')}, torch {torch.__version__}, Python {platform.python_version()}, "
-                    f"{type(model).__name__} in {'training' if model.training else 'evaluation'} with weights "
-                    f"{hash_text(str(weights)):x}, and options {stated}"
-                ),
-                "inputs": inputs,
-            },
-            0,
+        program = (
+            f"fxsplit {version('fxsplit')}, torch {torch.__version__}, Python {platform.python_version()}, "
+            f"{type(model).__name__} in {'training' if model.training else 'evaluation'} with weights "
+            f"{hash_text(str(weights)):x}, and options {stated}"
         )
-        self._count += 1
+        with self.world.watch(COMPILE_LIMIT_S):
+            call = f"compile number {self.world.count('compile of ' + self.label)} of {self.label}"
+            self._agreement.meet({"call": call, "program": program, "inputs": inputs}, 0)
+            yield
 
     def tell(self, find: Callable[[], Told] | None) -> Told | None:
         """Return what the first rank finds, on the others; None on the first one itself, which alone gives `find`.
@@ -165,7 +160,8 @@ class Team:
         """
         # First: a rank with another graph may fail in many ways, which say less.
         self._compare(graph, "has captured the graph", error)
-        close_job(self.world, error, [], "the end of a compile")
+        if error is not None:
+            raise error
         self._compare(program, "has compiled", None)
 
     def _compare(self, own: str, sentence: str, error: BaseException | None) -> None:

@@ -120,6 +120,12 @@ def lose_no_interrupt(function: Callable[P, R]) -> Callable[P, R]:
     return hearing
 
 
+def raises_interrupts() -> bool:
+    """Return whether Ctrl-C raises KeyboardInterrupt now; a program may have set a handler that does something else."""
+    handler = signal.getsignal(signal.SIGINT)
+    return handler is signal.default_int_handler or isinstance(handler, _Ear)
+
+
 def raise_lost_interrupt() -> None:
     """Raise KeyboardInterrupt where one was lost since the outermost marked function began.
 

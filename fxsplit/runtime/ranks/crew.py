@@ -43,10 +43,8 @@ class RankCrew:
         # The engine asks for the streams of all devices, and has only this one to give work to.
         self.streams: list[Stream] = [stream for _ in range(len(world))]
         self._label = label
-        self._count = 0
         self._ties: dict[int, tuple[Program, Ties]] = {}
-        self._opened: set[int] = set()
-        self._keep: list[Schedule] = []
+        self._pairs: dict[int, tuple[Schedule, set[tuple[int, int]]]] = {}
         self._now: tuple[Job, int] | None = None
         self._closed = False
 
@@ -54,34 +52,35 @@ class RankCrew:
     def meet(self, occasion: Occasion) -> Iterator[Meeting]:
         """Compare what this rank is about to do with what the others are, and open the wire for it."""
         self.check_free()
+        with self.world.watch():
+            meeting = self._open(occasion)
+            try:
+                yield meeting
+            except BaseException:
+                self.wire.give_up()
+                raise
+
+    def _open(self, occasion: Occasion) -> RankMeeting:
+        """Return a meeting for which all ranks have come."""
         program, schedule = occasion.batch.program, occasion.schedule
         # Drawn on every rank, whose generators stay alike; a backward draws as its forward did.
         own = new_seed() if occasion.call != "backward" and program.draws() else 0
         seed = self.agreement.meet(self._list_things(occasion), own)
-        self._count += 1
         ties = self._find_ties(program)
-        if id(schedule) not in self._opened:
-            self.world.open_pairs(find_pairs(schedule) | ties.pairs)
-            self._opened.add(id(schedule))
-            self._keep.append(schedule)  # another one may have the identity of one that is gone
+        if id(schedule) not in self._pairs:
+            # Another schedule may have the identity of one that is gone.
+            self._pairs[id(schedule)] = schedule, find_pairs(schedule) | ties.pairs
+        self.world.open_pairs(self._pairs[id(schedule)][1])
         meeting = RankMeeting(self.wire, occasion, ties, seed, self._find_key(occasion), self.run)
-        try:
-            meeting.open()
-            yield meeting
-        except BaseException as error:
-            if meeting.closed:
-                raise
-            self.world.poison()
-            self._opened.clear()
-            meeting.give_up(error)
-            raise
+        meeting.open()
+        return meeting
 
     def _list_things(self, occasion: Occasion) -> dict[str, str | int]:
         """Return what all ranks are to have alike."""
         batch, loss = occasion.batch, occasion.loss
         target = None if loss is None else loss.given_targets
         return {
-            "call": f"{occasion.call} number {self._count} of {self._label}",
+            "call": f"{occasion.call} number {self.world.count(self._label)} of {self._label}",
             "program": batch.program.fingerprint,
             "modes": str((torch.is_grad_enabled(), is_autocast_on([self.world.device.type]), occasion.keep_outputs)),
             "inputs": f"{describe_shapes(batch.tensors)} in {len(batch.rows)} microbatches, {batch.numbers}",
@@ -112,12 +111,14 @@ class RankCrew:
         stream = self.streams[me]
         ready = mark_caller([device, *job.list_devices()])
         self._now = job, threading.get_ident()
+        self.world.describe_job = lambda: str(self.get_status())
         try:
             # As in a worker: hooks of leaves expect the sum of a batch, and the thread computes its backwards itself.
             with mute(()), torch.autograd.set_multithreading_enabled(False):
                 job.run(me, stream, ready)
         finally:
             self._now = None
+            self.world.describe_job = lambda: ""
         make_caller_wait([device], job.marks)
         if (error := job.take_error()) is not None:
             try:

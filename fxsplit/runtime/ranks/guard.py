@@ -48,6 +48,7 @@ class Guard:
         self._watched = Board(clone_store(), name, me, n_ranks)
         self._list_groups = list_groups
         self._watcher = Watcher(self._watched, self._break_waits, describe)
+        self._watches = False
         self.is_broken = False
         """Whether the groups are of no use since a failure, and are to be made anew on all ranks."""
         _guards.add(self)
@@ -57,10 +58,15 @@ class Guard:
     def watch(self, limit_s: float) -> Iterator[None]:
         """Watch over what all ranks do in the block, which may take `limit_s`; raises the first failure of any rank.
 
-        A rank raises its own error where it has one. Otherwise it raises a RankError, which is also of the type that the
-        first rank raised.
+        A rank raises its own error where it has one. Otherwise it raises a RankError, which is also of the type of the
+        first failure. A block inside of another one only has a limit of its own.
         """
+        if self._watches:
+            with self._watcher.watch(limit_s):
+                yield
+            return
         self._watched.turn = self._board.turn
+        self._watches = True
         try:
             with self._watcher.watch(limit_s):
                 yield
@@ -69,15 +75,16 @@ class Guard:
             if fault is None:
                 raise
             raise fault.make_error(self._board.n_ranks) from error
+        finally:
+            self._watches = False
 
     def limit(self, limit_s: float) -> None:
         """Let what is watched over take so many seconds from now on."""
         self._watcher.limit(limit_s)
 
-    def close(self) -> None:
-        """End; what fails on other ranks is heard no more."""
-        self._watcher.close()
-        _guards.discard(self)
+    def rest(self) -> None:
+        """End the thread that watches, until there is something to watch over."""
+        self._watcher.rest()
 
     def leave(self, error: BaseException | None) -> None:
         """Tell the other ranks that this rank's program has ended, so that none waits for it.
@@ -92,15 +99,15 @@ class Guard:
 
     def _settle(self, error: BaseException) -> Fault | None:
         """Let all ranks know of an error; return the failure that this rank is to raise in its place, or None."""
-        own = not isinstance(error, RankError)
+        own, fault = Fault.of(error, self._board.me), None
         try:
-            if own:
-                self._board.post(Fault.of(error, self._board.me))
-                fault = None
-            else:
-                # Connections of a rank that failed may close before it has said why.
-                fault = self._board.wait_for_fault(BLAME_S) or self._board.post(Fault.of(error, self._board.me))
-                fault = None if fault.rank == self._board.me else fault
+            # Connections of a rank that failed may close before it has said why.
+            if isinstance(error, RankError):
+                fault = self._board.wait_for_fault(BLAME_S)
+            if fault is None:
+                first = self._board.post(own)
+                # The error that is told may also be that of another rank, which posted it just now.
+                fault = first if isinstance(error, RankError) and first != own else None
             self._board.end_turn()
         except DistError as lost:
             error.add_note(f"The store through which the ranks met is lost: {lost}")
@@ -137,4 +144,4 @@ def _leave_all(error: BaseException | None) -> None:
     """Tell all other ranks that the program of this process ends."""
     for guard in list(_guards):
         guard.leave(error)
-        guard.close()
+        guard.rest()

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fxsplit.errors import RankTimeout, StepTimeout
 from fxsplit.runtime.channels import Channels
 from fxsplit.runtime.job import Job
 from fxsplit.runtime.meeting import Occasion
-from fxsplit.runtime.ranks.closing import close_job
 from fxsplit.runtime.ranks.layout import Layout
 from fxsplit.runtime.ranks.ties import Ties
 from fxsplit.runtime.ranks.wire import Wire
@@ -28,7 +24,7 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
 
 class RankMeeting:
-    """One job on all ranks. After `end`, or `give_up`, it is closed: the other ranks know how it went.
+    """One job on all ranks, from its beginning to its end.
 
     seed: what draws follow from on all ranks. key: what the layouts of the job's messages follow from. run: runs this
     rank's row of a job.
@@ -39,14 +35,12 @@ class RankMeeting:
     ) -> None:
         self.channels: Channels | None = wire
         self.seed: int | None = seed
-        self.closed = False
         self._world, self._wire = wire.world, wire
         self._occasion = occasion
         self._ties = ties
         self._key = key
         self._run = run
         self._what = f"the end of a {occasion.call}"
-        self._until = math.inf
         self._last = occasion.batch.program.homes[-1]
         self._owner = [occasion.schedule.device_of(len(occasion.schedule.homes) - 1, m) for m in self._microbatches]
 
@@ -60,7 +54,7 @@ class RankMeeting:
         program, schedule = occasion.batch.program, occasion.schedule
         if occasion.call != "backward":
             self._ties.fetch()
-        self._wire.open(self._key, schedule, self._measure_rest_s)
+        self._wire.open(self._key, schedule)
         trained = program.list_trained()
         self._wire.codec.leaves = {
             action: program.replicas[action.stage][action.replica].list_leaves(trained[action.stage], 0)
@@ -69,20 +63,11 @@ class RankMeeting:
             if action.op == REDUCE and self._world.me in program.homes[action.stage]
         }
 
-    def _measure_rest_s(self) -> float | None:
-        """Return how long the job may still take, or None where it has no limit."""
-        return None if self._until == math.inf else self._until - time.monotonic()
-
     def run(self, job: Job, timeout_s: float | None = None) -> None:
-        """Run this rank's row; raises its error, or StepTimeout where another rank does not answer in time."""
+        """Run this rank's row; raises its error, or that of another rank. On all ranks, StepTimeout after a time."""
         if timeout_s is not None:
-            self._until = time.monotonic() + timeout_s
-        try:
-            self._run(job)
-        except RankTimeout as error:
-            if timeout_s is None:
-                raise
-            raise StepTimeout(f"the step takes longer than timeout_s={timeout_s:g}: {error}") from error
+            self._world.limit(timeout_s)
+        self._run(job)
 
     def end(self, job: Job, compute_total: Callable[[], Tensor] | None = None) -> Tensor | None:
         """Share the loss, the outputs and the gradients of inputs, once the job has ended well on all ranks."""
@@ -97,8 +82,9 @@ class RankMeeting:
                 total = compute_total()
             numbers = self._list_losses(total)
         self._wire.close()
-        found = close_job(self._world, None, numbers, self._what)
-        self.closed = True
+        # Who comes here has ended the job well, and who has failed does not.
+        told = torch.tensor(numbers or [0.0], dtype=torch.float64)
+        found = [t.tolist() for t in self._world.gather(told, self._what)]
         if compute_total is not None:
             total = self._share_losses(found, total, compute_total)
         if outputs:
@@ -106,12 +92,6 @@ class RankMeeting:
         if occasion.call == "backward":
             self._share_returned(job, returned)
         return total
-
-    def give_up(self, error: BaseException) -> None:
-        """Tell the other ranks that this one has failed; raises the first error of all."""
-        self.closed = True
-        self._wire.give_up()
-        close_job(self._world, error, self._make_silence(), self._what)
 
     def total(self, job: Job) -> Sums:
         """Return the sums of gradients of this rank's weights, other ranks' shares among them."""
@@ -123,10 +103,6 @@ class RankMeeting:
         return sums
 
     # Losses
-
-    def _make_silence(self) -> list[float]:
-        """Return as many numbers as a rank brings to the closing of this job."""
-        return [0.0] * (2 + 2 * len(self._microbatches)) if self._occasion.call == "step" else []
 
     def _list_losses(self, total: Tensor | None) -> list[float]:
         """Return the type of the losses, their total, and for each microbatch whether it is here, and its loss."""

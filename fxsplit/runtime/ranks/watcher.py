@@ -13,11 +13,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 
 from torch.distributed import DistError
 
 from fxsplit.errors import StepTimeout
+from fxsplit.ir.interrupts import raises_interrupts
 from fxsplit.runtime.ranks.board import Board
 from fxsplit.runtime.ranks.faults import Fault
 
@@ -47,38 +48,45 @@ class Watcher:
         self._turn = threading.Lock()
         self._until: float | None = None
         self._limit_s = 0.0
-        self._closed = False
+        self._ended = False
         # Signals that came to a file descriptor of another program in this process are handed on to it.
         self._others = -1
-        self._thread = threading.Thread(target=self._serve, name="fxsplit-watcher", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
 
     @contextmanager
     def watch(self, limit_s: float) -> Iterator[None]:
-        """Watch over what the block does, which is given up after `limit_s`."""
-        with self._hear_signals():
+        """Watch over what the block does, which is given up after `limit_s`; blocks may lie in one another."""
+        outer = self._until, self._limit_s
+        with self._hear_signals() if outer[0] is None else nullcontext():
             self.limit(limit_s)
+            self._start()
             self._call()
             try:
                 yield
             finally:
                 with self._turn:
-                    self._until = None
+                    # What was given up inside stays so.
+                    self._until, self._limit_s = outer if self._until is not None else (None, 0.0)
 
     def limit(self, limit_s: float) -> None:
         """Give up what is watched over after so many seconds from now."""
         self._limit_s, self._until = limit_s, time.monotonic() + limit_s
 
-    def close(self) -> None:
-        """End the thread."""
-        if self._closed:
-            return
-        self._closed = True
-        self._call()
-        if self._thread is not threading.current_thread():
-            self._thread.join(timeout=5.0)
-        self._ears.close()
-        self._mouth.close()
+    def _start(self) -> None:
+        """Start the thread, unless it runs."""
+        if self._thread is None:
+            self._ended = False
+            self._thread = threading.Thread(target=self._serve, name="fxsplit-watcher", daemon=True)
+            self._thread.start()
+
+    def rest(self) -> None:
+        """End the thread; it starts again when there is something to watch over."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._ended = True
+            self._call()
+            if thread is not threading.current_thread():
+                thread.join(timeout=5.0)
 
     def _call(self) -> None:
         """Let the thread look at once."""
@@ -103,12 +111,12 @@ class Watcher:
 
     def _serve(self) -> None:
         """Look again and again while a job runs, and else only when called."""
-        while not self._closed:
+        while not self._ended:
             ready, _, _ = select.select([self._ears], [], [], None if self._until is None else LOOK_S)
             heard = self._ears.recv(4096) if ready else b""
             self._hand_on(heard.replace(WAKE, b""))
             with self._turn:
-                if self._until is not None and not self._closed:
+                if self._until is not None and not self._ended:
                     self._look(interrupted=signal.SIGINT in heard)
 
     def _hand_on(self, signals: bytes) -> None:
@@ -123,7 +131,7 @@ class Watcher:
         with suppress(DistError):
             if time.monotonic() > (self._until or 0.0):
                 self._post_timeout()
-            elif not (self._board.read() or (interrupted and _raises_interrupts())):
+            elif not (self._board.read() or (interrupted and raises_interrupts())):
                 return
             self._until = None
             self._wake()
@@ -136,8 +144,3 @@ class Watcher:
         doing = [f"rank {r}: {told.get(r, 'does not answer')}" for r in range(self._board.n_ranks)]
         error = StepTimeout(f"the step takes longer than {self._limit_s:g} s:\n" + "\n".join(doing))
         self._board.post(Fault.of(error, self._board.me))
-
-
-def _raises_interrupts() -> bool:
-    """Return whether Python raises KeyboardInterrupt on Ctrl-C; a program may do something else then."""
-    return signal.getsignal(signal.SIGINT) is signal.default_int_handler

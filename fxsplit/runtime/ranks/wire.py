@@ -9,7 +9,7 @@ the sender's row of the schedule sends them, as NCCL would have it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +48,7 @@ class Wire:
         self.world = world
         self._me = world.me
         self._layouts: dict[Hashable, dict[Action, Layout]] = {}
+        self._epoch = world.epoch
         self.codec = SumsCodec()
         self._reset({})
 
@@ -62,15 +63,17 @@ class Wire:
         self._posted: dict[Action, Posted] = {}
         self._sent: deque[tuple[Action, list[tuple[Any, Tensor]]]] = deque()
         self._arrived: set[Action] = set()
-        self._deadline: Callable[[], float | None] = lambda: None
 
-    def open(self, key: Hashable, schedule: Schedule, rest_s: Callable[[], float | None] = lambda: None) -> None:
-        """Begin a job of a schedule, in which layouts are those of a key. `rest_s`: how long it may still take."""
+    def open(self, key: Hashable, schedule: Schedule) -> None:
+        """Begin a job of a schedule, in which layouts are those of a key."""
+        # After a failure each rank may have come to another point of its job, and none relies on what it was told.
+        if self._epoch != self.world.epoch:
+            self._epoch = self.world.epoch
+            self._layouts.clear()
         self._reset(self._layouts.get(key, {}))
         self._key = key
         # Known to both ends or to none: every rank has had the same jobs.
         self._told = key in self._layouts
-        self._deadline = rest_s
         self._route = find_routes(schedule, self._me)
         self._ahead = {source: deque(actions) for source, actions in self._route.incoming.items()}
         if self._told:
@@ -89,8 +92,7 @@ class Wire:
         self._reset({})
 
     def give_up(self) -> None:
-        """Forget a job that failed on some rank, with what it has told."""
-        self._layouts.pop(self._key, None)
+        """Forget a job that failed on some rank."""
         self._reset({})
 
     # What a job asks for
@@ -184,11 +186,9 @@ class Wire:
             self._wait(work, f"the rank that is to read what was sent to {action}")
 
     def _wait(self, work: Any, what: str) -> None:
-        """Wait for what is under way, for as long as the job may take."""
-        rest = self._deadline()
-        limit_s = self.world.limit_s if rest is None else max(0.001, min(rest, self.world.limit_s))
+        """Wait for what is under way; once that has failed, the job sends and receives nothing more."""
         try:
-            self.world.wait(work, what, limit_s)
+            self.world.wait(work, what)
         except (RankError, RankTimeout):
             self._failed = True
             raise

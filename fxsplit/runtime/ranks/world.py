@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from weakref import finalize
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fxsplit.errors import RankError, RankTimeout
+from fxsplit.runtime.ranks.guard import Guard
 from fxsplit.torch_internals import accelerators
 from fxsplit.torch_internals.process_groups import is_timeout, read_timeout_s
 
 LIMIT_S = 600.0
 """How long a rank waits for another one, where the user's process group does not say otherwise."""
-POISON = 99
-"""The tag of a message that nobody sends."""
 COMPILE_LIMIT_S = 7200.0
 """How long ranks wait for the first one, which measures and plans for all of them."""
 
@@ -33,35 +34,22 @@ COMPILE_LIMIT_S = 7200.0
 class Pair:
     """What brings tensors from one rank to another one, in the order in which they are sent, and nothing back."""
 
-    def __init__(self, group: Any, source: int, to: int, *, on_host: bool) -> None:
-        self._group, self._source, self._to = group, source, to
-        self._on_host = on_host
+    def __init__(self, group: Any, source: int, to: int) -> None:
+        self.group, self._source, self._to = group, source, to
 
     def send(self, tensor: Tensor) -> Any:
         """Begin to send a dense tensor; return what can be waited for. Raises RankError if that rank is lost."""
         try:
-            return self._group.send([tensor], self._to, 0)
+            return self.group.send([tensor], self._to, 0)
         except RuntimeError as error:
             raise RankError(f"the connection to another rank is lost: {str(error).splitlines()[0]}") from error
 
     def receive(self, tensor: Tensor) -> Any:
         """Begin to receive a tensor; return what can be waited for. The order is all that tells which one it is."""
         try:
-            return self._group.recv([tensor], self._source, 0)
+            return self.group.recv([tensor], self._source, 0)
         except RuntimeError as error:
             raise RankError(f"the connection to another rank is lost: {str(error).splitlines()[0]}") from error
-
-    def poison(self) -> None:
-        """Wake this rank and the other one, where they wait for each other over this pair; it is of no use then."""
-        if self._group is None:
-            return
-        if self._on_host:
-            # A receive that takes too long closes the connection at both ends, which nothing else of gloo's does.
-            with suppress(RuntimeError):
-                other = self._to if self._group.rank() == self._source else self._source
-                self._group.recv([torch.empty(1)], other, POISON).wait(timedelta(milliseconds=1))
-        else:
-            self._group.abort()
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,18 +74,78 @@ class World:
         self.device = device
         self.me = self.ranks.index(dist.get_rank())
         self.limit_s = min(read_timeout_s(dist.group.WORLD, LIMIT_S), LIMIT_S)
+        self._make_groups()
+        self.epoch = 0
+        """How often the groups were made anew, since an error on some rank."""
+        self._n_pipelines = 0
+        self._open: set[int] = set()
+        self._counts: Counter[str] = Counter()
+        self._gathered: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self._waits_for = ""
+        self.describe_job: Callable[[], str] = lambda: ""
+        # Each start by a launcher has numbers of its own, and may use the store of the one before.
+        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        name = f"fxsplit/{start}/{'-'.join(map(str, self.ranks))}"
+        self._guard = Guard(name, self.me, len(self), self._list_groups, self._describe)
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    @contextmanager
+    def watch(self, limit_s: float | None = None) -> Iterator[None]:
+        """Watch over what all ranks do in the block, within a limit of time; every rank raises the first error of any.
+
+        After an error, what is under way in the groups must not reach the next block, so that one makes them anew.
+        """
+        with self._guard.watch(self.limit_s if limit_s is None else limit_s):
+            if self._guard.is_broken:
+                self._make_groups()
+                self._guard.is_broken = False
+                self.epoch += 1
+                self._counts.clear()
+            yield
+
+    def begin_pipeline(self, pipeline: object) -> str:
+        """Return the name of a pipeline on all ranks. Threads of this rank end when no pipeline is left."""
+        number, self._n_pipelines = self._n_pipelines, self._n_pipelines + 1
+        self._open.add(number)
+        finalize(pipeline, self._end_pipeline, number)
+        return f"pipeline {number}"
+
+    def _end_pipeline(self, number: int) -> None:
+        """Note that a pipeline is gone."""
+        self._open.discard(number)
+        if not self._open:
+            self._guard.rest()
+
+    def count(self, what: str) -> int:
+        """Return how often this was counted on this rank before, since groups were made anew."""
+        self._counts[what] += 1
+        return self._counts[what] - 1
+
+    def limit(self, limit_s: float) -> None:
+        """Give up what is watched over so many seconds from now."""
+        self._guard.limit(limit_s)
+
+    def _describe(self) -> str:
+        """Return what this rank does, and what it waits for if it does."""
+        waits = f"waits for {self._waits_for}" if self._waits_for else ""
+        return ": ".join(filter(None, [self.describe_job(), waits])) or "computes"
+
+    def _list_groups(self) -> list[Any]:
+        """Return the groups in which this rank may wait."""
+        pairs = [pair.group for pair in self._pairs.values() if pair.group is not None]
+        return [self._control, self._patient, *([self._data] if self._data is not self._control else []), *pairs]
+
+    def _make_groups(self) -> None:
+        """Make the groups of all ranks, on all of them; pairs are opened as they are needed."""
         self._control = self._make_group(self.ranks, "gloo", self.limit_s)
         # A group of its own for what takes long: the limit of one that waits is that of its group.
         self._patient = self._make_group(self.ranks, "gloo", COMPILE_LIMIT_S)
         self._data = self._control
-        if accelerators.is_accelerator(device):
+        if accelerators.is_accelerator(self.device):
             self._data = self._make_group(self.ranks, self._find_backend(), self.limit_s)
         self._pairs: dict[tuple[int, int], Pair] = {}
-        self.n_pipelines = 0
-        self._gathered: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-
-    def __len__(self) -> int:
-        return len(self.ranks)
 
     def _find_backend(self) -> str:
         """Return the name of the backend that brings tensors of this rank's device from rank to rank."""
@@ -120,12 +168,11 @@ class World:
         for source, to in sorted(set(wanted) - self._pairs.keys()):
             group = self._make_group((self.ranks[source], self.ranks[to]), self._find_backend(), self.limit_s)
             if self.me not in (source, to):
-                self._pairs[source, to] = Pair(None, 0, 1, on_host=True)
+                self._pairs[source, to] = Pair(None, 0, 1)
                 continue
             # torch numbers the ranks of a group in rising order, unless it is told otherwise.
             first = self.ranks[source] < self.ranks[to]
-            on_host = self._find_backend() == "gloo"
-            pair = self._pairs[source, to] = Pair(group, int(not first), int(first), on_host=on_host)
+            pair = self._pairs[source, to] = Pair(group, int(not first), int(first))
             # NCCL connects at the first message, and two ranks that connect in different orders hang.
             token = torch.zeros(1, device=self.device)
             self.wait(pair.send(token) if self.me == source else pair.receive(token), f"rank {source} and rank {to}")
@@ -134,24 +181,18 @@ class World:
         """Return the pair of two ranks, which is open."""
         return self._pairs[source, to]
 
-    def poison(self) -> None:
-        """Wake all ranks that wait for this one, and forget all pairs: others are made before the next job.
-
-        What is under way in them must not reach that job.
-        """
-        pairs, self._pairs = self._pairs, {}
-        for pair in pairs.values():
-            pair.poison()
-
     def wait(self, work: Any, what: str, limit_s: float | None = None) -> None:
         """Wait for what is under way; `what` says who for. Raises RankTimeout, or RankError where a rank is lost."""
         limit_s = self.limit_s if limit_s is None else limit_s
+        self._waits_for = what
         try:
             work.wait(timedelta(seconds=limit_s))
         except RuntimeError as error:
             if is_timeout(error):
                 raise RankTimeout(f"rank {self.me} has waited {limit_s:g} s for {what}: nothing came") from error
             raise RankError(f"rank {self.me} has lost {what}: {str(error).splitlines()[0]}") from error
+        finally:
+            self._waits_for = ""
 
     # What hosts tell each other
 

@@ -154,7 +154,7 @@ def fail_to_compile(rank: int, n: int) -> str:
 def test_a_compile_that_fails_on_one_rank_fails_on_all() -> None:
     found = ranks(2, fail_to_compile)
     assert "no graph of this here" in found[0]
-    assert found[1] == f"{RankError.__name__}: rank 0 of 2 failed, ValueError: no graph of this here"
+    assert found[1].startswith(f"{RankError.__name__}: rank 0 of 2 has raised ") and "no graph of this" in found[1]
 
 
 def test_checksums_see_the_ends_of_all_tensors_in_a_batch() -> None:

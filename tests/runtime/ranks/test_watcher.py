@@ -46,7 +46,7 @@ def job(rank: int, world: int, act: Callable[[int], None], limit_s: float, colle
         fault = board.post(Fault.of(error, rank)) if own else board.wait_for_fault(2.0)
         took = time.monotonic() - begun
     finally:
-        watcher.close()
+        watcher.rest()
     assert fault is not None
     board.end_turn()
     made = fault.make_error(world)
