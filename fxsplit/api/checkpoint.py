@@ -97,7 +97,9 @@ def save_checkpoint(
         extra=dict(extra or {}),
         versions={"torch": torch.__version__, "python": platform.python_version()},
     )
-    manifest.to_text()  # what JSON has no words for is refused here, and not in the thread
+    # What JSON has no words for is refused here, and not in the thread.
+    manifest.to_text()
+    # What is copied next takes the memory that the one before has taken until it is written.
     wait_for_saving()
     named = {f"{MODEL}{name}": weight.detach() for name, weight in state.own.items()} | kept
     staged = {name: _copy_to_host(value) for name, value in named.items()} | {CPU: torch.get_rng_state()}

@@ -151,6 +151,7 @@ def _list_by_weight(kinds: Iterable[str]) -> dict[str, list[str]]:
 
 def _choose_options(saved: list[Group], names: list[str], where: str) -> dict[str, Any]:
     """Return the options for a group, which are those that its parameters had."""
+    # Options are of groups, and a parameter may have been in another one.
     for group, name in zip(saved, names, strict=True):
         if group.options != saved[0].options:
             raise InputError(

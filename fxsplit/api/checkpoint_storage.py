@@ -146,6 +146,7 @@ class FolderReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what a plan asks for, file by file."""
+        # By file, as each is opened once.
         for file in sorted({self._file_of[item.storage_index.fqn] for item in plan.items}):
             with TensorFile(self._folder / file) as opened:
                 for item in plan.items:

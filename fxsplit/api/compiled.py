@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from fxsplit.api.options import Candidate, Options
+from fxsplit.api.ranks import Team
 from fxsplit.api.validity import Validity
 from fxsplit.frontend.graph import same_graph
 from fxsplit.ir.facts.costs import Costs
@@ -107,7 +108,13 @@ class Compiled:
         now = read_versions(model) if self.versions else {}
         return next((path for path, version in self.versions.items() if now.get(path) != version), None)
 
-    def place(self) -> None:
-        """Move the model's weights, as they are now, to the devices of their stages."""
+    def place(self, model: nn.Module, team: Team | None) -> None:
+        """Move the model's weights, as they are now, to the devices of their stages.
+
+        Of the ranks of a team each lets go of the weights of the others.
+        """
         self.validity.relink()
+        # Before weights move: one that comes from another rank is not here yet.
+        if team is not None:
+            team.holdings.hold(model, self.program)
         self.program.place_weights()

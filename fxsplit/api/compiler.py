@@ -135,7 +135,7 @@ class Compiler:
     def place_all(self) -> None:
         """Move the weights, which may be others now than before, to the devices of their stages."""
         for compiled in self._kept.values():
-            compiled.place()
+            compiled.place(self.model, self.team)
 
     def recompile_like(self, model: nn.Module, options: Options) -> Compiler:
         """Return a compiler for another model, which captures it by shapes alone where this one did."""
@@ -183,7 +183,7 @@ class Compiler:
             self._outdated.append((mode, replaced))
         # Programs of this mode for other shapes were made beside the one that was first, and are outdated with it.
         self._kept = {k: c for k, c in self._kept.items() if k[0] != mode and not compiled.moves_weights}
-        compiled.place()
+        compiled.place(self.model, self.team)
         self._kept[mode, None] = compiled
 
     def _find_for_shapes(self, mode: Mode, call: Call, shapes: Shapes, first: Compiled) -> Compiled:
@@ -203,7 +203,7 @@ class Compiler:
             with self.pause():
                 compiled = self._fit(call, first) or self._compile(call, first, outdated=kept)
                 raise_lost_interrupt()
-                compiled.place()
+                compiled.place(self.model, self.team)
             # No other program finds its weights where it expects them then.
             if compiled.moves_weights:
                 self._kept = {(mode, None): compiled}

@@ -29,6 +29,7 @@ from fxsplit.ir.facts.torch_devices import read_memory
 from fxsplit.ir.graph import IR, name_pass
 from fxsplit.ir.text import render_graph
 from fxsplit.runtime.ranks.agreement import Agreement, hash_text
+from fxsplit.runtime.ranks.holdings import Holdings
 from fxsplit.runtime.ranks.world import COMPILE_LIMIT_S, World
 from fxsplit.schedule.catalogue import Scheduler
 
@@ -111,6 +112,7 @@ class Team:
     def __init__(self, world: World) -> None:
         self.world = world
         self.label = world.begin_pipeline(self)
+        self.holdings = Holdings(world, self.label)
         self._agreement = Agreement(world)
 
     @property

@@ -17,6 +17,7 @@ from fxsplit.formats.checkpoint_names import Extra
 from fxsplit.formats.safetensors_files import WeightFiles
 from fxsplit.formats.save_safetensors import save_checkpoint
 from fxsplit.ir.interrupts import lose_no_interrupt
+from fxsplit.runtime.ranks.world import COMPILE_LIMIT_S
 from fxsplit.torch_internals.undo import leave_no_trace
 
 
@@ -28,6 +29,21 @@ class WithWeights(Facade):
     @abstractmethod
     def wait_until_idle(self) -> None:
         """Return when no batch is under way, which would read some weights of before and some of afterwards."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the unsplit model's state_dict; over ranks that of all of them, which all call this.
+
+        Weights of other ranks come in host memory. With keep_vars=True the parameters themselves are returned, those of
+        other ranks without values.
+        """
+        found = self.model.state_dict(*args, **kwargs)
+        team = self.compiler.team
+        if team is None or kwargs.get("keep_vars"):
+            return found
+        tensors = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+        with team.holdings.agree("state_dict()"):
+            found.update(team.holdings.gather_values(tensors))
+        return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a state_dict of the unsplit model, after waiting for batches of a stream that are under way."""
@@ -82,6 +98,12 @@ class WithWeights(Facade):
         the folder; other files there, such as config.json, stay. A tied weight is written once, under its first name.
 
         The checkpoint is written whole, or the folder is as it was. One tensor at a time is in host memory, besides
-        weights that live there. Raises InputError for weights without values and for what is no tensor, and FileError.
+        weights that live there. Over ranks all of them call this, and the first one writes. Raises InputError for
+        weights without values and for what is no tensor, and FileError.
         """
-        save_checkpoint(self.model, folder, max_shard_bytes)
+        team = self.compiler.team
+        if team is None:
+            save_checkpoint(self.model, folder, max_shard_bytes)
+            return
+        with team.holdings.agree("save_weights()", f"saves files of {max_shard_bytes} bytes", COMPILE_LIMIT_S):
+            save_checkpoint(self.model, folder, max_shard_bytes, team.holdings.write_together)

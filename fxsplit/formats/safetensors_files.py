@@ -25,6 +25,7 @@ from fxsplit.ir.facts.figures import show
 from fxsplit.ir.files import explain_unreadable
 from fxsplit.ir.progress import track
 from fxsplit.ir.progress_bar import show_progress
+from fxsplit.torch_internals.away import is_away
 from fxsplit.torch_internals.copy_trace import Part, Parts, fits, trace_copies
 from fxsplit.torch_internals.fake_weights import dress_like, fill_like
 
@@ -80,10 +81,11 @@ class WeightFiles:
             check_names(model, state, recipe_of, extra, self.path)
             stored = {k: found for k, known in names.items() if (found := [n for n in known if n in recipe_of])}
             # Each weight once, in the order of the stages, so that devices fill up one after another.
-            waiting = {stored[id(w)][0]: w for w in (*(w for w, _ in places), *state.values()) if id(w) in stored}
+            listed = [w for w in (*(w for w, _ in places), *state.values()) if id(w) in stored and not is_away(w)]
+            waiting = {stored[id(w)][0]: w for w in listed}
             for name, weight in waiting.items():
                 check_free(name, weight)
-            held = self._read_tied(files, stored.values(), recipe_of)
+            held = self._read_tied(files, [known for known in stored.values() if known[0] in waiting], recipe_of)
             where = {id(weight): device for weight, device in places}
             homes = {name: where.get(id(w), w.device) for name, w in waiting.items()}
             with show_progress():

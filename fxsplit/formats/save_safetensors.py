@@ -40,8 +40,18 @@ NAMES = {
 """What the format calls a dtype."""
 
 
-def save_checkpoint(model: nn.Module, folder: str | os.PathLike[str], max_shard_bytes: int) -> None:
+Fetch = Callable[[str, Tensor], Tensor]
+"""Returns a tensor, which has a name, with its values: these may be in another process."""
+Together = Callable[[Mapping[str, Tensor], Callable[[Fetch], None]], None]
+"""Calls a function that writes tensors, in one of the processes that have them."""
+
+
+def save_checkpoint(
+    model: nn.Module, folder: str | os.PathLike[str], max_shard_bytes: int, together: Together | None = None
+) -> None:
     """Write the tensors of a model's state_dict to a folder, in files of at most so many bytes of tensors.
+
+    together: how several processes do so, which each have some of the tensors (default: this one has all).
 
     A tensor that is larger has a file of its own. A tied weight is written once, under the first of its names. The
     folder holds the whole checkpoint afterwards, in place of one that it held before, or it is as it was. Other files
@@ -54,14 +64,26 @@ def save_checkpoint(model: nn.Module, folder: str | os.PathLike[str], max_shard_
     state = _list_tensors(model)
     shards = _cut(state, max_shard_bytes)
     path = Path(folder)
-    make_folder(path.absolute().parent)
-    if path.exists() and not path.is_dir():
-        raise InputError(f"{str(path)!r} is a file: give the path of a folder")
-    try:
-        with show_progress():
-            _write_all(path, state, shards)
-    except (OSError, ValueError) as error:  # a path with a null byte is a ValueError
-        raise explain_unwritable(f"cannot write a checkpoint to {str(path)!r}", error) from error
+
+    def write(fetch: Fetch) -> None:
+        make_folder(path.absolute().parent)
+        if path.exists() and not path.is_dir():
+            raise InputError(f"{str(path)!r} is a file: give the path of a folder")
+        try:
+            with show_progress():
+                _write_all(path, state, shards, fetch)
+        except (OSError, ValueError) as error:  # a path with a null byte is a ValueError
+            raise explain_unwritable(f"cannot write a checkpoint to {str(path)!r}", error) from error
+
+    if together is None:
+        write(_take)
+    else:
+        together(state, write)
+
+
+def _take(name: str, tensor: Tensor) -> Tensor:
+    """Return a tensor of this process."""
+    return tensor
 
 
 def _list_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -97,7 +119,7 @@ def _cut(state: Mapping[str, Tensor], max_shard_bytes: int) -> list[list[str]]:
     return shards
 
 
-def _write_all(folder: Path, state: Mapping[str, Tensor], shards: Sequence[Sequence[str]]) -> None:
+def _write_all(folder: Path, state: Mapping[str, Tensor], shards: Sequence[Sequence[str]], fetch: Fetch) -> None:
     """Write the files beside their place, and move them there once all are whole."""
     there = folder.is_dir()
     # On the same disk as the folder, so that nothing is copied when it is moved.
@@ -112,7 +134,7 @@ def _write_all(folder: Path, state: Mapping[str, Tensor], shards: Sequence[Seque
         # Asked for the next tensor, it tells that the one before has been written.
         turns = track(list(state), "saving weights")
         for file, shard in zip(names, shards, strict=True):
-            write_tensors(made / file, {name: state[name] for name in shard}, partial(next, turns, None))
+            write_tensors(made / file, {name: state[name] for name in shard}, partial(next, turns, None), fetch)
         if len(shards) > 1:
             _write_index(made / INDEX, state, dict(zip(names, shards, strict=True)))
             names.append(INDEX)
@@ -166,7 +188,9 @@ def _write_index(path: Path, state: Mapping[str, Tensor], shards: Mapping[str, S
     _flush(path, [(json.dumps(held, indent=2, sort_keys=True) + "\n").encode])
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], tick: Callable[[], object] = lambda: None) -> None:
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], tick: Callable[[], object] = lambda: None, fetch: Fetch = _take
+) -> None:
     """Write one safetensors file, down to the disk; `tick` is called before each tensor. Raises OSError."""
     # The largest numbers first, so that each tensor begins at a multiple of its numbers' size.
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
@@ -181,7 +205,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], tick: Callable[[], 
 
     def read(name: str) -> memoryview:
         tick()
-        return _read_bytes(tensors[name])
+        return _read_bytes(fetch(name, tensors[name]))
 
     _flush(path, [lambda: len(text).to_bytes(8, "little") + text, *(partial(read, name) for name in names)])
 

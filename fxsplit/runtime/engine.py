@@ -187,6 +187,8 @@ class Engine:
             raise_lost_interrupt()
             # Last, so that a step that fails leaves every .grad as it was.
             accumulate(sums, receipt)
+            if stepper is None:
+                meeting.share_gradients()
         return result
 
     def _tie_stages(self, program: Program) -> list[Tie]:
@@ -240,6 +242,7 @@ class Engine:
                         meeting.run(job)
                     meeting.end(job)
                     sums = meeting.total(job)
+                    meeting.share_gradients_after_backward()
             except RuntimeError as error:
                 then.explain(error)
                 raise

@@ -56,6 +56,12 @@ class Meeting(Protocol):
     def total(self, job: Job) -> Sums:
         """Return the sums of gradients of the weights that live in this process."""
 
+    def share_gradients(self) -> None:
+        """Let every process know which parameters have a gradient, once the sums have been added."""
+
+    def share_gradients_after_backward(self) -> None:
+        """Do so when the backward of the caller's loss, which runs now, is over."""
+
 
 class Alone:
     """A meeting of one process. `run` runs a job with a limit of time."""
@@ -77,6 +83,12 @@ class Alone:
     def total(self, job: Job) -> Sums:
         """Return the sums of gradients of all weights."""
         return job.total()
+
+    def share_gradients(self) -> None:
+        """Do nothing: all parameters are here."""
+
+    def share_gradients_after_backward(self) -> None:
+        """Do nothing: all parameters are here."""
 
 
 class Crew(Protocol):

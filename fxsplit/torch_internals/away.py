@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fxsplit.errors import ElsewhereError
+from fxsplit.torch_internals.undo import call_all
 
 T = TypeVar("T", bound=Tensor)
 aten = torch.ops.aten
@@ -90,6 +92,21 @@ class Away(Tensor):
         made.__dict__.update(self.__dict__)
         return made
 
+    @property
+    def data(self) -> Tensor:
+        """The tensor, as one that autograd does not know."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        # Its rank takes the values. Here it may become one of another kind, as by model.half().
+        if (value.dtype, value.shape, value.device) == (self.dtype, self.shape, self.device):
+            return
+        gradient = self.grad
+        exchange(self, make_away(type(self), value, self.spot, requires_grad=self.requires_grad))
+        if isinstance(gradient, Away):
+            self.grad = make_away(Away, value, gradient.spot)
+
     def data_ptr(self) -> int:
         """Return 0, as of a tensor without values."""
         return 0
@@ -125,6 +142,22 @@ def make_away(
     )
     made.spot = spot
     return cast(T, made)
+
+
+def exchange(tensor: Tensor, made: Tensor) -> None:
+    """Let a tensor be what `made` is, with the attributes of both, and the same object; `made` is what it was."""
+    new: Any = type(made)
+    old: Any = type(tensor)
+    # torch.utils.swap_tensors does the same, and refuses where there are weak references, which go on meaning the
+    # tensor. From C: an interrupt comes before all of it or after.
+    call_all(
+        [
+            partial(setattr, tensor, "__class__", new),
+            partial(setattr, made, "__class__", old),
+            partial(torch._C._swap_tensor_impl, tensor, made),
+            partial(tensor.__dict__.update, made.__dict__),
+        ]
+    )
 
 
 def _is_gradient(tensor: Away) -> bool:

@@ -7,14 +7,13 @@ from `Away`. A weight that is brought back is as before.
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fxsplit.torch_internals.away import Away, Spot, make_away
-from fxsplit.torch_internals.undo import call_all
+from fxsplit.torch_internals.away import Away, Spot, exchange, make_away
 
 
 class Elsewhere(Away, nn.Parameter):
@@ -22,17 +21,6 @@ class Elsewhere(Away, nn.Parameter):
 
     aside: Tensor | None = None
     """Its gradient, while an optimizer steps."""
-
-    @property
-    def data(self) -> Tensor:
-        """The parameter, as one that autograd does not know."""
-        return self.detach()
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        # Its rank takes the values. Here it may become one of another kind, as by model.half().
-        if (value.dtype, value.shape, value.device) != (self.dtype, self.shape, self.device):
-            _exchange(self, make_away(type(self), value, self.spot, requires_grad=self.requires_grad))
 
 
 @cache
@@ -59,7 +47,7 @@ def send_away(weight: Tensor, spot: Spot, device: torch.device | None = None) ->
     device: that of this rank, which weights of all ranks say that they are on; by default where the weight is.
     A weight that is away already is told where it is now.
     """
-    _exchange(weight, make_away(_derive(type(weight)), weight, spot, requires_grad=weight.requires_grad, device=device))
+    exchange(weight, make_away(_derive(type(weight)), weight, spot, requires_grad=weight.requires_grad, device=device))
 
 
 def bring_back(weight: Tensor, value: Tensor) -> None:
@@ -69,21 +57,5 @@ def bring_back(weight: Tensor, value: Tensor) -> None:
     if issubclass(kind, nn.Parameter):
         # A class derived from Parameter may have a constructor of its own, which this does not call.
         made = torch.Tensor._make_subclass(kind, made, weight.requires_grad)
-    _exchange(weight, made)
+    exchange(weight, made)
     weight.__dict__.pop("spot", None)
-
-
-def _exchange(weight: Tensor, made: Tensor) -> None:
-    """Let a weight be what `made` is, with the attributes of both; `made` takes what the weight was."""
-    new: Any = type(made)
-    old: Any = type(weight)
-    # torch.utils.swap_tensors does the same, and refuses where there are weak references, which go on meaning the
-    # weight. From C: an interrupt comes before all of it or after.
-    call_all(
-        [
-            partial(setattr, weight, "__class__", new),
-            partial(setattr, made, "__class__", old),
-            partial(torch._C._swap_tensor_impl, weight, made),
-            partial(weight.__dict__.update, made.__dict__),
-        ]
-    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Protocol
@@ -107,6 +107,13 @@ class GradientLedger:
         hide_gradients_from_optimizers()
         _let_clipping_take_lists()
 
+    def knows(self, named: Sequence[tuple[str, Tensor, int]]) -> bool:
+        """Return whether these are the parameters and ranks of this ledger."""
+        known = [(entry.name, entry.weight(), entry.rank) for entry in self._entries]
+        return len(known) == len(named) and all(
+            a[0] == b[0] and a[1] is b[1] and a[2] == b[2] for a, b in zip(known, named, strict=True)
+        )
+
     def send_away(self, index: int, device: torch.device | None = None) -> None:
         """Let go of the values of parameter number `index`, which another rank has."""
         entry = self._entries[index]
@@ -128,6 +135,7 @@ class GradientLedger:
             found = [one.tolist() for one in self._exchange.gather(mine, "the end of a backward")]
         for index, entry in enumerate(self._entries):
             weight = entry.weight()
+            # Assigned anew only where that changes something: it is asked for at every step.
             if isinstance(weight, Elsewhere):
                 there = found[entry.rank][index] > 0
                 weight.grad = self._make_gradient(weight) if there else None
@@ -160,6 +168,7 @@ class GradientLedger:
         if own:
             with torch._C.DisableTorchFunctionSubclass():
                 torch._amp_foreach_non_finite_check_and_unscale_(own, found_inf, inv_scale)
+        # Also where this rank has none of them: the others wait for its word.
         told = self._gather([float(found_inf)], "gradients to be unscaled")
         found_inf.fill_(max(numbers[0] for numbers in told))
 
@@ -233,6 +242,11 @@ class GradientLedger:
                 "and look at the same gradients, in one order"
             )
         return [one[1:] for one in found]
+
+
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Call a function once the backward that runs now has accumulated all gradients."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 @cache

@@ -74,6 +74,7 @@ NEEDED = (
     "torch.Tensor._post_accumulate_grad_hooks",
     "torch.autograd.graph._engine_run_backward",
     "torch.autograd.Variable._execution_engine.run_backward",
+    "torch.autograd.Variable._execution_engine.queue_callback",
     "torch.autograd.is_multithreading_enabled",
     "torch.autograd.set_multithreading_enabled",
     "torch._C._current_graph_task_id",

@@ -19,6 +19,7 @@ from fxsplit.runtime.job import Job
 from fxsplit.runtime.meeting import Meeting, Occasion
 from fxsplit.runtime.program import Program
 from fxsplit.runtime.ranks.agreement import Agreement, describe_shapes, sum_values
+from fxsplit.runtime.ranks.holdings import Holdings
 from fxsplit.runtime.ranks.meeting import RankMeeting
 from fxsplit.runtime.ranks.routes import find_pairs
 from fxsplit.runtime.ranks.ties import Ties
@@ -35,8 +36,9 @@ from fxsplit.torch_internals.rng import new_seed
 class RankCrew:
     """Runs the jobs of one pipeline on this rank. `label` names the pipeline on all ranks."""
 
-    def __init__(self, world: World, label: str) -> None:
+    def __init__(self, world: World, label: str, holdings: Holdings) -> None:
         self.world = world
+        self.holdings = holdings
         self.agreement = Agreement(world)
         self.wire = Wire(world)
         stream = make_stream(world.device)
@@ -71,7 +73,8 @@ class RankCrew:
             # Another schedule may have the identity of one that is gone.
             self._pairs[id(schedule)] = schedule, find_pairs(schedule) | ties.pairs
         self.world.open_pairs(self._pairs[id(schedule)][1])
-        meeting = RankMeeting(self.wire, occasion, ties, seed, self._find_key(occasion), self.run)
+        key, share = self._find_key(occasion), self.holdings.share_gradients
+        meeting = RankMeeting(self.wire, occasion, ties, seed, key, self.run, share)
         meeting.open()
         return meeting
 

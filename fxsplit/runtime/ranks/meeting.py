@@ -18,6 +18,7 @@ from fxsplit.runtime.stage.run import Packet
 from fxsplit.schedule.action import REDUCE
 from fxsplit.torch_internals import accelerators
 from fxsplit.torch_internals.grad_sums import Sums
+from fxsplit.torch_internals.gradient_ledger import call_after_backward
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 """The types of losses, by the number that ranks tell each other."""
@@ -27,11 +28,18 @@ class RankMeeting:
     """One job on all ranks, from its beginning to its end.
 
     seed: what draws follow from on all ranks. key: what the layouts of the job's messages follow from. run: runs this
-    rank's row of a job.
+    rank's row of a job. share: lets every rank know which parameters have a gradient.
     """
 
     def __init__(
-        self, wire: Wire, occasion: Occasion, ties: Ties, seed: int, key: Hashable, run: Callable[[Job], None]
+        self,
+        wire: Wire,
+        occasion: Occasion,
+        ties: Ties,
+        seed: int,
+        key: Hashable,
+        run: Callable[[Job], None],
+        share: Callable[[], None],
     ) -> None:
         self.channels: Channels | None = wire
         self.seed: int | None = seed
@@ -40,6 +48,7 @@ class RankMeeting:
         self._ties = ties
         self._key = key
         self._run = run
+        self._share_present = share
         self._what = f"the end of a {occasion.call}"
         self._last = occasion.batch.program.homes[-1]
         self._owner = [occasion.schedule.device_of(len(occasion.schedule.homes) - 1, m) for m in self._microbatches]
@@ -101,6 +110,14 @@ class RankMeeting:
         sums = job.total(self._ties.exchange)
         self._ties.finish()
         return sums
+
+    def share_gradients(self) -> None:
+        """Let every rank know which parameters have a gradient."""
+        self._share_present()
+
+    def share_gradients_after_backward(self) -> None:
+        """Do so when autograd has accumulated all of them."""
+        call_after_backward(self._share_present)
 
     # Losses
 

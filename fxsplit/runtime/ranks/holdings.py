@@ -1,0 +1,186 @@
+"""Holdings: which rank has each weight of a model. The others have a parameter or buffer without memory in its place.
+
+The weights of a stage are with the stage's first rank. Where a later plan wants them on another rank, their values go
+there. All of them can be gathered, one after another.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from fxsplit.errors import RankError
+from fxsplit.runtime.program import Program
+from fxsplit.runtime.ranks.agreement import Agreement
+from fxsplit.runtime.ranks.world import World
+from fxsplit.torch_internals.away import Away, Spot, is_away
+from fxsplit.torch_internals.elsewhere import bring_back, send_away
+from fxsplit.torch_internals.gradient_ledger import GradientLedger
+
+Fetch = Callable[[str, Tensor], Tensor]
+"""Returns a tensor, which has a name, with its values."""
+FAILED = "\0"
+"""How a text begins that is no name of a tensor."""
+
+
+class Holdings:
+    """The weights of the model of one pipeline, which `label` names on all ranks."""
+
+    def __init__(self, world: World, label: str) -> None:
+        self._world = world
+        self._label = label
+        self._agreement = Agreement(world)
+        self._owners: dict[str, int] = {}
+        self._ledger: GradientLedger | None = None
+
+    # What a plan wants
+
+    def hold(self, model: nn.Module, program: Program) -> None:
+        """Let each weight be on the rank of its stage alone; one that no stage has stays on all ranks."""
+        homes = program.homes
+        rank_of = {key: homes[stage.index][0] for key, (_, stage) in program.list_owners().items()}
+        # In the model's order, which is the same on all ranks.
+        named = [(name, weight) for name, weight in _list_named(model) if id(weight) in rank_of]
+        owners = {name: rank_of[id(weight)] for name, weight in named}
+        if self._owners and owners != self._owners:
+            with self._world.watch():
+                self._move(named, owners)
+        self._owners = owners
+        trained = [(name, weight, owners[name]) for name, weight in named if isinstance(weight, nn.Parameter)]
+        # Another one only where it would know other parameters: gradients that there are belong to it.
+        if self._ledger is None or not self._ledger.knows(trained):
+            self._ledger = GradientLedger(trained, self, self._world.me)
+        index_of = {name: index for index, (name, _, _) in enumerate(trained)}
+        for name, weight in named:
+            spot = Spot(name, owners[name], index_of.get(name, 0), self._ledger)
+            if owners[name] != self._world.me and not (isinstance(weight, Away) and _is_at(weight.spot, spot)):
+                send_away(weight, spot, self._world.device)
+
+    def _move(self, named: Sequence[tuple[str, Tensor]], owners: dict[str, int]) -> None:
+        """Bring the values of weights that are to be on another rank than now to that rank."""
+        me, by_name = self._world.me, dict(named)
+        wanted = {n: w.spot.rank for n, w in named if owners[n] == me and isinstance(w, Away)}
+        what = "the move of weights"
+        for to, text in enumerate(self._world.gather_texts(json.dumps(wanted), what)):
+            for name, source in json.loads(text).items():
+                if source == me:
+                    self._send(by_name[name], to)
+                elif to == me:
+                    bring_back(by_name[name], self._receive(by_name[name], source))
+
+    def _send(self, weight: Tensor, to: int) -> None:
+        """Send the values of a weight to another rank; there may be none yet."""
+        self._world.wait(self._world.send_host(torch.tensor([int(weight.is_meta)]), to), f"rank {to}")
+        if not weight.is_meta:
+            self._world.wait(self._world.send_host(weight.detach().cpu().contiguous(), to), f"rank {to}")
+
+    def _receive(self, weight: Tensor, source: int) -> Tensor:
+        """Return the values of a weight, as another rank has them, on this rank's device."""
+        empty = torch.empty(1, dtype=torch.int64)
+        self._world.wait(self._world.receive_host(empty, source), f"rank {source}")
+        strides = weight.stride()
+        if int(empty):
+            return torch.empty_strided(weight.shape, strides, dtype=weight.dtype, device="meta")
+        value = torch.empty(weight.shape, dtype=weight.dtype)
+        self._world.wait(self._world.receive_host(value, source), f"rank {source}")
+        return torch.empty_strided(weight.shape, strides, dtype=weight.dtype, device=self._world.device).copy_(value)
+
+    # Gradients
+
+    def share_gradients(self) -> None:
+        """Let every rank know which parameters have a gradient."""
+        if self._ledger is not None:
+            with self._world.watch():
+                self._ledger.share_present()
+
+    def gather(self, numbers: Tensor, what: str) -> list[Tensor]:
+        """Return the numbers that every rank has come with, for one thing. Raises RanksDiffer where it is not one."""
+        with self._world.watch():
+            self._meet(what, "")
+            return [one.clone() for one in self._world.gather(numbers, what)]
+
+    def _meet(self, call: str, what: str) -> None:
+        """Return once all ranks have made the same call; raises RanksDiffer where one has not."""
+        self._agreement.meet({"call": f"{call} of {self._label}", "program": what}, 0)
+
+    # Values
+
+    @contextmanager
+    def agree(self, call: str, what: str = "", limit_s: float | None = None) -> Iterator[None]:
+        """Let all ranks do something together in the block; raises RanksDiffer where one has made another call.
+
+        what: what else is to be alike. limit_s: how long it may take (default: what messages may take).
+        """
+        with self._world.watch(limit_s):
+            self._meet(call, what)
+            yield
+
+    def gather_values(self, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield all tensors of a model's state_dict by name, those of other ranks in host memory.
+
+        To be called by all ranks, which each have some of them.
+        """
+        sources = self._find_sources(state)
+        for name, value in state.items():
+            yield name, self._broadcast(value, sources[name]) if name in sources else value
+
+    def _find_sources(self, state: Mapping[str, Tensor]) -> dict[str, int]:
+        """Return which rank has each tensor that is not on all ranks."""
+        # Asked of all ranks: a name may be one more of a tied weight, or a tensor be computed from weights.
+        own = {name: value.spot.rank for name, value in state.items() if isinstance(value, Away)}
+        told = self._world.gather_texts(json.dumps(own), "a state_dict")
+        return {name: rank for text in told for name, rank in json.loads(text).items()}
+
+    def _broadcast(self, value: Tensor, source: int) -> Tensor:
+        """Return a tensor that another rank has in host memory, or this rank's own as it is."""
+        if not value.numel():
+            return torch.empty(value.shape, dtype=value.dtype) if is_away(value) else value
+        dense = torch.empty(value.shape, dtype=value.dtype)
+        if not is_away(value):
+            dense.copy_(value)
+        plain = torch.view_as_real(dense) if dense.is_complex() else dense
+        # As bytes: gloo does not know all types.
+        self._world.broadcast(plain.view(-1).view(torch.uint8), source, "a state_dict")
+        return dense if is_away(value) else value
+
+    def write_together(self, state: Mapping[str, Tensor], write: Callable[[Fetch], None]) -> None:
+        """Let the first rank write tensors of all ranks, one after another, while the others bring them.
+
+        write: called on the first rank alone, with a function that fetches a tensor. Raises there what it
+        raises, and on the other ranks a RankError.
+        """
+        sources, what = self._find_sources(state), "save_weights()"
+        # A name at a time, as the first rank asks for them: what it writes is cut into files in an order of its own.
+        if self._world.me:
+            while (text := self._world.tell(None, what, patient=True)).strip():
+                if text.startswith(FAILED):
+                    raise RankError(f"rank 0, which writes for all ranks, failed: {text.removeprefix(FAILED)}")
+                self._broadcast(state[text], sources[text])
+            return
+
+        def fetch(name: str, value: Tensor) -> Tensor:
+            if name not in sources:
+                return value
+            self._world.tell(name, what, patient=True)
+            return self._broadcast(value, sources[name])
+
+        try:
+            write(fetch)
+        except BaseException as error:
+            self._world.tell(f"{FAILED}{type(error).__name__}: {error}", what, patient=True)
+            raise
+        self._world.tell("", what, patient=True)
+
+
+def _list_named(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return all parameters and buffers of a model by name, each once."""
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _is_at(spot: Spot, other: Spot) -> bool:
+    """Return whether two spots are of one weight in one place."""
+    return (spot.name, spot.rank, spot.index, spot.meeting) == (other.name, other.rank, other.index, other.meeting)
