@@ -105,20 +105,22 @@ class Job:
             self.outputs.clear()
         return error
 
-    def total(self, add: Callable[[int, Iterator[Share]], Iterable[Share]] | None = None) -> Sums:
+    def total(self, add: Callable[[int, int, Iterator[Share]], Iterable[Share]] | None = None) -> Sums:
         """Return one sum of all stages' gradients, in their replicas' place; a loss may depend on any of them.
 
-        The job holds no sums afterwards. `add` changes what a stage adds, as where other processes have parts of it.
+        The job holds no sums afterwards. `add` changes what a stage's replica adds, as where other processes have parts
+        of it.
         """
         # A worker may hold the job for a moment still, and autograd copies a gradient that others hold.
         parts, self.sums = self.sums, []
         # Workers have made them, and sums that are added to others are gone before the caller's stream has read them.
         for made in (s for sums in parts for s in sums):
             hand_over(made.totals.values())
-        pairs = enumerate(zip(self._replicas, parts, strict=True))
         whole = Sums()
-        for stage, replica, part in [(s, *one) for s, (rs, ps) in pairs for one in zip(rs, ps, strict=True)]:
-            whole.add(replica.take_shares(part) if add is None else add(stage, replica.take_shares(part)))
+        for stage, (replicas, sums) in enumerate(zip(self._replicas, parts, strict=True)):
+            for number, (replica, part) in enumerate(zip(replicas, sums, strict=True)):
+                shares = replica.take_shares(part)
+                whole.add(shares if add is None else add(stage, number, shares))
         return whole
 
     @leave_no_trace

@@ -288,6 +288,15 @@ class Program:
             for i, modules in enumerate(self._modules)
         ]
 
+    def list_flags(self) -> tuple[bool, ...]:
+        """Return which weights want a gradient now, of all stages, those of other processes among them."""
+        return tuple([w.requires_grad for held in self._parameters for w in held.values() if w is not None])
+
+    @cached_property
+    def _parameters(self) -> list[Mapping[str, Tensor | None]]:
+        """The dictionaries in which the modules of all stages hold their parameters."""
+        return [m._parameters for modules in self._modules for m in modules if m._parameters]
+
     def list_trained(self) -> list[list[Tensor]]:
         """Return, for each stage, its leaves that want a gradient now; a frozen parameter may be thawed later.
 

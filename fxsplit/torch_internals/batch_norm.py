@@ -89,6 +89,17 @@ class Noted(Apart):
         """Begin a batch, and forget what a failed batch has left."""
         self._calls.clear()
 
+    def take_calls(self) -> list[tuple[int, Statistics]]:
+        """Return the calls that were noted, each with its microbatch, and forget them."""
+        found = [(m, call) for m in sorted(self._calls) for call in self._calls[m]]
+        self._calls.clear()
+        return found
+
+    def add_calls(self, calls: Sequence[tuple[int, Statistics]]) -> None:
+        """Note calls of another process, whose microbatches are others than those of this one."""
+        for microbatch, call in calls:
+            self._calls.setdefault(microbatch, []).append(call)
+
     def finish(self) -> None:
         """Let what was noted count in the running statistics, by microbatch, and forget the notes."""
         calls = [call for m in sorted(self._calls) for call in self._calls[m]]

@@ -25,12 +25,15 @@ THINGS = {
     "call": "calls {}",
     "program": "runs {}",
     "modes": "runs it in other modes: {}",
+    "trained": "trains other parameters than those of the first rank ({})",
     "inputs": "has inputs of other shapes: {}",
     "target": "has a target of another shape: {}",
     "input values": "has another batch: the first and last values of its inputs have the checksum {}",
     "target values": "has another target: its first and last values have the checksum {}",
 }
 """What ranks compare, in this order: the first that differs is named."""
+MASK = 2**62 - 1
+"""What makes a number of Python's fit into 64 bits."""
 SAMPLE_BYTES = 4096
 """So many bytes at either end of a tensor are compared."""
 

@@ -18,7 +18,7 @@ from fxsplit.runtime.course import Course
 from fxsplit.runtime.job import Job
 from fxsplit.runtime.meeting import Meeting, Occasion
 from fxsplit.runtime.program import Program
-from fxsplit.runtime.ranks.agreement import Agreement, describe_shapes, sum_values
+from fxsplit.runtime.ranks.agreement import MASK, Agreement, describe_shapes, sum_values
 from fxsplit.runtime.ranks.holdings import Holdings
 from fxsplit.runtime.ranks.meeting import RankMeeting
 from fxsplit.runtime.ranks.routes import find_pairs
@@ -85,6 +85,7 @@ class RankCrew:
         return {
             "call": f"{occasion.call} number {self.world.count(self._label)} of {self._label}",
             "program": batch.program.fingerprint,
+            "trained": hash(batch.program.list_flags()) & MASK,
             "modes": str((torch.is_grad_enabled(), is_autocast_on([self.world.device.type]), occasion.keep_outputs)),
             "inputs": f"{describe_shapes(batch.tensors)} in {len(batch.rows)} microbatches, {batch.numbers}",
             "target": describe_shapes(target),
@@ -102,9 +103,8 @@ class RankCrew:
         """Return what the layouts of a job's messages follow from."""
         batch = occasion.batch
         shapes = tuple((t.dtype, tuple(t.shape), t.stride(), t.requires_grad) for t in batch.tensors)
-        trained = tuple(w.requires_grad for held in batch.program.list_trained() for w in held)
         return (
-            occasion.call, id(batch.program), tuple(batch.rows), shapes, trained,
+            occasion.call, id(batch.program), tuple(batch.rows), shapes, batch.program.list_flags(),
             torch.is_grad_enabled(), is_autocast_on([self.world.device.type]),
         )  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from fxsplit.runtime.ranks.layout import Layout
 from fxsplit.runtime.ranks.ties import Ties
 from fxsplit.runtime.ranks.wire import Wire
 from fxsplit.runtime.stage.run import Packet
-from fxsplit.schedule.action import REDUCE
+from fxsplit.schedule.action import Action
 from fxsplit.torch_internals import accelerators
 from fxsplit.torch_internals.grad_sums import Sums
 from fxsplit.torch_internals.gradient_ledger import call_after_backward
@@ -65,18 +65,19 @@ class RankMeeting:
             self._ties.fetch()
         self._wire.open(self._key, schedule)
         trained = program.list_trained()
-        self._wire.codec.leaves = {
-            action: program.replicas[action.stage][action.replica].list_leaves(trained[action.stage], 0)
-            for row in schedule.actions
-            for action in row
-            if action.op == REDUCE and self._world.me in program.homes[action.stage]
-        }
+
+        # Asked late: the job brings the copies of replicas up to date.
+        def list_leaves(action: Action) -> Sequence[Tensor]:
+            return program.replicas[action.stage][action.replica].list_leaves(trained[action.stage], 0)
+
+        self._wire.codec.list_leaves = list_leaves
 
     def run(self, job: Job, timeout_s: float | None = None) -> None:
         """Run this rank's row; raises its error, or that of another rank. On all ranks, StepTimeout after a time."""
         if timeout_s is not None:
             self._world.limit(timeout_s)
         self._run(job)
+        self._ties.gather_notes()
 
     def end(self, job: Job, compute_total: Callable[[], Tensor] | None = None) -> Tensor | None:
         """Share the loss, the outputs and the gradients of inputs, once the job has ended well on all ranks."""
@@ -106,7 +107,7 @@ class RankMeeting:
         """Return the sums of gradients of this rank's weights, other ranks' shares among them."""
         if not self._ties.returns:
             return job.total()
-        self._ties.begin()
+        self._ties.begin(reduced=self._occasion.call == "step")
         sums = job.total(self._ties.exchange)
         self._ties.finish()
         return sums

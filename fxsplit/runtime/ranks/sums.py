@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,15 +14,15 @@ from fxsplit.torch_internals.grad_sums import Sums
 
 
 class SumsCodec:
-    """Makes messages of sums, and sums of messages. `leaves_of` lists a replica's leaves, by the action that sums."""
+    """Makes messages of sums, and sums of messages. `list_leaves` lists those of a replica, by the action that sums."""
 
     def __init__(self) -> None:
-        self.leaves: dict[Action, Sequence[Tensor]] = {}
+        self.list_leaves: Callable[[Action], Sequence[Tensor]] = lambda action: ()
 
     def pack(self, sums: Sums, action: Action) -> list[Any]:
         """Return the values of a message for sums, which are empty afterwards."""
         values: list[Any] = []
-        for number, leaf in enumerate(self.leaves[action]):
+        for number, leaf in enumerate(self.list_leaves(action)):
             total = sums.totals.pop(leaf, None)
             if total is not None:
                 values += pack_gradient(number, total)
@@ -35,7 +35,7 @@ class SumsCodec:
 
     def unpack(self, values: Sequence[Any], action: Action) -> Sums:
         """Return the sums of a message."""
-        leaves = self.leaves[action]
+        leaves = self.list_leaves(action)
         return Sums({leaves[number]: gradient for number, gradient in unpack_gradients(values)})
 
 

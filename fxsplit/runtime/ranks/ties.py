@@ -17,6 +17,7 @@ from fxsplit.runtime.program import Program
 from fxsplit.runtime.ranks.layout import Layout
 from fxsplit.runtime.ranks.sums import pack_gradient, unpack_gradients
 from fxsplit.runtime.ranks.world import World
+from fxsplit.torch_internals.batch_norm import Noted, Statistics
 from fxsplit.torch_internals.grad_sums import Share
 
 
@@ -31,23 +32,30 @@ class Ties:
         self._held = [[(w, owners[id(w)]) for w in list_weights(stage.module)] for stage in program.stages.stages]
         # Which weights go from an owner to another device, as places in stages: (owner, device) -> (stage, number).
         self.copies: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        # Which stages send gradients to an owner: (stage, owner) -> numbers of weights.
-        self.returns: dict[tuple[int, int], list[int]] = {}
+        # Who sends gradients to whom: (stage, one of its devices, owner of some of its weights).
+        self.returns: set[tuple[int, int, int]] = set()
         for stage, held in enumerate(self._held):
             for number, (_, owner) in enumerate(held):
                 for device in homes[stage]:
                     places = self.copies.setdefault((owner, device), [])
                     if owner != device and all(self._get(*p) is not self._get(stage, number) for p in places):
                         places.append((stage, number))
-                if owner != homes[stage][0]:
-                    self.returns.setdefault((stage, owner), []).append(number)
+                self.returns |= {(stage, device, owner) for device in homes[stage] if device != owner}
         self.copies = {pair: places for pair, places in self.copies.items() if places}
+        # Batch norms whose replicas note what the first one is to write: (stage, norm).
+        self._noted = [
+            (stage.index, module)
+            for stage in program.stages.stages
+            for module in stage.module.children()
+            if isinstance(module, Noted) and len(homes[stage.index]) > 1
+        ]
 
     @property
     def pairs(self) -> set[tuple[int, int]]:
         """The (sender, receiver) of all that is sent."""
         homes = self._program.homes
-        return {*self.copies, *((homes[stage][0], owner) for stage, owner in self.returns)}
+        notes = {(other, homes[stage][0]) for stage, _ in self._noted for other in homes[stage][1:]}
+        return {*self.copies, *((device, owner) for _, device, owner in self.returns), *notes}
 
     def _get(self, stage: int, number: int) -> Tensor:
         """Return a weight as the model has it now: it may be replaced between calls."""
@@ -75,36 +83,49 @@ class Ties:
         for work, _ in works:
             self._world.wait(work, "a rank that is to read weights")
 
-    def exchange(self, stage: int, shares: Iterator[Share]) -> Iterable[Share]:
-        """Return what a stage adds to the gradients of this rank's weights; send what it adds to those of others.
+    def exchange(self, stage: int, replica: int, shares: Iterator[Share]) -> Iterable[Share]:
+        """Return what a stage's replica adds to the gradients of this rank's weights; send what it adds to others'.
 
-        To be called for all stages in order, and finished with `finish`.
+        To be called for all replicas of all stages in order, between `begin` and `finish`.
         """
-        me, home = self._world.me, self._program.homes[stage][0]
+        me, home = self._world.me, self._program.homes[stage][replica]
+        # Replicas that have summed their gradients have handed them to the first one.
+        if replica and self._reduced:
+            return shares
         if home != me:
-            if (stage, me) not in self.returns or stage in self._seen:
+            if (stage, home, me) not in self.returns:
                 return shares
-            self._seen.add(stage)
             found = unpack_gradients(self.receive(home, f"gradients of stage {stage}"))
             return [(self._get(stage, number), gradient, True) for number, gradient in found]
-        own: list[Share] = []
         owner_of = {id(weight): (owner, number) for number, (weight, owner) in enumerate(self._held[stage])}
-        away: dict[int, list[Any]] = {o: [] for s, o in self.returns if s == stage}
+        away: dict[int, list[Any]] = {o: [] for s, d, o in self.returns if (s, d) == (stage, me)}
+        own: list[Share] = []
         for share in shares:
             owner, number = owner_of.get(id(share[0]), (me, 0))
             if owner == me:
                 own.append(share)
             else:
                 away[owner] += pack_gradient(number, share[1])
-        if stage not in self._seen:
-            self._seen.add(stage)
-            for owner, values in sorted(away.items()):
-                self._works += self.send(owner, values)
+        for owner, values in sorted(away.items()):
+            self._works += self.send(owner, values)
         return own
 
-    def begin(self) -> None:
-        """Begin to exchange the gradients of a step."""
-        self._seen: set[int] = set()
+    def gather_notes(self) -> None:
+        """Bring what batch norms of replicas have noted to the first replica, which writes the statistics."""
+        me, works = self._world.me, []
+        for stage, norm in self._noted:
+            first, *others = self._program.homes[stage]
+            if me in others:
+                works += self.send(first, [value for m, call in norm.take_calls() for value in (m, *call)])
+            elif me == first:
+                for other in others:
+                    norm.add_calls(_fold(self.receive(other, f"statistics of batch norms in stage {stage}")))
+        for work, _ in works:
+            self._world.wait(work, "a rank that is to read statistics of batch norms")
+
+    def begin(self, *, reduced: bool) -> None:
+        """Begin to exchange the gradients of a job. `reduced`: whether replicas have summed theirs."""
+        self._reduced = reduced
         self._works: list[tuple[Any, Tensor]] = []
 
     def finish(self) -> None:
@@ -136,3 +157,8 @@ class Ties:
         for work in [pair.receive(piece) for piece in pieces]:
             self._world.wait(work, what)
         return layout.unpack(pieces, here, gradients=False)
+
+
+def _fold(values: list[Any]) -> list[tuple[int, Statistics]]:
+    """Return calls of batch norms, each with its microbatch, from the values that were sent for them."""
+    return [(values[i], (values[i + 1], values[i + 2], values[i + 3])) for i in range(0, len(values), 4)]

@@ -79,7 +79,7 @@ class Wire:
         if self._told:
             for source in self._ahead:
                 for _ in range(WINDOW):
-                    self._post(source)
+                    self._post_ahead(source)
 
     def close(self) -> None:
         """End a job whose actions are all done: what was sent has been read, and layouts hold for the next job."""
@@ -132,8 +132,7 @@ class Wire:
         layout, pieces, works = self._posted.pop(action)
         for work in works:
             self._wait(work, f"rank {source}, which is to send {action}")
-        if self._told:
-            self._post(source)
+        self._post_ahead(source)
         self._release(action)
         values = layout.unpack(pieces, self.world.device, gradients=action.op == BACKWARD)
         if action.op == REDUCE:
@@ -161,10 +160,13 @@ class Wire:
         self._wait(self.world.receive_host(text, source), what)
         return Layout.parse(text.numpy().tobytes().decode())
 
+    def _post_ahead(self, source: int) -> None:
+        """Begin to receive the next message of a sender, unless its layout has to be waited for."""
+        if self._told and self._ahead[source] and self._ahead[source][0].op != REDUCE:
+            self._post(source)
+
     def _post(self, source: int) -> None:
         """Begin to receive the next message of a sender, in the order in which it sends."""
-        if not self._ahead[source]:
-            return
         action = self._ahead[source].popleft()
         if not self._told or action.op == REDUCE:
             self._known[action] = self._listen(source, action)

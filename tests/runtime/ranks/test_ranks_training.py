@@ -1,0 +1,247 @@
+"""What makes training over ranks hard: tied weights, calls with backward, buffers, recompute, replicas."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxsplit
+from fxsplit.torch_internals.away import is_away
+from tests.models import Mlp, Residual, Tied
+from tests.proof.test_replicas import dealt
+from tests.ranks import ranks
+from tests.runtime.ranks.compared import assert_alike, assert_same, compare, compile_both
+
+
+def make_batch(rows: int = 12, kind: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    made = torch.Generator().manual_seed(7)
+    return torch.randn(rows, 8, generator=made, dtype=kind), torch.randn(rows, 3, generator=made, dtype=kind)
+
+
+class Language(nn.Module):
+    """A small language model with a mask, dropout, and one weight at both ends; sparse gradients if asked for."""
+
+    def __init__(self, sparse: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 16, sparse=sparse)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.drop = nn.Dropout(0.1)
+        self.head = nn.Linear(16, 20, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        rows, length = ids.shape
+        mask = torch.ones(length, length, dtype=torch.bool, device=ids.device).tril()
+        for block in self.blocks:
+            scores = (x @ x.transpose(1, 2)).masked_fill(~mask, -1e9)
+            x = x + self.drop(torch.tanh(block(scores.softmax(-1) @ x)))
+        result: Tensor = self.head(x).reshape(rows, length, -1)
+        return result
+
+
+def token_loss(outputs: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(outputs.flatten(0, 1), target.flatten(), ignore_index=-100)
+
+
+def run_tied(rank: int, n: int) -> list[int]:
+    x, y = make_batch()
+    counts = []
+    options: dict[str, Any] = {"loss_fn": F.mse_loss, "example_inputs": x}
+    for schedule in ("1F1B", "ZBVZeroBubble"):
+        torch.manual_seed(0)
+        counts.append(compare(Tied(), n, lambda pipe, i: pipe.step(x, target=y), {**options, "schedule": schedule}))
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        ids = torch.randint(20, (8, 6))
+        labels = torch.randint(20, (8, 6))
+        labels[2:4] = -100  # a microbatch without anything to learn from
+
+        def step(pipe: Any, i: int, ids: Tensor = ids, labels: Tensor = labels) -> Any:
+            length = [6, 6, 4][i]
+            return pipe.step(ids[:, :length], target=labels[:, :length])
+
+        counts.append(compare(Language(sparse), n, step, {"loss_fn": token_loss, "example_inputs": ids}))
+    return counts
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_tied_weights_get_the_very_gradients_of_threads(n: int) -> None:
+    found = ranks(n, run_tied)
+    assert [sum(counts) for counts in zip(*found, strict=True)] == [3 * 6, 3 * 6, 3 * 9, 3 * 9]
+
+
+def train_tied(rank: int, n: int) -> float:
+    """Copies on other ranks follow their owner, whose optimizer alone steps."""
+    torch.manual_seed(0)
+    ids, labels = torch.randint(20, (8, 6)), torch.randint(20, (8, 6))
+    over_ranks, over_threads = compile_both(Language(), n, {"loss_fn": token_loss, "example_inputs": ids})
+    optimizers = [torch.optim.AdamW(pipe.parameters(), lr=0.01) for pipe in (over_ranks, over_threads)]
+    with over_ranks, over_threads:
+        for i in range(20):
+            losses = []
+            for pipe, optimizer in zip((over_ranks, over_threads), optimizers, strict=True):
+                torch.manual_seed(i)
+                optimizer.zero_grad()
+                losses.append(pipe.step(ids, target=labels))
+                optimizer.step()
+            assert_same(*losses)
+            assert_alike(over_ranks, over_threads)
+    return float(losses[0])
+
+
+def test_twenty_steps_of_adam_with_a_tied_weight_equal_those_of_threads() -> None:
+    assert len(set(ranks(2, train_tied))) == 1
+
+
+def run_calls(rank: int, n: int) -> list[int]:
+    x, y = make_batch()
+    counts = []
+
+    def call(pipe: Any, i: int) -> Any:
+        given = x[: [12, 12, 9][i]].clone().requires_grad_()
+        outputs = pipe(given)
+        F.mse_loss(outputs, y[: len(given)]).backward()
+        return outputs, given.grad
+
+    def evaluate(pipe: Any, i: int) -> Any:
+        pipe.eval()
+        with torch.no_grad():
+            outputs = pipe(x)
+        pipe.train()
+        loss = pipe.step(x, target=y)
+        return outputs, loss
+
+    for step in (call, evaluate):
+        for model in (Mlp(), nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3))):
+            counts.append(compare(model, n, step, {"loss_fn": F.mse_loss, "example_inputs": x}))
+    return counts
+
+
+def test_calls_with_backward_and_evaluation_equal_threads() -> None:
+    assert all(sum(counts) for counts in zip(*ranks(2, run_calls), strict=True))
+
+
+def run_options(rank: int, n: int) -> list[int]:
+    counts = []
+    images, classes = torch.randn(12, 3, 6, 6, generator=torch.Generator().manual_seed(1)), torch.arange(12) % 5
+
+    def step(pipe: Any, i: int) -> Any:
+        size = [12, 12, 11][i]
+        return pipe.step(images[:size], target=classes[:size])
+
+    def freeze(pipe: Any, i: int) -> Any:
+        # What is frozen changes what gradients cross the cuts.
+        for p in pipe.model.stem.parameters():
+            p.requires_grad = i != 1
+        return step(pipe, i)
+
+    base: dict[str, Any] = {"loss_fn": F.cross_entropy, "example_inputs": images}
+    cases: list[tuple[dict[str, Any], Any]] = [
+        ({"recompute": "always"}, step),
+        ({"recompute": "except_last", "schedule": "ZB-H1"}, step),
+        ({"deferred_batch_norm": True}, step),
+        ({}, freeze),
+    ]
+    for options, run in cases:
+        torch.manual_seed(0)
+        counts.append(compare(Residual(), n, run, {**base, **options}))
+    return counts
+
+
+def test_recompute_deferral_and_frozen_parts_equal_threads() -> None:
+    assert all(sum(counts) for counts in zip(*ranks(2, run_options), strict=True))
+
+
+def run_replicas(rank: int, n: int) -> list[int]:
+    counts = []
+    images = torch.randn(11, 3, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    classes = torch.arange(11) % 5
+
+    def step(pipe: Any, i: int) -> Any:
+        size = [11, 11, 9][i]
+        losses: list[Tensor] = []
+        return pipe.step(images[:size], target=classes[:size], return_outputs=True, losses=losses), losses
+
+    def call(pipe: Any, i: int) -> Any:
+        outputs = pipe(images)
+        F.cross_entropy(outputs, classes).backward()
+        return outputs
+
+    options: dict[str, Any] = {"loss_fn": F.cross_entropy, "example_inputs": images, "n_microbatches": 5}
+    dealings = [(1, n - 1)] if n == 3 else [(1, 2, 1), (2, 2)]
+    for counts_of in dealings:
+        chain = fxsplit.DEFAULT.replace("partition", dealt(counts_of))
+        for run in (step, call):
+            torch.manual_seed(0)
+            counts.append(compare(Residual().double(), n, run, {**options, "passes": chain}, exact=False))
+    return counts
+
+
+@pytest.mark.parametrize("n", [3, 4])
+def test_replicas_equal_threads(n: int) -> None:
+    assert all(sum(counts) for counts in zip(*ranks(n, run_replicas), strict=True))
+
+
+def run_chimera(rank: int, n: int) -> int:
+    x, y = make_batch(16, torch.float64)
+
+    def step(pipe: Any, i: int) -> Any:
+        return pipe.step(x, target=y, return_outputs=i == 1)
+
+    options = {"loss_fn": F.mse_loss, "example_inputs": x, "schedule": "Chimera", "n_microbatches": 4}
+    return compare(Mlp(8).double(), n, step, options, exact=False)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_chimera_equals_threads(n: int) -> None:
+    assert sum(ranks(n, run_chimera)) == 3 * 16
+
+
+def run_asynchronous(rank: int, n: int) -> list[int]:
+    x, y = make_batch(18)
+    counts = []
+    for schedule in ("PipeDream", "PipeDream-2BW"):
+        torch.manual_seed(0)
+        options = {"loss_fn": F.mse_loss, "example_inputs": x, "schedule": schedule, "n_microbatches": 9}
+        both = compile_both(Mlp(), n, options)
+        optimizers = [torch.optim.SGD(pipe.parameters(), lr=0.05, momentum=0.9) for pipe in both]
+        with both[0], both[1]:
+            for _ in range(3):
+                pairs = zip(both, optimizers, strict=True)
+                assert_same(*[pipe.step(x, target=y, optimizer=optimizer) for pipe, optimizer in pairs])
+                counts.append(assert_alike(*both))
+    return counts
+
+
+def test_steps_between_microbatches_equal_threads() -> None:
+    ranks(3, run_asynchronous)
+
+
+def run_unsplit(rank: int, n: int) -> float:
+    """The promise itself: gradients of the unsplit model, run microbatch by microbatch."""
+    torch.manual_seed(0)
+    images, classes = torch.randn(12, 3, 6, 6, dtype=torch.float64), torch.arange(12) % 5
+    model = Residual().double()
+    unsplit = copy.deepcopy(model)
+    pipe = fxsplit.compile(model, "world", loss_fn=F.cross_entropy, example_inputs=images, n_microbatches=4)
+    loss = pipe.step(images, target=classes)
+    expected = torch.zeros((), dtype=torch.float64)
+    for part, labels in zip(images.split(3), classes.split(3), strict=True):
+        piece = F.cross_entropy(unsplit(part), labels) / 4
+        piece.backward()
+        expected += piece.detach()
+    worst = float((loss - expected).abs())
+    for mine, other in zip(model.parameters(), unsplit.parameters(), strict=True):
+        if mine.grad is not None and other.grad is not None and not is_away(mine):
+            worst = max(worst, float((mine.grad - other.grad).abs().max()))
+    return worst
+
+
+def test_gradients_are_those_of_the_unsplit_model() -> None:
+    assert all(worst < 1e-10 for worst in ranks(2, run_unsplit))
