@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -39,6 +40,7 @@ from fxsplit.formats.checkpoint_folder import (
 from fxsplit.formats.plan_json import save_plan
 from fxsplit.ir.facts.figures import is_count, show
 from fxsplit.ir.interrupts import lose_no_interrupt
+from fxsplit.runtime.ranks.holdings import Holdings
 from fxsplit.torch_internals.undo import leave_no_trace
 
 CPU = f"{RANDOM}cpu"
@@ -83,9 +85,37 @@ def save_checkpoint(
         raise InputError(f"keep={show(keep)}: give how many checkpoints are to stay, such as 3, or None for all")
     if not isinstance(folder, (str, os.PathLike)):
         raise InputError(f"folder={show(folder)}: give the path of a folder")
+    _get_model(model)
+    with _meet(model, f"save_checkpoint(step={step})", f"saves to {os.fspath(folder)!r}") as holdings:
+        if isinstance(model, Pipeline):
+            model.wait_until_idle()
+        # What is copied now takes the memory that the one before has until it is written.
+        wait_for_saving()
+        staged, manifest = _stage(model, optimizer, step, dict(extra or {}))
+        token = make_token() if holdings is None else holdings.tell(make_token(), "a checkpoint")
+        group = None if holdings is None else holdings.find_group()
+    # Generators of ranks are alike, or each rank has its own reasons.
+    if holdings is None or holdings.leads:
+        staged[CPU] = torch.get_rng_state()
+    new = NewCheckpoint(Path(folder), step, token)
+    complete = partial(_complete, new, manifest, _list_texts(model), keep)
+    writer = FolderWriter(new, 1 if holdings is None else len(holdings), complete)
+    saving = Saving(new.path, partial(_write, new, partial(save_tensors, staged, writer, group)))
+    saving.start()
+    return saving
+
+
+def _meet(model: nn.Module, call: str, what: str) -> AbstractContextManager[Holdings | None]:
+    """Let all ranks of a pipeline do something together in the block; yields what they have of the model, or None."""
+    team = model.compiler.team if isinstance(model, Pipeline) else None
+    return nullcontext() if team is None else team.holdings.agree(call, what)
+
+
+def _stage(
+    model: nn.Module, optimizer: Optimizer | None, step: int, extra: dict[str, Any]
+) -> tuple[dict[str, Tensor], Manifest]:
+    """Return copies in host memory of all that this process saves, and what the checkpoint says of itself."""
     own = _get_model(model)
-    if isinstance(model, Pipeline):
-        model.wait_until_idle()
     state = read_model(own)
     groups, kept = ([], {}) if optimizer is None else read_optimizer(own, optimizer)
     manifest = Manifest(
@@ -94,19 +124,13 @@ def save_checkpoint(
         tied=state.tied,
         optimizer=None if optimizer is None else type(optimizer).__name__,
         groups=groups,
-        extra=dict(extra or {}),
+        extra=extra,
         versions={"torch": torch.__version__, "python": platform.python_version()},
     )
     # What JSON has no words for is refused here, and not in the thread.
     manifest.to_text()
-    # What is copied next takes the memory that the one before has taken until it is written.
-    wait_for_saving()
     named = {f"{MODEL}{name}": weight.detach() for name, weight in state.own.items()} | kept
-    staged = {name: _copy_to_host(value) for name, value in named.items()} | {CPU: torch.get_rng_state()}
-    new = NewCheckpoint(Path(folder), step, make_token())
-    saving = Saving(new.path, partial(_write, new, staged, partial(_complete, new, manifest, _list_texts(model), keep)))
-    saving.start()
-    return saving
+    return {name: _copy_to_host(value) for name, value in named.items()}, manifest
 
 
 def _copy_to_host(value: Tensor) -> Tensor:
@@ -141,10 +165,10 @@ def _list_texts(model: nn.Module) -> list[Callable[[Path], None]]:
     return [lambda to: save_plan(plan, to / PLAN), lambda to: costs.save(to / COSTS)]
 
 
-def _write(new: NewCheckpoint, staged: dict[str, Tensor], complete: Callable[[list[str]], None]) -> None:
+def _write(new: NewCheckpoint, save: Callable[[], None]) -> None:
     """Write a checkpoint; what was written of one that fails is removed."""
     try:
-        save_tensors(staged, FolderWriter(new, 1, complete))
+        save()
     except BaseException as error:
         new.abandon()
         raise _unwrap(error) from error
@@ -196,21 +220,22 @@ def load_checkpoint(
     """
     found = _find(path)
     own = _get_model(model)
-    if isinstance(model, Pipeline):
-        model.wait_until_idle()
     manifest = read_manifest(found)
-    reader = FolderReader(found, manifest.files)
-    state = read_model(own, filled=False)
-    where = repr(str(found))
-    stored = check_model(state, reader.kinds, manifest.tied, where)
-    plan = None if optimizer is None else plan_optimizer(own, optimizer, manifest, reader.kinds, where)
-    values = reader.read_all([*(plan.values if plan else ()), *([CPU] if CPU in reader.kinds else ())])
-    make_room(state, _list_places(model))
-    targets = {f"{MODEL}{stored[name]}": weight.detach() for name, weight in state.own.items()}
-    with torch.no_grad():
-        load_tensors(targets | (plan.make_targets() if plan else {}), reader)
-    if optimizer is not None and plan is not None:
-        give_optimizer(own, optimizer, plan, values)
+    with _meet(model, "load_checkpoint()", f"loads {found.name} with {len(manifest.to_text())} bytes of manifest"):
+        if isinstance(model, Pipeline):
+            model.wait_until_idle()
+        reader = FolderReader(found, manifest.files)
+        state = read_model(own, filled=False)
+        where = repr(str(found))
+        stored = check_model(state, reader.kinds, manifest.tied, where)
+        plan = None if optimizer is None else plan_optimizer(own, optimizer, manifest, reader.kinds, where)
+        values = reader.read_all([*(plan.values if plan else ()), *([CPU] if CPU in reader.kinds else ())])
+        make_room(state, _list_places(model))
+        targets = {f"{MODEL}{stored[name]}": weight.detach() for name, weight in state.own.items()}
+        with torch.no_grad():
+            load_tensors(targets | (plan.make_targets() if plan else {}), reader)
+        if optimizer is not None and plan is not None:
+            give_optimizer(own, optimizer, plan, values)
     if random_state and CPU in values:
         torch.set_rng_state(values[CPU])
     return Restored(manifest.step, manifest.extra, found)

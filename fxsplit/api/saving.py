@@ -26,7 +26,6 @@ class Saving:
         self.path = path
         self._write = write
         self._error: BaseException | None = None
-        self._told = False
         # A daemon: what waits for ranks that are lost must not keep the process.
         self._thread = threading.Thread(target=self._run, name="fxsplit-saving", daemon=True)
 
@@ -53,16 +52,20 @@ class Saving:
     def wait(self) -> Path:
         """Return the path of the checkpoint once it is complete; raises what stopped it, such as FileError, once."""
         self._thread.join()
-        if self._error is not None and not self._told:
-            self._told = True
-            raise self._error
-        return self.path
+        error, self._error = self._error, None
+        if error is None:
+            return self.path
+        try:
+            raise error
+        finally:
+            # Its traceback has this frame, and those of the caller, which would be kept with it.
+            del error
 
     def finish(self) -> None:
         """Wait for the checkpoint as the process ends, and warn of what stopped it."""
         # An exception ends the process: what it is may have ended other ranks too.
         self._thread.join(SHORT_S if getattr(sys, "last_value", None) is not None else None)
-        if self._error is not None and not self._told:
+        if self._error is not None:
             warnings.warn(
                 f"the checkpoint {str(self.path)!r} was not saved: {self._error}", FxsplitWarning, stacklevel=2
             )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,7 @@ class Holdings:
         self._agreement = Agreement(world)
         self._owners: dict[str, int] = {}
         self._ledger: GradientLedger | None = None
+        self._group: tuple[int, Any] | None = None
 
     # What a plan wants
 
@@ -89,6 +91,24 @@ class Holdings:
         self._world.wait(self._world.receive_host(value, source), f"rank {source}")
         return torch.empty_strided(weight.shape, strides, dtype=weight.dtype, device=self._world.device).copy_(value)
 
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first rank."""
+        return self._world.me == 0
+
+    def __len__(self) -> int:
+        return len(self._world)
+
+    def tell(self, text: str, what: str) -> str:
+        """Return the text that the first rank gives, on every rank."""
+        return self._world.tell(text if self.leads else None, what)
+
+    def find_group(self) -> Any:
+        """Return the process group in which threads of all ranks save; made once, until a failure."""
+        if self._group is None or self._group[0] != self._world.epoch:
+            self._group = self._world.epoch, self._world.open_group()
+        return self._group[1]
+
     # Gradients
 
     def share_gradients(self) -> None:
@@ -110,14 +130,14 @@ class Holdings:
     # Values
 
     @contextmanager
-    def agree(self, call: str, what: str = "", limit_s: float | None = None) -> Iterator[None]:
+    def agree(self, call: str, what: str = "", limit_s: float | None = None) -> Iterator[Holdings]:
         """Let all ranks do something together in the block; raises RanksDiffer where one has made another call.
 
         what: what else is to be alike. limit_s: how long it may take (default: what messages may take).
         """
         with self._world.watch(limit_s):
             self._meet(call, what)
-            yield
+            yield self
 
     def gather_values(self, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors of a model's state_dict by name, those of other ranks in host memory.

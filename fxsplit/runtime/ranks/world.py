@@ -147,6 +147,10 @@ class World:
             self._data = self._make_group(self.ranks, self._find_backend(), self.limit_s)
         self._pairs: dict[tuple[int, int], Pair] = {}
 
+    def open_group(self) -> Any:
+        """Return one more group of all ranks on gloo, for what a thread does beside the pipeline; on all of them."""
+        return self._make_group(self.ranks, "gloo", self.limit_s)
+
     def _find_backend(self) -> str:
         """Return the name of the backend that brings tensors of this rank's device from rank to rank."""
         return "nccl" if self.device.type == "cuda" and dist.is_nccl_available() else "gloo"
