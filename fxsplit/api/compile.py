@@ -51,6 +51,7 @@ def compile(
     dtype: torch.dtype | None = None,
     passes: str | Chain | Iterable[Pass] = DEFAULT,
     costs: Costs | str | os.PathLike[str] | None = None,
+    compress: str | None = None,
     dump: str | os.PathLike[str] | None = None,
     checkpoint: str | None = None,
 ) -> Pipeline:
@@ -88,6 +89,8 @@ def compile(
         floating-point dtype are converted to it as they are read (default: they are refused).
     passes: the chain, as a Chain, a list, or text such as "profile{repeats=3},augment,order,partition,emit".
     costs: a saved profile (or its path) to plan from in place of measuring.
+    compress: send values and gradients between devices in fewer bytes: "bf16", or "int8" with a scale for each row
+        (default: as they are). It changes what is computed: `fxsplit.verify` says by how much.
     dump: a folder for the IR's text before the first and after every pass (also FXSPLIT_DUMP).
     checkpoint: the earlier name of `recompute`, deprecated.
 
@@ -107,6 +110,7 @@ def compile(
         inference=inference,
         chunks=chunks,
         costs=load_costs(costs),
+        compress=compress,
         dump=dump,
     )
     if dtype is not None and weights is None:
@@ -141,8 +145,10 @@ def choose_recompute(recompute: str | None, checkpoint: str | None) -> str:
     return checkpoint
 
 
-def recompile_like(pipe: Pipeline, model: nn.Module, loss_fn: LossFn | None) -> Pipeline:
+def recompile_like(pipe: Pipeline, model: nn.Module, loss_fn: LossFn | None, compress: str | None = None) -> Pipeline:
     """Return another model as a pipeline with the same options, to be compared with it; it measures its own costs.
+
+    Its cuts are exact, unless it is to `compress` them.
 
     Raises InputError for a schedule whose weights change between microbatches.
     """
@@ -153,7 +159,8 @@ def recompile_like(pipe: Pipeline, model: nn.Module, loss_fn: LossFn | None) -> 
                 f"{scheduler.name} trains another way than the model by itself: verify a pipeline with 1F1B"
             )
     # Deferred statistics are those of the whole batch, and the unsplit model runs microbatch by microbatch.
-    chain = Chain(tuple(step for step in options.chain if not isinstance(step, standard.BatchNorm)))
+    kept = (step for step in options.chain if not isinstance(step, standard.BatchNorm))
+    chain = Chain(tuple(replace(step, compress="") if isinstance(step, standard.Cut) else step for step in kept))
     options = replace(
         options,
         chain=chain,
@@ -162,5 +169,6 @@ def recompile_like(pipe: Pipeline, model: nn.Module, loss_fn: LossFn | None) -> 
         observed=False,
         deferred_batch_norm=False,
         inference=False,
+        compress=compress,
     )
     return Pipeline(pipe.compiler.recompile_like(model, options))

@@ -31,6 +31,7 @@ class WithExports(WithWeights):
         stages, batches that do not divide evenly, dropout, recomputation, and values other than tensors that cross
         stages and follow from no shape.
         """
+        # Loaded where it is asked for: torch's pipelining takes a second.
         from fxsplit.api.torch_stages import export_stages
 
         compiler = self.compiler

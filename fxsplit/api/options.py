@@ -19,14 +19,15 @@ from fxsplit.api.microbatch_count import (
     list_microbatch_counts,
 )
 from fxsplit.errors import InputError, ScheduleError
-from fxsplit.ir.chain import Chain
+from fxsplit.ir.chain import Chain, pass_text
 from fxsplit.ir.facts.chunks import Chunks, check_chunks
+from fxsplit.ir.facts.compress import check_compress
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.figures import is_count, show
 from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.graph import ignores_mode, name_pass
-from fxsplit.passes import BatchNorm
+from fxsplit.passes import BatchNorm, Cut
 from fxsplit.runtime.loss import LossFn
 from fxsplit.runtime.stage.recompute import POLICIES
 from fxsplit.schedule import RUNNABLE, find_schedule, simulate
@@ -70,6 +71,7 @@ class Options:
     inference: bool = False
     chunks: Chunks | None = None
     costs: Costs | None = None
+    compress: str | None = None
     dump: str | os.PathLike[str] | None = None
     # Not an argument of compile(): what verify() compiles by itself is neither dumped nor printed.
     observed: bool = True
@@ -90,6 +92,7 @@ class Options:
         if not (self.dump is None or isinstance(self.dump, (str, os.PathLike))):
             raise InputError(f"dump={self.dump!r}: give the path of a folder")
         check_chunks(self.chunks)
+        check_compress(self.compress)
         if not (self.stages_per_device is None or is_count(self.stages_per_device, least=1)):
             raise InputError(f"stages_per_device={show(self.stages_per_device)}: give a number of at least 1")
         if not isinstance(self.schedule, str):
@@ -130,9 +133,26 @@ class Options:
 
         A user's chain need not name batch-norm, and replicas would write statistics in no order without it.
         """
-        if BatchNorm.name not in [name_pass(step) for step in self.chain]:
-            return Chain((*self.chain, BatchNorm(self.deferred_batch_norm)))
-        return self.chain.replace(BatchNorm.name, BatchNorm(deferred=True)) if self.deferred_batch_norm else self.chain
+        chain = self._compress_cuts()
+        if BatchNorm.name not in [name_pass(step) for step in chain]:
+            return Chain((*chain, BatchNorm(self.deferred_batch_norm)))
+        return chain.replace(BatchNorm.name, BatchNorm(deferred=True)) if self.deferred_batch_norm else chain
+
+    @property
+    def way_to_compress(self) -> str:
+        """How cuts are compressed, by the option or by a pass; empty where they are not."""
+        return next((step.compress for step in self.passes if isinstance(step, Cut)), "")
+
+    def _compress_cuts(self) -> Chain:
+        """Return the chain with a pass that compresses cuts, if that is asked for by an option."""
+        if self.compress is None:
+            return self.chain
+        cuts = [step for step in self.chain if isinstance(step, Cut)]
+        if not cuts:
+            return self.chain.before("augment", Cut(compress=self.compress))
+        if any(step.compress not in ("", self.compress) for step in cuts):
+            raise InputError(f"compress={self.compress!r}, and a pass {pass_text(cuts[0])}: state one way")
+        return self.chain.replace("cut", *(replace(step, compress=self.compress) for step in cuts))
 
     @cached_property
     def ignores_mode(self) -> bool:

@@ -77,6 +77,7 @@ def emit_titan(plan: Plan, costs: Costs, schedule: Schedule) -> Titan:
             f"stage {several} has {len(schedule.homes[several])} replicas, and torchtitan has a rank for each stage: "
             "take another cost model than replicated, and another schedule than Chimera"
         )
+    # The names of a stage's modules, each once, in the order in which they are called.
     parts = []
     for number, stage in enumerate(plan.stages):
         modules = tuple(dict.fromkeys(filter(None, (find_module(costs.by_name[name]) for name in stage.nodes))))
@@ -96,6 +97,7 @@ def _check_crossing(plan: Plan, costs: Costs) -> None:
         if name in costs.by_name and costs.by_name[name].op.startswith("get_attr"):
             continue
         born = stage_of.get(name, 0)
+        # What is returned is handed on to the end.
         last = max([stage_of[reader] for reader in readers] + [len(plan.stages) - 1] * returned, default=born)
         for number in range(born, last):
             crossing[number].append(name)

@@ -52,6 +52,7 @@ class TorchStages:
 
         Every rank may give the whole batch and its target: each takes what its stages read.
         """
+        # A rank may have the first stage and the last one, as where stages go there and back.
         first, last = (any(getattr(stage, what) for stage in self.stages) for what in ("is_first", "is_last"))
         tensors = self.inputs.bind(args, kwargs, None) if first else ()
         if not last:
@@ -227,6 +228,7 @@ def _find_ends(stages: Stages, tensors: Sequence[Tensor]) -> list[Ends]:
     """Return what each stage takes and gives, by shapes alone."""
     from fxsplit.torch_internals.torch_pipelining import Ends
 
+    # By shapes alone: nothing is computed, and weights of other ranks need no memory.
     values = record_values([stage.module for stage in stages.stages], tensors)
     found = []
     for stage, made in zip(stages.stages, values, strict=True):

@@ -28,6 +28,7 @@ from fxsplit.api.compare import (
 )
 from fxsplit.api.compile import recompile_like
 from fxsplit.api.compiled import get_mode
+from fxsplit.api.compression import Compression, measure_compression
 from fxsplit.api.differences import Difference, widen_dtype
 from fxsplit.api.pipeline import Pipeline
 from fxsplit.errors import InputError
@@ -68,6 +69,9 @@ class Verification:
     differs from its run on the whole batch for a reason that lies in the model: batch norm, buffers that every call
     writes, or a loss that divides by a count that its graph does not show. They are compared with the model on
     microbatches, and all others with the model on the whole batch.
+
+    Where cuts are compressed, all this is of the same pipeline with exact cuts, and `compression` is what compressing
+    changes in one step.
     """
 
     differences: tuple[Difference, ...]
@@ -77,6 +81,7 @@ class Verification:
     nodes: int
     stages: int
     n_microbatches: int
+    compression: Compression | None = None
 
     @property
     def offending(self) -> tuple[Difference, ...]:
@@ -144,6 +149,8 @@ def _train_copies(pipe: Pipeline, model: nn.Module, call: Call, dtype: torch.dty
     found: dict[Key, float] = {}
     rounding: dict[Key, float] = {}
     natural: dict[Key, None] = {}
+    how, start = pipe.compiler.options.way_to_compress, copy.deepcopy(model)
+    compression = None
     with recompile_like(pipe, model, loss_fn) as split:
         batch = split.compiler.prepare(get_mode(model), call)
         trial = _Trial(call, batch, split.traced[CallEffects].meanings, loss_fn)
@@ -152,6 +159,9 @@ def _train_copies(pipe: Pipeline, model: nn.Module, call: Call, dtype: torch.dty
             whole = copy.deepcopy(unsplit)
             neutral = _Neutral(trial, unsplit, 1e3 * TOLERANCE[dtype])
             by_pieces = trial.run(unsplit, batch.rows)
+            if how and compression is None:
+                with recompile_like(pipe, start, loss_fn, how) as compressed:
+                    compression = measure_compression(how, trial.run_pipeline(compressed), by_pieces)
             by_pipeline = trial.run_pipeline(split)
             by_whole = trial.run(whole, [sum(batch.rows)])
             _keep_largest(rounding, list_differences(trial.run(shaken, batch.rows), by_pieces))
@@ -172,6 +182,7 @@ def _train_copies(pipe: Pipeline, model: nn.Module, call: Call, dtype: torch.dty
             nodes,
             len(split.stages),
             len(batch.rows),
+            compression,
         )
 
 

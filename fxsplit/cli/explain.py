@@ -102,12 +102,12 @@ def _explain_cut(question: Question, count: int | None, plan: Plan, number: int)
     # A cut is told by the nodes of all stages before it.
     before = {name for stage in plan.stages[:number] for name in stage.nodes}
     crossing: dict[str, float] = {}
-    for name, forward, back, readers, is_output in costs.values:
+    for name, _, _, readers, is_output in costs.values:
         # Inputs of the model come from outside of all stages; under `direct` nobody hands them on.
         made = name in before or (name not in costs.by_name and plan.model.forwards)
         # An output of the model is handed on to the last stage, which returns it.
         if made and ((is_output and plan.model.forwards) or not before.issuperset(readers)):
-            crossing[name] = crossing.get(name, 0.0) + forward + back
+            crossing[name] = crossing.get(name, 0.0) + sum(costs.sent[name])
     for exchange in costs.exchanges:
         # A tensor crosses the cut that is made or read on both sides of it.
         if before & set(exchange.nodes) and not before.issuperset(exchange.nodes):

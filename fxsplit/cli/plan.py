@@ -19,6 +19,7 @@ from fxsplit.errors import InputError, NoFit
 from fxsplit.formats import Profile, read
 from fxsplit.formats.machine_toml import read_machine
 from fxsplit.formats.plan_json import plan_to_dict
+from fxsplit.ir.facts.compress import HOW
 from fxsplit.ir.facts.figures import SHOWN
 from fxsplit.ir.facts.machine import LEAST_BYTES_PER_S, MAX_DEVICES, Machine, check_device_count
 from fxsplit.ir.facts.plan import Plan
@@ -26,7 +27,7 @@ from fxsplit.ir.facts.price import COST_MODELS
 from fxsplit.ir.facts.workload import Workload
 from fxsplit.planner import Options
 from fxsplit.planner.baselines import BASELINES, plan_baseline
-from fxsplit.planner.borders import PLACES, check_modules, list_modules
+from fxsplit.planner.borders import PLACES, check_modules, compress_cuts, list_modules
 from fxsplit.planner.planner import MAX_STATES, Planner
 from fxsplit.planner.solve import RECOMPUTE
 from fxsplit.schedule.catalogue import Scheduler
@@ -57,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--pin", action="append", default=[], metavar="NAME=DEVICE", help="put a submodule or node there"
     )
     parser.add_argument("--together", action="append", default=[], metavar="A,B", help="never cut between these")
+    parser.add_argument("--compress", choices=HOW, help="send what crosses cuts in fewer bytes, which changes results")
     parser.add_argument("--cut-at", choices=PLACES, default="anywhere", help="let cuts lie at borders of modules alone")
     parser.add_argument("--max-states", type=int, default=MAX_STATES, metavar="N", help="ideals to enumerate at most")
     parser.add_argument("--time-limit", type=float, default=inf, metavar="S", help="then the best so far, with its gap")
@@ -97,6 +99,7 @@ class Question:
         by_bytes = arguments.bandwidth is not None or arguments.machine is not None
         profile = read(arguments.file, by_bytes)
         costs, self.schedule = choose_passes(profile.costs, arguments.schedule, inference=arguments.inference)
+        costs = compress_cuts(costs, arguments.compress or "")
         self.profile: Profile = replace(profile, costs=costs)
         pins = dict(_parse_pin(text) for text in arguments.pin)
         keep: list[Sequence[str]] = [text.split(",") for text in arguments.together]

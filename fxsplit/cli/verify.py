@@ -7,6 +7,7 @@ import importlib
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from fxsplit.cli.output import print_json
@@ -126,6 +127,7 @@ def describe(found: Verification) -> dict[str, Any]:
         "dtype": str(found.dtype).removeprefix("torch."),
         "offending": [f"{d.kind} {d.name}" for d in found.offending],
         "differs_from_whole_batch": list(found.by_nature),
+        "compression": None if found.compression is None else asdict(found.compression),
     }
 
 
@@ -144,6 +146,8 @@ def _show(found: Verification) -> None:
         f"\n{verdict}; {found.nodes} nodes by {found.front_end}, {found.stages} stages, {found.n_microbatches} "
         f"microbatches, {describe(found)['dtype']}"
     )
+    if found.compression is not None:
+        print(f"{found.compression}; all else is of exact cuts")
     if found.by_nature:
         print(
             f"{len(found.by_nature)} values differ from the model on the whole batch by nature, as the unsplit model "

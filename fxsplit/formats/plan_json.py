@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fxsplit.errors import PlanError
+from fxsplit.ir.facts.compress import HOW
 from fxsplit.ir.facts.figures import AMOUNT, as_list, is_amount, is_count, show
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.price import COST_MODELS, CostModel, StagePlan
@@ -33,6 +34,8 @@ _LATER = [
     "buffer_bytes",
 ]
 _LATER += ["versions_bytes", "boundaries_bytes", "activations_bytes"]
+_SENT = {"in_sent_bytes": "in_bytes", "in_sent_gradient_bytes": "in_gradient_bytes"}
+"""What is sent where it is not said: values as they are."""
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
@@ -68,6 +71,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "rows": plan.rows,
         "spread": plan.spread,
         "measured_on": plan.measured_on,
+        "compress": plan.compress or None,
         "shared": plan.shared_ms,
     }
 
@@ -125,6 +129,7 @@ def parse_plan(data: Any, name: str) -> Plan:
             spread=None if data.get("spread") is None else _number(data["spread"], "spread"),
             measured_on=str(data.get("measured_on", "")),
             shared_ms=_number(data.get("shared", 0.0), "shared"),
+            compress=_read_compress(data.get("compress")),
         )
         return plan.prove(proof)
     except (KeyError, TypeError, ValueError, AttributeError, PlanError) as error:
@@ -146,6 +151,7 @@ def _read_stage(index: int, data: dict[str, Any], names: list[str], *, held: boo
     # Files of earlier versions do not say what of a backward is for weights: half of it, as simulations assume. They
     # know of no launches and of no working memory either.
     data = {"weight_ms": backward / 2, **dict.fromkeys(_LATER, 0.0), **data}
+    data |= {name: data[own] for name, own in _SENT.items() if name not in data}
     data.setdefault("boundary_bytes", held * (data["in_bytes"] + data["out_bytes"]))
     if _number(data["weight_ms"], f"weight_ms of stage {index}") > backward:
         raise PlanError(f"weight_ms of stage {index} is {data['weight_ms']}, and it is part of backward_ms={backward}")
@@ -162,6 +168,13 @@ def _refuse_twice(what: str, names: list[str]) -> None:
     twice = next((name for name, count in Counter(names).items() if count > 1), None)
     if twice is not None:
         raise PlanError(f"{what} {show(twice)} stands twice")
+
+
+def _read_compress(value: Any) -> str:
+    """Return how the plan's cuts are compressed; raises PlanError for no such way."""
+    if value not in (None, *HOW):
+        raise PlanError(f"compress is {show(value)}, and neither null nor one of {', '.join(HOW)}")
+    return value or ""
 
 
 def _count(value: Any, what: str) -> int:

@@ -6,7 +6,9 @@ has `embed`, `layers.0`, `layers.1` and `head`, for example.
 
 from __future__ import annotations
 
-from fxsplit.errors import PlanError
+from dataclasses import replace
+
+from fxsplit.errors import PlanError, ProfileError
 from fxsplit.ir.facts.costs import Costs, NodeCost
 
 PLACES = ("anywhere", "modules")
@@ -25,12 +27,23 @@ def find_module(node: NodeCost) -> str:
 
 def list_modules(costs: Costs) -> dict[str, tuple[str, ...]]:
     """Return the nodes of each of the model's own parts, in the order in which they are first called."""
+    # A module that is called twice stands where it is called first.
     found: dict[str, list[str]] = {}
     for node in costs.nodes:
         module = find_module(node)
         if module:
             found.setdefault(module, []).append(node.name)
     return {module: tuple(names) for module, names in found.items()}
+
+
+def compress_cuts(costs: Costs, how: str) -> Costs:
+    """Return costs that price what crosses cuts as it is sent; raises ProfileError where nobody knows dtypes."""
+    if how and not any(node.made for node in costs.nodes):
+        raise ProfileError(
+            f"the profile does not say which dtypes and shapes nodes make, which compress={how!r} asks for: profile "
+            "the model again"
+        )
+    return replace(costs, compress=how)
 
 
 def check_modules(costs: Costs, n_stages: int) -> None:

@@ -146,14 +146,17 @@ class _Graph:
         self._after = [set(a) for a in blocks.after]
         self._group = [[b] for b in range(len(blocks))]
         self.pins_of: list[set[int]] = []
-        self._size: list[float] = []
+        # The bytes of each tensor, as they are and as they are sent.
+        self._size: list[tuple[float, float]] = []
         self._at: dict[int, set[int]] = defaultdict(set)
         for name, forward, backward, readers, is_output in costs.values:
             outside = [CALLER] if is_output or name not in blocks.home else []
             made = [name] if name in blocks.home else []
-            self._add({*outside, *(blocks.home[n] for n in (*made, *readers))}, forward + backward)
+            self._add(
+                {*outside, *(blocks.home[n] for n in (*made, *readers))}, forward + backward, sum(costs.sent[name])
+            )
         for exchange in costs.exchanges:
-            self._add({blocks.home[n] for n in exchange.nodes}, exchange.output_bytes)
+            self._add({blocks.home[n] for n in exchange.nodes}, exchange.output_bytes, exchange.output_bytes)
 
     @cached_property
     def _ancestors(self) -> list[int]:
@@ -167,14 +170,14 @@ class _Graph:
             masks.append(reduce(or_, ((1 << a if many else masks[a]) for a in before), 1 << b))
         return masks
 
-    def _add(self, pins: set[int], size: float) -> None:
+    def _add(self, pins: set[int], size: float, sent: float) -> None:
         """Add a tensor, unless it crosses no cut or costs nothing."""
         if len(pins) < 2 or size <= 0:
             return
         for pin in pins:
             self._at[pin].add(len(self.pins_of))
         self.pins_of.append(pins)
-        self._size.append(size)
+        self._size.append((size, sent))
 
     def target(self, b: int) -> int | None:
         """Return the neighbour that a costless block may join, or None."""
@@ -204,15 +207,19 @@ class _Graph:
         if len(near[b]) != 1:
             return None
         (only,) = near[b]
-        return only if back[only] == {b} and self._own(b, only) <= self._between(b, only) else None
+        if back[only] != {b}:
+            return None
+        # Of values that are compressed neither the memory nor the bytes that cross may be more.
+        own, between = self._own(b, only), self._between(b, only)
+        return only if all(sum(s[i] for s in own) <= sum(s[i] for s in between) for i in (0, 1)) else None
 
-    def _own(self, b: int, other: int) -> float:
+    def _own(self, b: int, other: int) -> list[tuple[float, float]]:
         """Return the bytes of tensors at `b` that are not at `other`."""
-        return sum(self._size[t] for t in self._at[b] - self._at[other])
+        return [self._size[t] for t in self._at[b] - self._at[other]]
 
-    def _between(self, b: int, other: int) -> float:
+    def _between(self, b: int, other: int) -> list[tuple[float, float]]:
         """Return the bytes of tensors that are at `b` and `other` alone."""
-        return sum(self._size[t] for t in self._at[b] & self._at[other] if self.pins_of[t] == {b, other})
+        return [self._size[t] for t in self._at[b] & self._at[other] if self.pins_of[t] == {b, other}]
 
     def join(self, b: int, target: int) -> None:
         """Make `b` a part of `target`."""

@@ -102,18 +102,19 @@ class _Network:
         net = cls(len(blocks))
         for b, before in enumerate(blocks.before):
             net.arcs += [(b, a, inf) for a in before]
-        for name, forward, backward, readers, is_output in costs.values:
+        for name, _, _, readers, is_output in costs.values:
+            sent = sum(costs.sent[name])
             maker = blocks.home.get(name, CALLER)
             away = sorted({blocks.home[r] for r in readers} - {maker})
             # An input that the model returns as it is crosses every cut.
             if is_output and maker == CALLER:
-                net.always += forward + backward
+                net.always += sent
             elif is_output:
-                net.arcs.append((maker, SINK, forward + backward))
+                net.arcs.append((maker, SINK, sent))
             elif away:
                 # One vertex for the value: however many readers lie behind the cut, it is sent once.
                 value = net.vertex()
-                net.arcs.append((maker, value, forward + backward))
+                net.arcs.append((maker, value, sent))
                 net.arcs += [(value, reader, inf) for reader in away]
         # An exchange has no direction: it is paid if its pins lie on both sides, whichever of them is on which.
         for exchange in costs.exchanges:

@@ -139,6 +139,7 @@ def line_of(chains: Antichains, order: Sequence[int]) -> Antichains:
         child=np.arange(1, n, dtype=np.int32),
         live_bytes=chains.live_bytes[at],
         live_gradient_bytes=chains.live_gradient_bytes[at],
+        sent_bytes=chains.sent_bytes[at],
     )
 
 

@@ -39,7 +39,8 @@ def antichains(costs: Costs, max_states: int, blocks: Blocks | None = None) -> A
         parent = last = np.arange(-1, len(blocks), dtype=np.int32)
     pointer, node, child = kernels.fit(kernel.lattice_edges, parent.size)(parent, last)
     live = _live(costs, blocks, parent, last)
-    return _vouch(Antichains(blocks, parent, last, pointer, node, child, live[:, 0], live[:, 1], complete))
+    values, gradients, sent = live.T
+    return _vouch(Antichains(blocks, parent, last, pointer, node, child, values, gradients, sent, complete))
 
 
 def _vouch(chains: Antichains) -> Antichains:
@@ -122,7 +123,9 @@ def _live(
     last: Ints,
     find: Callable[[str, float], float] = lambda name, output_bytes: output_bytes,
 ) -> NDArray[np.float64]:
-    """Return the bytes of values, as `find` says, and of gradients live across each ideal, float64 [ideals, 2].
+    """Return the bytes of values, as `find` says, of gradients, and of both as sent, live across each ideal.
+
+    float64 [ideals, 3].
 
     The *pins* of a value are the blocks that make or read it. A value is live across an ideal if some of its pins lie
     inside and some outside. The caller is a pin too: inside from the start for what the model is given, and never
@@ -131,9 +134,9 @@ def _live(
     pins: list[list[int]] = [[] for _ in blocks.members]
     inside: list[int] = []
     total: list[int] = []
-    size: list[tuple[float, float]] = []
+    size: list[tuple[float, float, float]] = []
 
-    def add(names: tuple[str, ...], given: bool, returned: bool, forward: float, backward: float) -> None:
+    def add(names: tuple[str, ...], given: bool, returned: bool, sizes: tuple[float, float, float]) -> None:
         met = sorted({blocks.home[name] for name in names})
         # A value of a single pin crosses no cut.
         if len(met) + given + returned < 2:
@@ -142,15 +145,16 @@ def _live(
             pins[block].append(len(size))
         inside.append(int(given))
         total.append(len(met) + given + returned)
-        size.append((forward, backward))
+        size.append(sizes)
 
     for name, output_bytes, gradient_bytes, readers, is_output in costs.values:
         # What no node makes is an input of the model, which the caller makes.
         made = name in blocks.home
-        add((name, *readers) if made else readers, not made, is_output, find(name, output_bytes), gradient_bytes)
+        sizes_ = find(name, output_bytes), gradient_bytes, sum(costs.sent[name])
+        add((name, *readers) if made else readers, not made, is_output, sizes_)
     for exchange in costs.exchanges:
-        add(exchange.nodes, False, False, 0.0, exchange.output_bytes)
-    sizes = np.array(size, np.float64).reshape(-1, 2)
+        add(exchange.nodes, False, False, (0.0, exchange.output_bytes, exchange.output_bytes))
+    sizes = np.array(size, np.float64).reshape(-1, 3)
     return kernels.fit(kernel.live_bytes, parent.size)(
         parent, last, *build_csr(pins), np.array(inside, np.int32), np.array(total, np.int32), sizes
     )

@@ -86,7 +86,7 @@ def price_times(
     """
     column = states.column
     forward = column("forward_ms")
-    live = column("live_bytes") + column("live_gradient_bytes")
+    live = column("sent_bytes")
     # The first stage gets its values from the caller, and the last one returns its values there, which is free.
     arriving, leaving = live.copy(), live.copy()
     if starts_late:

@@ -163,8 +163,8 @@ class Problem:
 
     @cached_property
     def live(self) -> Floats:
-        """The bytes that cross each state, forward and backward: float64 [states]."""
-        return self.states.column("live_bytes") + self.states.column("live_gradient_bytes")
+        """The bytes in which values and gradients cross each state: float64 [states]."""
+        return self.states.column("sent_bytes")
 
     def lower_bound(self) -> float:
         """Return a load in ms that no chain's slowest stage can beat.
@@ -261,6 +261,10 @@ def pose_problem(
 
     Its loads are those of `price_split`. Where stages do not forward values, the loads are of computing alone.
     """
+    if costs.compress and not model.forwards:
+        raise PlanError(
+            f"compress={costs.compress!r} with the cost model {model.name!r}: stages hand no values on there"
+        )
     # Equal moves get the number of the first of their kind.
     numbers: dict[Kind, int] = {}
     of_move = [Kind.of(machine, workload, model, moves, move) if move.devices else None for move in moves.moves]

@@ -33,6 +33,6 @@ def sequence_states(costs: Costs, chains: Antichains) -> States:
     # One figure of all states lies behind the other in memory, as they are read figure by figure.
     features = np.zeros((len(chains), len(FEATURES)), np.float64, order="F")
     features[:, some] = fit(prefix_sums, len(chains))(chains.parent, chains.last, np.ascontiguousarray(weight[:, some]))
-    features[:, len(SUMMED) :] = np.column_stack([chains.live_bytes, chains.live_gradient_bytes])
+    features[:, len(SUMMED) :] = np.column_stack([chains.live_bytes, chains.live_gradient_bytes, chains.sent_bytes])
     pointer, start = fit(reversed_edges, len(chains))(chains.pointer, chains.child)
     return States(features, pointer, start)

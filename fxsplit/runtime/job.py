@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fxsplit.errors import PlanError, locate_stage_error
 from fxsplit.runtime.channels import Channels, Message, Stopped, make_inboxes
+from fxsplit.runtime.compress import compress, restore
 from fxsplit.runtime.forwards import Forwards
 from fxsplit.runtime.loss import describe_loss
 from fxsplit.runtime.program import Program
@@ -331,6 +332,8 @@ class Job:
     def _send(self, to: Action, stream: Stream, values: Sequence[Any], about: Sequence[Any] = ()) -> None:
         """Send values to the device that does action `to`, which is named without its replica."""
         device = self.schedule.device_of(to.stage, to.microbatch)
+        if self._crosses(to, device):
+            values, about = compress(values, about, self._program.plan.compress)
         sent, token = stream.send(values, self._devices[device])
         self._channels.send(device, Message(to, sent, token, about))
 
@@ -340,11 +343,20 @@ class Job:
         What the stream does next waits for them.
         """
         message = self._channels.receive(device, action)
-        values = stream.receive(message.values, message.token)
+        values, about = stream.receive(message.values, message.token), message.about
+        if self._crosses(action, device):
+            values, about = restore(values, about)
         if self._watch is not None:
             # The wait is idle time: an action begins when what it needs has arrived.
             self._watch.begin(device, stream)
-        return values, message.about
+        return values, about
+
+    def _crosses(self, to: Action, device: int) -> bool:
+        """Return whether what is sent for an action of a device is compressed: where it comes from another device."""
+        if not self._program.plan.compress or to.op == REDUCE:
+            return False
+        maker = to.stage - 1 if to.op == FORWARD else to.stage + 1
+        return self.schedule.device_of(maker, to.microbatch) != device
 
     def _describe_place(self, action: Action, error: Exception) -> str:
         """Return stage, device, microbatch and node of a failure, for its message."""

@@ -63,7 +63,12 @@ def read_times(plan: Plan, schedule: Schedule) -> Times:
         )
     busy = plan.model.name != "overlapped"
     # A plan has one time for what crosses a cut both ways. Its bytes tell how much of that goes forward.
-    shares = [_forward_share(s.in_bytes, s.in_gradient_bytes) for s in plan.stages]
+    shares = [
+        _forward_share(s.in_sent_bytes, s.in_sent_gradient_bytes)
+        if plan.compress
+        else _forward_share(s.in_bytes, s.in_gradient_bytes)
+        for s in plan.stages
+    ]
     shares.append(_forward_share(plan.stages[-1].out_bytes, plan.stages[-1].out_gradient_bytes))
     forward, backward, weight, reduce = [], [], [], []
     launches: tuple[list[float], list[float]] = ([], [])

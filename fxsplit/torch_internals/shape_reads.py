@@ -25,6 +25,7 @@ def reads_shape(node: fx.Node) -> bool:
     """Return whether what a node makes of a tensor follows from the tensor's shape and dtype."""
     if node.op == "call_method":
         return node.target in METHODS
+    # An attribute of a tensor may hold values, as `.data` and `.grad` do.
     if node.target is getattr:
         return node.args[1] in ATTRIBUTES
     return node.op == "call_function" and node.target in OPERATORS

@@ -89,6 +89,7 @@ def build_module(stage: fx.GraphModule, ends: Ends, *, copies: bool) -> fx.Graph
         if node.op not in ("placeholder", "output"):
             held[node] = graph.node_copy(node, held.__getitem__)
     gives = tuple(graph.call_function(leave_stage, (held[v],)) for v in list_outputs(stage))
+    # The modules of the other graph, so that names of weights stay as they are.
     graph.output(gives)
     return fx.GraphModule(stage, graph, class_name=type(stage).__name__)
 
@@ -115,6 +116,7 @@ def build_runtime(
     """
     specs = tuple(_Replicate() if dim is None else TensorChunkSpec(dim) for dim in dims)
     # Losses are scaled by themselves: torch would divide by the microbatches what .grad has of earlier steps too.
+    # torch reads schedules from files alone.
     runtime = Runtime(list(stages), n_microbatches, loss_fn=loss_fn, args_chunk_spec=specs, scale_grads=False)
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "schedule.csv")

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, fx
 
 from fxsplit.errors import ChainError, ProfileError
-from fxsplit.ir.facts.costs import HARDWARE, Costs, InputCost, Measured, NodeCost, name_operator
+from fxsplit.ir.facts.costs import HARDWARE, Costs, InputCost, NodeCost, name_operator
 from fxsplit.ir.facts.effects import Effects, observe_effects
 from fxsplit.ir.facts.example import Example
 from fxsplit.ir.facts.forward_costs import keep_forwards
 from fxsplit.ir.facts.known_costs import KnownCosts
 from fxsplit.ir.facts.machine import Machine
+from fxsplit.ir.facts.measured import Measured
 from fxsplit.ir.facts.stages import list_weights
 from fxsplit.ir.facts.workload import Workload
 from fxsplit.ir.graph import IR
@@ -185,7 +186,7 @@ def _build_costs(
     for node in ir.gm.graph.nodes:
         seen = effects.nodes[node.name]
         if node.op == "placeholder":
-            inputs.append(InputCost(node.name, seen.output_bytes, seen.gradient_bytes))
+            inputs.append(InputCost(node.name, seen.output_bytes, seen.gradient_bytes, seen.text))
         elif node.op == "output":
             outputs = tuple(dict.fromkeys(n.name for n in node.all_input_nodes))
         else:
@@ -233,6 +234,7 @@ def _build_node_cost(node: fx.Node, held: Sequence[Tensor], seen: Observation, k
         buffer_bytes=sum(count_bytes(w) for w in held if not w.requires_grad),
         draws=seen.draws,
         unkept_bytes=seen.unkept_bytes,
+        made=seen.text,
         handed_bytes=sum(count_bytes(w) for w in held if w.requires_grad and not is_caught(w)),
         **times._asdict(),
     )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxsplit.ir.facts.costs import Measured
+from fxsplit.ir.facts.measured import Measured
 from fxsplit.torch_internals.allocations import count_allocations
 from fxsplit.torch_internals.grad_split import Branch, find_branch_nodes
 from fxsplit.torch_internals.layouts import list_parts

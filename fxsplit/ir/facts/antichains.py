@@ -81,7 +81,7 @@ class Antichains(ReadOnlyArrays, Fact):
       last one is full.
     - `pointer`, `node`, `child` are the edges in CSR form: from ideal I to ideal `child`, which has block `node` more
     - `live_bytes` (float64 [ideals]) sums the values that are made inside, or given to the model, and read outside,
-      each once; `live_gradient_bytes` sums the gradients that return for them
+      each once; `live_gradient_bytes` sums the gradients that return for them, and `sent_bytes` both as they are sent
     - `complete` is False where there were too many ideals, and these are the prefixes of one topological order alone;
       `levels` then bound all others
     - `enumerated` says that the planner has enumerated them; a plan among others is not called optimal
@@ -100,6 +100,7 @@ class Antichains(ReadOnlyArrays, Fact):
     child: Ints
     live_bytes: Floats
     live_gradient_bytes: Floats
+    sent_bytes: Floats
     complete: bool
     slack: Slack | None = None
     levels: Levels | None = None
@@ -154,11 +155,12 @@ class Antichains(ReadOnlyArrays, Fact):
         for i in [] if self._verified is costs else at:
             inside = set(self.ideal(int(i)))
             names = {name for block in inside for name in self.blocks.members[block]}
-            said, true = (self.live_bytes[i], self.live_gradient_bytes[i]), costs.sum_live(names)
+            said = self.live_bytes[i], self.live_gradient_bytes[i], self.sent_bytes[i]
+            true = costs.sum_live(names)
             if not np.allclose(said, true, rtol=1e-9):
                 raise BrokenFact(
                     f"ideal {i} is said to have {said[0]:g} live bytes forward and {said[1]:g} back, and has "
-                    f"{true[0]:g} and {true[1]:g}"
+                    f"{true[0]:g} and {true[1]:g}; they are said to be sent as {said[2]:g}, and are as {true[2]:g}"
                 )
             if not self.complete:
                 continue

@@ -11,9 +11,10 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fxsplit.errors import BrokenFact, ProfileError
+from fxsplit.ir.facts.compress import count_sent_bytes
 from fxsplit.ir.facts.figures import as_list, check_record, is_count, show
 from fxsplit.ir.files import explain_unreadable, write_whole
 from fxsplit.ir.graph import IR, Fact
@@ -22,9 +23,9 @@ if TYPE_CHECKING:  # planning from a profile needs no torch
     from torch import fx
 
 FORMAT = "fxsplit-profile"
-VERSION = 2
-EARLIER = (1,)
-"""Versions that are read too: files of version 1 do not say what nodes allocate."""
+VERSION = 3
+EARLIER = (2, 1)
+"""Versions read too: files of version 1 do not say what nodes allocate, those of version 2 no dtypes and shapes."""
 HARDWARE = ("device", "capability", "clock")
 """The entries of `environment` that tell the accelerator measured on: its name, what it can do, how fast it ran."""
 _PEAKS = ("forward_peak_bytes", "backward_peak_bytes", "halved_peak_bytes")
@@ -56,6 +57,7 @@ class NodeCost:
     - `forward_peak_bytes` and `backward_peak_bytes` are the most that the node's forward and backward allocate at once,
       with what they return; `halved_peak_bytes` the same of a backward that leaves the gradients of weights for later,
       and `waiting_bytes` what such a backward then holds for them (None: not measured, and no plan counts any)
+    - `made` is the dtype and shape of its output, as `float32[8, 64]`, or another type's name; empty where unknown
     - `unkept_bytes` is the memory of its output that no backward keeps, `handed_bytes` the part of `parameter_bytes`
       whose gradients are small, and are added to their sums at the end of a stage's backward
     """
@@ -84,6 +86,7 @@ class NodeCost:
     waiting_bytes: float = 0.0
     unkept_bytes: float = 0.0
     handed_bytes: float = 0.0
+    made: str = ""
 
     @property
     def launch_ms(self) -> float:
@@ -96,21 +99,6 @@ class NodeCost:
         return self.backward_ms / 2 if self.weight_ms is None else self.weight_ms
 
 
-class Measured(NamedTuple):
-    """What is measured of an operator, in milliseconds and bytes; see the fields of NodeCost with these names."""
-
-    forward_ms: float
-    backward_ms: float
-    weight_ms: float
-    spread_ms: float | None
-    forward_launch_ms: float = 0.0
-    backward_launch_ms: float = 0.0
-    forward_peak_bytes: float | None = None
-    backward_peak_bytes: float = 0.0
-    halved_peak_bytes: float = 0.0
-    waiting_bytes: float = 0.0
-
-
 @dataclass(frozen=True)
 class Exchange:
     """A tensor of the backward pass that mirrors no forward value: the nodes that make or read it, in any order."""
@@ -121,11 +109,12 @@ class Exchange:
 
 @dataclass(frozen=True)
 class InputCost:
-    """One tensor that the model is called with: its name and bytes per microbatch."""
+    """One tensor that the model is called with: its name, bytes per microbatch, dtype and shape (see NodeCost)."""
 
     name: str
     output_bytes: float
     gradient_bytes: float
+    made: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +124,8 @@ class Costs(Fact):
     `together` are sets of nodes that no cut may part; `ordered` are pairs that keep their order though no value flows
     between them (both as in Effects). `rows` is the microbatch size and `device_kind` the hardware, as
     in torch ("cpu", "cuda"). `exchanges` are tensors of another tool's backward graph. `inference` says that these are
-    the costs of forwards alone, which tell nothing of training (see `keep_forwards`).
+    the costs of forwards alone, which tell nothing of training (see `keep_forwards`). `compress` is how values that
+    cross cuts are compressed, which is no part of a file (see compress.py).
     """
 
     nodes: tuple[NodeCost, ...]
@@ -148,6 +138,7 @@ class Costs(Fact):
     environment: dict[str, str] = field(default_factory=dict)
     exchanges: tuple[Exchange, ...] = ()
     inference: bool = False
+    compress: str = ""
 
     made_by: ClassVar[str] = "profile"
 
@@ -219,18 +210,27 @@ class Costs(Fact):
         known = self.weighed and name in self.by_name
         return min(output_bytes, self.by_name[name].unkept_bytes) if known else output_bytes
 
-    def sum_live(self, inside: Collection[str]) -> tuple[float, float]:
-        """Return the bytes of values, and of gradients, that cross a cut with the nodes `inside` before it."""
-        forward = backward = 0.0
+    def sum_live(self, inside: Collection[str]) -> tuple[float, float, float]:
+        """Return the bytes of values, of gradients, and of both as sent, over a cut behind the nodes `inside`."""
+        forward = backward = sent = 0.0
         for name, output_bytes, gradient_bytes, readers, is_output in self.values:
             # What the model is given is there from the start; what it returns is read behind every cut.
             made = name in inside or name not in self.by_name
             if made and (is_output or any(reader not in inside for reader in readers)):
                 forward, backward = forward + output_bytes, backward + gradient_bytes
+                sent += sum(self.sent[name])
         for exchange in self.exchanges:
             if len({name in inside for name in exchange.nodes}) == 2:
-                backward += exchange.output_bytes
-        return forward, backward
+                backward, sent = backward + exchange.output_bytes, sent + exchange.output_bytes
+        return forward, backward, sent
+
+    @cached_property
+    def sent(self) -> dict[str, tuple[float, float]]:
+        """In how many bytes each value crosses a cut, and its gradient."""
+        sources: list[InputCost | NodeCost] = [*self.inputs, *self.nodes]
+        how = self.compress
+        both = ((s, s.output_bytes, s.gradient_bytes) for s in sources)
+        return {s.name: (count_sent_bytes(how, s.made, a), count_sent_bytes(how, s.made, b)) for s, a, b in both}
 
     @cached_property
     def tensors(self) -> tuple[tuple[float, tuple[str, ...]], ...]:
@@ -328,7 +328,7 @@ class Costs(Fact):
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise ProfileError(f"{name!r} is not a profile (no format {FORMAT!r}): write one with costs.save(path)")
         if data.get("version") not in (VERSION, *EARLIER):
-            known = " and ".join(map(str, (VERSION, *EARLIER)))
+            known = ", ".join(map(str, (VERSION, *EARLIER)))
             raise ProfileError(f"{name!r} has version {data.get('version')}, this fxsplit reads {known}")
         try:
             # A text is a sequence of names to Python, and of one letter each: `as_list` refuses it.
@@ -386,7 +386,7 @@ def _check_node(node: NodeCost, known: Collection[str]) -> None:
         )
 
 
-_SELDOM = ("forward_launch_ms", "backward_launch_ms", *MEMORY[1:])
+_SELDOM = ("forward_launch_ms", "backward_launch_ms", *MEMORY[1:], "made")
 
 
 def _to_record(node: NodeCost) -> dict[str, Any]:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from fxsplit.ir.facts.costs import Costs, Measured
+from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.facts.measured import Measured
 from fxsplit.ir.graph import GivenFact
 
 

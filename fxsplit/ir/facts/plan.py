@@ -32,7 +32,7 @@ class Plan(Fact):
     pay for; `spread` is the share by which the measured times vary (see Costs), and so all that follows from them;
     `measured_on` is the accelerator that they are of, empty where that is a CPU or unknown. `shared_ms` is how long a
     microbatch keeps the busiest accelerator at work that several devices share; zero where none do. Loads are those of
-    devices that share nothing.
+    devices that share nothing. `compress` is how what crosses cuts is compressed: empty, `bf16` or `int8`.
 
     `proof` says how that bound is known: "search" where all plans were searched, "bound" where it is less sure to be
     reached, None where nobody has proven it. Only the planner fills it in: a plan that a pass makes or changes is not
@@ -51,6 +51,7 @@ class Plan(Fact):
     spread: float | None = None
     measured_on: str = ""
     shared_ms: float = 0.0
+    compress: str = ""
     proof: Proof | None = field(default=None, init=False)
 
     derives_from: ClassVar[tuple[type, ...]] = (Costs, Machine, Workload, Pins)
@@ -86,6 +87,7 @@ class Plan(Fact):
             spread,
             hardware,
             shared_ms,
+            costs.compress,
         )
 
     def prove(self, proof: Proof | None) -> Plan:
@@ -185,6 +187,13 @@ class Plan(Fact):
                 )
             taken |= set(stage.devices)
 
+    def _describe_sent(self) -> str:
+        """Return what crosses all cuts for a microbatch, values and gradients, and what that would be as they are."""
+        behind = self.stages[1:]
+        sent = sum(s.in_sent_bytes + s.in_sent_gradient_bytes for s in behind)
+        own = sum(s.in_bytes + s.in_gradient_bytes for s in behind)
+        return f"{format_bytes(sent)} for a microbatch in place of {format_bytes(own)}"
+
     def __str__(self) -> str:
         """A table of the stages, then the bottleneck with its lower bound and gap."""
         # A CPU launches nothing, and needs no column for it.
@@ -218,6 +227,7 @@ class Plan(Fact):
                 f"{self.n_microbatches * self.shared_ms:.3f} ms at least"
             )
         rows += [f"measured on: {self.measured_on}"] if self.measured_on else []
+        rows += [f"cuts are compressed ({self.compress}): {self._describe_sent()}"] if self.compress else []
         return "\n".join(rows)
 
 

@@ -60,7 +60,8 @@ class StagePlan:
     `forward_launch_ms` and `backward_launch_ms` are how long the stage's host is busy with launching. It launches while
     the device computes what was launched before, so `load_ms` is the larger of what the two take.
     `in_bytes` and `out_bytes` are the values that cross its two boundaries, `in_gradient_bytes` and
-    `out_gradient_bytes` the gradients that return over them.
+    `out_gradient_bytes` the gradients that return over them. `in_sent_bytes` and `in_sent_gradient_bytes` are in how
+    many bytes they cross the first of the boundaries, which are fewer where cuts are compressed.
 
     Of its memory `held_bytes` is always there (weights, gradients, optimizer state, buffers). For each microbatch under
     way there are `kept_bytes`, which autograd keeps, and `boundary_bytes`, the values that the stage got and gave and
@@ -96,6 +97,8 @@ class StagePlan:
     versions_bytes: float = 0.0
     boundaries_bytes: float = 0.0
     activations_bytes: float = 0.0
+    in_sent_bytes: float = 0.0
+    in_sent_gradient_bytes: float = 0.0
 
     @property
     def memory_kinds(self) -> dict[str, float]:
@@ -181,7 +184,8 @@ class Room:
 class Edges:
     """The bytes of values, and of their gradients, that a stage gets from other stages and gives to other stages.
 
-    `unkept` are those of the values given that no backward keeps.
+    `unkept` are those of the values given that no backward keeps. `sent` are the bytes of the values taken, and of
+    their gradients, as they are sent, and `sends` those of the values given, with their gradients.
     """
 
     taken: float
@@ -189,6 +193,8 @@ class Edges:
     taken_gradients: float = 0.0
     given_gradients: float = 0.0
     unkept: float = 0.0
+    sent: tuple[float, float] = (0.0, 0.0)
+    sends: tuple[float, float] = (0.0, 0.0)
 
 
 def _price_stage(costs: Costs, machine: Machine, model: CostModel, split: Split, i: int, edges: Edges) -> StagePlan:
@@ -220,6 +226,8 @@ def _price_stage(costs: Costs, machine: Machine, model: CostModel, split: Split,
         recompute=recompute,
         in_gradient_bytes=edges.taken_gradients,
         out_gradient_bytes=edges.given_gradients,
+        in_sent_bytes=edges.sent[0],
+        in_sent_gradient_bytes=edges.sent[1],
         weight_ms=0.0 if host else sum(n.late_ms for n in nodes) / speed,
         forward_launch_ms=launch_forward,
         backward_launch_ms=launch_backward,
@@ -291,16 +299,16 @@ def _price_transfers(machine: Machine, model: CostModel, split: Split, i: int, e
     receive = send = 0.0
     # What the caller gives to the first stage, and gets from the last, is free.
     if i > 0:
-        receive = (edges.taken + edges.taken_gradients) / machine.bytes_per_ms(devices[0], split[i - 1][1][-1])
+        receive = sum(edges.sent) / machine.bytes_per_ms(devices[0], split[i - 1][1][-1])
     if i < len(split) - 1:
-        send = (edges.given + edges.given_gradients) / machine.bytes_per_ms(devices[-1], split[i + 1][1][0])
+        send = sum(edges.sends) / machine.bytes_per_ms(devices[-1], split[i + 1][1][0])
     return receive, send
 
 
 def _price_boundaries(costs: Costs, stage_of: Mapping[str, int], count: int) -> list[Edges]:
     """Return the bytes that cross the two boundaries of each of `count` stages, where stages hand values on."""
     # Boundary b lies before stage b. A value crosses those between where it is made and where it is last read.
-    crossing, returning, unkept = [0.0] * (count + 1), [0.0] * (count + 1), [0.0] * (count + 1)
+    crossing, returning, unkept, there, back = ([0.0] * (count + 1) for _ in range(5))
     for name, output_bytes, gradient_bytes, readers, is_output in costs.values:
         # What no stage makes is there before the first; what is returned lives past the last.
         born = stage_of.get(name, -1)
@@ -309,13 +317,19 @@ def _price_boundaries(costs: Costs, stage_of: Mapping[str, int], count: int) -> 
             crossing[boundary] += output_bytes
             returning[boundary] += gradient_bytes
             unkept[boundary] += costs.find_unkept(name, output_bytes)
+            there[boundary] += costs.sent[name][0]
+            back[boundary] += costs.sent[name][1]
     for exchange in costs.exchanges:
         # A tensor of the backward pass crosses all boundaries between its pins.
         met = [stage_of[name] for name in exchange.nodes]
         for boundary in range(min(met) + 1, max(met) + 1):
             returning[boundary] += exchange.output_bytes
-    behind = range(1, count + 1)
-    return [Edges(crossing[b - 1], crossing[b], returning[b - 1], returning[b], unkept[b]) for b in behind]
+            back[boundary] += exchange.output_bytes
+    sent = list(zip(there, back, strict=True))
+    return [
+        Edges(crossing[b - 1], crossing[b], returning[b - 1], returning[b], unkept[b], sent[b - 1], sent[b])
+        for b in range(1, count + 1)
+    ]
 
 
 def _price_shared(costs: Costs, stage_of: Mapping[str, int], count: int) -> list[Edges]:

@@ -29,9 +29,10 @@ FEATURES = (
     "backward_launch_ms",
     "live_bytes",
     "live_gradient_bytes",
+    "sent_bytes",
 )
 SUMMED = FEATURES[:8]
-"""These sum over the nodes of an ideal; the rest are of the values live across it."""
+"""These sum over the nodes of an ideal; the rest are of the values live across it, the last one as they are sent."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +83,7 @@ class States(ReadOnlyArrays, Fact):
         own = np.array([[sum_figures(costs, names, figure) for figure in SUMMED] for names in chains.blocks.members])
         own = own.reshape(-1, len(SUMMED))
         grown = self.features[1:, : len(SUMMED)] - self.features[chains.parent[1:], : len(SUMMED)]
-        live = np.column_stack([chains.live_bytes, chains.live_gradient_bytes])
+        live = np.column_stack([chains.live_bytes, chains.live_gradient_bytes, chains.sent_bytes])
         slack = 1e-9 * max(1.0, float(self.features.max()))
         sums = not self.features[0, : len(SUMMED)].any() and np.allclose(grown, own[chains.last[1:]], 0.0, slack)
         if not (sums and np.array_equal(self.features[:, len(SUMMED) :], live)):

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxsplit
-from fxsplit.ir.facts.costs import Costs, Measured
+from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.facts.measured import Measured
 from fxsplit.ir.progress import listen
 from fxsplit.passes.profile.time_in_step import HALVED, Sweep
 from fxsplit.torch_internals import accelerators

@@ -1,0 +1,20 @@
+"""Measured: what the pass `profile` measures of an operator; costs of nodes are made of it, and kept costs searched."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Measured(NamedTuple):
+    """What is measured of an operator, in milliseconds and bytes; see the fields of NodeCost with these names."""
+
+    forward_ms: float
+    backward_ms: float
+    weight_ms: float
+    spread_ms: float | None
+    forward_launch_ms: float = 0.0
+    backward_launch_ms: float = 0.0
+    forward_peak_bytes: float | None = None
+    backward_peak_bytes: float = 0.0
+    halved_peak_bytes: float = 0.0
+    waiting_bytes: float = 0.0
