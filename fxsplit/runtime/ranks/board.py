@@ -50,6 +50,18 @@ class Board:
             time.sleep(LOOK_S)
         return fault
 
+    def wait_for_all(self, limit_s: float) -> bool:
+        """Return whether all ranks have come here in this turn, as soon as they have; or False, after a time.
+
+        False where a failure is posted meanwhile: one of them will not come.
+        """
+        self._store.set(self._key(f"here/{self.me}"), "1")
+        keys = [self._key(f"here/{rank}") for rank in range(self.n_ranks)]
+        until = time.monotonic() + limit_s
+        while not (here := self._store.check(keys)) and self.read() is None and time.monotonic() < until:
+            time.sleep(LOOK_S)
+        return bool(here)
+
     def end_turn(self) -> None:
         """Note that this rank has read the failure, and begin the next turn."""
         self._store.set(self._key(f"seen/{self.me}"), "1")

@@ -49,8 +49,7 @@ class Guard:
         self._list_groups = list_groups
         self._watcher = Watcher(self._watched, self._break_waits, describe)
         self._watches = False
-        self.is_broken = False
-        """Whether the groups are of no use since a failure, and are to be made anew on all ranks."""
+        self._is_broken = False
         _guards.add(self)
         _hear_of_ends()
 
@@ -78,6 +77,20 @@ class Guard:
         finally:
             self._watches = False
 
+    def renew(self, make_groups: Callable[[], None], limit_s: float) -> bool:
+        """Make the groups anew where they are of no use since a failure, on all ranks; return whether they were made.
+
+        Raises RankError where a rank does not come for that.
+        """
+        if not self._is_broken:
+            return False
+        # To make a group waits for all its ranks, and nothing wakes it.
+        if not self._board.wait_for_all(limit_s):
+            raise RankError(f"rank {self._board.me} has waited for all ranks to go on after a failure")
+        make_groups()
+        self._is_broken = False
+        return True
+
     def limit(self, limit_s: float) -> None:
         """Let what is watched over take so many seconds from now on."""
         self._watcher.limit(limit_s)
@@ -94,7 +107,8 @@ class Guard:
         told = error or RankError("its program has ended, and it makes no more calls")
         # The store may be gone, with the rank or the launcher that kept it.
         with suppress(DistError):
-            if self._board.post(Fault.of(told, self._board.me)).rank == self._board.me and error is not None:
+            first = self._board.post(Fault.of(told, self._board.me))
+            if first.rank == self._board.me and not isinstance(told, RankError):
                 self._board.wait_until_seen(SEEN_S)
 
     def _settle(self, error: BaseException) -> Fault | None:
@@ -112,12 +126,12 @@ class Guard:
         except DistError as lost:
             error.add_note(f"The store through which the ranks met is lost: {lost}")
             fault = None
+        self._is_broken = True
         self._break_waits()
         return fault
 
     def _break_waits(self) -> None:
         """Wake this rank where it waits, and others where they wait for it."""
-        self.is_broken = True
         for group in self._list_groups():
             break_waits(group)
 

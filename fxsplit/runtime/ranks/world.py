@@ -97,10 +97,9 @@ class World:
 
         After an error, what is under way in the groups must not reach the next block, so that one makes them anew.
         """
-        with self._guard.watch(self.limit_s if limit_s is None else limit_s):
-            if self._guard.is_broken:
-                self._make_groups()
-                self._guard.is_broken = False
+        limit_s = self.limit_s if limit_s is None else limit_s
+        with self._guard.watch(limit_s):
+            if self._guard.renew(self._make_groups, limit_s):
                 self.epoch += 1
                 self._counts.clear()
             yield
