@@ -133,7 +133,7 @@ class Options:
 
         A user's chain need not name batch-norm, and replicas would write statistics in no order without it.
         """
-        chain = self._compress_cuts()
+        chain = self.compressing
         if BatchNorm.name not in [name_pass(step) for step in chain]:
             return Chain((*chain, BatchNorm(self.deferred_batch_norm)))
         return chain.replace(BatchNorm.name, BatchNorm(deferred=True)) if self.deferred_batch_norm else chain
@@ -143,8 +143,9 @@ class Options:
         """How cuts are compressed, by the option or by a pass; empty where they are not."""
         return next((step.compress for step in self.passes if isinstance(step, Cut)), "")
 
-    def _compress_cuts(self) -> Chain:
-        """Return the chain with a pass that compresses cuts, if that is asked for by an option."""
+    @property
+    def compressing(self) -> Chain:
+        """The chain with a pass that compresses cuts, if that is asked for by an option."""
         if self.compress is None:
             return self.chain
         cuts = [step for step in self.chain if isinstance(step, Cut)]

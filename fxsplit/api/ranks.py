@@ -92,8 +92,9 @@ class Told:
 
     def apply(self, options: Options) -> Options:
         """Return options with which a chain comes to this plan, and measures nothing."""
-        names = [name_pass(step) for step in options.chain]
-        chain = options.chain
+        # The pass that compresses cuts stands before one that is skipped, and prices are compared with those it makes.
+        chain = options.compressing
+        names = [name_pass(step) for step in chain]
         if "partition" in names:
             at = names.index("partition")
             # A pass between them may read what the search knows.
@@ -103,7 +104,7 @@ class Told:
         count = options.n_microbatches
         if self.costs is not None and not isinstance(count, int):
             count = self.candidate.n_microbatches
-        return replace(options, chain=chain, costs=self.costs or options.costs, n_microbatches=count)
+        return replace(options, chain=chain, costs=self.costs or options.costs, n_microbatches=count, compress=None)
 
 
 class Team:
