@@ -6,9 +6,9 @@ Large tensors of a message are sent as they are. All others lie in one block, wi
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ class Slot:
 class Layout:
     """What a message consists of: for each value a Slot, or the template of a value that is no tensor.
 
-    `pieces` are how many bytes each tensor has that is sent as it is, the block first where there is one.
+    Its pieces are the block, where there is one, and the tensors that are sent as they are.
     """
 
     def __init__(self, entries: Sequence[Slot | Template], n_numbers: int) -> None:
@@ -49,7 +49,8 @@ class Layout:
         numbers = [Part(torch.int64, (n_numbers,), (1,))] if n_numbers else []
         self._parts = [*numbers, *(entries[i].part for i in self.small)]
         self._places, self.block_bytes = place(self._parts)
-        self.pieces = [self.block_bytes] * bool(self.block_bytes) + [entries[i].part.nbytes for i in self.large]
+        self._whole = [(i, entries[i].part) for i in self.large]
+        self._marked = [(i, begin) for i, begin in zip(self.small, self._places[bool(n_numbers) :], strict=True)]
 
     @classmethod
     def describe(
@@ -130,9 +131,11 @@ class Layout:
             copy_all(self._make_views(block), [*first, *(found[i] for i in self.small)])
             pieces = [block, *pieces]
         if absent and here.type == "cpu":
-            marks = self._find_marks(pieces)
+            at = {i: pieces[0][begin : begin + len(ABSENT)] for i, begin in self._marked}
+            whole = zip(self.large, pieces[bool(self.block_bytes) :], strict=True)
+            at |= {i: piece.view(-1).view(torch.uint8)[: len(ABSENT)] for i, piece in whole}
             for i in absent:
-                marks[i][:] = torch.frombuffer(bytearray(ABSENT), dtype=torch.uint8)
+                at[i][:] = torch.frombuffer(bytearray(ABSENT), dtype=torch.uint8)
         return pieces
 
     @staticmethod
@@ -155,46 +158,62 @@ class Layout:
 
     # What the receiver does
 
+    def make_pieces(self, here: torch.device) -> list[Tensor]:
+        """Return empty tensors to receive the pieces of a message in, each dense."""
+        block = [torch.empty(self.block_bytes, dtype=torch.uint8, device=here)] if self.block_bytes else []
+        return block + [torch.empty(part.numel, dtype=part.dtype, device=here) for _, part in self._whole]
+
     def unpack(self, pieces: Sequence[Tensor], here: torch.device, *, gradients: bool) -> list[Any]:
-        """Return the values in the pieces of a message, which are bytes. Of `gradients` some may be absent."""
-        views: dict[int, Tensor] = {}
+        """Return the values in the pieces of a message. Of `gradients` some may be absent."""
+        found: list[Any] = [None] * len(self.entries)
+        whole = pieces
         numbers: list[int] = []
-        large = pieces
         if self.block_bytes:
+            whole = pieces[1:]
             parts = self._make_views(pieces[0])
-            large = pieces[1:]
             if self.n_numbers:
                 numbers = parts.pop(0).tolist()
-            views = dict(zip(self.small, parts, strict=True))
-        views |= {i: make_view(piece, self._get_part(i), 0) for i, piece in zip(self.large, large, strict=True)}
-        ahead = iter(numbers)
-        found: list[Any] = []
-        for i, entry in enumerate(self.entries):
-            if i in views:
-                found.append(views[i])
-            elif isinstance(entry, Slot):
-                part = entry.part
-                found.append(torch.empty_strided(part.shape, part.strides, dtype=part.dtype, device=here))
-            else:
-                found.append(build_value(entry, ahead, here))
+            for i, view in zip(self.small, parts, strict=True):
+                found[i] = view
+        for (i, part), piece in zip(self._whole, whole, strict=True):
+            # The only tensor in its memory, so that a view will do.
+            found[i] = piece.as_strided(part.shape, part.strides)
+        for i, make in self._others:
+            found[i] = make(device=here)
+        if numbers or self._valued:
+            ahead = iter(numbers)
+            for i in self._valued:
+                found[i] = build_value(self.entries[i], ahead, here)
         # An accelerator would have to be waited for. There, a gradient that there is not is sent as zeros.
         if gradients and here.type == "cpu":
-            for i, mark in self._find_marks(pieces).items():
-                if mark.numpy().tobytes() == ABSENT:
-                    found[i] = None
+            for i in self._find_absent(pieces):
+                found[i] = None
         return found
 
-    def _find_marks(self, pieces: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Return, for each tensor, the bytes that say whether it is there."""
-        at = self._places[bool(self.n_numbers) :]
-        found = {i: pieces[0][begin : begin + len(ABSENT)] for i, begin in zip(self.small, at, strict=True)}
-        large = pieces[bool(self.block_bytes) :]
-        return found | {i: p.view(-1).view(torch.uint8)[: len(ABSENT)] for i, p in zip(self.large, large, strict=True)}
+    @cached_property
+    def _valued(self) -> list[int]:
+        """The places of values that are no tensors."""
+        return [i for i, entry in enumerate(self.entries) if not isinstance(entry, Slot) and entry is not None]
 
-    def _get_part(self, index: int) -> Part:
-        slot = self.entries[index]
-        assert isinstance(slot, Slot), "only tensors have a place"
-        return slot.part
+    @cached_property
+    def _others(self) -> list[tuple[int, Callable[..., Tensor]]]:
+        """The places of tensors without elements, with what makes them."""
+        sent = {*self.small, *self.large}
+        slots = [(i, one.part) for i, one in enumerate(self.entries) if isinstance(one, Slot) and i not in sent]
+        return [(i, partial(torch.empty_strided, p.shape, p.strides, dtype=p.dtype)) for i, p in slots]
+
+    def _find_absent(self, pieces: Sequence[Tensor]) -> list[int]:
+        """Return the places of gradients that there are not."""
+        found = []
+        if self._marked:
+            block = pieces[0].numpy()
+            found = [i for i, begin in self._marked if block[begin : begin + len(ABSENT)].tobytes() == ABSENT]
+        for (i, part), piece in zip(self._whole, pieces[bool(self.block_bytes) :], strict=True):
+            # numpy does not know all types of torch.
+            known = piece if part.dtype in (torch.float32, torch.float64) else piece.view(torch.uint8)
+            if known.numpy()[: len(ABSENT) // known.itemsize].tobytes() == ABSENT:
+                found.append(i)
+        return found
 
     def _make_views(self, block: Tensor) -> list[Tensor]:
         """Return the tensors that lie in the block, the numbers first."""

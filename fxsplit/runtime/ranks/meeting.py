@@ -210,8 +210,9 @@ class RankMeeting:
         text, pieces = packed if packed is not None and owner == world.me else (None, [])
         layout = Layout.parse(world.tell(text, self._what, owner))
         if owner != world.me:
-            pieces = [torch.empty(size, dtype=torch.uint8, device=world.device) for size in layout.pieces]
-        pieces = [piece.view(-1).view(torch.uint8) for piece in pieces]
+            pieces = layout.make_pieces(world.device)
+        # As one kind: a sender's piece has the shape of its tensor.
+        pieces = [piece.view(-1) for piece in pieces]
         for piece in pieces:
-            world.broadcast(piece, owner, self._what)
+            world.broadcast(piece.view(torch.uint8), owner, self._what)
         return layout.unpack(pieces, world.device, gradients=False), layout.wanted

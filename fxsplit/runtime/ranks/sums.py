@@ -47,11 +47,16 @@ def pack_gradient(number: int, gradient: Tensor) -> list[Any]:
     return [number, tuple(sparse.shape), sparse.indices(), sparse.values()]
 
 
+def make_sparse(indices: Tensor, values: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return the sparse gradient that consists of these; they are those of one, and need no check."""
+    return torch.sparse_coo_tensor(indices, values, tuple(shape), is_coalesced=True, check_invariants=False)
+
+
 def unpack_gradients(values: Sequence[Any]) -> list[tuple[int, Tensor]]:
     """Return the numbered gradients of a message."""
     ahead, found = iter(values), []
     for number in ahead:
         shape, first = next(ahead), next(ahead)
-        gradient = first if shape is None else torch.sparse_coo_tensor(first, next(ahead), shape, is_coalesced=True)
+        gradient = first if shape is None else make_sparse(first, next(ahead), shape)
         found.append((number, gradient))
     return found

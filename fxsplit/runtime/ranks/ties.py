@@ -152,7 +152,7 @@ class Ties:
         self._world.wait(self._world.receive_host(text, source), what)
         layout = Layout.parse(text.numpy().tobytes().decode())
         here = self._world.device
-        pieces = [torch.empty(size, dtype=torch.uint8, device=here) for size in layout.pieces]
+        pieces = layout.make_pieces(here)
         pair = self._world.get_pair(source, self._world.me)
         for work in [pair.receive(piece) for piece in pieces]:
             self._world.wait(work, what)

@@ -23,11 +23,25 @@ from fxsplit.runtime.ranks.sums import SumsCodec
 from fxsplit.runtime.ranks.world import World
 from fxsplit.schedule.action import BACKWARD, FORWARD, REDUCE, Action
 from fxsplit.schedule.schedule import Schedule
+from fxsplit.torch_internals import accelerators
 
 WINDOW = 2
 """So many messages of each sender are received ahead of their use."""
 MOST_KEYS = 500
 """Layouts of so many keys are kept, those that were made last."""
+
+
+class Awaited(NamedTuple):
+    """What a rank waits for: a message for an action from a source, or, where that is None, that its own is read."""
+
+    source: int | None
+    action: Action
+
+    def __str__(self) -> str:
+        # Words are made where somebody asks for them: a rank waits for every message.
+        if self.source is None:
+            return f"the rank that is to read what was sent to {self.action}"
+        return f"rank {self.source}, which is to send {self.action}"
 
 
 class Posted(NamedTuple):
@@ -47,9 +61,12 @@ class Wire:
     def __init__(self, world: World) -> None:
         self.world = world
         self._me = world.me
+        self._on_host = not accelerators.is_accelerator(world.device)
         self._layouts: dict[Hashable, dict[Action, Layout]] = {}
         self._epoch = world.epoch
         self.codec = SumsCodec()
+        # With the schedule itself: another one may have the identity of one that is gone.
+        self._routes: dict[int, tuple[Schedule, Route]] = {}
         self._reset({})
 
     def _reset(self, known: dict[Action, Layout]) -> None:
@@ -74,7 +91,7 @@ class Wire:
         self._key = key
         # Known to both ends or to none: every rank has had the same jobs.
         self._told = key in self._layouts
-        self._route = find_routes(schedule, self._me)
+        self._route = self._find_route(schedule)
         self._ahead = {source: deque(actions) for source, actions in self._route.incoming.items()}
         if self._told:
             for source in self._ahead:
@@ -94,6 +111,13 @@ class Wire:
     def give_up(self) -> None:
         """Forget a job that failed on some rank."""
         self._reset({})
+
+    def _find_route(self, schedule: Schedule) -> Route:
+        """Return the routes of a schedule, which are found once."""
+        known = self._routes.get(id(schedule))
+        if known is None:
+            known = self._routes[id(schedule)] = schedule, find_routes(schedule, self._me)
+        return known[1]
 
     # What a job asks for
 
@@ -131,7 +155,7 @@ class Wire:
             self._post(source)
         layout, pieces, works = self._posted.pop(action)
         for work in works:
-            self._wait(work, f"rank {source}, which is to send {action}")
+            self._wait(work, Awaited(source, action))
         self._post_ahead(source)
         self._release(action)
         values = layout.unpack(pieces, self.world.device, gradients=action.op == BACKWARD)
@@ -172,22 +196,26 @@ class Wire:
             self._known[action] = self._listen(source, action)
         layout = self._known[action]
         pair, here = self.world.get_pair(source, self._me), self.world.device
-        pieces = [torch.empty(size, dtype=torch.uint8, device=here) for size in layout.pieces]
+        pieces = layout.make_pieces(here)
         self._posted[action] = Posted(layout, pieces, [pair.receive(piece) for piece in pieces])
 
     def _release(self, action: Action) -> None:
         """Let go of what the sender of a message must have read before it sent that."""
         self._arrived.update(self._route.read_before.get(action, ()))
         while self._sent and self._sent[0][0] in self._arrived:
-            self._finish_oldest()
+            # A CPU has sent what has been read. Of an accelerator, to wait is what gives the memory back.
+            if self._on_host:
+                self._sent.popleft()
+            else:
+                self._finish_oldest()
 
     def _finish_oldest(self) -> None:
         """Wait until the oldest message that was sent has been read."""
         action, parts = self._sent.popleft()
         for work, _ in parts:
-            self._wait(work, f"the rank that is to read what was sent to {action}")
+            self._wait(work, Awaited(None, action))
 
-    def _wait(self, work: Any, what: str) -> None:
+    def _wait(self, work: Any, what: object) -> None:
         """Wait for what is under way; once that has failed, the job sends and receives nothing more."""
         try:
             self.world.wait(work, what)

@@ -74,6 +74,7 @@ class World:
         self.device = device
         self.me = self.ranks.index(dist.get_rank())
         self.limit_s = min(read_timeout_s(dist.group.WORLD, LIMIT_S), LIMIT_S)
+        self._limit = timedelta(seconds=self.limit_s)
         self._make_groups()
         self.epoch = 0
         """How often the groups were made anew, since an error on some rank."""
@@ -81,7 +82,7 @@ class World:
         self._open: set[int] = set()
         self._counts: Counter[str] = Counter()
         self._gathered: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-        self._waits_for = ""
+        self._waits_for: object = ""
         self.describe_job: Callable[[], str] = lambda: ""
         # Each start by a launcher has numbers of its own, and may use the store of the one before.
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -184,15 +185,16 @@ class World:
         """Return the pair of two ranks, which is open."""
         return self._pairs[source, to]
 
-    def wait(self, work: Any, what: str, limit_s: float | None = None) -> None:
+    def wait(self, work: Any, what: object, limit_s: float | None = None) -> None:
         """Wait for what is under way; `what` says who for. Raises RankTimeout, or RankError where a rank is lost."""
-        limit_s = self.limit_s if limit_s is None else limit_s
+        limit = self._limit if limit_s is None else timedelta(seconds=limit_s)
         self._waits_for = what
         try:
-            work.wait(timedelta(seconds=limit_s))
+            work.wait(limit)
         except RuntimeError as error:
             if is_timeout(error):
-                raise RankTimeout(f"rank {self.me} has waited {limit_s:g} s for {what}: nothing came") from error
+                waited_s = limit.total_seconds()
+                raise RankTimeout(f"rank {self.me} has waited {waited_s:g} s for {what}: nothing came") from error
             raise RankError(f"rank {self.me} has lost {what}: {str(error).splitlines()[0]}") from error
         finally:
             self._waits_for = ""
