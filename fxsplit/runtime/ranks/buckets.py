@@ -1,0 +1,89 @@
+"""Buckets: gradients of several parameters in one flat tensor, as torch's communication hooks for DDP take them.
+
+A hook is called with a state and a bucket, and returns a future of the mean of all ranks' buffers. torch's own
+`dist.GradBucket` cannot be made in Python; this class has all that hooks ask of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fxsplit.errors import InputError
+
+BUCKET_BYTES = 25_000_000
+"""How many bytes of gradients a bucket holds, as DDP's do: more would begin late, and fewer wait for each other."""
+
+
+class Share(NamedTuple):
+    """A parameter, and this rank's gradient of it; None where this rank has none."""
+
+    parameter: Tensor
+    gradient: Tensor | None
+
+
+class Bucket:
+    """Gradients of parameters, one behind the other; `index` counts the buckets of a step."""
+
+    def __init__(self, index: int, shares: Sequence[Share], last: bool) -> None:
+        self._index, self._last = index, last
+        self._parameters = [share.parameter for share in shares]
+        # Another rank has a gradient where this one has none: it adds nothing.
+        pieces = [torch.zeros_like(p) if g is None else g for p, g in shares]
+        self._buffer = torch.cat([piece.reshape(-1) for piece in pieces])
+
+    def index(self) -> int:
+        """Return the number of the bucket among those of a step."""
+        return self._index
+
+    def is_last(self) -> bool:
+        """Return whether no other bucket of the step comes behind this one."""
+        return self._last
+
+    def buffer(self) -> Tensor:
+        """Return all gradients as one tensor of one dimension."""
+        return self._buffer
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        """Take another tensor of the same length for the gradients."""
+        self._buffer = buffer
+
+    def parameters(self) -> list[Tensor]:
+        """Return the parameters, in the order of their gradients."""
+        return self._parameters
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients in the shapes of their parameters, as views of the buffer."""
+        found, at = [], 0
+        for parameter in self._parameters:
+            found.append(self._buffer[at : at + parameter.numel()].view(parameter.shape))
+            at += parameter.numel()
+        return found
+
+
+def fill_buckets(shares: Iterable[Share], bucket_bytes: float = BUCKET_BYTES) -> list[Bucket]:
+    """Return buckets with all gradients in their order, of one dtype and device each.
+
+    All ranks give the same parameters in the same order. Raises InputError for a sparse gradient.
+    """
+    groups: list[list[Share]] = []
+    room = 0.0
+    for share in shares:
+        parameter, gradient = share
+        if gradient is not None and gradient.layout is not torch.strided:
+            raise InputError(
+                f"a gradient of shape {list(gradient.shape)} is {str(gradient.layout).removeprefix('torch.')}, which "
+                "no hook takes: make it dense (sparse=False of the embedding), or train without gradient hooks"
+            )
+        own = groups[-1][0].parameter if groups else parameter
+        alike = own.dtype == parameter.dtype and own.device == parameter.device
+        # A gradient that is larger than a bucket has one of its own.
+        if not groups or not alike or room < parameter.nbytes:
+            groups.append([])
+            room = bucket_bytes
+        groups[-1].append(share)
+        room -= parameter.nbytes
+    return [Bucket(i, group, last=i + 1 == len(groups)) for i, group in enumerate(groups)]
