@@ -41,6 +41,7 @@ def test_a_checkpoint_of_hugging_face_is_trained_and_read_back(tmp_path: Path, m
         loss.backward()
         optimizer.step()
     torch.testing.assert_close(page["loss"], loss.detach())
+    assert torch.equal(page["text"], page["model"].generate(page["tokens"][:, :8], max_new_tokens=8))
     trained = hub.AutoModelForCausalLM.from_pretrained("trained").state_dict()
     page["pipe"].close()
     for name, value in wanted.state_dict().items():

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fxsplit.api.generation.programs import Programs, Text
 from fxsplit.api.generation.steps import list_parameters, make_output, make_twin
 from fxsplit.errors import InputError
+from fxsplit.torch_internals.user_lines import warn_user
 
 MODES = ("greedy_search", "sample")
 """What transformers calls the ways to generate that keep rows as they are."""
@@ -31,14 +32,16 @@ class Seen:
     """What the loop holds for the keys and values that the stages keep: how many tokens they are of.
 
     most: how many there may be.
+    sampled: whether the loop draws tokens from the caller's generator.
     """
 
     is_compileable = False
     is_croppable = False
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, *, sampled: bool) -> None:
         self.text = Text(most)
         self.length = 0
+        self.sampled = sampled
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return how many tokens have been seen; transformers asks by this name."""
@@ -62,7 +65,8 @@ def generate(programs: Programs, args: Sequence[Any], kwargs: Mapping[str, Any])
             "leave it out, and give the whole text as input_ids"
         )
     programs.settle()
-    return make_driver(programs).generate(*args, **kwargs)
+    # A model that is trained often has use_cache=False in its configuration. Its tokens are the same either way.
+    return make_driver(programs).generate(*args, **{"use_cache": True, **kwargs})
 
 
 def check_model(model: nn.Module) -> None:
@@ -101,8 +105,9 @@ def make_driver(programs: Programs) -> Any:
         return run(find(), {**dict(zip(names, values, strict=False)), **named})
 
     def prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, *_: Any) -> None:
-        check_request(self, generation_config, str(getattr(mode, "value", mode)))
-        model_kwargs["past_key_values"] = Seen(generation_config.max_length)
+        kind = str(getattr(mode, "value", mode))
+        check_request(self, generation_config, kind)
+        model_kwargs["past_key_values"] = Seen(generation_config.max_length, sampled=kind == "sample")
 
     def get_encoder(self: Any, *_: Any, **__: Any) -> Any:
         return make_encoder(find)
@@ -120,12 +125,10 @@ def make_encoder(find: Callable[[], Any]) -> Any:
     encoder = find().model.get_encoder()
 
     def forward(self: Any, **arguments: Any) -> Any:
-        ids, mask = take(arguments, "input_ids"), arguments.pop("attention_mask", None)
+        ids, mask = take_ids(arguments, "input_ids"), arguments.pop("attention_mask", None)
         refuse_more(arguments)
-        mask = torch.ones_like(ids) if mask is None else mask
-        return make_output(
-            "BaseModelOutput", last_hidden_state=find().encode({"input_ids": ids, "attention_mask": mask})
-        )
+        tensors = {"input_ids": ids, "attention_mask": torch.ones_like(ids) if mask is None else to_whole(mask)}
+        return make_output("BaseModelOutput", last_hidden_state=find().encode(tensors))
 
     forward.__signature__ = inspect.signature(type(encoder).forward)  # type: ignore[attr-defined]
     return make_twin(encoder, forward=forward)
@@ -164,7 +167,7 @@ def check_request(model: nn.Module, config: Any, mode: str) -> None:
 
 def run_step(programs: Programs, arguments: dict[str, Any]) -> Any:
     """Return a decoder's logits behind the tokens of a call, and note that they have been seen."""
-    ids, seen = take(arguments, "input_ids"), take_seen(arguments)
+    ids, seen = take_ids(arguments, "input_ids"), take_seen(arguments)
     mask, positions = arguments.pop("attention_mask", None), arguments.pop("position_ids", None)
     refuse_more(arguments)
     tensors = {"input_ids": ids, "attention_mask": make_mask(mask, ids, seen)}
@@ -175,14 +178,18 @@ def run_step(programs: Programs, arguments: dict[str, Any]) -> Any:
 
 def run_after_encoder(programs: Programs, arguments: dict[str, Any]) -> Any:
     """Return the logits of a decoder behind an encoder, as `run_step` does."""
-    ids, seen, encoded = take(arguments, "decoder_input_ids"), take_seen(arguments), take(arguments, "encoder_outputs")
+    ids, seen, encoded = (
+        take_ids(arguments, "decoder_input_ids"),
+        take_seen(arguments),
+        take(arguments, "encoder_outputs"),
+    )
     mask, own = arguments.pop("attention_mask", None), arguments.pop("decoder_attention_mask", None)
     refuse_more(arguments)
     hidden = encoded[0]
     tensors = {
         "decoder_input_ids": ids,
         "decoder_attention_mask": make_mask(own, ids, seen),
-        "attention_mask": ids.new_ones(hidden.shape[:2]) if mask is None else mask,
+        "attention_mask": ids.new_ones(hidden.shape[:2]) if mask is None else to_whole(mask),
     }
     if not seen.length:
         tensors["encoded"] = hidden
@@ -193,6 +200,11 @@ def run(programs: Programs, tensors: dict[str, Tensor], ids: Tensor, seen: Seen)
     """Return the logits behind tokens, which are noted as seen once there are any."""
     step = programs.run_next if seen.length else programs.run_first
     logits = step(tensors, seen.text)
+    if seen.sampled and not seen.length and programs.draw():
+        warn_user(
+            f"{type(programs.model).__name__} draws random numbers in evaluation too, and stages draw with generators "
+            "of their own: sampled tokens are others than the unsplit model's with the same seed"
+        )
     seen.length += ids.shape[1]
     return logits
 
@@ -205,7 +217,18 @@ def make_mask(mask: Tensor | None, ids: Tensor, seen: Seen) -> Tensor:
         return ids.new_ones(shape)
     if tuple(mask.shape) != shape:
         raise InputError(f"attention_mask has shape {tuple(mask.shape)}: give one of {shape}, an entry for each token")
-    return mask
+    return to_whole(mask)
+
+
+def to_whole(numbers: Tensor) -> Tensor:
+    """Return tokens, or a mask of them, as int64, which the steps take: models take bool, int32 and others too.
+
+    Raises InputError where a number is not a whole one.
+    """
+    whole = numbers.to(torch.int64)
+    if numbers.is_floating_point() and not torch.equal(whole.to(numbers.dtype), numbers):
+        raise InputError("attention_mask has entries other than whole numbers: give 1 for what is attended to, or 0")
+    return whole
 
 
 def take_seen(arguments: dict[str, Any]) -> Seen:
@@ -224,6 +247,11 @@ def take(arguments: dict[str, Any], name: str) -> Any:
     if arguments.get(name) is None:
         raise InputError(f"generate() of a pipeline goes by {name}, and there are none: give input_ids")
     return arguments.pop(name)
+
+
+def take_ids(arguments: dict[str, Any], name: str) -> Tensor:
+    """Take tokens out of the arguments of a call, as `take` does."""
+    return to_whole(take(arguments, name))
 
 
 def refuse_more(arguments: Mapping[str, Any]) -> None:

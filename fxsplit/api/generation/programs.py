@@ -109,7 +109,13 @@ class Programs:
     def run_first(self, tensors: dict[str, Tensor], text: Text) -> Tensor:
         """Return the logits (rows, 1, vocabulary) behind a prompt, after compiling what later steps need too."""
         if not self._steps.keys() & {"first", "next"}:
-            self._compile_steps(tensors, text.pasts.most)
+            try:
+                self._compile_steps(tensors, text.pasts.most)
+            except BaseException:
+                # One of the two is of no use without the other, and the next call is to compile both again.
+                for name in ("first", "next"):
+                    self._steps.pop(name, None)
+                raise
         return self._run("first", tensors, text)
 
     def run_next(self, tensors: dict[str, Tensor], text: Text) -> Tensor:
@@ -162,8 +168,10 @@ class Programs:
 
     def _compile(self, name: str, tensors: dict[str, Tensor]) -> None:
         """Compile a step for tensors like these, unless it is compiled; forget a step that cannot be."""
+        step = self._steps[name]
+        stated = step.options.n_microbatches
         try:
-            self._steps[name].program("eval", Call((), tensors))
+            step.program("eval", Call((), tensors if stated is None else repeat_rows(tensors, int(stated))))
         except BaseException:
             del self._steps[name]
             raise
@@ -183,12 +191,18 @@ class Programs:
 
     def _prepare(self, name: str, tensors: dict[str, Tensor], text: Text) -> Batch:
         """Return a step ready to run. That its program still is the model is asked once for a text."""
+        if self._steps[name].get_compiled("eval") is None:
+            self._compile(name, tensors)
         known, compiled = text.prepared.get(name), self._steps[name].get_compiled("eval")
         if known is not None and compiled is not None and compiled.program is known.program:
             given = [tensors[spec.name] for spec in known.program.inputs.specs]
             if compiled.captured[Scope].other_shapes(given) is None:
                 return known._replace(tensors=given)
         return self._steps[name].prepare("eval", Call((), tensors))._replace(pasts=text.pasts)
+
+    def draw(self) -> bool:
+        """Return whether a step draws random numbers, as a forward() may in evaluation too."""
+        return any(program.draws() for program in self.list_programs())
 
     def _pin(self, captured: IR) -> IR:
         """Return a captured step with its weights, and what it keeps, where the programs that there are have them."""
@@ -215,6 +229,15 @@ def make_example(tensors: dict[str, Tensor], most: int) -> dict[str, Tensor]:
         if name in made:
             made[name] = made[name][:, -1:].clone(memory_format=torch.contiguous_format)
     return made
+
+
+def repeat_rows(tensors: dict[str, Tensor], least: int) -> dict[str, Tensor]:
+    """Return tensors of at least so many rows: an example is to have a row for each microbatch, and a text may not."""
+    rows = next(iter(tensors.values())).shape[0]
+    if rows >= least:
+        return tensors
+    chosen = torch.arange(least) % rows
+    return {name: t.index_select(0, chosen.to(t.device)) for name, t in tensors.items()}
 
 
 def pin_read_weights(captured: IR, other: Program) -> Pins:

@@ -96,8 +96,10 @@ def make_next_after_encoder(model: nn.Module, shapes: Shapes) -> Any:
             decoder_input_ids=decoder_input_ids,
             decoder_attention_mask=decoder_attention_mask,
             attention_mask=attention_mask,
-            # Only its length is asked for: keys and values were made of the values in the first step.
-            encoder_outputs=make_output("BaseModelOutput", last_hidden_state=attention_mask.unsqueeze(-1)),
+            # Only its length and dtype are asked for: keys and values were made of the values in the first step.
+            encoder_outputs=make_output(
+                "BaseModelOutput", last_hidden_state=attention_mask.unsqueeze(-1).to(self.dtype)
+            ),
             past_key_values=make_two_caches(self.config, past, attention_mask, shapes, first=False),
         )
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fxsplit
 from fxsplit.api.generation.generate import check_model, takes_generate
-from fxsplit.errors import InputError
+from fxsplit.errors import CallError, FxsplitWarning, InputError
 from tests.models import FAST, Mlp
 from tests.text_models import WORDS, make_prompt, make_text_model
 
@@ -58,7 +58,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states=True asks for"),
     ({"max_new_tokens": 60}, "may be 67 long, and GPT2LMHeadModel is made for 64"),
     ({"token_type_ids": torch.zeros(5, 7, dtype=torch.long)}, "token_type_ids= is no argument of a step"),
-    ({"guidance_scale": 1.5}, "beside the loop of generate"),
     (
         {"attention_mask": torch.tensor([[0] + [1] * 8] * 5)},
         r"attention_mask has shape \(5, 9\): give one of \(5, 7\)",
@@ -75,12 +74,73 @@ def test_what_stages_cannot_do_is_refused() -> None:
             with pytest.raises(InputError, match=said):
                 pipe.generate(**{**prompt, "max_new_tokens": 4, **request})
         assert not pipe._programs or not pipe._programs.list_programs(), "nothing was compiled for that"
+        with pytest.raises(InputError, match="beside the loop of generate"):
+            pipe.generate(**prompt, max_new_tokens=4, guidance_scale=1.5)
         pipe.train()
         with pytest.raises(InputError, match=r"in training mode.*call pipe.eval\(\) first"):
             pipe.generate(**prompt, max_new_tokens=4)
         pipe.eval()
         # What was refused leaves nothing behind.
         assert torch.equal(pipe.generate(**prompt, max_new_tokens=4), model.generate(**prompt, max_new_tokens=4))
+
+
+@long
+def test_a_configuration_without_a_cache_is_no_refusal() -> None:
+    """A model that is trained often has use_cache=False there, and its tokens are the same with a cache."""
+    model = make_text_model("llama")
+    model.config.use_cache = model.generation_config.use_cache = False
+    prompt = make_prompt(model)
+    with fxsplit.compile(model, 2, passes=FAST) as pipe:
+        assert torch.equal(pipe.generate(**prompt, max_new_tokens=4), model.generate(**prompt, max_new_tokens=4))
+
+
+@long
+@pytest.mark.parametrize("name", ["llama", "t5"])
+@pytest.mark.filterwarnings("ignore:a batch of 1 rows is cut into 1")
+def test_tokens_and_masks_of_any_dtype_are_taken(name: str) -> None:
+    """The steps took the dtype of the first call alone, and a first call had to have a row for each microbatch."""
+    model = make_text_model(name)
+    prompt = make_prompt(model, 1)
+    with fxsplit.compile(model, 2, passes=FAST, n_microbatches=2) as pipe:
+        for dtype in (torch.bool, torch.int32, torch.float32, torch.int64):
+            ids, mask = prompt["input_ids"].int(), prompt["attention_mask"].to(dtype)
+            wanted = model.generate(ids, attention_mask=mask, max_new_tokens=4)
+            assert torch.equal(pipe.generate(ids, attention_mask=mask, max_new_tokens=4), wanted)
+            prompt = make_prompt(model, 4)
+        with pytest.raises(InputError, match="other than whole numbers: give 1 for what is attended to, or 0"):
+            pipe.generate(ids, attention_mask=0.5 * mask, max_new_tokens=4)
+
+
+@long
+def test_a_model_that_draws_by_itself_is_warned_of_where_tokens_are_drawn() -> None:
+    kind = type(plain := make_text_model("gpt2"))
+
+    class Draws(kind):  # type: ignore[misc, valid-type]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            found = super().forward(*args, **kwargs)
+            found.logits = found.logits + 0 * torch.rand(())
+            return found
+
+    model = Draws(plain.config).double().eval()
+    prompt = make_prompt(model, 4)
+    with fxsplit.compile(model, 2, passes=FAST, n_microbatches=2) as pipe:
+        assert torch.equal(pipe.generate(**prompt, max_new_tokens=4), model.generate(**prompt, max_new_tokens=4))
+        with pytest.warns(FxsplitWarning, match="Draws draws random numbers in evaluation too.*sampled tokens are"):
+            pipe.generate(**prompt, max_new_tokens=2, do_sample=True)
+
+
+@long
+def test_what_failed_to_compile_is_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an encoder the second call found the first step without the next one, and raised a KeyError."""
+    model = make_text_model("t5")
+    prompt = make_prompt(model, 4)
+    with fxsplit.compile(model, 2, passes=FAST, n_microbatches=2) as pipe:
+        with monkeypatch.context() as patched:
+            patched.setattr("fxsplit.api.generation.programs.make_next_after_encoder", lambda *_: Mlp())
+            for _ in range(2):
+                with pytest.raises(CallError):
+                    pipe.generate(**prompt, max_new_tokens=3)
+        assert torch.equal(pipe.generate(**prompt, max_new_tokens=3), model.generate(**prompt, max_new_tokens=3))
 
 
 @long
