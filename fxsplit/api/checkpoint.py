@@ -87,11 +87,11 @@ def save_checkpoint(
         raise InputError(f"folder={show(folder)}: give the path of a folder")
     _get_model(model)
     with _meet(model, f"save_checkpoint(step={step})", f"saves to {os.fspath(folder)!r}") as holdings:
-        if isinstance(model, Pipeline):
-            model.wait_until_idle()
         # What is copied now takes the memory that the one before has until it is written.
         wait_for_saving()
-        staged, manifest = _stage(model, optimizer, step, dict(extra or {}))
+        # Batches of a stream may write to buffers.
+        with _keep_idle(model):
+            staged, manifest = _stage(model, optimizer, step, dict(extra or {}))
         token = make_token() if holdings is None else holdings.tell(make_token(), "a checkpoint")
         group = None if holdings is None else holdings.find_group()
     # Generators of ranks are alike, or each rank has its own reasons.
@@ -221,9 +221,8 @@ def load_checkpoint(
     found = _find(path)
     own = _get_model(model)
     manifest = read_manifest(found)
-    with _meet(model, "load_checkpoint()", f"loads {found.name} with {len(manifest.to_text())} bytes of manifest"):
-        if isinstance(model, Pipeline):
-            model.wait_until_idle()
+    goal = f"loads {found.name} with {len(manifest.to_text())} bytes of manifest"
+    with _meet(model, "load_checkpoint()", goal), _keep_idle(model):
         reader = FolderReader(found, manifest.files)
         state = read_model(own, filled=False)
         where = repr(str(found))
@@ -239,6 +238,11 @@ def load_checkpoint(
     if random_state and CPU in values:
         torch.set_rng_state(values[CPU])
     return Restored(manifest.step, manifest.extra, found)
+
+
+def _keep_idle(model: nn.Module) -> AbstractContextManager[None]:
+    """Return a block in which no batch of a pipeline runs, after waiting for those that are under way."""
+    return model.keep_idle() if isinstance(model, Pipeline) else nullcontext()
 
 
 def _find(path: str | os.PathLike[str]) -> Path:

@@ -9,7 +9,7 @@ import copy
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any, NoReturn
@@ -139,9 +139,9 @@ class Pipeline(WithExports):
         raise FxsplitError("a pipeline cannot be pickled, it has threads: save pipe.state_dict() instead")
 
     def train(self, mode: bool = True) -> Any:
-        """Set the mode as the model itself does, after waiting for batches of a stream that are under way."""
-        self.wait_until_idle()
-        return super().train(mode)
+        """Set the mode as the model itself does, after waiting for batches that are under way; others begin later."""
+        with self.keep_idle():
+            return super().train(mode)
 
     # What it does
 
@@ -365,10 +365,9 @@ class Pipeline(WithExports):
         if any(self.__dict__[kind] for kind in HOOKS):
             raise InputError(f"the model itself has hooks, which {what} would not run: remove them, or call pipe(x)")
 
-    def wait_until_idle(self) -> None:
-        """Return when no batch of a stream is under way."""
-        if self._engine is not None:
-            self._engine.wait_until_idle()
+    def keep_idle(self) -> AbstractContextManager[None]:
+        """Return a block in which no batch runs, after waiting for those that are under way."""
+        return nullcontext() if self._engine is None else self._engine.keep_idle()
 
     def _check_open(self) -> None:
         """Raise ClosedError where the pipeline's threads have ended, or are in another process."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ class WithWeights(Facade):
     compiler: Compiler
 
     @abstractmethod
-    def wait_until_idle(self) -> None:
-        """Return when no batch is under way, which would read some weights of before and some of afterwards."""
+    def keep_idle(self) -> AbstractContextManager[None]:
+        """Return a block in which no batch runs, which would read some weights of before and some of afterwards."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the unsplit model's state_dict; over ranks that of all of them, which all call this.
@@ -46,18 +47,18 @@ class WithWeights(Facade):
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a state_dict of the unsplit model, after waiting for batches of a stream that are under way."""
-        self.wait_until_idle()
-        result = self.model.load_state_dict(state_dict, strict=strict, assign=assign)
-        # With assign=True the model holds other tensors now, which may lie on other devices.
-        self.compiler.place_all()
+        """Load a state_dict of the unsplit model, after waiting for batches that are under way; others begin later."""
+        with self.keep_idle():
+            result = self.model.load_state_dict(state_dict, strict=strict, assign=assign)
+            # With assign=True the model holds other tensors now, which may lie on other devices.
+            self.compiler.place_all()
         return result
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """Convert the model's weights, as `.to(...)` and `.half()` do; each stays on the device of its stage."""
-        self.wait_until_idle()
-        self.model._apply(fn, recurse)
-        self.compiler.place_all()
+        with self.keep_idle():
+            self.model._apply(fn, recurse)
+            self.compiler.place_all()
         return self
 
     @lose_no_interrupt
@@ -85,8 +86,8 @@ class WithWeights(Facade):
                 "this pipeline compiles on its first call, and its weights have no places yet: compile with "
                 "example_inputs=, or give the checkpoint as compile(weights=path)"
             )
-        self.wait_until_idle()
-        files.load(self.model, compiled.program.list_placed(), Extra.REFUSE if strict else Extra.IGNORE)
+        with self.keep_idle():
+            files.load(self.model, compiled.program.list_placed(), Extra.REFUSE if strict else Extra.IGNORE)
 
     @lose_no_interrupt
     @leave_no_trace

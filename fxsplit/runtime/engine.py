@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -43,7 +43,6 @@ class Engine:
         self._workers = crew
         self.close = self._workers.close
         self.get_status = self._workers.get_status
-        self.wait_until_idle = self._workers.wait_until_idle
         # Jobs of one pipeline share its workers and buffers, so callers take turns.
         self._turn = Turn(lend_draws)
 
@@ -76,25 +75,41 @@ class Engine:
             yield
 
     @contextmanager
-    def _take_turn_to_copy(self, program: Program) -> Iterator[None]:
-        """Let one caller at a time make a job, which copies weights anew where devices have copies of them."""
-        with self._take_turn():
-            # A batch of a stream that is under way reads the copies that there are.
-            if program.copies_weights:
-                self._workers.wait_until_idle()
+    def keep_idle(self) -> Iterator[None]:
+        """Let no job begin in the block, which changes weights or modes, after waiting for those under way.
+
+        Unlike `pause` it does not mind a job that was given up, nor a caller inside of a job, as a gradient hook is.
+        """
+        # Who is in a job cannot wait for it, and in a forked process nobody gives the turn back.
+        with nullcontext() if self._workers.cannot_be_waited_for else self._turn.take():
+            self._workers.wait_until_idle()
             yield
+
+    @contextmanager
+    def _take_turn_to_copy(self, program: Program, *, anyway: bool = True) -> Iterator[bool]:
+        """Let one caller at a time make a job, and tell it whether to copy weights anew for devices that have copies.
+
+        It is to where copies are not what the model is now, or `anyway`.
+        """
+        with self._take_turn():
+            refresh = program.copies_weights and (anyway or program.has_stale_copies())
+            # A batch of a stream that is under way reads the copies that there are.
+            if refresh:
+                self._workers.wait_until_idle()
+            yield refresh
 
     def begin_forward(self, batch: Batch, *, refresh: bool) -> Course:
         """Give the workers the forwards of a batch, and do not wait for them; gradients are off.
 
         Batches that are begun run one after the other. `refresh`: whether devices are to have new copies of weights
-        that live elsewhere, which must not happen while another batch is under way.
+        that live elsewhere in any case, and not only where torch has counted a write to one of them. For new copies it
+        waits until no batch is under way.
         """
         program = batch.program
         program.late_errors.raise_arrived()
         schedule = program.pass_forward(len(batch.rows))
-        with self._take_turn_to_copy(program) if refresh else self._take_turn():
-            course = Course(Job(program, schedule, Work(cut_packets(batch), pasts=batch.pasts), refresh=refresh))
+        with self._take_turn_to_copy(program, anyway=refresh) as anew:
+            course = Course(Job(program, schedule, Work(cut_packets(batch), pasts=batch.pasts), refresh=anew))
             self._workers.begin(course)
         return course
 

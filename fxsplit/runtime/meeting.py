@@ -114,6 +114,10 @@ class Crew(Protocol):
     def get_status(self) -> Status:
         """Return what is being done now."""
 
+    @property
+    def cannot_be_waited_for(self) -> bool:
+        """Whether a wait would have no end, or no sense, as in a thread that runs actions."""
+
     def wait_until_idle(self) -> None:
         """Return when nothing is under way."""
 

@@ -156,6 +156,10 @@ class Program:
         """Whether some stage reads copies of weights that live elsewhere."""
         return any(replica.copies for replicas in self.replicas for replica in replicas)
 
+    def has_stale_copies(self) -> bool:
+        """Return whether a copy of a weight is not what the model is now, as far as torch counts writes."""
+        return any(replica.is_stale() for replicas in self.replicas for replica in replicas)
+
     @cached_property
     def compilations(self) -> Compilations | None:
         """The stages as torch.compile makes them, where that was asked for."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import fxsplit
 from fxsplit.errors import FxsplitError, InputError, StageError
+from fxsplit.ir.facts.call import Call
 from fxsplit.torch_internals.modes import Modes
 from tests.models import FAST, Mlp
 
@@ -52,6 +53,20 @@ class Turned(nn.Module):
         if x.shape[-1] > 100:
             x = 2 * x
         result: Tensor = self.head(self.norm(self.conv(x)).mean(dim=(2, 3)))
+        return result
+
+
+class Tied(nn.Module):
+    """Its first and its last layer are one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(10, 16), nn.Linear(16, 10, bias=False)
+        self.body = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh())
+        self.head.weight = self.words.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.body(self.words(x)))
         return result
 
 
@@ -102,6 +117,49 @@ def test_batches_that_are_under_way_end_before_the_model_changes(how: str) -> No
         stream.close()
         handle.remove()
     assert begun >= 1 and all(map(torch.equal, found, wanted))
+
+
+def test_batches_wait_for_weights_that_another_thread_loads() -> None:
+    """They ran meanwhile, on some weights of before and some of afterwards."""
+    model, batches = Mlp().eval(), make_batches(12)
+    old, halfway = copy.deepcopy(model), threading.Event()
+    new = {name: value + 1 for name, value in model.state_dict().items()}
+
+    def wait(*_: Any) -> None:
+        halfway.set()
+        time.sleep(0.3)
+
+    with torch.no_grad(), fxsplit.compile(model, 2, example_inputs=batches[0], passes=FAST, n_microbatches=2) as pipe:
+        stream = pipe.stream(batches)
+        found = [next(stream)]
+        # The other parts before the last one are loaded by then.
+        list(model.modules())[-1].register_load_state_dict_pre_hook(wait)
+        loads = threading.Thread(target=lambda: pipe.load_state_dict(new))
+        loads.start()
+        assert halfway.wait(10.0)
+        found += list(stream)
+        loads.join(10.0)
+        assert not loads.is_alive()
+        wanted = [run(old, batches), run(model, batches)]
+    states = ["old" if torch.equal(y, before) else "new" if torch.equal(y, after) else "both"
+              for y, before, after in zip(found, *wanted, strict=True)]  # fmt: skip
+    assert states == sorted(states, reverse=True) and set(states) == {"old", "new"}
+
+
+def test_copies_of_weights_follow_a_load_between_batches() -> None:
+    """Those of a tied weight on another device stayed what they were for the rest of the stream."""
+    model = Tied().eval()
+    batches = [torch.randint(10, (8, 3)) for _ in range(8)]
+    # To torch, "cpu:0" is another device than "cpu" although the memory is the same.
+    devices = [fxsplit.Device("a", torch.device("cpu")), fxsplit.Device("b", torch.device("cpu", 0))]
+    with torch.no_grad(), fxsplit.compile(model, devices, inference=True, passes=FAST, n_microbatches=2) as pipe:
+        stream = pipe.stream(batches)
+        next(stream)
+        assert pipe.compiler.program("eval", Call((batches[0],), {})).copies_weights
+        begun = len(stream._begun)
+        pipe.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+        found = list(stream)[begun:]
+        assert found and all(map(torch.equal, found, run(pipe, batches[1 + begun :])))
 
 
 @pytest.mark.parametrize("layer", [nn.Tanh(), nn.Dropout(0.5)])

@@ -88,6 +88,11 @@ class Workers:
         """Return a meeting of this process with itself."""
         yield Alone(self.run)
 
+    @property
+    def cannot_be_waited_for(self) -> bool:
+        """Whether a wait would have no end, or no sense: in a forked process, of closed workers, and in a worker."""
+        return self._process != os.getpid() or self._closed or self.has(threading.current_thread())
+
     def run(self, job: Job, timeout_s: float | None = None) -> None:
         """Run a job on all devices and return when it is done. Raises what `begin` and `finish` raise.
 
@@ -151,9 +156,9 @@ class Workers:
     def wait_until_idle(self) -> None:
         """Return when all jobs that were begun are over, but for those that were given up.
 
-        Of a process that was forked, of closed workers, and of a worker that asks, there is nothing to wait for.
+        Where `cannot_be_waited_for` says so, it returns at once.
         """
-        if self._process != os.getpid() or self._closed or self.has(threading.current_thread()):
+        if self.cannot_be_waited_for:
             return
         with lend_draws():
             for course in [one for ref in self._courses if (one := ref()) and one.begun and not one.given_up]:

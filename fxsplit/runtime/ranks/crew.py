@@ -155,6 +155,11 @@ class RankCrew:
         doing = None if now is None else now[0].describe_work(me, sys._current_frames().get(now[1]))
         return Status((doing or WorkerStatus(me, f"rank {me}"),))
 
+    @property
+    def cannot_be_waited_for(self) -> bool:
+        """Whether the calling thread is in a job, which it cannot wait for."""
+        return self.has(threading.current_thread())
+
     def wait_until_idle(self) -> None:
         """Return: between jobs nothing is under way."""
 

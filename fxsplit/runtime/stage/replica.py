@@ -22,6 +22,7 @@ from fxsplit.schedule.action import Action
 from fxsplit.torch_internals.grad_split import BranchFinder
 from fxsplit.torch_internals.grad_sums import Share, Sums
 from fxsplit.torch_internals.graph_devices import move_constants
+from fxsplit.torch_internals.interpret import count_writes
 from fxsplit.torch_internals.recurrent import flatten_weights
 from fxsplit.torch_internals.thread_modes import NO_CONTEXT
 
@@ -57,12 +58,24 @@ class Replica:
         self.stage = replace(stage, device_name=device.name, torch_device=self._here, module=module, compiled=compiled)
         self.branches = BranchFinder()
         self._copies: dict[Tensor, Tensor] = {}
+        # Where the values of each weight were, and how often it had been written to, when it was copied.
+        self._copied: dict[Tensor, tuple[int, int | None]] = {}
         self._owner_of: dict[Tensor, Tensor] = {}
 
     @property
     def copies(self) -> bool:
         """Whether it has copies of weights that live elsewhere."""
         return self.stage.module is not self._original
+
+    def is_stale(self) -> bool:
+        """Return whether weights or modes are others than at the last `refresh`, as far as torch counts writes."""
+        if not self.copies:
+            return False
+        pairs = list(zip(self._original.modules(), self.stage.module.modules(), strict=True))
+        if any(mine.training != copied.training for mine, copied in pairs):
+            return True
+        elsewhere = (w for w in list_weights(self._original) if w.device != self._here)
+        return any(self._copied.get(w) != _read_state(w) for w in elsewhere)
 
     def refresh(self) -> None:
         """Make the copies what the model is now: values of weights, which are frozen, and the modes of modules."""
@@ -87,6 +100,7 @@ class Replica:
             empty = torch.empty(0, dtype=own.dtype, device=self._here)
             self._copies[own] = nn.Parameter(empty, False) if isinstance(own, nn.Parameter) else empty
         copied = self._copies[own]
+        self._copied[own] = _read_state(own)
         # New memory and not a write: graphs of an earlier batch may still read the old values.
         copied.data = own.data.to(self._here, non_blocking=True, copy=True) if values is None else values
         return copied.requires_grad_(own.requires_grad)
@@ -124,3 +138,8 @@ def _copy_module(module: fx.GraphModule) -> fx.GraphModule:
     shared = [*list_weights(module), *(held for held in hooks if held is not None)]
     # What deepcopy finds in its memo, it does not copy.
     return copy.deepcopy(module, {id(one): one for one in shared})
+
+
+def _read_state(weight: Tensor) -> tuple[int, int | None]:
+    """Return where a weight's values are, and how often torch has counted a write to them."""
+    return weight.data_ptr(), count_writes(weight)

@@ -128,3 +128,24 @@ def test_a_weight_that_is_here_already_is_shared_beside_copies_of_others() -> No
     assert replica.stage.module is not stage.module
     own = {name: id(w) for name, w in layer.named_parameters()}
     assert {name: id(w) for name, w in replica.stage.module.named_parameters()} == own
+
+
+def test_copies_are_stale_once_the_model_has_changed() -> None:
+    layer = Layer()
+    own, other = replicas(layer)
+    assert not own.is_stale() and other.is_stale(), "where the weights live there are no copies"
+
+    def change() -> None:
+        with torch.no_grad():
+            layer.inner.weight.add_(1)
+
+    def replace() -> None:
+        layer.scale.data = torch.tensor(5.0)
+
+    for alter in (change, replace, layer.eval):
+        other.refresh()
+        assert not other.is_stale()
+        alter()
+        assert other.is_stale()
+    other.refresh()
+    assert not other.is_stale()
