@@ -59,6 +59,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_new_tokens": 60}, "may be 67 long, and GPT2LMHeadModel is made for 64"),
     ({"token_type_ids": torch.zeros(5, 7, dtype=torch.long)}, "token_type_ids= is no argument of a step"),
     (
+        {"input_ids": None, "inputs_embeds": torch.randn(5, 7, 32, dtype=torch.float64)},
+        "takes text alone, as input_ids=, and was given attention_mask= and inputs_embeds=: call pipe.model.generate",
+    ),
+    (
         {"attention_mask": torch.tensor([[0] + [1] * 8] * 5)},
         r"attention_mask has shape \(5, 9\): give one of \(5, 7\)",
     ),
