@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from torch import fx
 
 from fxsplit.errors import ChainError, PlanError
-from fxsplit.ir.facts.effects import find_effects
+from fxsplit.ir.facts.effects import Effects, find_effects
 from fxsplit.ir.facts.example import Example
 from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.facts.numbers import list_number_nodes
@@ -65,12 +65,12 @@ class Emit:
         places = machine.torch_devices()
         # Constants of the graph, such as torch.zeros(device=...), name the device that the model was captured on.
         captured_on = ir[Example].tensors[0].device
-        drawing = find_effects(ir).drawing
+        effects = find_effects(ir)
         leaving = _list_leaving_values(ir.gm.graph, plan)
         takes = tuple(n.name for n in ir.gm.graph.nodes if n.op == "placeholder")
         stages = []
         for index, (stage_plan, gives) in enumerate(zip(plan.stages, leaving, strict=True)):
-            module = _build_stage_module(ir.gm, index, set(stage_plan.nodes), drawing, takes, gives)
+            module = _build_stage_module(ir.gm, index, set(stage_plan.nodes), effects, takes, gives)
             # Replicas of a stage are copies that the runtime makes of the stage on the first device.
             number = stage_plan.devices[0]
             move_constants(module, captured_on, places[number])
@@ -101,11 +101,11 @@ def _list_leaving_values(graph: fx.Graph, plan: Plan) -> list[tuple[str, ...]]:
 
 
 def _build_stage_module(
-    gm: fx.GraphModule, index: int, nodes: set[str], drawing: frozenset[str], takes: Names, gives: Names
+    gm: fx.GraphModule, index: int, nodes: set[str], effects: Effects, takes: Names, gives: Names
 ) -> fx.GraphModule:
     """Return a GraphModule of `nodes`, from the values `takes` to the values `gives`, with the modules of `gm`.
 
-    The calls of nodes in `drawing` are wrapped, so that their draws do not depend on the other stages.
+    The calls of nodes that may draw are wrapped, so that their draws do not depend on the other stages.
     """
     graph = fx.Graph()
     held: dict[str, Any] = {}
@@ -116,9 +116,9 @@ def _build_stage_module(
         if node.name not in nodes:
             continue
         copy = copies[node.name] = graph.node_copy(node, lambda n: copies[n.name])
-        if node.name in drawing:
+        if node.name in effects.drawing:
             copy.op, copy.target = "call_module", f"draw_{node.name}"
-            held[f"draw_{node.name}"] = Draw(node.name, find_target(gm, node))
+            held[f"draw_{node.name}"] = Draw(node.name, find_target(gm, node), drew=node.name in effects.drew)
         # What a node calls or fetches keeps its path, by which the user finds it in the model.
         elif node.op in ("call_module", "get_attr"):
             held[str(node.target)] = find_target(gm, node)

@@ -93,6 +93,9 @@ class Compiled:
 
     def share(self, model: nn.Module, captured: IR) -> Compiled:
         """Return this record for the model's other mode too, in which `captured` was captured: the same graph."""
+        effects = find_effects(captured)
+        for draw in (m for s in self.program.stages.stages for m in s.module.children() if isinstance(m, Draw)):
+            draw.note(drew=draw.key in effects.drew)
         # Both modes then have the same program, with the same workers' copies of weights and the same schedules.
         return replace(
             self,

@@ -41,7 +41,7 @@ class Observation:
     owners: the nodes whose memory its value lies in. `x.view(-1)` has the owners of `x`; a node that made new memory
         is its own owner.
     mutates: the owners of the memory that it wrote to in place.
-    draws: whether it takes random numbers, now or in training mode.
+    draws: whether it takes random numbers, now or in training mode. drew: whether it did now.
     unkept_bytes: the memory of its tensors that autograd does not keep. Views of such memory have it too.
     """
 
@@ -53,6 +53,7 @@ class Observation:
     owners: tuple[str, ...] = ()
     mutates: tuple[str, ...] = ()
     draws: bool = False
+    drew: bool = False
     unkept_bytes: int = 0
 
 
@@ -105,7 +106,8 @@ class ObservingInterpreter(Interpreter):
         seen.mutates = tuple(dict.fromkeys(self._owners.get(get_storage_id(t), n.name) for t in written))
         # A weight that is fetched draws nothing: if a generator moved, another thread drew.
         # A dropout in evaluation draws nothing now, and will once the same graph serves training.
-        seen.draws = call is not None and (drew() or can_draw(call))
+        seen.drew = call is not None and drew()
+        seen.draws = seen.drew or (call is not None and can_draw(call))
         made = [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
         seen.owners = tuple(dict.fromkeys(self._owners.setdefault(get_storage_id(t), n.name) for t in made))
         storages = [part.untyped_storage() for t in made for part in list_parts(t)]

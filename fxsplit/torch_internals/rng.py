@@ -64,17 +64,25 @@ class Draw(Apart):
     Outside of any turn the call draws from the caller's generator, as it would without fxsplit.
     """
 
-    def __init__(self, key: str, call: Any) -> None:
+    def __init__(self, key: str, call: Any, *, drew: bool = False) -> None:
         super().__init__()
         self.call = call
         self.key = key
+        # Whether the call is of a module that was seen to draw in evaluation, as a sampler does.
+        self.in_evaluation = False
+        self.note(drew=drew)
+
+    def note(self, *, drew: bool) -> None:
+        """Note whether the call drew in the mode that its module is in now."""
+        if isinstance(self.call, nn.Module) and not self.call.training:
+            self.in_evaluation = drew
 
     @property
     def idle(self) -> bool:
-        """Whether the call is of a module that draws nothing: one in evaluation, or a dropout that drops nothing."""
+        """Whether the call is of a module that draws nothing: most in evaluation, or a dropout that drops nothing."""
         # As the model: what the caller draws next must not depend on a dropout that is switched off.
         return isinstance(self.call, nn.Module) and (
-            not self.call.training or (is_dropout(self.call) and not self.call.p)
+            not (self.call.training or self.in_evaluation) or (is_dropout(self.call) and not self.call.p)
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

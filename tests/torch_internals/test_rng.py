@@ -143,6 +143,31 @@ def test_a_module_in_evaluation_is_idle() -> None:
     assert Draw("a", drop).idle
 
 
+class Samples(nn.Module):
+    """Adds noise in evaluation too, and stays whole."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.randn(x.shape)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_module_that_draws_in_evaluation_draws_for_its_turn(trained: bool) -> None:
+    """It drew from the caller's generator, in the order in which the stages came to it."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), Samples()) for _ in range(4))), torch.randn(16, 4)
+    leaves = "".join(f"leaf{{path={i}.1}}," for i in range(4))
+    found = []
+    for devices in (1, 2, 4):
+        with fxsplit.compile(model.train(), devices, passes=leaves + FAST, n_microbatches=4) as pipe:
+            if trained:
+                pipe(x).sum().backward()
+            pipe.eval()
+            torch.manual_seed(5)
+            found.append([pipe(x).detach(), *pipe.stream([x, x]), torch.rand(())])
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(other, found[0], strict=True))
+    assert not torch.equal(found[0][0], found[0][1])
+
+
 def test_a_dropout_that_is_switched_off_draws_nothing() -> None:
     """It took a seed from the caller's generator, and what the loop drew for its next batch was other than unsplit."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0), nn.Linear(4, 2))

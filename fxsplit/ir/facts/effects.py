@@ -47,6 +47,11 @@ class Effects(Fact):
         """The nodes that take random numbers, in training mode at least."""
         return frozenset(name for name, node in self.nodes.items() if node.draws)
 
+    @cached_property
+    def drew(self) -> frozenset[str]:
+        """The nodes that took random numbers in the mode that their modules were in."""
+        return frozenset(name for name, node in self.nodes.items() if node.drew)
+
     def verify(self, ir: IR) -> None:
         """Raise BrokenFact unless the nodes that were observed are those of the graph, in the same order."""
         # A pass may keep Effects over a rewrite that only changes what nodes call. It may not add or move nodes.

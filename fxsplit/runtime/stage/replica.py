@@ -24,6 +24,7 @@ from fxsplit.torch_internals.grad_sums import Share, Sums
 from fxsplit.torch_internals.graph_devices import move_constants
 from fxsplit.torch_internals.interpret import count_writes
 from fxsplit.torch_internals.recurrent import flatten_weights
+from fxsplit.torch_internals.rng import Draw
 from fxsplit.torch_internals.thread_modes import NO_CONTEXT
 
 
@@ -83,6 +84,8 @@ class Replica:
             return
         for mine, copied in zip(self._original.modules(), self.stage.module.modules(), strict=True):
             copied.training = mine.training
+            if isinstance(mine, Draw) and isinstance(copied, Draw):
+                copied.in_evaluation = mine.in_evaluation
             # The dictionaries are changed directly: to set an attribute would register a parameter anew.
             for kind in ("_parameters", "_buffers"):
                 held: dict[str, Tensor | None] = getattr(copied, kind)
