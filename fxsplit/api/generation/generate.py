@@ -245,7 +245,7 @@ def take_seen(arguments: dict[str, Any]) -> Seen:
 def take(arguments: dict[str, Any], name: str) -> Any:
     """Take an argument out of those of a call; raises InputError where it is missing."""
     if arguments.get(name) is None:
-        given = " and ".join(f"{other}=" for other, value in arguments.items() if isinstance(value, Tensor))
+        given = " and ".join(sorted(f"{other}=" for other, value in arguments.items() if isinstance(value, Tensor)))
         raise InputError(
             f"generate() of a pipeline takes text alone, as {name}=, and was given {given or 'none'}: call "
             "pipe.model.generate() with the model on one device"
