@@ -28,10 +28,11 @@ from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.torch_devices import read_memory
 from fxsplit.ir.graph import IR, name_pass
 from fxsplit.ir.text import render_graph
-from fxsplit.runtime.ranks.agreement import Agreement, hash_text
+from fxsplit.runtime.ranks.agreement import Agreement, hash_text, sum_values
 from fxsplit.runtime.ranks.holdings import Holdings
 from fxsplit.runtime.ranks.world import COMPILE_LIMIT_S, World
 from fxsplit.schedule.catalogue import Scheduler
+from fxsplit.torch_internals.fake_weights import lacks_values
 
 SEARCH = ("augment", "order", "partition")
 """The passes that search for a plan, which ranks that are told one need not run."""
@@ -114,12 +115,14 @@ class Team:
         self.world = world
         self.label = world.begin_pipeline(self)
         self.holdings = Holdings(world, self.label)
-        self._agreement = Agreement(world)
+        # Of a mesh, the first rank of all plans for all pipelines.
+        self._whole = world.whole
+        self._agreement = Agreement(world.whole)
 
     @property
     def leads(self) -> bool:
         """Whether this rank measures and plans."""
-        return self.world.me == 0
+        return self._whole.me == 0
 
     @contextmanager
     def meet(self, options: Options, model: torch.nn.Module, inputs: str) -> Iterator[None]:
@@ -130,10 +133,10 @@ class Team:
         program = (
             f"fxsplit {version('fxsplit')}, torch {torch.__version__}, Python {platform.python_version()}, "
             f"{type(model).__name__} in {'training' if model.training else 'evaluation'} with weights "
-            f"{hash_text(str(weights)):x}, and options {stated}"
+            f"{hash_text(str(weights)):x}{self._sum_weights(model)}, and options {stated}"
         )
-        with self.world.watch(COMPILE_LIMIT_S):
-            call = f"compile number {self.world.count('compile of ' + self.label)} of {self.label}"
+        with self._whole.watch(COMPILE_LIMIT_S):
+            call = f"compile number {self._whole.count('compile of ' + self.label)} of {self.label}"
             self._agreement.meet({"call": call, "program": program, "inputs": inputs}, 0)
             yield
 
@@ -147,11 +150,11 @@ class Team:
             try:
                 text = find().to_text()
             except BaseException as error:
-                self.world.tell(json.dumps({"error": f"{type(error).__name__}: {error}"}), what, patient=True)
+                self._whole.tell(json.dumps({"error": f"{type(error).__name__}: {error}"}), what, patient=True)
                 raise
-            self.world.tell(text, what, patient=True)
+            self._whole.tell(text, what, patient=True)
             return None
-        data = json.loads(self.world.tell(None, what, patient=True))
+        data = json.loads(self._whole.tell(None, what, patient=True))
         if "error" in data:
             raise RankError(f"rank 0, which plans for all ranks, failed: {data['error']}")
         return Told.parse(data)
@@ -169,13 +172,19 @@ class Team:
 
     def _compare(self, own: str, sentence: str, error: BaseException | None) -> None:
         """Raise RanksDiffer where a rank has another text than the first one; one without a text has failed."""
-        texts = self.world.gather_texts(own, "the end of a compile")
+        texts = self._whole.gather_texts(own, "the end of a compile")
         odd = next((rank for rank, text in enumerate(texts) if text.strip() not in ("", texts[0].strip())), None)
         if odd is not None and texts[0].strip():
             raise RanksDiffer(
                 f"rank {odd} {sentence} {texts[odd]}; rank 0 {sentence} {texts[0]}. Every rank builds the same model "
                 "with the same code, and calls it with the same arguments"
             ) from error
+
+    def _sum_weights(self, model: torch.nn.Module) -> str:
+        """Return what pipelines of a mesh have alike that begin with the same weights; nothing for one pipeline."""
+        if len(self.world.rows) == 1 or lacks_values(model):
+            return ""
+        return f" of checksum {sum_values([weight for _, weight in list_named(model)]):x}"
 
 
 def list_named(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -199,7 +208,10 @@ def describe_program(plan: Plan, options: Options) -> str:
 def make_machine(world: World) -> Machine:
     """Return the machine whose devices are the ranks of a world, each as this rank's own device to torch."""
     memory = read_memory(world.device)
-    told = world.introduce(memory)
-    devices = tuple(Device(f"rank{i}", world.device, one.memory_bytes) for i, one in enumerate(told))
+    # Of a mesh, all pipelines have one plan: a place has the memory of the least of its column.
+    everyone = dict(zip(world.whole.ranks, world.whole.introduce(memory), strict=True))
+    columns = [[everyone[rank] for rank in column] for column in zip(*world.rows, strict=True)]
+    told = [min(one.memory_bytes for one in column) for column in columns]
+    devices = tuple(Device(f"rank{i}", world.device, memory_bytes) for i, memory_bytes in enumerate(told))
     links = (inf if world.device.type == "cpu" else GPU_LINK_BYTES_PER_S for _ in told[1:])
     return Machine(devices, tuple(links))

@@ -34,15 +34,15 @@ def read_devices(devices: Devices, model: nn.Module) -> tuple[Machine, World | N
         return Machine.of(found or ["cpu"] * 2, model=model), None
     meshes = sys.modules.get("torch.distributed.device_mesh")
     if meshes is not None and isinstance(devices, meshes.DeviceMesh):
-        rows = devices.mesh.tolist()
-        if devices.ndim > 1:
-            raise InputError(f"the mesh has {devices.ndim} dimensions: give one of them, as mesh['pp']")
-        return _make(join_world([rows]))
+        if devices.ndim > 2:
+            raise InputError(f"the mesh has {devices.ndim} dimensions: give two of them, as mesh['dp', 'pp'], or one")
+        rows = devices.mesh.tolist() if devices.ndim == 2 else [devices.mesh.tolist()]
+        return _make(join_world(rows))
     return Machine.of(devices, model=model), None  # type: ignore[arg-type]
 
 
 def _make(world: World) -> tuple[Machine, World | None]:
     """Return the machine of a world; one rank by itself is a device like any other."""
-    if len(world) == 1:
+    if len(world) == 1 and len(world.rows) == 1:
         return Machine.of([world.device]), None
     return make_machine(world), world

@@ -67,7 +67,9 @@ class RankCrew:
         program, schedule = occasion.batch.program, occasion.schedule
         # Drawn on every rank, whose generators stay alike; a backward draws as its forward did.
         own = new_seed() if occasion.call != "backward" and program.draws() else 0
-        seed = self.agreement.meet(self._list_things(occasion), own)
+        # Pipelines of a mesh have other batches, and drop other values of them.
+        row = self.world.rows.index(self.world.ranks)
+        seed = self.agreement.meet(self._list_things(occasion), own) ^ row
         ties = self._find_ties(program)
         if id(schedule) not in self._pairs:
             # Another schedule may have the identity of one that is gone.

@@ -46,12 +46,20 @@ def join_world(rows: Sequence[Sequence[int]] | None = None) -> World:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=LIMIT_S))
     rows = [tuple(row) for row in rows or [range(dist.get_world_size())]]
+    n_ranks = sum(map(len, rows))
+    if n_ranks != dist.get_world_size():
+        raise InputError(
+            f"the mesh has {n_ranks} of {dist.get_world_size()} ranks, and all of them make the groups of a pipeline: "
+            "give the mesh of all, as mesh['dp', 'pp'], in which each row is a pipeline"
+        )
     own = next((row for row in rows if dist.get_rank() in row), None)
     if own is None:
         raise InputError(f"rank {dist.get_rank()} is in no pipeline of the mesh {rows}: every rank has a place in it")
     # By the group itself, which is another one after destroy_process_group().
     key = dist.group.WORLD, own, tuple(rows)
     if key not in _worlds:
-        _worlds.clear() if all(known[0] is not dist.group.WORLD for known in _worlds) else None
-        _worlds[key] = World(own, device, rows)
+        for known in [known for known in _worlds if known[0] is not dist.group.WORLD]:
+            del _worlds[known]
+        whole = World([rank for row in rows for rank in row], device) if len(rows) > 1 else None
+        _worlds[key] = World(own, device, rows, whole)
     return _worlds[key]

@@ -11,6 +11,7 @@ from torch import Tensor
 from fxsplit.runtime.channels import Channels
 from fxsplit.runtime.job import Job
 from fxsplit.runtime.meeting import Occasion
+from fxsplit.runtime.ranks.data_parallel import COUNTED, MEAN, SUM, Columns
 from fxsplit.runtime.ranks.layout import Layout
 from fxsplit.runtime.ranks.ties import Ties
 from fxsplit.runtime.ranks.wire import Wire
@@ -49,6 +50,8 @@ class RankMeeting:
         self._key = key
         self._run = run
         self._share_present = share
+        self._columns = Columns(wire.world)
+        self._weight = 1.0
         self._what = f"the end of a {occasion.call}"
         self._last = occasion.batch.program.homes[-1]
         self._owner = [occasion.schedule.device_of(len(occasion.schedule.homes) - 1, m) for m in self._microbatches]
@@ -97,6 +100,10 @@ class RankMeeting:
         found = [t.tolist() for t in self._world.gather(told, self._what)]
         if compute_total is not None:
             total = self._share_losses(found, total, compute_total)
+        if occasion.call != "forward" and len(self._world.rows) > 1:
+            kind = int(max(each[1] for each in found)) if compute_total is not None else MEAN
+            self._weight = self._columns.weigh(self._what, sum(occasion.batch.rows), kind)
+            total = None if total is None else self._columns.add(total, self._weight)
         if outputs:
             self._share_outputs(job, packed)
         if occasion.call == "backward":
@@ -105,11 +112,15 @@ class RankMeeting:
 
     def total(self, job: Job) -> Sums:
         """Return the sums of gradients of this rank's weights, other ranks' shares among them."""
-        if not self._ties.returns:
-            return job.total()
-        self._ties.begin(reduced=self._occasion.call == "step")
-        sums = job.total(self._ties.exchange)
-        self._ties.finish()
+        if self._ties.returns:
+            self._ties.begin(reduced=self._occasion.call == "step")
+            sums = job.total(self._ties.exchange)
+            self._ties.finish()
+        else:
+            sums = job.total()
+        if len(self._world.rows) > 1 and self._occasion.schedule.synchronous:
+            placed = self._occasion.batch.program.list_placed()
+            self._columns.reduce(sums, [w for w, _ in placed if w.requires_grad], self._weight)
         return sums
 
     def share_gradients(self) -> None:
@@ -132,7 +143,14 @@ class RankMeeting:
         on_host = not accelerators.is_accelerator(self._world.device)
         values = [float(one) if on_host and one is not None else 0.0 for one in held]
         known = float(total) if on_host and total is not None else 0.0
-        return [kind, known, *(float(one is not None) for one in held), *values]
+        return [kind, self._find_kind(), known, *(float(one is not None) for one in held), *values]
+
+    def _find_kind(self) -> int:
+        """Return how the losses of several pipelines make that of all of them, as far as this rank knows."""
+        meaning = self._occasion.loss.meaning if self._occasion.loss is not None else None
+        if meaning is None or self._world.me not in self._last:
+            return MEAN
+        return COUNTED if meaning.count is not None else SUM if meaning.reduction == "sum" else MEAN
 
     def _share_losses(
         self, found: list[list[float]], total: Tensor | None, compute_total: Callable[[], Tensor]
@@ -144,7 +162,7 @@ class RankMeeting:
         on_host = not accelerators.is_accelerator(world.device)
         for m, owner in enumerate(self._owner):
             if loss.losses[m] is None and on_host:
-                loss.losses[m] = torch.tensor(found[owner][2 + n + m], dtype=torch.float64).to(dtype)
+                loss.losses[m] = torch.tensor(found[owner][3 + n + m], dtype=torch.float64).to(dtype)
             elif not on_host:
                 held = loss.losses[m]
                 value = torch.empty((), dtype=dtype, device=world.device) if held is None else held.contiguous()
@@ -152,7 +170,7 @@ class RankMeeting:
                 loss.losses[m] = value
         first = self._last[0]
         if len(self._last) == 1 and on_host:
-            return total if total is not None else torch.tensor(found[first][1], dtype=torch.float64).to(dtype)
+            return total if total is not None else torch.tensor(found[first][2], dtype=torch.float64).to(dtype)
         # Of several replicas each has some of the losses, and the first one adds all of them.
         if total is None and world.me == first:
             total = compute_total()

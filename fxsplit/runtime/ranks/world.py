@@ -65,19 +65,27 @@ class World:
     """The ranks of one pipeline; rank number `me` among them runs the schedule's device of that number.
 
     ranks: their numbers in torch's default group, in the order of the pipeline. rows: those of all pipelines that
-    are made at the same time, as of a mesh; each rank makes the groups of all of them.
+    are made at the same time, as of a mesh; each rank makes the groups of all of them. whole: all ranks of the mesh, in
+    which an error of one is raised by all.
     """
 
-    def __init__(self, ranks: Sequence[int], device: torch.device, rows: Sequence[Sequence[int]] | None = None) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        device: torch.device,
+        rows: Sequence[Sequence[int]] | None = None,
+        whole: World | None = None,
+    ) -> None:
         self.ranks = tuple(ranks)
         self.rows = [tuple(row) for row in rows or [ranks]]
         self.device = device
         self.me = self.ranks.index(dist.get_rank())
         self.limit_s = min(read_timeout_s(dist.group.WORLD, LIMIT_S), LIMIT_S)
         self._limit = timedelta(seconds=self.limit_s)
+        self.whole = self if whole is None else whole
+        self._parts: list[World] = []
         self._make_groups()
-        self.epoch = 0
-        """How often the groups were made anew, since an error on some rank."""
+        self._epoch = 0
         self._n_pipelines = 0
         self._open: set[int] = set()
         self._counts: Counter[str] = Counter()
@@ -87,7 +95,11 @@ class World:
         # Each start by a launcher has numbers of its own, and may use the store of the one before.
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         name = f"fxsplit/{start}/{'-'.join(map(str, self.ranks))}"
-        self._guard = Guard(name, self.me, len(self), self._list_groups, self._describe)
+        if whole is None:
+            self._guard = Guard(name, self.me, len(self), self._list_groups, self._describe)
+        else:
+            self._guard = whole._guard
+            whole._parts.append(self)
 
     def __len__(self) -> int:
         return len(self.ranks)
@@ -100,13 +112,25 @@ class World:
         """
         limit_s = self.limit_s if limit_s is None else limit_s
         with self._guard.watch(limit_s):
-            if self._guard.renew(self._make_groups, limit_s):
-                self.epoch += 1
-                self._counts.clear()
+            self._guard.renew(self.whole._renew, limit_s)
             yield
+
+    @property
+    def epoch(self) -> int:
+        """How often the groups were made anew, since an error on some rank."""
+        return self.whole._epoch
+
+    def _renew(self) -> None:
+        """Make all groups anew, of the whole mesh and of this rank's part of it."""
+        for world in (self, *self._parts):
+            world._make_groups()
+            world._counts.clear()
+        self._epoch += 1
 
     def begin_pipeline(self, pipeline: object) -> str:
         """Return the name of a pipeline on all ranks. Threads of this rank end when no pipeline is left."""
+        if self.whole is not self:
+            return self.whole.begin_pipeline(pipeline)
         number, self._n_pipelines = self._n_pipelines, self._n_pipelines + 1
         self._open.add(number)
         finalize(pipeline, self._end_pipeline, number)
@@ -129,13 +153,17 @@ class World:
 
     def _describe(self) -> str:
         """Return what this rank does, and what it waits for if it does."""
-        waits = f"waits for {self._waits_for}" if self._waits_for else ""
-        return ": ".join(filter(None, [self.describe_job(), waits])) or "computes"
+        worlds = [self, *self._parts]
+        waits = next((f"waits for {world._waits_for}" for world in worlds if world._waits_for), "")
+        jobs = [world.describe_job() for world in worlds]
+        return ": ".join(filter(None, [*jobs, waits])) or "computes"
 
     def _list_groups(self) -> list[Any]:
         """Return the groups in which this rank may wait."""
         pairs = [pair.group for pair in self._pairs.values() if pair.group is not None]
-        return [self._control, self._patient, *([self._data] if self._data is not self._control else []), *pairs]
+        own = [self._control, self._patient, *([self._data] if self._data is not self._control else []), *pairs]
+        own += [*dict.fromkeys([self.column, self.column_data])] if len(self.rows) > 1 else []
+        return [*own, *(group for part in self._parts for group in part._list_groups())]
 
     def _make_groups(self) -> None:
         """Make the groups of all ranks, on all of them; pairs are opened as they are needed."""
@@ -146,6 +174,16 @@ class World:
         if accelerators.is_accelerator(self.device):
             self._data = self._make_group(self.ranks, self._find_backend(), self.limit_s)
         self._pairs: dict[tuple[int, int], Pair] = {}
+        if len(self.rows) > 1:
+            self.column = self._make_column("gloo")
+            backend = self._find_backend()
+            self.column_data = self.column if backend == "gloo" else self._make_column(backend)
+
+    def _make_column(self, backend: str) -> Any:
+        """Return a group of the ranks at this rank's place in all rows; every rank makes those of all places."""
+        limit = timedelta(seconds=self.limit_s)
+        made = [dist.new_group(list(column), limit, backend=backend) for column in zip(*self.rows, strict=True)]
+        return made[self.me]
 
     def open_group(self) -> Any:
         """Return one more group of all ranks on gloo, for what a thread does beside the pipeline; on all of them."""

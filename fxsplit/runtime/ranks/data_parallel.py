@@ -1,0 +1,102 @@
+"""Data parallel: pipelines side by side, each with batches of its own, that train one set of weights.
+
+Ranks at the same place of all pipelines have the same stages: they are a *column*. Once a step they add the gradients
+of their weights, bucket by bucket, each weighted by the share that its pipeline has of all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxsplit.errors import InputError, RanksDiffer
+from fxsplit.runtime.ranks.agreement import hash_text
+from fxsplit.runtime.ranks.world import World
+from fxsplit.torch_internals.grad_sums import Sums
+
+BUCKET_BYTES = 25_000_000
+"""So many bytes of gradients are added at a time, as torch's DistributedDataParallel does."""
+MEAN, SUM, COUNTED = 0, 1, 2
+"""How losses of pipelines make that of all of them: as a mean by rows, as a sum, or by a count that only each knows."""
+
+
+class Columns:
+    """The pipelines of a mesh, as a rank at one place of its own pipeline sees them."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def weigh(self, call: str, rows: int, kind: int) -> float:
+        """Return what this pipeline's gradients and loss weigh, once all pipelines have come to the same call.
+
+        Raises RanksDiffer where one has come to another, InputError for a loss that only each pipeline can count.
+        """
+        told = self._gather(torch.tensor([hash_text(call), rows, kind]), call)
+        odd = next((i for i, one in enumerate(told) if one[0] != told[0][0]), None)
+        if odd is not None:
+            raise RanksDiffer(
+                f"pipeline {odd} of the mesh makes another call than pipeline 0: every rank makes the same calls in "
+                "the same order, with batches of its own pipeline"
+            )
+        if any(one[2] == COUNTED for one in told):
+            raise InputError(
+                "the loss is divided by a count of labels, which pipelines of a mesh have each for themselves: return "
+                "the sum from loss_fn (loss_fn.reduction = 'sum'), and divide by the count of all pipelines"
+            )
+        return 1.0 if kind == SUM else rows / sum(one[1] for one in told)
+
+    def add(self, total: Tensor, weight: float) -> Tensor:
+        """Return the sum of a number of all pipelines, each times its weight."""
+        found = (total * weight).reshape(1)
+        self._add(found, "the loss of all pipelines")
+        return found.reshape(())
+
+    def reduce(self, sums: Sums, leaves: Sequence[Tensor], weight: float) -> None:
+        """Let the sums of these leaves be those of all pipelines, each times its weight.
+
+        leaves: the same on all ranks of a column, in one order. One that got a gradient in any of them has one in all.
+        """
+        what = "the gradients of all pipelines"
+        present = torch.tensor([int(leaf in sums.totals) for leaf in leaves])
+        # Which gradients there are may follow from data, and a pipeline with a bucket less would hang.
+        anywhere = torch.tensor(self._gather(present, what)).amax(0).tolist() if leaves else []
+        # The last layers first, whose gradients are there first.
+        chosen = [leaf for leaf, there in zip(leaves, anywhere, strict=True) if there][::-1]
+        for bucket in _fill_buckets(chosen):
+            totals = [sums.totals.get(leaf) for leaf in bucket]
+            dense = [
+                torch.zeros_like(leaf, requires_grad=False) if t is None else t.to_dense() if t.is_sparse else t
+                for leaf, t in zip(bucket, totals, strict=True)
+            ]
+            flat = torch.cat([t.reshape(-1) for t in dense]).mul_(weight)
+            self._add(flat, what)
+            for leaf, total, part in zip(bucket, dense, flat.split([t.numel() for t in dense]), strict=True):
+                sums.totals[leaf] = total.copy_(part.view(total.shape))
+
+    def _gather(self, numbers: Tensor, what: str) -> list[list[int]]:
+        """Return whole numbers of all ranks of this column."""
+        found = [torch.empty_like(numbers) for _ in self._world.rows]
+        self._world.wait(self._world.column.allgather([found], [numbers]), f"the other pipelines at {what}")
+        return [one.tolist() for one in found]
+
+    def _add(self, tensor: Tensor, what: str) -> None:
+        """Add a tensor of all ranks of this column in place."""
+        work: Any = self._world.column_data.allreduce([tensor])
+        self._world.wait(work, f"the other pipelines at {what}")
+
+
+def _fill_buckets(leaves: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Return leaves in buckets of one type and of so many bytes."""
+    buckets: list[list[Tensor]] = []
+    open_: dict[torch.dtype, tuple[list[Tensor], int]] = {}
+    for leaf in leaves:
+        bucket, size = open_.get(leaf.dtype, ([], BUCKET_BYTES))
+        if size >= BUCKET_BYTES:
+            bucket, size = [], 0
+            buckets.append(bucket)
+        bucket.append(leaf)
+        open_[leaf.dtype] = bucket, size + leaf.nbytes
+    return buckets

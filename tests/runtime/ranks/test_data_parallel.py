@@ -1,0 +1,112 @@
+"""Pipelines side by side train as one model on all their rows, however unevenly these are shared."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+import fxsplit
+from fxsplit.errors import FxsplitError, InputError, RanksDiffer
+from fxsplit.runtime.ranks import data_parallel
+from fxsplit.torch_internals.away import is_away
+from tests.models import FAST, Mlp, Tied
+from tests.ranks import ranks
+
+SHARES = [7, 5]
+
+
+def make_batch() -> tuple[Tensor, Tensor]:
+    made = torch.Generator().manual_seed(7)
+    return torch.randn(12, 8, generator=made).double(), torch.randn(12, 3, generator=made).double()
+
+
+def sum_of_squares(outputs: Tensor, target: Tensor) -> Tensor:
+    return (outputs - target).square().sum()
+
+
+sum_of_squares.reduction = "sum"  # type: ignore[attr-defined]
+
+
+def train(rank: int, n: int, kind: str, call: str) -> float:
+    data_parallel.BUCKET_BYTES = 500  # several buckets
+    mesh = init_device_mesh("cpu", (2, n // 2), mesh_dim_names=("dp", "pp"))
+    torch.manual_seed(0)
+    model: nn.Module = (Tied() if kind == "tied" else Mlp(6)).double()
+    loss_fn: Any = sum_of_squares if kind == "sum" else F.mse_loss
+    unsplit = copy.deepcopy(model)
+    x, y = make_batch()
+    row = mesh.get_local_rank("dp")
+    begin = sum(SHARES[:row])
+    mine, target = x[begin : begin + SHARES[row]], y[begin : begin + SHARES[row]]
+    options: dict[str, Any] = {"passes": FAST, "n_microbatches": 3, "loss_fn": loss_fn}
+    # Compiled for one shape on all ranks, for which the first of them measures.
+    pipe = fxsplit.compile(model, mesh["dp", "pp"], example_inputs=x[:6], **options)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (pipe, unsplit)]
+    worst = 0.0
+    for _ in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        expected = loss_fn(unsplit(x), y)
+        expected.backward()
+        if call == "step":
+            worst = max(worst, float((pipe.step(mine, target=target) - expected).abs()))
+        else:
+            loss_fn(pipe(mine), target).backward()
+        norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.5) for m in (pipe, unsplit)]
+        worst = max(worst, float((norms[0] - norms[1]).abs()))
+        for own, other in zip(model.parameters(), unsplit.parameters(), strict=True):
+            if not is_away(own):
+                assert own.grad is not None and other.grad is not None
+                worst = max(worst, float((own.grad - other.grad).abs().max()))
+        for optimizer in optimizers:
+            optimizer.step()
+    return worst
+
+
+@pytest.mark.parametrize(("kind", "call"), [("mean", "step"), ("sum", "step"), ("tied", "step"), ("mean", "forward")])
+def test_uneven_shares_train_as_the_whole_batch(kind: str, call: str) -> None:
+    assert max(ranks(4, train, kind, call)) < 1e-12
+
+
+def differ(rank: int, n: int, how: str) -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    torch.manual_seed(rank // 2 if how == "weights" else 0)
+    x, y = make_batch()
+    options: dict[str, Any] = {"passes": FAST, "n_microbatches": 3, "loss_fn": F.mse_loss, "example_inputs": x}
+    try:
+        if how == "row":
+            fxsplit.compile(Mlp().double(), mesh["pp"], **options)
+        pipe = fxsplit.compile(Mlp().double(), mesh, **options)
+        if how == "call" and rank >= 2:
+            pipe(x).sum().backward()
+        elif how == "error" and rank >= 2:
+            pipe.step(x[:, :4], target=y)
+        else:
+            pipe.step(x, target=y)
+    except FxsplitError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "message"),
+    [
+        ("weights", RanksDiffer.__name__, "of checksum"),
+        ("row", InputError.__name__, "the mesh has 2 of 4 ranks"),
+        ("call", RanksDiffer.__name__, "makes another call than pipeline 0"),
+    ],
+)
+def test_what_differs_between_pipelines_is_named(how: str, kind: str, message: str) -> None:
+    for raised in ranks(4, differ, how):
+        assert raised.startswith(kind) and message in raised, raised
+
+
+def test_an_error_in_one_pipeline_is_raised_in_all() -> None:
+    found = ranks(4, differ, "error")
+    assert all("4x4 and 8x16" in raised for raised in found), found
