@@ -19,6 +19,7 @@ from fxsplit.runtime.job import Job
 from fxsplit.runtime.meeting import Meeting, Occasion
 from fxsplit.runtime.program import Program
 from fxsplit.runtime.ranks.agreement import MASK, Agreement, describe_shapes, sum_values
+from fxsplit.runtime.ranks.data_parallel import Columns
 from fxsplit.runtime.ranks.holdings import Holdings
 from fxsplit.runtime.ranks.meeting import RankMeeting
 from fxsplit.runtime.ranks.routes import find_pairs
@@ -41,6 +42,7 @@ class RankCrew:
         self.holdings = holdings
         self.agreement = Agreement(world)
         self.wire = Wire(world)
+        self.columns = Columns(world)
         stream = make_stream(world.device)
         # The engine asks for the streams of all devices, and has only this one to give work to.
         self.streams: list[Stream] = [stream for _ in range(len(world))]
@@ -76,7 +78,7 @@ class RankCrew:
             self._pairs[id(schedule)] = schedule, find_pairs(schedule) | ties.pairs
         self.world.open_pairs(self._pairs[id(schedule)][1])
         key, share = self._find_key(occasion), self.holdings.share_gradients
-        meeting = RankMeeting(self.wire, occasion, ties, seed, key, self.run, share)
+        meeting = RankMeeting(self.wire, occasion, ties, seed, key, self.run, share, self.columns)
         meeting.open()
         return meeting
 

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from fxsplit.errors import InputError, RanksDiffer
 from fxsplit.runtime.ranks.agreement import hash_text
+from fxsplit.runtime.ranks.buckets import Share
+from fxsplit.runtime.ranks.hooks import Hook, read_hook, reduce_gradients
 from fxsplit.runtime.ranks.world import World
 from fxsplit.torch_internals.grad_sums import Sums
 
@@ -24,10 +26,16 @@ MEAN, SUM, COUNTED = 0, 1, 2
 
 
 class Columns:
-    """The pipelines of a mesh, as a rank at one place of its own pipeline sees them."""
+    """The pipelines of a mesh, as a rank at one place of its own pipeline sees them.
 
-    def __init__(self, world: World) -> None:
+    hook: what adds gradients, as `read_hook` takes it; its state is that of all steps.
+    """
+
+    def __init__(self, world: World, hook: object = None) -> None:
         self._world = world
+        self._option = hook
+        self._hook: Hook | None = None
+        self._group: Any = None
 
     def weigh(self, call: str, rows: int, kind: int) -> float:
         """Return what this pipeline's gradients and loss weigh, once all pipelines have come to the same call.
@@ -59,22 +67,23 @@ class Columns:
 
         leaves: the same on all ranks of a column, in one order. One that got a gradient in any of them has one in all.
         """
-        what = "the gradients of all pipelines"
-        present = torch.tensor([int(leaf in sums.totals) for leaf in leaves])
-        # Which gradients there are may follow from data, and a pipeline with a bucket less would hang.
-        anywhere = torch.tensor(self._gather(present, what)).amax(0).tolist() if leaves else []
-        # The last layers first, whose gradients are there first.
-        chosen = [leaf for leaf, there in zip(leaves, anywhere, strict=True) if there][::-1]
-        for bucket in _fill_buckets(chosen):
-            totals = [sums.totals.get(leaf) for leaf in bucket]
-            dense = [
-                torch.zeros_like(leaf, requires_grad=False) if t is None else t.to_dense() if t.is_sparse else t
-                for leaf, t in zip(bucket, totals, strict=True)
-            ]
-            flat = torch.cat([t.reshape(-1) for t in dense]).mul_(weight)
-            self._add(flat, what)
-            for leaf, total, part in zip(bucket, dense, flat.split([t.numel() for t in dense]), strict=True):
-                sums.totals[leaf] = total.copy_(part.view(total.shape))
+        # The last layers first, whose gradients are there first. Most hooks take no sparse ones.
+        totals = {leaf: sums.totals.get(leaf) for leaf in reversed(leaves)}
+        shares = [Share(leaf, t.to_dense() if t is not None and t.is_sparse else t) for leaf, t in totals.items()]
+        # Hooks make the mean of all ranks, and what is weighed adds up.
+        hook = self._find_hook()
+        found = reduce_gradients(
+            shares, hook, self._group, weight=weight * len(self._world.rows), bucket_bytes=BUCKET_BYTES
+        )
+        # A copy for each: a bucket would stay in memory for as long as the gradient of any leaf in it.
+        sums.totals.update({leaf: gradient.clone() for leaf, gradient in found.items()})
+
+    def _find_hook(self) -> Hook:
+        """Return the hook, made anew where the groups were."""
+        if self._hook is None or self._group is not self._world.column_data:
+            self._group = self._world.column_data
+            self._hook = read_hook(self._option, self._group)
+        return self._hook
 
     def _gather(self, numbers: Tensor, what: str) -> list[list[int]]:
         """Return whole numbers of all ranks of this column."""
@@ -86,17 +95,3 @@ class Columns:
         """Add a tensor of all ranks of this column in place."""
         work: Any = self._world.column_data.allreduce([tensor])
         self._world.wait(work, f"the other pipelines at {what}")
-
-
-def _fill_buckets(leaves: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Return leaves in buckets of one type and of so many bytes."""
-    buckets: list[list[Tensor]] = []
-    open_: dict[torch.dtype, tuple[list[Tensor], int]] = {}
-    for leaf in leaves:
-        bucket, size = open_.get(leaf.dtype, ([], BUCKET_BYTES))
-        if size >= BUCKET_BYTES:
-            bucket, size = [], 0
-            buckets.append(bucket)
-        bucket.append(leaf)
-        open_[leaf.dtype] = bucket, size + leaf.nbytes
-    return buckets

@@ -41,6 +41,7 @@ class RankMeeting:
         key: Hashable,
         run: Callable[[Job], None],
         share: Callable[[], None],
+        columns: Columns,
     ) -> None:
         self.channels: Channels | None = wire
         self.seed: int | None = seed
@@ -50,7 +51,7 @@ class RankMeeting:
         self._key = key
         self._run = run
         self._share_present = share
-        self._columns = Columns(wire.world)
+        self._columns = columns
         self._weight = 1.0
         self._what = f"the end of a {occasion.call}"
         self._last = occasion.batch.program.homes[-1]
