@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import PurePosixPath
+
 FOLDERS = ("tests/proof", "tests/runtime", "tests/passes/profile")
 """Where values, streams, memory and times of pipelines are tested; other folders compute nothing on a device."""
 
@@ -9,6 +11,7 @@ HOST = "is about processor time, threads or files of the host"
 STATES = "makes stages on the CPU by itself, without compile()"
 NAMES = "expects the names of CPU devices"
 MADE_UP = "has a made-up accelerator in the GPU's place"
+PROCESSES = "starts processes of its own, which compute on the CPU"
 CPU_ONLY = "asks torch for something of the CPU: a generator, autocast or a scaler"
 
 NOT_ON_GPU = {
@@ -16,7 +19,9 @@ NOT_ON_GPU = {
     "tests/passes/profile/test_time_in_step.py": STATES,
     "tests/proof/test_default_device.py": MADE_UP,
     "tests/proof/test_everyday_loops.py": CPU_ONLY,
+    "tests/proof/test_host_memory.py": MADE_UP,
     "tests/proof/test_interrupts.py": HOST,
+    "tests/proof/test_memory_limit.py": PROCESSES,
     "tests/proof/test_noise.py": HOST,
     "tests/proof/test_other_loops.py": CPU_ONLY,
     "tests/proof/test_replicas.py::test_a_failing_replica_names_its_device": NAMES,
@@ -25,6 +30,7 @@ NOT_ON_GPU = {
     "tests/proof/test_too_big.py::test_weights_are_read_stage_by_stage": NAMES,
     "tests/proof/test_whole_files.py": HOST,
     "tests/runtime/backends/test_threads.py": STATES,
+    "tests/runtime/ranks": PROCESSES,
     "tests/runtime/stage/test_recompute.py::test_autocast_holds_in_the_second_run": CPU_ONLY,
     "tests/runtime/stage/test_replica.py": STATES,
     "tests/runtime/stage/test_run_split.py::test_a_failing_half_names_its_place": NAMES,
@@ -36,11 +42,12 @@ NOT_ON_GPU = {
     "tests/runtime/test_stopwatch.py": STATES,
     "tests/runtime/test_streams.py": STATES,
 }
-"""Files, and tests as `file::function`, that are left out."""
+"""Folders, files, and tests as `file::function`, that are left out."""
 
 
 def find_reason(test: str) -> str | None:
     """Return why a test, by pytest's name for it, is left out; None for one that runs."""
     file, _, rest = test.partition("::")
     function = rest.split("[")[0]
-    return NOT_ON_GPU.get(file) or NOT_ON_GPU.get(f"{file}::{function}")
+    places = (f"{file}::{function}", file, *map(str, PurePosixPath(file).parents))
+    return next((NOT_ON_GPU[place] for place in places if place in NOT_ON_GPU), None)
