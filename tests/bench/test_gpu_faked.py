@@ -15,7 +15,7 @@ import torch
 
 from bench.gpu import device, green, partitions, speed, timing
 from bench.gpu.chaos import run_chaos
-from bench.gpu.checks import ALL, Check, backends, memory, placement, run_check
+from bench.gpu.checks import ALL, Check, backends, memory, order, placement, run_check
 from bench.gpu.graphs import run_graphs
 from bench.gpu.host import run_host
 from bench.gpu.setting import FAST, Setting
@@ -91,8 +91,16 @@ NEEDS_ONE = (
 def test_checks_run_as_on_a_gpu(check: Check, setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "SIZE", {"width": 8, "heads": 2, "layers": 2, "length": 8})
     monkeypatch.setattr(memory, "predict_gib", lambda pipe: 2**-10)
+    # On a busy machine a step takes longer than the kernel of a second that it is to be queued behind.
+    monkeypatch.setattr(order, "time", SimpleNamespace(perf_counter=lambda: 0.0))
     holds, told = run_check(setting, check)
     assert holds, told
+
+
+def test_a_step_that_waits_fails(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 1.0, 1.0])
+    monkeypatch.setattr(order, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    assert not run_check(setting, order.a_step_does_not_wait)[0]
 
 
 def test_memory_that_the_plan_does_not_count_fails(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
