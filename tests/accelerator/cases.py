@@ -5,7 +5,7 @@ Weights after some batches are to be those of the unsplit model, which the CPU t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ ROWS, WIDTH, KINDS_OF_ROWS = 16, 16, 3
 BATCHES, TOLERANCE = 2, 1e-10
 STEP, BACKWARD, ACCUMULATION, EVALUATION = "step", "backward", "accumulation", "evaluation"
 ASYNCHRONOUS, FAILURE, SIDE = "asynchronous", "failure", "side stream"
-TWO, MIXED = "two streams", "mixed"
+TWO, MIXED, STREAM = "two streams", "mixed", "batches under way"
 armed = False
 """Whether a `Fuse` blows."""
 
@@ -124,6 +124,9 @@ class Unsplit:
 
     def __call__(self, x: Tensor) -> Tensor:
         return torch.cat([self.model(piece) for piece in x.tensor_split(self.n_microbatches)])
+
+    def stream(self, batches: Iterable[Tensor]) -> Iterator[Tensor]:
+        return map(self, batches)
 
     def step(self, x: Tensor, *, target: Tensor) -> Tensor:
         pieces = zip(x.tensor_split(self.n_microbatches), target.tensor_split(self.n_microbatches), strict=True)
@@ -261,6 +264,14 @@ def evaluate(run: Run, x: Tensor, y: Tensor) -> Tensor:
         return run.pipe(x)  # type: ignore[no-any-return]
 
 
+def call_in_between(run: Run, x: Tensor, y: Tensor) -> Tensor:
+    """Batches are under way when a call copies weights anew, which they read."""
+    with torch.no_grad():
+        under_way = iter(run.pipe.stream([x, x, x]))
+        first: Tensor = next(under_way)
+        return torch.cat([first, run.pipe(x), *under_way])
+
+
 def step_in_between(run: Run, x: Tensor, y: Tensor) -> Tensor:
     return run.pipe.step(x, target=y, optimizer=run.optimizer)  # type: ignore[no-any-return]
 
@@ -290,6 +301,7 @@ LOOPS: dict[str, Loop] = {
     TWO: call_on_another_stream,
     MIXED: call_and_then_step,
     EVALUATION: evaluate,
+    STREAM: call_in_between,
     ASYNCHRONOUS: step_in_between,
     FAILURE: fail_and_go_on,
 }

@@ -17,6 +17,7 @@ from tests.accelerator.cases import (
     MIXED,
     SIDE,
     STEP,
+    STREAM,
     TWO,
     Case,
     HalfTied,
@@ -44,6 +45,7 @@ LOOPS = (STEP, BACKWARD, ACCUMULATION, SIDE, MIXED, EVALUATION)
 
 # Where a mutant is to be reported, the cut is not to depend on times.
 HALVES = {"passes": deal([1, 1])}
+REPLICAS = {"passes": deal([2, 1])}
 # Behind its forward the caller's stream writes statistics, which a recomputed forward copies.
 LATE = {"deferred_batch_norm": True, "recompute": "always", **HALVES}
 FEW = [
@@ -56,6 +58,8 @@ FEW = [
     Case("GPipe: evaluation, one device", PLACES["one device"], "GPipe", EVALUATION, partial(Net, layers=4)),
     Case("ZB-H1: failure, one device", PLACES["one device"], "ZB-H1", FAILURE, partial(Net, layers=4)),
     Case("PipeDream: step, one device", PLACES["one device"], "PipeDream", ASYNCHRONOUS),
+    Case("replicas (2, 1): step, other devices", PLACES["three devices"], make_model=Tied, options=REPLICAS),
+    Case("replicas (2, 1): batches under way", PLACES["three devices"], "1F1B", STREAM, Tied, options=REPLICAS),
 ]
 """A few cases that have something of everything: among them they report every mutant."""
 
@@ -93,7 +97,7 @@ def _list_replicas() -> Iterator[Case]:
     """Yield stages on several devices, of which one may be that of another stage."""
     for place, devices in {"other devices": PLACES["three devices"], "one device": ("toy:0",) * 3}.items():
         for counts in ((2, 1), (1, 2)):
-            for loop in LOOPS:
+            for loop in (*LOOPS, STREAM):
                 name = _name(place, f"replicas {counts}", loop)
                 yield Case(name, devices, loop=loop, make_model=Tied, options={"passes": deal(counts)})
 
