@@ -25,7 +25,7 @@ class WithExports(WithWeights):
         Rank r of the group (default: all ranks) runs the stages of device r of the plan. `made.step(x, target=y)` runs
         a step, and `made.schedule.step(...)` is torch's own. The modules in `made.stages` hold the model's parameters,
         and gradients are added to their `.grad`. Shapes are those of the example inputs. All ranks need the same plan:
-        compile with `costs=` from a file.
+        compile for "world", or with `costs=` from a file.
 
         Raises NotExportable for what torch's runtime has no word for: replicas, versions of weights, weights tied over
         stages, batches that do not divide evenly, dropout, recomputation, and values other than tensors that cross

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, fx
 
 from fxsplit.api.compiled import Compiled
 from fxsplit.api.options import Options
@@ -24,6 +24,7 @@ from fxsplit.runtime.loss_meaning import LossMeaning
 from fxsplit.runtime.program import Program
 from fxsplit.schedule import Schedule
 from fxsplit.schedule.torch_csv import format_csv
+from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.interpret import describe_tensor
 from fxsplit.torch_internals.stage_values import list_outputs, record_values
 
@@ -238,8 +239,22 @@ def _find_ends(stages: Stages, tensors: Sequence[Tensor]) -> list[Ends]:
         if odd is not None:
             raise NotExportable(f"a {odd.layout} tensor enters or leaves stage {stage.index}: make it dense before")
         takes = [value for value in places if isinstance(value, Tensor)]
-        found.append(Ends(*(tuple(_forget_values(value) for value in side) for side in (takes, gives))))
+        there, back = (tuple(_forget_values(value) for value in side) for side in (takes, gives))
+        found.append(Ends(there, back, _joins_inputs(stage.module, made)))
     return found
+
+
+def _joins_inputs(module: fx.GraphModule, made: Mapping[fx.Node, Any]) -> bool:
+    """Return whether every output of a stage that has a gradient depends on an input that has one."""
+    joined: set[fx.Node] = set()
+    for node in module.graph.nodes:
+        if _has_gradient(made[node]) and (node.op == "placeholder" or not joined.isdisjoint(node.all_input_nodes)):
+            joined.add(node)
+    return all(node in joined for node in list_outputs(module) if _has_gradient(made[node]))
+
+
+def _has_gradient(value: Any) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(value))
 
 
 def _forget_values(value: Tensor) -> Tensor:
@@ -263,6 +278,6 @@ def _check_agreement(compiled: Compiled, group: dist.ProcessGroup | None) -> Non
     odd = next((rank for rank, one in enumerate(found) if not torch.equal(one, found[0])), None)
     if odd is not None:
         raise InputError(
-            f"rank {odd} has other stages than rank 0, as each has measured times of its own: give all of them one "
-            "profile, fxsplit.compile(..., costs='net.json')"
+            f"rank {odd} has other stages than rank 0, as each has measured times of its own: compile for "
+            "\"world\", or give all of them one profile, costs='net.json'"
         )

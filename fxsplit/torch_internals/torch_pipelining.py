@@ -27,10 +27,15 @@ Runtime = _PipelineScheduleRuntime
 
 
 class Ends(NamedTuple):
-    """The tensors that a stage takes and gives for one microbatch, on the meta device."""
+    """The tensors that a stage takes and gives for one microbatch, on the meta device.
+
+    divides: whether torch can divide the stage's backward in two. It finds what is left for the second half along the
+    ways from the inputs, so weights that only outputs depend on which depend on no input would get no gradient.
+    """
 
     takes: tuple[Tensor, ...]
     gives: tuple[Tensor, ...]
+    divides: bool = True
 
 
 class _Alias(torch.autograd.Function):
@@ -97,10 +102,18 @@ def build_module(stage: fx.GraphModule, ends: Ends, *, copies: bool) -> fx.Graph
 def build_stage(
     module: fx.GraphModule, index: int, count: int, device: torch.device, ends: Ends, group: dist.ProcessGroup | None
 ) -> PipelineStage:
-    """Return torch's stage number `index` of `count`."""
+    """Return torch's stage number `index` of `count`; one that does not divide does all of a backward at once."""
+    takes, gives = _lay_out(ends.takes), _lay_out(ends.gives)
+    # Of the first stage torch does the whole backward in the second half.
+    builder = None if ends.divides or index == 0 else _leave_nothing
     return PipelineStage(
-        module, index, count, device, input_args=_lay_out(ends.takes), output_args=_lay_out(ends.gives), group=group
+        module, index, count, device, input_args=takes, output_args=gives, group=group, dw_builder=builder
     )
+
+
+def _leave_nothing() -> Callable[[], None]:
+    """Return what is left to do of a backward that was done whole, and torch is told that it was not."""
+    return lambda: None
 
 
 def build_runtime(
