@@ -154,7 +154,8 @@ def measure_peak(run: Callable[[], object]) -> int:
 
     The run makes all memory that it frees: the profiler does not know of what was there before.
     """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    # Without acc_events torch 2.11 warns that a second cycle would clear events.
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
         run()
     assert profiled.profiler is not None
     events = profiled.profiler.kineto_results.events()
