@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx, nn
 
 from fxsplit.errors import TraceError
+from fxsplit.frontend.fetches import fetch_apart
 from fxsplit.frontend.graph import Graph
 from fxsplit.frontend.subject import Subject
 from fxsplit.ir.facts.numbers import hold_numbers, name_numbers
@@ -31,6 +32,8 @@ class GivenGraph:
 
     def attempt(self, subject: Subject) -> Graph:
         """Return the same nodes, with one placeholder for each tensor argument and constants for all other arguments.
+
+        Each reader of a parameter fetches it by itself (see `fetch_apart`).
 
         A graph with placeholders `x` and `extra`, called with `extra={"gain": 2.0, "bias": tensor}`, gets the
         placeholders `x` and `extra_bias`. Raises TraceError where graph and forward() have different arguments.
@@ -59,5 +62,5 @@ class GivenGraph:
             if node.op in ("call_module", "get_attr"):
                 held[str(node.target)] = operator.attrgetter(str(node.target))(model)
             values[node] = graph.node_copy(node, lambda n: values[n])
-        gm = fx.GraphModule(held, graph, class_name=subject.name)
+        gm = fetch_apart(fx.GraphModule(held, graph, class_name=subject.name))
         return Graph(gm, Scope(inputs, self.name))

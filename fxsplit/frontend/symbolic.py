@@ -24,6 +24,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from fxsplit.errors import FxsplitError, TraceError
 from fxsplit.frontend.autograd_functions import one_trace, record_functions
+from fxsplit.frontend.fetches import fetch_apart
 from fxsplit.frontend.graph import Graph
 from fxsplit.frontend.no_trace_left import refuse_assignments, refuse_draws, restore_model
 from fxsplit.frontend.subject import Subject
@@ -67,7 +68,7 @@ class SymbolicTrace:
                 gm = fx.GraphModule(model, graph, class_name=subject.name)
             except Exception as error:
                 raise _explain(model, tracer, error) from error
-        gm = fix_constant_devices(gm, subject.tensors[0].device)
+        gm = fetch_apart(fix_constant_devices(gm, subject.tensors[0].device))
         return Graph(gm, Scope(subject.inputs, self.name), computed=frozenset(computed))
 
 
