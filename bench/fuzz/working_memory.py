@@ -27,8 +27,13 @@ class Working:
 
     @cache  # noqa: B019
     def unkept(self, ideal: int) -> float:
-        """Return the bytes of values that cross a cut right behind an ideal and that nothing keeps."""
+        """Return the bytes of values that cross a cut right behind an ideal and that nothing keeps.
+
+        Behind all nodes it is what the loss keeps of the outputs.
+        """
         found = 0.0
+        if self.weighed and ideal == self.full and not self.costs.inference:
+            return self.crossing[ideal][0]
         for name, output, _, readers, returned in self.costs.values:
             made = name not in self.bit or ideal & self.bit[name]
             if made and (returned or any(not ideal & self.bit[r] for r in readers)):

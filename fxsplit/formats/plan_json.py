@@ -16,9 +16,10 @@ from typing import Any
 
 from fxsplit.errors import PlanError
 from fxsplit.ir.facts.compress import HOW
+from fxsplit.ir.facts.course import Course
 from fxsplit.ir.facts.figures import AMOUNT, as_list, is_amount, is_count, show
 from fxsplit.ir.facts.plan import Plan
-from fxsplit.ir.facts.price import COST_MODELS, CostModel, StagePlan
+from fxsplit.ir.facts.price import COST_MODELS, CostModel, StagePlan, spread_activations
 from fxsplit.ir.files import explain_unreadable, write_whole
 
 # All numbers of a stage: a figure that StagePlan gains is written and read without a change here.
@@ -33,7 +34,9 @@ _LATER = [
     "optimizer_bytes",
     "buffer_bytes",
 ]
-_LATER += ["versions_bytes", "boundaries_bytes", "activations_bytes"]
+_LATER += ["versions_bytes", "boundaries_bytes", "activations_bytes", "step_bytes"]
+_COURSE = [f.name for f in fields(Course)]
+_COURSE[_COURSE.index("backward_bytes")] = "whole_bytes"
 _SENT = {"in_sent_bytes": "in_bytes", "in_sent_gradient_bytes": "in_gradient_bytes"}
 """What is sent where it is not said: values as they are."""
 
@@ -153,14 +156,18 @@ def _read_stage(index: int, data: dict[str, Any], names: list[str], *, held: boo
     data = {"weight_ms": backward / 2, **dict.fromkeys(_LATER, 0.0), **data}
     data |= {name: data[own] for name, own in _SENT.items() if name not in data}
     data.setdefault("boundary_bytes", held * (data["in_bytes"] + data["out_bytes"]))
+    # Nor do they know what is held in each action.
+    known = "resting_bytes" in data
+    data = {**dict.fromkeys(_COURSE, 0.0), **data}
     if _number(data["weight_ms"], f"weight_ms of stage {index}") > backward:
         raise PlanError(f"weight_ms of stage {index} is {data['weight_ms']}, and it is part of backward_ms={backward}")
-    return StagePlan(
+    stage = StagePlan(
         nodes=tuple(str(n) for n in as_list(data["nodes"])),
         devices=tuple(names.index(d) for d in data["devices"]),
         recompute=_truth(data["recompute"], f"recompute of stage {index}"),
         **{figure: _number(data[figure], f"{figure} of stage {index}") for figure in _FIGURES},
     )
+    return stage if known else spread_activations(stage, trains=True)
 
 
 def _refuse_twice(what: str, names: list[str]) -> None:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from fxsplit.ir.facts.antichains import Antichains
 from fxsplit.ir.facts.costs import Costs
-from fxsplit.ir.facts.working import LOSS_COPIES, list_rooms
+from fxsplit.ir.facts.working import LOSS_COPIES, LOSS_KEEPS, list_rooms
 from fxsplit.planner.kernels import fit
 from fxsplit.planner.kernels import lattice as kernel
 from fxsplit.planner.kernels.tables import Floats, Ints, Needs
@@ -71,6 +71,9 @@ def find_working(costs: Costs, chains: Antichains, *, splits: bool) -> Working:
     start = np.repeat(np.arange(len(chains)), np.diff(chains.pointer))
     added = chains.node[np.lexsort((start, chains.child))]
     unkept = sum_live_values(costs, chains, costs.find_unkept)
+    if not costs.inference:
+        # Of the outputs of the model the loss keeps as much as there is.
+        unkept[-1] = LOSS_KEEPS * chains.live_bytes[-1]
     # Divided backwards free nothing while they run, so that there is no second bound.
     needs = Needs(
         near=near[added],

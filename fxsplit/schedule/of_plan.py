@@ -13,6 +13,9 @@ from fxsplit.schedule.memory import Footprint
 from fxsplit.schedule.schedule import Homes, Schedule
 from fxsplit.schedule.simulate import Times
 
+NUMBERS_BYTES = 4096.0
+"""What a stage holds in single numbers, at most: losses and their weights, and what stands for summed gradients."""
+
 
 def find_replicas(plan: Plan) -> Homes | None:
     """Return the devices of each stage if some stage has several, which are its replicas; else None."""
@@ -38,12 +41,12 @@ def build_schedule(
     if scheduler.stages_per_device not in (None, 1):
         raise ScheduleError(f"{scheduler.name}: a plan with replicated stages has one stage a device")
     most = count_in_flight(homes)
-    for s, (home, footprint) in enumerate(zip(homes, read_footprints(plan), strict=True)):
+    for s, (home, stage) in enumerate(zip(homes, plan.stages, strict=True)):
         # A stage that recomputes keeps its boundaries for each microbatch, and activations of one microbatch at a time.
         room = min((memory_bytes[d] for d in home if memory_bytes), default=inf)
-        room -= footprint.held_bytes + footprint.working_bytes
-        each = footprint.kept_bytes * (not footprint.recompute) + footprint.boundary_bytes
-        fitting = (room - footprint.kept_bytes * footprint.recompute) / each if each else inf
+        room -= stage.held_bytes + stage.working_bytes
+        each = stage.kept_bytes * (not stage.recompute) + stage.boundary_bytes
+        fitting = (room - stage.kept_bytes * stage.recompute) / each if each else inf
         # With less than one microbatch under way nothing runs; whether the plan fits was the planner's question.
         most[s] = max(1, int(min(most[s], fitting)))
     return schedule_replicas(scheduler.name, homes, n_microbatches, most)
@@ -102,14 +105,17 @@ def read_footprints(plan: Plan) -> list[Footprint]:
     """Return what each stage of a plan holds, in bytes."""
     return [
         Footprint(
-            s.held_bytes,
-            s.kept_bytes,
-            s.boundary_bytes,
-            s.parameter_bytes,
-            s.recompute,
-            s.waiting_bytes,
-            s.working_bytes,
-            min(s.in_gradient_bytes, s.working_bytes),
+            held_bytes=s.held_bytes + NUMBERS_BYTES * s.weighed,
+            parameter_bytes=s.parameter_bytes,
+            resting_bytes=s.resting_bytes,
+            halfway_bytes=s.halfway_bytes,
+            forward_bytes=s.forward_bytes,
+            backward_bytes=s.whole_bytes,
+            early_bytes=s.early_bytes,
+            late_bytes=s.late_bytes,
+            sent_bytes=s.sent_bytes,
+            sent_gradient_bytes=s.sent_gradient_bytes,
+            step_bytes=s.step_bytes,
         )
         for s in plan.stages
     ]

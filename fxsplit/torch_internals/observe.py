@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage, fx
+from torch import Tensor, UntypedStorage, fx, nn
 
 from fxsplit.errors import FxsplitError, TraceError
 from fxsplit.torch_internals import pytree
@@ -42,7 +42,11 @@ class Observation:
         is its own owner.
     mutates: the owners of the memory that it wrote to in place.
     draws: whether it takes random numbers, now or in training mode. drew: whether it did now.
-    unkept_bytes: the memory of its tensors that autograd does not keep. Views of such memory have it too.
+    storage_bytes: the memory of its tensors, weights aside. Views have that of the tensors that they look at.
+    unkept_bytes: the part of that which autograd does not keep.
+    is_turned: whether its tensor lies in memory in another order than that of its dimensions.
+    is_read_turned: whether a node makes a view of its tensor in which the order is another one, as a transpose does.
+        The gradient that comes back from there is in another order too.
     """
 
     text: str = "none"
@@ -54,7 +58,10 @@ class Observation:
     mutates: tuple[str, ...] = ()
     draws: bool = False
     drew: bool = False
+    storage_bytes: int = 0
     unkept_bytes: int = 0
+    is_turned: bool = False
+    is_read_turned: bool = False
 
 
 class ObservingInterpreter(Interpreter):
@@ -75,6 +82,8 @@ class ObservingInterpreter(Interpreter):
         self._kept: set[int] = set()
         # By node, the storages of its value.
         self._made: dict[str, dict[int, UntypedStorage]] = {}
+        self._nodes: list[fx.Node] = list(gm.graph.nodes)
+        self._gm = gm
         self._alive: list[UntypedStorage] = []  # the number of a freed storage would be given to another one
         self._buffers = {get_storage_id(b) for b in gm.buffers()}
         self._weights = self._buffers | {get_storage_id(p) for p in gm.parameters()}
@@ -121,7 +130,22 @@ class ObservingInterpreter(Interpreter):
         """Note what of each node's memory autograd does not keep; a later node may be the one that keeps it."""
         there = self._kept | self._weights
         for name, storages in self._made.items():
+            self.seen[name].storage_bytes = sum(s.nbytes() for key, s in storages.items() if key not in self._weights)
             self.seen[name].unkept_bytes = sum(s.nbytes() for key, s in storages.items() if key not in there)
+
+    def note_turned(self) -> None:
+        """Note which tensors are read in another order of memory than their own, so that gradients arrive in it."""
+        # From the last node on, since a gradient that is turned stays so in nodes that hand it on, or that compute
+        # element by element. Operators with weights make a new one.
+        for node in reversed(self._nodes):
+            seen = self.seen[node.name]
+            for reader in node.users:
+                view = self.seen[reader.name]
+                shares = bool(set(view.owners) & set(seen.owners))
+                hands_on = shares or (view.text == seen.text and not _has_weights(self._gm, reader))
+                seen.is_read_turned |= (shares and view.is_turned != seen.is_turned) or (
+                    hands_on and view.is_read_turned
+                )
 
     def _run_and_list_saved(self, n: fx.Node, tensors: list[Tensor]) -> tuple[Any, list[UntypedStorage]]:
         """Return a node's value, and the storages that autograd saves for the node's backward."""
@@ -178,6 +202,7 @@ def observe(
         # The graph gets clones, because autograd refuses to write in place to a leaf.
         result = observer.run(*(leaf.clone() for leaf in leaves))
         observer.note_unkept()
+        observer.note_turned()
         # A tensor from a closure would be trained by the model and by no stage.
         known = {id(t) for t in (*own.parameters(), *own.buffers(), *leaves)}
         outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
@@ -189,6 +214,14 @@ def observe(
             "torch.fx.wrap"
         )
     return observer.seen
+
+
+def _has_weights(gm: nn.Module, node: fx.Node) -> bool:
+    """Return whether a node computes with parameters: those of its module, or one that it reads."""
+    if node.op == "call_module" and any(True for _ in gm.get_submodule(str(node.target)).parameters()):
+        return True
+    fetched = (find_target(gm, i) for i in node.all_input_nodes if i.op == "get_attr")
+    return any(isinstance(target, nn.Parameter) for target in fetched)
 
 
 def _no_backward(packed: object) -> Tensor:
@@ -203,6 +236,7 @@ def _describe(value: Any) -> Observation:
     """Return what can be said of a value by itself: its text, whether it is a container, and its bytes."""
     if isinstance(value, Tensor):
         size = value.numel() * value.element_size()
-        return Observation(describe_tensor(value), False, size, size if value.requires_grad else 0)
+        turned = value.layout is torch.strided and not value.is_contiguous()
+        return Observation(describe_tensor(value), False, size, size if value.requires_grad else 0, is_turned=turned)
     leaves = pytree.tree_leaves(value)
     return Observation(type(value).__name__, is_container=any(isinstance(leaf, Tensor) for leaf in leaves))

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from fxsplit.errors import ChainError, ProfileError
-from fxsplit.ir.facts.costs import HARDWARE, Costs, InputCost, NodeCost, name_operator
+from fxsplit.ir.facts.costs import HARDWARE, Costs, InputCost, NodeCost, Tie, name_operator
 from fxsplit.ir.facts.effects import Effects, observe_effects
 from fxsplit.ir.facts.example import Example
 from fxsplit.ir.facts.forward_costs import keep_forwards
@@ -95,6 +96,9 @@ class Profile:
                 calls[node.name] = Call(call, args, kwargs)
 
         effects = observe_effects(ir, visit, parameters_together=self.tied == "together")
+        # What an operator allocates backward depends on the order of memory in which its gradient arrives.
+        turned = {name for name, seen in effects.nodes.items() if seen.is_read_turned}
+        signatures = {name: key + ", gradient turned" * (name in turned) for name, key in signatures.items()}
         # Times measured before are used by signature, whichever node they were measured at.
         times = dict(known.times) if known else {}
         # Reversed, so that the first node with a signature is the one that is kept.
@@ -104,7 +108,10 @@ class Profile:
             _check_known(known, first, device.type, trains=trains)
         if first:
             if one_by_one:
-                once = {name: replace(calls[name], writes=bool(effects.nodes[name].mutates)) for name in first.values()}
+                once = {
+                    name: replace(calls[name], writes=bool(effects.nodes[name].mutates), turned=name in turned)
+                    for name in first.values()
+                }
                 alone = partial(time_alone, once, device, self.repeats, trains=trains)
                 measured = _measure(ir.gm, machine, len(once), alone, trains=trains)
             else:
@@ -181,6 +188,8 @@ def _build_costs(
     nodes, inputs = [], []
     outputs: tuple[str, ...] = ()
     counted: set[int] = set()
+    holders: dict[int, list[str]] = defaultdict(list)
+    weight_of: dict[int, Tensor] = {}
     workload = ir.get(Workload)
     n_microbatches = 1 if workload is None else workload.n_microbatches
     for node in ir.gm.graph.nodes:
@@ -193,8 +202,12 @@ def _build_costs(
             # A node that only fetches an attribute has no signature and takes no time.
             key = signatures.get(node.name, f"get_attr {seen.text}")
             held = [w for w in list_node_weights(ir.gm, node) if get_storage_id(w) not in counted]
-            # Users that are in one stage have the parameter once. In several stages, each has it.
-            counted |= {get_storage_id(w) for w in held if tied == "together"}
+            # Users that are in one stage have the weight once, as those of a buffer always are. In several stages, each
+            # has it.
+            counted |= {get_storage_id(w) for w in held if tied == "together" or not isinstance(w, nn.Parameter)}
+            for weight in held:
+                holders[get_storage_id(weight)].append(node.name)
+                weight_of[get_storage_id(weight)] = weight
             cost = _build_node_cost(node, held, seen, key, times.get(key, NOTHING))
             if find_slot(node.target) is not None:
                 # What the operator returns of a microbatch, its stage keeps of every one.
@@ -207,6 +220,7 @@ def _build_costs(
         outputs=outputs,
         together=effects.together,
         ordered=effects.ordered,
+        tied=tuple(_list_ties(weight_of, holders)),
         rows=ir[Example].rows,
         device_kind=machine.torch_devices()[0].type,
         environment={
@@ -216,6 +230,15 @@ def _build_costs(
             **hardware,
         },
     )
+
+
+def _list_ties(weight_of: Mapping[int, Tensor], holders: Mapping[int, Sequence[str]]) -> Iterator[Tie]:
+    """Yield the weights that several nodes hold and count; `holders` are their names, by the weight's memory."""
+    for key, weight in weight_of.items():
+        names = tuple(dict.fromkeys(holders[key]))
+        size = float(count_bytes(weight))
+        if len(names) > 1:
+            yield Tie(size, 0.0, names) if weight.requires_grad else Tie(0.0, size, names)
 
 
 def _build_node_cost(node: fx.Node, held: Sequence[Tensor], seen: Observation, key: str, times: Measured) -> NodeCost:
@@ -235,6 +258,7 @@ def _build_node_cost(node: fx.Node, held: Sequence[Tensor], seen: Observation, k
         draws=seen.draws,
         unkept_bytes=seen.unkept_bytes,
         made=seen.text,
+        storage_bytes=seen.storage_bytes,
         handed_bytes=sum(count_bytes(w) for w in held if w.requires_grad and not is_caught(w)),
         **times._asdict(),
     )

@@ -35,13 +35,15 @@ from fxsplit.torch_internals import pytree
 class Call:
     """What a node calls (a module, a function, or the name of a method), on tensors that may have shapes alone.
 
-    writes: whether the call writes to its arguments in place.
+    writes: whether the call writes to its arguments in place. turned: whether the gradient of what it returns arrives
+        in another order of memory (see Observation.is_read_turned).
     """
 
     target: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     writes: bool = False
+    turned: bool = False
 
 
 def time_alone(
@@ -110,7 +112,7 @@ def _time(call: Call, device: torch.device, turns: Sequence[bool], repeats: int)
     for halved in turns:
         run(halved)
     times = take_medians(forward, backward, halves, repeats)
-    weight = Weight()
+    weight = Weight(is_turned=call.turned)
     run(weight=weight)
     while weight.is_unfinished:
         run(weight=weight)

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import InitVar, dataclass, fields
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fxsplit.ir.facts.measured import Measured
 from fxsplit.torch_internals.allocations import count_allocations
-from fxsplit.torch_internals.grad_split import Branch, find_branch_nodes
+from fxsplit.torch_internals.grad_split import Branch, collect_weight_backwards, find_branch_nodes
 from fxsplit.torch_internals.layouts import list_parts
 
 Tensors = Sequence[Tensor]
+REVERSED, CHANNELS_LAST = "reversed", "channels last"
+Layout = torch.memory_format | str
+"""In which order of memory a gradient arrives: in its output's, contiguous, or with its dimensions turned."""
 
 
 @dataclass
@@ -28,12 +31,17 @@ class Weight:
     forward_peak_bytes: float | None = None
     backward_peak_bytes: float = 0.0
     halved_peak_bytes: float = 0.0
+    late_peak_bytes: float = 0.0
     waiting_bytes: float = 0.0
+    lent_bytes: float | None = None
+    is_turned: InitVar[bool] = False
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, is_turned: bool) -> None:
+        # Whether its gradient arrives in another order of memory than it has itself, as from what reads it transposed.
+        self._is_turned = is_turned
         # The ways in which the backward is still to be run: with gradients of a layout, in halves or whole. None before
         # the first is seen.
-        self._ways: list[tuple[torch.memory_format, bool]] | None = None
+        self._ways: list[tuple[Layout, bool]] | None = None
 
     @property
     def is_unfinished(self) -> bool:
@@ -59,39 +67,63 @@ class Weight:
         nodes, _ = find_branch_nodes(outputs, [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)])
         if self._ways is None:
             # Gradients that arrive are usually contiguous, also where the output is a view that is not.
-            layouts = [torch.preserve_format, torch.contiguous_format]
+            layouts: list[Layout] = [torch.preserve_format, torch.contiguous_format]
             layouts = layouts if not all(t.is_contiguous() for t in outputs) else layouts[:1]
+            layouts += [REVERSED, CHANNELS_LAST] if self._is_turned else []
             # Where no gradient can be left for later, the first half is all of the backward.
             self._ways = [(layout, halved) for layout in layouts for halved in ([True, False] if nodes else [True])]
         layout, halved = self._ways.pop()
-        peak = self._note_half(outputs, leaves, nodes, layout) if halved else count_backward(outputs, leaves, layout)[0]
-        if halved:
-            self.halved_peak_bytes = max(self.halved_peak_bytes, peak)
-        if not (halved and nodes):
-            self.backward_peak_bytes = max(self.backward_peak_bytes, peak)
+        if halved and nodes:
+            self._note_halves(outputs, leaves, nodes, layout)
+        else:
+            self._note_whole(outputs, leaves, layout)
 
-    def _note_half(
-        self, outputs: Tensors, leaves: Tensors, nodes: Mapping[Any, Branch], layout: torch.memory_format
-    ) -> int:
-        """Run the first half of the operator's backward; return what it allocates, and note what the second waits with.
+    def _note_whole(self, outputs: Tensors, leaves: Tensors, layout: Layout) -> None:
+        """Run the operator's backward whole; note what it allocates, and what it returns in memory that it was given.
+
+        Of several layouts, what is returned so in all of them counts.
+        """
+        made = count_backward(outputs, leaves, layout)
+        self.backward_peak_bytes = max(self.backward_peak_bytes, made.peak_bytes)
+        if len(outputs) == 1:
+            given = {part.untyped_storage()._cdata for seed in made.seeds for part in list_parts(seed)}
+            parts = [part for t in made.gradients if t is not None for part in list_parts(t)]
+            lent = sum(part.nbytes for part in parts if part.untyped_storage()._cdata in given)
+            self.lent_bytes = lent if self.lent_bytes is None else min(self.lent_bytes, lent)
+        # Where no gradient can be left for later, this is the first half too.
+        if not find_branch_nodes(outputs, [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)])[0]:
+            self._note_early(made, made.gradients)
+
+    def _note_early(self, made: Counted, first: Sequence[Tensor | None]) -> None:
+        """Note what a first half allocates, and what is held until the second; `first` are gradients of inputs."""
+        # What one branch waits with may be a view of what another one does.
+        waiting = [part for t in made.gradients[len(first) :] if t is not None for part in list_parts(t)]
+        # Where a gradient is a part of a larger one, as that of a value that was concatenated, it keeps all of that.
+        waiting += [t for t in first if t is not None and is_part(t)]
+        storages = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in waiting}
+        self.waiting_bytes = max(self.waiting_bytes, sum(storages.values()))
+        self.halved_peak_bytes = max(self.halved_peak_bytes, made.peak_bytes)
+
+    def _note_halves(self, outputs: Tensors, leaves: Tensors, nodes: Mapping[Any, Branch], layout: Layout) -> None:
+        """Run the operator's backward in two halves; note what each allocates, and what the second waits with.
 
         nodes: those that compute gradients of weights alone, which are left for later.
         """
         late = {id(weight) for branch in nodes.values() for weight in branch.weights}
         first = [leaf for leaf in leaves if id(leaf) not in late]
         edges = [edge for branch in nodes.values() for edge in branch.edges]
-        peak, found = count_backward(outputs, [*first, *edges], layout)
-        # What one branch waits with may be a view of what another one does.
-        waiting = [part for t in found[len(first) :] if t is not None for part in list_parts(t)]
-        # Where a gradient is a part of a larger one, as that of a value that was concatenated, it keeps all of that.
-        waiting += [t for t in found[: len(first)] if t is not None and is_part(t)]
-        storages = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in waiting}
-        self.waiting_bytes = max(self.waiting_bytes, sum(storages.values()))
-        return peak
+        made = count_backward(outputs, [*first, *edges], layout)
+        self._note_early(made, made.gradients[: len(first)])
+        for left in collect_weight_backwards(dict(nodes), made.gradients[len(first) :]):
+            with torch.no_grad(), count_allocations() as later:
+                gradients = left.run()
+            self.late_peak_bytes = max(self.late_peak_bytes, later.peak_bytes or 0)
+            del gradients
 
     def add_to(self, times: Measured) -> Measured:
         """Return what was measured of the operator: its times, and this."""
-        return times._replace(**{field.name: getattr(self, field.name) for field in fields(self)})
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return times._replace(**found | {"lent_bytes": self.lent_bytes or 0})
 
 
 def is_part(tensor: Tensor) -> bool:
@@ -99,17 +131,34 @@ def is_part(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > tensor.nbytes
 
 
-def count_backward(
-    outputs: Tensors, ends: Sequence[Any], layout: torch.memory_format
-) -> tuple[int, tuple[Tensor | None, ...]]:
-    """Return the most bytes that a backward from `outputs` to `ends` allocates at once, and the gradients there.
+class Counted(NamedTuple):
+    """What a backward allocates at most, at once, the gradients that it returns, and those that it starts from."""
+
+    peak_bytes: int
+    gradients: Sequence[Tensor | None]
+    seeds: Tensors
+
+
+def count_backward(outputs: Tensors, ends: Sequence[Any], layout: Layout) -> Counted:
+    """Run a backward from `outputs` to `ends` and count what it allocates.
 
     Activations are kept meanwhile. Where there are several outputs the gradients that it starts from count too:
     those that do not arrive in a step are made inside of the operator.
     """
     # One that is given is there before, and is counted as such.
-    seeds = [torch.ones_like(t, memory_format=layout) for t in outputs] if len(outputs) == 1 else None
+    seeds = [_make_seed(t, layout) for t in outputs] if len(outputs) == 1 else None
     with count_allocations() as found:
-        seeds = seeds or [torch.ones_like(t, memory_format=layout) for t in outputs]
+        seeds = seeds or [_make_seed(t, layout) for t in outputs]
         made = torch.autograd.grad(outputs, ends, seeds, retain_graph=True, allow_unused=True)
-    return found.peak_bytes or 0, made
+    return Counted(found.peak_bytes or 0, made, seeds)
+
+
+def _make_seed(output: Tensor, layout: Layout) -> Tensor:
+    """Return a gradient of ones for an output."""
+    if isinstance(layout, torch.memory_format):
+        return torch.ones_like(output, memory_format=layout)
+    dims = list(range(output.ndim))
+    # For each dimension of the memory, the one of the output that lies there.
+    order = dims[::-1] if layout == REVERSED else dims[:1] + dims[2:] + dims[1:2]
+    made = torch.ones_like(output.detach().permute(order), memory_format=torch.contiguous_format)
+    return made.permute([order.index(dim) for dim in dims])

@@ -19,13 +19,14 @@ class Twice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(6, 6))
-        self.register_buffer("scale", torch.ones(6))
+        self.scale = nn.Buffer(torch.ones(6))
         self.inner = nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output of three products."""
         weight, scale = self.weight, self.scale
-        return self.inner(torch.tanh(x @ weight) @ weight.t() * scale) @ weight
+        inner: Tensor = self.inner(torch.tanh(x @ weight) @ weight.t() * scale)
+        return inner @ weight
 
 
 def test_each_reader_fetches_a_parameter_and_buffers_stay() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, fields
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.price import CostModel, StagePlan
 from fxsplit.schedule import generate
 from fxsplit.schedule.catalogue import Scheduler
-from fxsplit.schedule.of_plan import build_schedule, find_replicas, read_footprints, read_times
+from fxsplit.schedule.memory import Footprint
+from fxsplit.schedule.of_plan import NUMBERS_BYTES, build_schedule, find_replicas, read_footprints, read_times
 
 NOTHING = dict.fromkeys(("receive_ms", "send_ms", "reduce_ms", "load_ms", "in_bytes", "out_bytes", "memory_bytes"), 0.0)
 
@@ -100,13 +102,9 @@ def test_replicas_have_one_stage_a_device() -> None:
 
 
 def test_footprints() -> None:
-    both = stage(0, boundary_bytes=3.0, held_bytes=4.0, kept_bytes=8.0, parameter_bytes=16.0, recompute=True)
-    (found,) = read_footprints(plan(both))
-    assert (found.held_bytes, found.kept_bytes, found.boundary_bytes, found.parameter_bytes) == (4, 8, 3, 16)
-    assert found.recompute
-    working = stage(0, waiting_bytes=1.0, working_bytes=2.0, in_gradient_bytes=0.5)
-    (found,) = read_footprints(plan(working))
-    assert (found.waiting_bytes, found.working_bytes, found.sent_bytes) == (1, 2, 0.5)
+    figures = {name: float(i) for i, name in enumerate(f.name for f in fields(Footprint) if f.name != "backward_bytes")}
+    (found,) = read_footprints(plan(stage(0, whole_bytes=99.0, **figures)))
+    assert asdict(found) == figures | {"held_bytes": figures["held_bytes"] + NUMBERS_BYTES, "backward_bytes": 99.0}
 
 
 @pytest.mark.parametrize("name", ["LoopedBFS", "Interleaved1F1B", "ZBVZeroBubble", "Chimera", "PipeDream"])

@@ -48,8 +48,10 @@ def test_bytes_of_what_is_made_and_kept() -> None:
     model = Layers()
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     seen = observe(trace(model), [x()])
-    assert seen["x"] == Observation("float32[4, 8]", False, FLOATS, 0, FLOATS, ("x",))  # kept for the weight's gradient
-    assert seen["linear"] == Observation("float32[4, 8]", False, FLOATS, FLOATS, 0, ("linear",), unkept_bytes=FLOATS)
+    assert seen["x"] == Observation("float32[4, 8]", False, FLOATS, 0, FLOATS, ("x",), storage_bytes=FLOATS)
+    assert seen["linear"] == Observation(
+        "float32[4, 8]", False, FLOATS, FLOATS, 0, ("linear",), storage_bytes=FLOATS, unkept_bytes=FLOATS
+    )
     assert seen["tanh"].kept_bytes == FLOATS
     assert seen["norm"].mutates == (), "running statistics lie in the module, and no node reads them"
     assert seen["chunk"].is_container and seen["chunk"].text == "tuple" and seen["chunk"].owners == ("norm",)

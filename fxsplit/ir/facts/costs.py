@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fxsplit.errors import BrokenFact, ProfileError
 from fxsplit.ir.facts.compress import count_sent_bytes
+from fxsplit.ir.facts.costs_text import check_node, list_rows
 from fxsplit.ir.facts.figures import as_list, check_record, is_count, show
 from fxsplit.ir.files import explain_unreadable, write_whole
 from fxsplit.ir.graph import IR, Fact
@@ -28,8 +29,8 @@ EARLIER = (2, 1)
 """Versions read too: files of version 1 do not say what nodes allocate, those of version 2 no dtypes and shapes."""
 HARDWARE = ("device", "capability", "clock")
 """The entries of `environment` that tell the accelerator measured on: its name, what it can do, how fast it ran."""
-_PEAKS = ("forward_peak_bytes", "backward_peak_bytes", "halved_peak_bytes")
-MEMORY = (*_PEAKS, "waiting_bytes", "unkept_bytes", "handed_bytes")
+_PEAKS = ("forward_peak_bytes", "backward_peak_bytes", "halved_peak_bytes", "late_peak_bytes")
+MEMORY = (*_PEAKS, "waiting_bytes", "lent_bytes", "unkept_bytes", "handed_bytes", "storage_bytes")
 """What of a node is known only where it was measured what operators allocate."""
 UNSTEADY, LEAST_MS = 0.15, 5.0
 """From which spread on a profile is called unsteady, if its nodes take so long together: less makes no difference."""
@@ -56,10 +57,13 @@ class NodeCost:
       nothing is launched, and both are 0
     - `forward_peak_bytes` and `backward_peak_bytes` are the most that the node's forward and backward allocate at once,
       with what they return; `halved_peak_bytes` the same of a backward that leaves the gradients of weights for later,
-      and `waiting_bytes` what such a backward then holds for them (None: not measured, and no plan counts any)
+      `waiting_bytes` what such a backward then holds for them, and `late_peak_bytes` what they take later (None: not
+      measured, and no plan counts any)
+    - `lent_bytes` are of the gradients that the node's backward returns in the memory of the one that it was given
+    - `unkept_bytes` is the memory of its output that no backward keeps, `storage_bytes` all memory that its output lies
+      in, `handed_bytes` the part of `parameter_bytes` whose gradients are small, and are added to their sums at the end
+      of a stage's backward
     - `made` is the dtype and shape of its output, as `float32[8, 64]`, or another type's name; empty where unknown
-    - `unkept_bytes` is the memory of its output that no backward keeps, `handed_bytes` the part of `parameter_bytes`
-      whose gradients are small, and are added to their sums at the end of a stage's backward
     """
 
     name: str
@@ -83,9 +87,12 @@ class NodeCost:
     forward_peak_bytes: float | None = None
     backward_peak_bytes: float = 0.0
     halved_peak_bytes: float = 0.0
+    late_peak_bytes: float = 0.0
     waiting_bytes: float = 0.0
+    lent_bytes: float = 0.0
     unkept_bytes: float = 0.0
     handed_bytes: float = 0.0
+    storage_bytes: float = 0.0
     made: str = ""
 
     @property
@@ -108,6 +115,15 @@ class Exchange:
 
 
 @dataclass(frozen=True)
+class Tie:
+    """A parameter that several nodes hold, and each of them counts: among its parameters, or its buffers if frozen."""
+
+    parameter_bytes: float
+    buffer_bytes: float
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class InputCost:
     """One tensor that the model is called with: its name, bytes per microbatch, dtype and shape (see NodeCost)."""
 
@@ -125,7 +141,8 @@ class Costs(Fact):
     between them (both as in Effects). `rows` is the microbatch size and `device_kind` the hardware, as
     in torch ("cpu", "cuda"). `exchanges` are tensors of another tool's backward graph. `inference` says that these are
     the costs of forwards alone, which tell nothing of training (see `keep_forwards`). `compress` is how values that
-    cross cuts are compressed, which is no part of a file (see compress.py).
+    cross cuts are compressed, which is no part of a file (see compress.py). `tied` are parameters that several
+    nodes hold.
     """
 
     nodes: tuple[NodeCost, ...]
@@ -139,6 +156,7 @@ class Costs(Fact):
     exchanges: tuple[Exchange, ...] = ()
     inference: bool = False
     compress: str = ""
+    tied: tuple[Tie, ...] = ()
 
     made_by: ClassVar[str] = "profile"
 
@@ -205,6 +223,11 @@ class Costs(Fact):
             (s.name, s.output_bytes, s.gradient_bytes, tuple(readers[s.name]), s.name in returned) for s in sources
         )
 
+    @cached_property
+    def value_of(self) -> dict[str, tuple[str, float, float, tuple[str, ...], bool]]:
+        """The entries of `values` by their names."""
+        return {value[0]: value for value in self.values}
+
     def find_unkept(self, name: str, output_bytes: float) -> float:
         """Return how many bytes of a value no backward keeps; all of it where that was not measured."""
         known = self.weighed and name in self.by_name
@@ -253,15 +276,17 @@ class Costs(Fact):
             if record.name in known:
                 raise ProfileError(f"{what} stands twice in the profile: names must be unique")
             if isinstance(record, NodeCost):
-                _check_node(record, known)
+                check_node(record, known)
             known.add(record.name)
         for number, exchange in enumerate(self.exchanges):
             check_record(f"exchange {number}", exchange)
             if not exchange.nodes:
                 raise ProfileError(f"exchange {number} has no nodes: give those that make or read the tensor")
+        for number, tie in enumerate(self.tied):
+            check_record(f"tied parameter {number}", tie)
         # What constraints name must be there too, or a misspelt name would drop a constraint in silence.
         made = known - {i.name for i in self.inputs}
-        constraints = (*self.together, *self.ordered, *(e.nodes for e in self.exchanges))
+        constraints = (*self.together, *self.ordered, *(e.nodes for e in self.exchanges), *(t.nodes for t in self.tied))
         # An input may be an output as it is, and is no node that could be kept together with others.
         named = [(self.outputs, known), *((names, made) for names in constraints)]
         for name, among in ((name, among) for names, among in named for name in names):
@@ -306,6 +331,7 @@ class Costs(Fact):
         head |= {"inference": True} if self.inference else {}
         lists = {"inputs": [asdict(i) for i in self.inputs], "nodes": [_to_record(n) for n in self.nodes]}
         lists |= {"exchanges": [asdict(e) for e in self.exchanges]} if self.exchanges else {}
+        lists |= {"tied": [asdict(t) for t in self.tied]} if self.tied else {}
         # One node a line, so that two profiles can be compared line by line.
         lines = [f" {json.dumps(k)}: {json.dumps(v)}" for k, v in head.items()]
         for key, rows in lists.items():
@@ -343,6 +369,9 @@ class Costs(Fact):
                 environment={str(k): str(v) for k, v in data["environment"].items()},
                 exchanges=tuple(Exchange(e["output_bytes"], as_list(e["nodes"])) for e in data.get("exchanges", ())),
                 inference=bool(data.get("inference", False)),
+                tied=tuple(
+                    Tie(t["parameter_bytes"], t["buffer_bytes"], as_list(t["nodes"])) for t in data.get("tied", ())
+                ),
             )
             if not is_count(costs.rows):
                 raise ProfileError(f"it has rows={show(costs.rows)}: give a whole number, zero or more")
@@ -354,36 +383,7 @@ class Costs(Fact):
 
     def __str__(self) -> str:
         """One row a node: name, times, bytes; then what stays together or in order, and what was measured."""
-        # A CPU launches nothing, and needs no column for it.
-        launched = bool(self.launch_ms)
-        more = f"{'launch ms':>11}" * launched
-        rows = [f"{'node':<32}{'fwd ms':>9}{'bwd ms':>9}{more}{'out B':>12}{'kept B':>12}{'param B':>12}"]
-        for n in self.nodes:
-            times = f"{n.forward_ms:>9.3f}{n.backward_ms:>9.3f}" + f"{n.launch_ms:>11.3f}" * launched
-            rows.append(f"{n.name:<32}{times}{n.output_bytes:>12}{n.kept_bytes:>12}{n.parameter_bytes:>12}")
-        rows += ["together: " + " ".join(names) for names in self.together]
-        rows += [f"ordered: {a} before {b}" for a, b in self.ordered]
-        calls = [n.signature for n in self.nodes if n.signature and not n.op.startswith("get_attr")]
-        # Layers repeat, and the same operator takes the same time on the same shapes and dtypes.
-        if len(set(calls)) < len(calls):
-            rows.append(f"measured: {len(set(calls))} operators, for {len(calls)} nodes that call one of them alike")
-        rows += [f"measured on: {self.hardware}"] if self.hardware else []
-        return "\n".join(rows)
-
-
-def _check_node(node: NodeCost, known: Collection[str]) -> None:
-    """Raise ProfileError unless a node reads what is `known` before it, and its backward holds its part for weights."""
-    for name in node.inputs:
-        if name not in known:
-            raise ProfileError(
-                f"node {show(node.name)} reads {show(name)}, which no earlier node or input makes: "
-                "the profile is incomplete or has a cycle; profile the model again"
-            )
-    if node.late_ms > node.backward_ms:
-        raise ProfileError(
-            f"node {node.name!r} has weight_ms={node.weight_ms}, which is part of backward_ms={node.backward_ms}: "
-            "give at most that"
-        )
+        return "\n".join(list_rows(self))
 
 
 _SELDOM = ("forward_launch_ms", "backward_launch_ms", *MEMORY[1:], "made")

@@ -17,7 +17,8 @@ def keep_forwards(costs: Costs) -> Costs:
         return costs
     nodes = tuple(_keep_forward(node) for node in costs.nodes)
     inputs = tuple(replace(given, gradient_bytes=0.0) for given in costs.inputs)
-    return replace(costs, nodes=nodes, inputs=inputs, exchanges=(), inference=True)
+    tied = tuple(replace(t, parameter_bytes=0.0, buffer_bytes=t.buffer_bytes + t.parameter_bytes) for t in costs.tied)
+    return replace(costs, nodes=nodes, inputs=inputs, exchanges=(), inference=True, tied=tied)
 
 
 def _keep_forward(node: NodeCost) -> NodeCost:
@@ -35,7 +36,9 @@ def _keep_forward(node: NodeCost) -> NodeCost:
         buffer_bytes=node.buffer_bytes + node.parameter_bytes,
         backward_peak_bytes=0.0,
         halved_peak_bytes=0.0,
+        late_peak_bytes=0.0,
         waiting_bytes=0.0,
+        lent_bytes=0.0,
         unkept_bytes=max(node.unkept_bytes, node.output_bytes) if node.forward_peak_bytes is not None else 0.0,
         handed_bytes=0.0,
     )

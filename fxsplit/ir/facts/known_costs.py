@@ -34,7 +34,9 @@ class KnownCosts(GivenFact):
                 n.forward_peak_bytes,
                 n.backward_peak_bytes,
                 n.halved_peak_bytes,
+                n.late_peak_bytes,
                 n.waiting_bytes,
+                n.lent_bytes,
             )
             for n in self.costs.nodes
         }

@@ -17,4 +17,6 @@ class Measured(NamedTuple):
     forward_peak_bytes: float | None = None
     backward_peak_bytes: float = 0.0
     halved_peak_bytes: float = 0.0
+    late_peak_bytes: float = 0.0
     waiting_bytes: float = 0.0
+    lent_bytes: float = 0.0

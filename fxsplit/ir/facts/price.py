@@ -6,11 +6,13 @@ Everything that the search sums over its lattice is computed here again, directl
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from fxsplit.ir.facts.costs import Costs, NodeCost
+from fxsplit.ir.facts.course import follow_stage, list_crossings
+from fxsplit.ir.facts.edges import Edges, price_boundaries, price_shared
 from fxsplit.ir.facts.machine import Machine
-from fxsplit.ir.facts.working import LOSS_COPIES, find_working_bytes
+from fxsplit.ir.facts.working import LOSS_COPIES, LOSS_KEEPS, find_working_bytes
 from fxsplit.ir.facts.workload import Workload
 
 WEIGHT_COPIES = 2.0
@@ -19,6 +21,9 @@ WEIGHT_COPIES = 2.0
 Where a step begins with a `.grad`, that is a third copy, which plans do not count.
 """
 
+
+STEP_COPIES = 2.0
+"""What an optimizer allocates while it steps, in sizes of the largest node's parameters: what Adam does on a CPU."""
 
 COST_MODELS = ("forwarded", "overlapped", "direct", "replicated")
 """The names that a CostModel may have."""
@@ -66,7 +71,9 @@ class StagePlan:
     Of its memory `held_bytes` is always there (weights, gradients, optimizer state, buffers). For each microbatch under
     way there are `kept_bytes`, which autograd keeps, and `boundary_bytes`, the values that the stage got and gave and
     does not keep anyway; between the two halves of a divided backward also `waiting_bytes`. While an action runs there
-    are `working_bytes`, once. What that is in all, by kind, `memory_kinds` says.
+    are `working_bytes`, once. What that is in all, by kind, `memory_kinds` says. It is what a search can count, and
+    bounds what a step holds. What a stage holds of a microbatch in each of its actions, from node to node, are the
+    figures from `resting_bytes` to `sent_gradient_bytes` (see course.py); `whole_bytes` is that of a whole backward.
     """
 
     nodes: tuple[str, ...]
@@ -99,6 +106,20 @@ class StagePlan:
     activations_bytes: float = 0.0
     in_sent_bytes: float = 0.0
     in_sent_gradient_bytes: float = 0.0
+    resting_bytes: float = 0.0
+    halfway_bytes: float = 0.0
+    forward_bytes: float = 0.0
+    whole_bytes: float = 0.0
+    early_bytes: float = 0.0
+    late_bytes: float = 0.0
+    sent_bytes: float = 0.0
+    sent_gradient_bytes: float = 0.0
+    step_bytes: float = 0.0
+
+    @property
+    def weighed(self) -> bool:
+        """Whether it is known what the stage's nodes allocate: else its actions hold its activations, and no more."""
+        return self.forward_bytes > self.kept_bytes + self.boundary_bytes or self.working_bytes > 0
 
     @property
     def memory_kinds(self) -> dict[str, float]:
@@ -157,18 +178,20 @@ def price_split(
     - Memory = parameters x (WEIGHT_COPIES + optimizer_factor + further versions) + buffers + microbatches in flight x
       (kept activations + boundary values, unless direct) + working memory, unless direct. A stage that recomputes keeps
       activations once. What is both a boundary value and a kept activation counts once, but for a stage that
-      recomputes; the last of those has the outputs of the model twice, as they are and as the loss keeps them. Where
-      backwards are divided, each microbatch in flight may wait for its weight gradient.
+      recomputes. The last stage has what the loss keeps of the outputs, which is as large as they are, and if it
+      recomputes the outputs besides. Where backwards are divided, each microbatch in flight may wait for its weight
+      gradient.
     - Working memory (see working.py) = that of the nodes, or of the loss behind the last of them if that is more, + the
       gradients that the stage is given, and those that it has given and nobody has taken yet, + small gradients of
       parameters.
     """
     stage_of = {name: i for i, (names, *_) in enumerate(split) for name in names}
-    edges = (_price_boundaries if model.forwards else _price_shared)(costs, stage_of, len(split))
+    edges = (price_boundaries if model.forwards else price_shared)(costs, stage_of, len(split))
     in_flight, versions = workload.in_flight[len(split)], workload.versions_of(len(split))
     rooms = [Room(in_flight[i], versions[i], workload.splits) for i in range(len(split))]
     stages = [_price_stage(costs, machine, model, split, i, edges[i]) for i in range(len(split))]
-    return tuple(_add_memory(costs, model, stages, i, edges[i], room) for i, room in enumerate(rooms))
+    stages = [_add_memory(costs, model, stages, i, edges[i], room) for i, room in enumerate(rooms)]
+    return tuple(_add_courses(costs, model, stages, stage_of))
 
 
 @dataclass(frozen=True)
@@ -178,23 +201,6 @@ class Room:
     in_flight: int
     versions: int
     splits: bool
-
-
-@dataclass(frozen=True)
-class Edges:
-    """The bytes of values, and of their gradients, that a stage gets from other stages and gives to other stages.
-
-    `unkept` are those of the values given that no backward keeps. `sent` are the bytes of the values taken, and of
-    their gradients, as they are sent, and `sends` those of the values given, with their gradients.
-    """
-
-    taken: float
-    given: float
-    taken_gradients: float = 0.0
-    given_gradients: float = 0.0
-    unkept: float = 0.0
-    sent: tuple[float, float] = (0.0, 0.0)
-    sends: tuple[float, float] = (0.0, 0.0)
 
 
 def _price_stage(costs: Costs, machine: Machine, model: CostModel, split: Split, i: int, edges: Edges) -> StagePlan:
@@ -252,12 +258,14 @@ def _add_memory(
     # What recomputes and divides its backwards has activations from one half to the other.
     count = min(room.in_flight, 1) if stage.recompute and not room.splits else room.in_flight
     activations = count * kept + room.in_flight * waiting
-    given = edges.given * (1 + (weighed and ends)) if stage.recompute else edges.unkept
+    # The loss keeps what it needs of the outputs, as large as these, whether a backward keeps them or not.
+    unkept = edges.given * LOSS_KEEPS if weighed and ends else edges.unkept
+    given = edges.given * (1 + (weighed and ends)) if stage.recompute else unkept
     boundary = (edges.taken + given) if model.forwards else 0.0
     working = 0.0
     if weighed:
         earlier = [name for before in stages[:i] for name in before.nodes]
-        own = find_working_bytes(costs, stage.nodes, earlier, edges.given - edges.unkept, splits=room.splits)
+        own = find_working_bytes(costs, stage.nodes, earlier, edges.given - unkept, splits=room.splits)
         loss = edges.given * LOSS_COPIES * ends
         # Gradients of inputs are there until the stage before has taken them.
         gradients = edges.given_gradients + edges.taken_gradients
@@ -277,6 +285,38 @@ def _add_memory(
         versions_bytes=versions,
         boundaries_bytes=room.in_flight * boundary,
         activations_bytes=activations,
+        step_bytes=STEP_COPIES * max((n.parameter_bytes for n in nodes), default=0.0),
+    )
+
+
+def _add_courses(
+    costs: Costs, model: CostModel, stages: Sequence[StagePlan], stage_of: Mapping[str, int]
+) -> list[StagePlan]:
+    """Return the stages with what they hold in each action."""
+    if not (model.forwards and costs.weighed):
+        return [spread_activations(stage, trains=not costs.inference) for stage in stages]
+    position = {node.name: i for i, node in enumerate(costs.nodes)}
+    # The loss is computed by the last stage of a pipeline, also where that has no node.
+    ends = [not costs.inference and i == len(stages) - 1 for i in range(len(stages))]
+    found = []
+    for stage, crossings, last in zip(stages, list_crossings(costs, stage_of, len(stages)), ends, strict=True):
+        names = sorted(stage.nodes, key=position.__getitem__)
+        course = asdict(follow_stage(costs, names, crossings, recompute=stage.recompute, last=last))
+        found.append(replace(stage, whole_bytes=course.pop("backward_bytes"), **course))
+    return found
+
+
+def spread_activations(stage: StagePlan, *, trains: bool) -> StagePlan:
+    """Return a stage whose activations and boundaries are there in each of its actions, as nothing more is known."""
+    whole = stage.kept_bytes + stage.boundary_bytes
+    return replace(
+        stage,
+        resting_bytes=whole - stage.kept_bytes * stage.recompute if trains else 0.0,
+        halfway_bytes=whole,
+        forward_bytes=whole,
+        whole_bytes=whole,
+        early_bytes=whole,
+        late_bytes=whole,
     )
 
 
@@ -303,49 +343,6 @@ def _price_transfers(machine: Machine, model: CostModel, split: Split, i: int, e
     if i < len(split) - 1:
         send = sum(edges.sends) / machine.bytes_per_ms(devices[-1], split[i + 1][1][0])
     return receive, send
-
-
-def _price_boundaries(costs: Costs, stage_of: Mapping[str, int], count: int) -> list[Edges]:
-    """Return the bytes that cross the two boundaries of each of `count` stages, where stages hand values on."""
-    # Boundary b lies before stage b. A value crosses those between where it is made and where it is last read.
-    crossing, returning, unkept, there, back = ([0.0] * (count + 1) for _ in range(5))
-    for name, output_bytes, gradient_bytes, readers, is_output in costs.values:
-        # What no stage makes is there before the first; what is returned lives past the last.
-        born = stage_of.get(name, -1)
-        dies = max([stage_of[r] for r in readers] + ([count] if is_output else []), default=born)
-        for boundary in range(born + 1, dies + 1):
-            crossing[boundary] += output_bytes
-            returning[boundary] += gradient_bytes
-            unkept[boundary] += costs.find_unkept(name, output_bytes)
-            there[boundary] += costs.sent[name][0]
-            back[boundary] += costs.sent[name][1]
-    for exchange in costs.exchanges:
-        # A tensor of the backward pass crosses all boundaries between its pins.
-        met = [stage_of[name] for name in exchange.nodes]
-        for boundary in range(min(met) + 1, max(met) + 1):
-            returning[boundary] += exchange.output_bytes
-            back[boundary] += exchange.output_bytes
-    sent = list(zip(there, back, strict=True))
-    return [
-        Edges(crossing[b - 1], crossing[b], returning[b - 1], returning[b], unkept[b], sent[b - 1], sent[b])
-        for b in range(1, count + 1)
-    ]
-
-
-def _price_shared(costs: Costs, stage_of: Mapping[str, int], count: int) -> list[Edges]:
-    """Return the bytes of the tensors that each of `count` stages shares, each once, where stages send directly.
-
-    What the caller gives or gets is free.
-    """
-    given, taken = [0.0] * count, [0.0] * count
-    for bytes_, (maker, *readers) in costs.tensors:
-        home = stage_of[maker]
-        # The maker sends to each other stage that reads, and a stage takes a tensor once for all its nodes.
-        away = {stage_of[name] for name in readers} - {home}
-        given[home] += bytes_ if away else 0.0
-        for stage in away:
-            taken[stage] += bytes_
-    return [Edges(*both) for both in zip(taken, given, strict=True)]
 
 
 def format_bytes(count: float) -> str:

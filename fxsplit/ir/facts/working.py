@@ -22,6 +22,10 @@ No profile knows the loss. That of a cross entropy is the gradient of a logarith
 """
 
 
+LOSS_KEEPS = 1.0
+"""What a loss keeps for its backward, in sizes of the model's outputs: these, or what a softmax makes of them."""
+
+
 @dataclass(frozen=True)
 class NodeRoom:
     """What must have room while a node runs, in bytes.
@@ -48,7 +52,7 @@ def list_rooms(costs: Costs, *, splits: bool = False) -> dict[str, NodeRoom]:
         kept += node.kept_bytes
         near = (
             0.0
-            if _runs_nothing(node)
+            if runs_nothing(node)
             else max(_need_forward(node) + unkept[i], _need_backward(node, splits=splits) + gradients[i])
         )
         rooms[node.name] = NodeRoom(near, kept + near, prior)
@@ -89,9 +93,14 @@ def find_settled_bytes(costs: Costs, names: Collection[str]) -> float:
     return settled
 
 
-def _runs_nothing(node: NodeCost) -> bool:
+def runs_nothing(node: NodeCost) -> bool:
     """Return whether a node only fetches an attribute."""
     return node.op.startswith("get_attr")
+
+
+def is_part_of_several(node: NodeCost) -> bool:
+    """Return whether a node only fetches one of several values that another one has made."""
+    return node.op == "call_function:getitem" and bool(node.inputs)
 
 
 def _need_forward(node: NodeCost) -> float:
@@ -125,7 +134,7 @@ def _sum_gradients(costs: Costs) -> list[float]:
     spans = []
     for name, _, gradient_bytes, readers, _ in costs.values:
         # The gradient of a weight that one node reads goes to its sum at once.
-        if readers and not (name in position and _runs_nothing(costs.by_name[name]) and len(readers) == 1):
+        if readers and not (name in position and runs_nothing(costs.by_name[name]) and len(readers) == 1):
             spans.append((_find_maker(costs, name, position), max(position[r] for r in readers) - 1, gradient_bytes))
     return _add_up(spans, len(position))
 
@@ -136,7 +145,7 @@ def _find_maker(costs: Costs, name: str, position: Mapping[str, int]) -> int:
     What is one of several outputs of a node was made by that node.
     """
     node = costs.by_name.get(name)
-    if node is not None and node.op == "call_function:getitem" and node.inputs:
+    if node is not None and is_part_of_several(node):
         return position.get(node.inputs[0], 0)
     return position.get(name, 0)
 

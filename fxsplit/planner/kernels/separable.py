@@ -200,7 +200,8 @@ def reach_bounded(t: Tables, threshold: float, steps: int) -> tuple[Ints, Ints, 
                 pool_from = np.concatenate((pool_from, np.empty(count + size, np.int32)))
             for p in range(size):
                 pool_time[count], pool_space[count], pool_from[count] = time[p], space[p], where[p]
-                pool_near[count], pool_far[count] = near[p], far[p]
+                if needy:
+                    pool_near[count], pool_far[count] = near[p], far[p]
                 count += 1
             begin[i + 1] = count
     return origin, via, taken

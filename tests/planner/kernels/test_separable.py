@@ -67,3 +67,17 @@ def test_tables_of_some_states() -> None:
     some = whole.take(np.array([0, 2, 3]))
     assert some.work.tolist() == [0.0, 9.0, 18.0] and some.end.shape[1] == 3
     assert some.start.flags.c_contiguous and some.allowed.flags.c_contiguous and some.moves is whole.moves
+
+
+def test_long_lists_stay_inside_of_their_arrays() -> None:
+    """Where working memory did not count, its arrays did not grow and were written to: compiled, past their end."""
+    names = [f"n{i}" for i in range(20)]
+    nodes = [node(n, names[max(i - 1, 0) : i], output_bytes=10 * (i + 1)) for i, n in enumerate(names)]
+    # What starts later has less to do and more to receive, so that no start is better than another.
+    costs = Costs(tuple(nodes), (), (names[-1],), rows=1)
+    machine = Machine.planned(2, memory_bytes=10_000)
+    chains, states = Planner(costs).lattice(machine, whole=True)
+    (problem,) = pose_problems(Task(costs, machine, workload(machine), Options()), chains, states)
+    assert not problem.tables.needs.lead.size
+    origin, _, _ = reach_bounded(problem.tables, 60.0, PLENTY)
+    assert origin[-1, 20] >= 0
