@@ -208,6 +208,7 @@ class Pipeline(WithExports):
         losses: list[Tensor] | None = None,
         optimizer: Optimizer | None = None,
         timeout_s: float | None = None,
+        atomic: bool = True,
         **kwargs: Any,
     ) -> Any:
         """Run one training step in the pipeline's schedule; add gradients to `.grad`; return the loss, detached.
@@ -223,6 +224,10 @@ class Pipeline(WithExports):
         added says so in a note. Raises StepTimeout, which says what each worker does, where forwards and backwards take
         longer than `timeout_s` seconds.
 
+        `atomic=False` lets workers add to a `.grad` that is there already while the step runs, as a loop over
+        `backward()` does: that saves the memory of a set of gradients, and a step that fails has changed some `.grad`.
+        Sparse gradients, and those of parameters with hooks, are added at the end all the same.
+
         `losses` is a list to which the loss of each microbatch is appended, detached and as it is before weighting.
 
         Under PipeDream and PipeDream-2BW the batch is a stream, and `optimizer` steps as its microbatches come back:
@@ -231,15 +236,16 @@ class Pipeline(WithExports):
         """
         if timeout_s is not None and not timeout_s > 0:
             raise InputError(f"timeout_s={timeout_s!r} is no time: give seconds, such as 60.0, or None for no limit")
+        if not atomic and self.compiler.team is not None:
+            raise InputError("atomic=False adds to the gradients of one process: leave it out where ranks share a step")
         receipt = Receipt()
         try:
             return self._step(
                 args, kwargs, target, optimizer, receipt,
-                keep_outputs=return_outputs, losses=losses, timeout_s=timeout_s,
+                keep_outputs=return_outputs, losses=losses, timeout_s=timeout_s, atomic=atomic,
             )  # fmt: skip
         except BaseException as error:
-            if receipt.added:
-                error.add_note("the step was over: its gradients have been added to .grad")
+            receipt.note_on(error)
             raise
 
     @leave_uncompiled
@@ -276,13 +282,14 @@ class Pipeline(WithExports):
         keep_outputs: bool,
         losses: list[Tensor] | None,
         timeout_s: float | None,
+        atomic: bool,
     ) -> Any:
         """Run one training step; `receipt` says whether its gradients were added, whatever this raises."""
         batch, loss, stepper = self._prepare_step(args, kwargs, target, optimizer)
         if keep_outputs:
             batch.program.check_joinable(len(batch.rows))
         found = self._start_engine(batch.program).step(
-            batch, loss, keep_outputs=keep_outputs, stepper=stepper, receipt=receipt, timeout_s=timeout_s
+            batch, loss, keep_outputs=keep_outputs, stepper=stepper, receipt=receipt, timeout_s=timeout_s, atomic=atomic
         )
         if losses is not None:
             losses += loss.list_losses()

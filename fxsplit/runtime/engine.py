@@ -160,12 +160,14 @@ class Engine:
         watch: Stopwatch | None = None,
         receipt: Receipt | None = None,
         timeout_s: float | None = None,
+        atomic: bool = True,
     ) -> Any:
         """Run forward, loss and backward in the program's schedule, add to every `.grad`; let `watch` see it.
 
         In an asynchronous schedule `stepper` has stepped with the gradients already. Returns the batch's loss, and with
         `keep_outputs` a tuple of it and the outputs. `receipt` says whether gradients were added, should this raise.
-        Raises StepTimeout where the workers take longer than `timeout_s`.
+        Raises StepTimeout where the workers take longer than `timeout_s`. Unless `atomic`, workers add to each `.grad`
+        that is there already.
         """
         program = batch.program
         program.late_errors.raise_arrived()
@@ -187,6 +189,10 @@ class Engine:
             job = Job(
                 program, schedule, work, watch=watch, stepper=stepper, channels=meeting.channels, seed=meeting.seed
             )
+            if not (atomic or stepper):
+                job.add_to_gradients()
+                receipt = receipt or Receipt()
+                receipt.begun = True
             # Versions of weights have leaves that come later.
             watched = list_local_leaves(program, trained) if stepper is None else []
             with count_as_one_batch(program.noted), job.catch.watch(watched):

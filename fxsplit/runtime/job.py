@@ -20,7 +20,7 @@ from fxsplit.runtime.loss import describe_loss
 from fxsplit.runtime.program import Program
 from fxsplit.runtime.stage.recompute import list_loss_leaves
 from fxsplit.runtime.stage.reduce import add_replica
-from fxsplit.runtime.stage.replica import Replica
+from fxsplit.runtime.stage.replica import Replica, start_from_gradients
 from fxsplit.runtime.stage.run import Packet, Saved, backward, compute_weight_gradients, find_node, list_frames
 from fxsplit.runtime.stage.weight_versions import Stepper, VersionedReplica
 from fxsplit.runtime.status import WorkerStatus
@@ -123,6 +123,10 @@ class Job:
                 shares = replica.take_shares(part)
                 whole.add(shares if add is None else add(stage, number, shares))
         return whole
+
+    def add_to_gradients(self) -> None:
+        """Let workers add to the `.grad` of each leaf that has one, where nothing but an addition is to be done."""
+        start_from_gradients([replicas[0] for replicas in self._replicas], self.sums, self.work.trained)
 
     @leave_no_trace
     def run(self, device: int, stream: Stream, ready: Sequence[Any]) -> None:

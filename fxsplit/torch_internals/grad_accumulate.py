@@ -24,9 +24,20 @@ Earlier = tuple[Tensor, Tensor | None, Tensor | None]
 
 @dataclass
 class Receipt:
-    """Says whether the sums of a step have been added to `.grad`: all of them have, or none."""
+    """Says whether the sums of a step have been added to `.grad`: all of them have, or none.
+
+    begun: whether gradients are added while the step runs, so that some may have been.
+    """
 
     added: bool = False
+    begun: bool = False
+
+    def note_on(self, error: BaseException) -> None:
+        """Say on an error of the step what has become of its gradients, where that is not nothing."""
+        if self.added:
+            error.add_note("the step was over: its gradients have been added to .grad")
+        elif self.begun:
+            error.add_note("with atomic=False a part of the step's gradients may be in .grad: set them to None")
 
 
 def accumulate(sums: Sums, receipt: Receipt | None = None) -> None:
@@ -37,6 +48,9 @@ def accumulate(sums: Sums, receipt: Receipt | None = None) -> None:
     """
     receipt = receipt or Receipt()
     totals = sums.totals
+    # What was added to a `.grad` itself is there already.
+    for leaf in [leaf for leaf, total in totals.items() if total is leaf.grad]:
+        del totals[leaf]
     for leaf in [leaf for leaf in totals if leaf._backward_hooks]:
         totals[leaf] = _run_hooks(leaf, totals)
     # Hooks behind `.grad` may raise, so their leaves come first.
@@ -56,6 +70,15 @@ def accumulate(sums: Sums, receipt: Receipt | None = None) -> None:
         with torch.no_grad():
             call_all([*work, partial(setattr, receipt, "added", True)])
     totals.clear()
+
+
+def is_plain(leaf: Tensor) -> bool:
+    """Return whether a gradient may be added to a leaf's `.grad` at any time: no hook is to see it, or change it."""
+    grad = leaf.grad
+    if grad is None or leaf._backward_hooks or has_hooks_behind(leaf):
+        return False
+    alike = grad.layout is leaf.layout is torch.strided and grad.dtype == leaf.dtype and grad.device == leaf.device
+    return alike and not grad.requires_grad and not torch._debug_has_internal_overlap(grad)
 
 
 def _plan_work(totals: dict[Tensor, Tensor]) -> list[Callable[[], object]]:

@@ -120,7 +120,7 @@ class Catch:
         unshared = _is_unshared(gradient)
         if total is None or total.layout is not torch.strided:
             sums.add([(leaf, gradient, unshared)])
-        elif unshared and gradient.is_cpu and gradient.stride() == total.stride():
+        elif total is not leaf.grad and unshared and gradient.is_cpu and gradient.stride() == total.stride():
             # The same number, in the newer memory. To let go of the newest, again and again, lets glibc give its pages
             # back each time, and get them anew from the kernel: half as much processor time again on large layers.
             sums.totals[leaf] = gradient.add_(total)

@@ -124,3 +124,21 @@ def test_what_a_hook_keeps_of_an_observed_graph_names_the_hook() -> None:
     observe(trace(model), [x()])
     with pytest.raises(FxsplitError, match=r"computed while a pipeline was compiled, and a hook .*example_inputs="):
         kept[0].sum().backward()
+
+
+def test_tensors_that_are_read_in_another_order_of_memory() -> None:
+    """What comes back from a transpose is transposed, through operators that compute element by element, too."""
+
+    class Turns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(4, 4)
+
+        def forward(self, given: Tensor) -> Tensor:
+            made: Tensor = self.second(torch.tanh(self.first(given)).t())
+            return torch.relu(made)
+
+    seen = observe(fx.symbolic_trace(Turns()), [x()])
+    assert [name for name, found in seen.items() if found.is_read_turned] == ["first", "tanh"]
+    assert seen["t"].is_turned and not seen["tanh"].is_turned
+    assert seen["t"].storage_bytes == FLOATS == seen["tanh"].storage_bytes

@@ -138,11 +138,10 @@ class Costs(Fact):
     """The measured graph: nodes in execution order, the graph's inputs and outputs, and its constraints.
 
     `together` are sets of nodes that no cut may part; `ordered` are pairs that keep their order though no value flows
-    between them (both as in Effects). `rows` is the microbatch size and `device_kind` the hardware, as
-    in torch ("cpu", "cuda"). `exchanges` are tensors of another tool's backward graph. `inference` says that these are
-    the costs of forwards alone, which tell nothing of training (see `keep_forwards`). `compress` is how values that
-    cross cuts are compressed, which is no part of a file (see compress.py). `tied` are parameters that several
-    nodes hold.
+    between them (both as in Effects). `rows` is the microbatch size and `device_kind` the hardware, as in torch ("cpu",
+    "cuda"). `exchanges` are tensors of another tool's backward graph. `inference` says that these are the costs of
+    forwards alone (see `keep_forwards`). `compress` is how values that cross cuts are compressed, which is no part of a
+    file (see compress.py). `tied` are parameters that several nodes hold.
     """
 
     nodes: tuple[NodeCost, ...]

@@ -218,7 +218,7 @@ class _Stage:
                     # Handed on, and so held by the stage itself.
                     fixed += min(self._kept_outputs.get(node.name, 0.0), node.kept_bytes)
         gradients = run.find_left()
-        self._waiting = waiting + max(run.bytes - run.find_left(own=True), 0.0)
+        self._waiting = waiting + sum(run.left_behind.values()) + max(run.bytes - run.find_left(own=True), 0.0)
         return peak, gradients
 
 
@@ -230,6 +230,8 @@ class _Backward:
         self._costs = costs
         self._sizes = sizes
         self._found: dict[str, _Gradient] = {}
+        # Foreign memory that weights wait with, and have for themselves when the first half is over; by its object.
+        self.left_behind: dict[_Memory, float] = {}
         # The gradients of several outputs of a node, which wait for it.
         self._pending: dict[str, list[_Memory]] = {}
 
@@ -291,8 +293,10 @@ class _Backward:
         if arrived is None:
             return node.waiting_bytes if waits else 0.0
         if waits:
-            # It stays in memory, whose bytes go on to count.
-            return max(node.waiting_bytes - arrived.memory.size, 0.0) + arrived.memory.size * arrived.memory.foreign
+            # It stays in memory, whose bytes go on to count. Others let go of theirs when the first half is over.
+            if arrived.memory.foreign:
+                self.left_behind[arrived.memory] = arrived.memory.size
+            return max(node.waiting_bytes - arrived.memory.size, 0.0)
         if is_part_of_several(node):
             self._pending.setdefault(node.inputs[0], []).append(arrived.memory)
             return 0.0

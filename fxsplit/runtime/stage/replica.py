@@ -19,6 +19,7 @@ from fxsplit.ir.facts.machine import Device
 from fxsplit.ir.facts.stages import Stage, list_weights
 from fxsplit.runtime.stage.compiled_stage import Compilations
 from fxsplit.schedule.action import Action
+from fxsplit.torch_internals.grad_accumulate import is_plain
 from fxsplit.torch_internals.grad_split import BranchFinder
 from fxsplit.torch_internals.grad_sums import Share, Sums
 from fxsplit.torch_internals.graph_devices import move_constants
@@ -118,6 +119,10 @@ class Replica:
             return list(trained)
         return [self._copies.get(weight, weight) for weight in trained]
 
+    def list_own(self, trained: Sequence[Tensor]) -> list[Tensor]:
+        """Return those of the model's weights that this replica itself computes with, and not with copies."""
+        return [weight for weight in trained if weight not in self._copies]
+
     def take_shares(self, sums: Sums) -> Iterator[Share]:
         """Take the sums of this replica's leaves out of `sums`, one by one, as shares of the model's weights.
 
@@ -133,6 +138,21 @@ class Replica:
     def step(self, action: Action, sums: Sums) -> None:
         """Raise AssertionError: only a stage with versions of its weights steps between microbatches."""
         raise AssertionError(f"{action} of a schedule whose steps wait for the whole batch")
+
+
+def start_from_gradients(
+    replicas: Sequence[Replica], sums: Sequence[Sequence[Sums]], trained: Sequence[Sequence[Tensor]]
+) -> None:
+    """Let the `.grad` of each leaf of `trained` that has one be the sum that a stage's first replica adds to.
+
+    So it is where nothing but an addition is to be done. Everything is by stage; `replicas` are the first ones.
+    """
+    seen = set[Tensor]()
+    for replica, own, leaves in zip(replicas, sums, trained, strict=True):
+        # A leaf of two stages is added to by the first of them, and what the other one has comes at the end.
+        free = [leaf for leaf in replica.list_own(leaves) if leaf not in seen and is_plain(leaf)]
+        own[0].totals.update((leaf, leaf.grad) for leaf in free if leaf.grad is not None)
+        seen.update(leaves)
 
 
 def _copy_module(module: fx.GraphModule) -> fx.GraphModule:

@@ -65,3 +65,33 @@ def test_gradients_of_views_are_weighed_in_both_layouts() -> None:
 
     _, runs = weigh(Turned(), torch.randn(64, 512), 9, once=False)
     assert runs == 2
+
+
+def test_what_the_second_half_of_a_backward_allocates() -> None:
+    found, _ = weigh(nn.Linear(512, 512, bias=False), torch.randn(64, 512), 9, once=False)
+    assert found.late_peak_bytes == 512 * 512 * 4 and found.waiting_bytes == 64 * 512 * 4
+    found, _ = weigh(nn.Tanh(), torch.randn(64, 512), 9, once=False)
+    assert found.late_peak_bytes == 0
+
+
+def test_gradients_in_the_memory_of_the_one_that_was_given() -> None:
+    class Joined(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([x, x.detach()], 1)
+
+    assert weigh(Joined(), torch.randn(4, 8), 9, once=False)[0].lent_bytes == 4 * 8 * 4, "a part of it"
+    assert weigh(nn.Tanh(), torch.randn(4, 8), 9, once=False)[0].lent_bytes == 0
+
+
+def test_a_gradient_that_arrives_turned_is_copied() -> None:
+    """A convolution whose output is transposed took more than its profile said."""
+
+    def find(*, turned: bool) -> float:
+        weight, layer = Weight(is_turned=turned), nn.Conv1d(16, 16, 3, padding=1)
+        x = torch.randn(8, 16, 64).requires_grad_()
+        weight.note_backward([layer(x)], [x, *layer.parameters()])
+        while weight.is_unfinished:
+            weight.note_backward([layer(x)], [x, *layer.parameters()])
+        return weight.backward_peak_bytes
+
+    assert find(turned=True) >= find(turned=False) + 8 * 16 * 64 * 4
