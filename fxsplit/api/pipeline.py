@@ -224,11 +224,9 @@ class Pipeline(WithExports):
         added says so in a note. Raises StepTimeout, which says what each worker does, where forwards and backwards take
         longer than `timeout_s` seconds.
 
-        `atomic=False` lets workers add to a `.grad` that is there already while the step runs, as a loop over
-        `backward()` does: that saves the memory of a set of gradients, and a step that fails has changed some `.grad`.
-        Sparse gradients, and those of parameters with hooks, are added at the end all the same.
-
         `losses` is a list to which the loss of each microbatch is appended, detached and as it is before weighting.
+        `atomic=False` adds to each `.grad` that is there already while the step runs. That saves the memory of a set of
+        gradients, and a step that fails has changed some of them then.
 
         Under PipeDream and PipeDream-2BW the batch is a stream, and `optimizer` steps as its microbatches come back:
         after each of them, or after each n_devices of them, whose mean loss is then what that step minimises. It
@@ -236,14 +234,10 @@ class Pipeline(WithExports):
         """
         if timeout_s is not None and not timeout_s > 0:
             raise InputError(f"timeout_s={timeout_s!r} is no time: give seconds, such as 60.0, or None for no limit")
-        if not atomic and self.compiler.team is not None:
-            raise InputError("atomic=False adds to the gradients of one process: leave it out where ranks share a step")
         receipt = Receipt()
         try:
-            return self._step(
-                args, kwargs, target, optimizer, receipt,
-                keep_outputs=return_outputs, losses=losses, timeout_s=timeout_s, atomic=atomic,
-            )  # fmt: skip
+            return self._step(args, kwargs, target, optimizer, receipt, keep_outputs=return_outputs, losses=losses,
+                              timeout_s=timeout_s, atomic=atomic)  # fmt: skip
         except BaseException as error:
             receipt.note_on(error)
             raise

@@ -190,7 +190,7 @@ class Engine:
                 program, schedule, work, watch=watch, stepper=stepper, channels=meeting.channels, seed=meeting.seed
             )
             if not (atomic or stepper):
-                job.add_to_gradients()
+                meeting.add_to_gradients(job)
                 receipt = receipt or Receipt()
                 receipt.begun = True
             # Versions of weights have leaves that come later.

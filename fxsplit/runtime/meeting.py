@@ -53,6 +53,9 @@ class Meeting(Protocol):
         Raises on every process what one of them raised.
         """
 
+    def add_to_gradients(self, job: Job) -> None:
+        """Let a job add to each `.grad` that is there, before it runs."""
+
     def total(self, job: Job) -> Sums:
         """Return the sums of gradients of the weights that live in this process."""
 
@@ -79,6 +82,10 @@ class Alone:
     def end(self, job: Job, compute_total: Callable[[], Tensor] | None = None) -> Tensor | None:
         """Return the loss, which `compute_total` returns."""
         return None if compute_total is None else compute_total()
+
+    def add_to_gradients(self, job: Job) -> None:
+        """Let a job add to each `.grad` that is there, before it runs."""
+        job.add_to_gradients()
 
     def total(self, job: Job) -> Sums:
         """Return the sums of gradients of all weights."""

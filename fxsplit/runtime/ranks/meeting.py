@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxsplit.errors import InputError
 from fxsplit.runtime.channels import Channels
 from fxsplit.runtime.job import Job
 from fxsplit.runtime.meeting import Occasion
@@ -110,6 +111,10 @@ class RankMeeting:
         if occasion.call == "backward":
             self._share_returned(job, returned)
         return total
+
+    def add_to_gradients(self, job: Job) -> None:
+        """Raise InputError: sums are exchanged, and a `.grad` that was among them would be, too."""
+        raise InputError("atomic=False adds to the gradients of one process: leave it out where ranks share a step")
 
     def total(self, job: Job) -> Sums:
         """Return the sums of gradients of this rank's weights, other ranks' shares among them."""
