@@ -234,10 +234,10 @@ class Pipeline(WithExports):
         """
         if timeout_s is not None and not timeout_s > 0:
             raise InputError(f"timeout_s={timeout_s!r} is no time: give seconds, such as 60.0, or None for no limit")
-        receipt = Receipt()
+        receipt = Receipt(atomic=atomic)
         try:
             return self._step(args, kwargs, target, optimizer, receipt, keep_outputs=return_outputs, losses=losses,
-                              timeout_s=timeout_s, atomic=atomic)  # fmt: skip
+                              timeout_s=timeout_s)  # fmt: skip
         except BaseException as error:
             receipt.note_on(error)
             raise
@@ -276,14 +276,13 @@ class Pipeline(WithExports):
         keep_outputs: bool,
         losses: list[Tensor] | None,
         timeout_s: float | None,
-        atomic: bool,
     ) -> Any:
         """Run one training step; `receipt` says whether its gradients were added, whatever this raises."""
         batch, loss, stepper = self._prepare_step(args, kwargs, target, optimizer)
         if keep_outputs:
             batch.program.check_joinable(len(batch.rows))
         found = self._start_engine(batch.program).step(
-            batch, loss, keep_outputs=keep_outputs, stepper=stepper, receipt=receipt, timeout_s=timeout_s, atomic=atomic
+            batch, loss, keep_outputs=keep_outputs, stepper=stepper, receipt=receipt, timeout_s=timeout_s
         )
         if losses is not None:
             losses += loss.list_losses()

@@ -160,14 +160,13 @@ class Engine:
         watch: Stopwatch | None = None,
         receipt: Receipt | None = None,
         timeout_s: float | None = None,
-        atomic: bool = True,
     ) -> Any:
         """Run forward, loss and backward in the program's schedule, add to every `.grad`; let `watch` see it.
 
         In an asynchronous schedule `stepper` has stepped with the gradients already. Returns the batch's loss, and with
         `keep_outputs` a tuple of it and the outputs. `receipt` says whether gradients were added, should this raise.
-        Raises StepTimeout where the workers take longer than `timeout_s`. Unless `atomic`, workers add to each `.grad`
-        that is there already.
+        Raises StepTimeout where the workers take longer than `timeout_s`. Workers add to each `.grad` that is
+        there already, where the receipt allows it.
         """
         program = batch.program
         program.late_errors.raise_arrived()
@@ -189,9 +188,9 @@ class Engine:
             job = Job(
                 program, schedule, work, watch=watch, stepper=stepper, channels=meeting.channels, seed=meeting.seed
             )
-            if not (atomic or stepper):
+            receipt = receipt or Receipt()
+            if not (receipt.atomic or stepper):
                 meeting.add_to_gradients(job)
-                receipt = receipt or Receipt()
                 receipt.begun = True
             # Versions of weights have leaves that come later.
             watched = list_local_leaves(program, trained) if stepper is None else []

@@ -26,9 +26,11 @@ Earlier = tuple[Tensor, Tensor | None, Tensor | None]
 class Receipt:
     """Says whether the sums of a step have been added to `.grad`: all of them have, or none.
 
-    begun: whether gradients are added while the step runs, so that some may have been.
+    atomic: whether that is asked for, or gradients may be added while the step runs. begun: whether that goes on, so
+        that some may have been.
     """
 
+    atomic: bool = True
     added: bool = False
     begun: bool = False
 

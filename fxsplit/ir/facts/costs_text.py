@@ -1,18 +1,15 @@
-"""Costs as text, and what is said of a node that is none."""
+"""Costs as text, and what is said of a node that is none. Costs themselves call this file, which does not know them."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
+from typing import Any
 
 from fxsplit.errors import ProfileError
 from fxsplit.ir.facts.figures import show
 
-if TYPE_CHECKING:  # Costs are printed by this file
-    from fxsplit.ir.facts.costs import Costs, NodeCost
 
-
-def list_rows(costs: Costs) -> list[str]:
+def list_rows(costs: Any) -> list[str]:
     """Return a row for each node: name, times, bytes; then what stays together or in order, and what was measured."""
     # A CPU launches nothing, and needs no column for it.
     launched = bool(costs.launch_ms)
@@ -31,7 +28,7 @@ def list_rows(costs: Costs) -> list[str]:
     return rows
 
 
-def check_node(node: NodeCost, known: Collection[str]) -> None:
+def check_node(node: Any, known: Collection[str]) -> None:
     """Raise ProfileError unless a node reads what is `known` before it, and its backward holds its part for weights."""
     for name in node.inputs:
         if name not in known:
