@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from fxsplit.ir.facts.costs import Costs, NodeCost
 from fxsplit.ir.facts.course import follow_stage, list_crossings
@@ -285,7 +286,7 @@ def _add_memory(
         versions_bytes=versions,
         boundaries_bytes=room.in_flight * boundary,
         activations_bytes=activations,
-        step_bytes=STEP_COPIES * max((n.parameter_bytes for n in nodes), default=0.0),
+        step_bytes=float(STEP_COPIES * max((n.parameter_bytes for n in nodes), default=0.0)),
     )
 
 
@@ -301,7 +302,9 @@ def _add_courses(
     found = []
     for stage, crossings, last in zip(stages, list_crossings(costs, stage_of, len(stages)), ends, strict=True):
         names = sorted(stage.nodes, key=position.__getitem__)
-        course = asdict(follow_stage(costs, names, crossings, recompute=stage.recompute, last=last))
+        followed = follow_stage(costs, names, crossings, recompute=stage.recompute, last=last)
+        # As floats, whatever a profile has: a plan that was written and read is the same plan.
+        course: dict[str, Any] = {figure: float(held) for figure, held in asdict(followed).items()}
         found.append(replace(stage, whole_bytes=course.pop("backward_bytes"), **course))
     return found
 

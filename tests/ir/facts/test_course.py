@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from fxsplit.api.plan import lay_out
+from fxsplit.formats.plan_json import parse_plan, plan_to_dict
 from fxsplit.ir.facts.costs import Costs, InputCost, NodeCost, Tie
 from fxsplit.ir.facts.course import Course, follow_stage, list_crossings
 from fxsplit.ir.facts.forward_costs import keep_forwards
+from fxsplit.ir.facts.machine import Machine
+from fxsplit.planner import Options
+from fxsplit.planner.planner import Planner
 from tests.graphs import node
 
 SIZES = {"output_bytes": 4, "gradient_bytes": 4, "forward_peak_bytes": 4, "storage_bytes": 4}
@@ -133,3 +139,11 @@ def test_forwards_alone_keep_nothing() -> None:
     first, last = follow(costs, "ab", "c")
     assert (first.resting_bytes, first.forward_bytes, first.sent_bytes) == (0, 2 + 4 + 4, 4)
     assert last.forward_bytes == 4 + 4
+
+
+def test_a_plan_that_was_written_and_read_is_the_same_text() -> None:
+    """Whole numbers of bytes were written as such, and read as floats: ranks took their plans for different ones."""
+    costs = chain(kept("a", ["x"], parameter_bytes=3), kept("b", ["a"]))
+    found = Planner(costs).plan(*lay_out(Machine.planned(2)), Options())
+    text = json.dumps(plan_to_dict(found))
+    assert json.dumps(plan_to_dict(parse_plan(json.loads(text), "a plan"))) == text
