@@ -102,6 +102,8 @@ def save_checkpoint(
     writer = FolderWriter(new, 1 if holdings is None else len(holdings), complete)
     saving = Saving(new.path, partial(_write, new, partial(save_tensors, staged, writer, group)))
     saving.start()
+    if isinstance(model, Pipeline):
+        model.saving = saving
     return saving
 
 

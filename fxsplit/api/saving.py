@@ -19,7 +19,8 @@ SHORT_S = 1.0
 class Saving:
     """A checkpoint that is being written: `path` is where it will be, once `wait()` has returned.
 
-    A process that ends waits for it. What stopped it is raised by `wait()`, or by the next save.
+    A process that ends waits for it, and so does `close()` of its pipeline. What stopped it is raised by `wait()`, the
+    next save or `close()`.
     """
 
     def __init__(self, path: Path, write: Callable[[], None]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, rendezvous
 
 from fxsplit.errors import InputError
 from fxsplit.runtime.ranks.world import LIMIT_S, World
@@ -35,6 +36,18 @@ def find_own_device() -> torch.device:
     return torch.device("cuda", local)
 
 
+def _start(backend: str) -> None:
+    """Make the default process group of the ranks that a launcher has started."""
+    limit = timedelta(seconds=LIMIT_S)
+    store, rank, n_ranks = next(rendezvous("env://", timeout=limit))
+    store.set_timeout(limit)
+    # torchrun serves all starts with one store: without a name of its own, a rank that is started again would read
+    # where another one was before, and wait for it in vain.
+    start = f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-of-{n_ranks}"
+    named = PrefixStore(start, store)
+    dist.init_process_group(backend, store=named, rank=rank, world_size=n_ranks, timeout=limit)
+
+
 def join_world(rows: Sequence[Sequence[int]] | None = None) -> World:
     """Return the ranks that run a pipeline with this one: all of the default group, or those of its row.
 
@@ -44,7 +57,7 @@ def join_world(rows: Sequence[Sequence[int]] | None = None) -> World:
     device = find_own_device()
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=LIMIT_S))
+        _start(backend)
     rows = [tuple(row) for row in rows or [range(dist.get_world_size())]]
     n_ranks = sum(map(len, rows))
     if n_ranks != dist.get_world_size():

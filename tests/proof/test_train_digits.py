@@ -1,0 +1,96 @@
+"""examples/train_digits.py: the same losses on any number of devices and ranks, and after a rank was killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from fxsplit.api.checkpoint import latest_checkpoint
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = str(ROOT / "examples" / "train_digits.py")
+LIMIT_S = 240
+
+
+def make_environment() -> dict[str, str]:
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    # A test that is itself one of several ranks has names of its own for them.
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def launch(n: int, *options: str, restarts: int = 0) -> list[str]:
+    """Return the command that starts the example on n ranks, at a port that is free."""
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}"]
+    return [*run, f"--max-restarts={restarts}", SCRIPT, *options]
+
+
+def run(*command: str) -> list[str]:
+    """Return the lines that a command prints; it ends well, and prints nothing but steps."""
+    done = subprocess.run(command, env=make_environment(), capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout.splitlines()
+
+
+def test_losses_of_ranks_are_those_of_devices() -> None:
+    expected = run(sys.executable, SCRIPT, "--steps", "4", "--devices", "2")
+    assert [line.split()[:3] for line in expected] == [["step", str(i), "loss"] for i in range(1, 5)]
+    assert all(len(line.split()[3].partition(".")[2]) == 9 for line in expected)
+    assert run(*launch(3, "--steps", "4")) == expected
+
+
+@pytest.mark.long
+def test_it_goes_on_on_other_devices(tmp_path: Path) -> None:
+    """Saved on three ranks, gone on from on one device."""
+    expected = run(sys.executable, SCRIPT, "--steps", "6", "--devices", "3")
+    folder = str(tmp_path / "runs")
+    assert run(*launch(3, "--steps", "4", "--checkpoint", folder, "--resume")) == expected[:4]
+    assert latest_checkpoint(folder) == tmp_path / "runs" / "step-4"
+    options = ("--checkpoint", folder, "--resume", "--devices", "1")
+    assert run(sys.executable, SCRIPT, "--steps", "6", *options) == expected[4:]
+    assert run(sys.executable, SCRIPT, "--steps", "6", *options) == []
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--checkpoint", folder], env=make_environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 2 and "go on with --resume" in done.stderr and not done.stdout
+
+
+def find_rank(launcher: int, rank: int) -> int:
+    """Return the process of a rank that a launcher has started."""
+    for number in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        if f"RANK={rank}" in Path(f"/proc/{number}/environ").read_text().split("\0"):
+            return int(number)
+    raise AssertionError(f"no rank {rank} below {launcher}")
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="ranks are found in /proc, which Linux has")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_comes_back_with_the_same_losses(tmp_path: Path, rank: int) -> None:
+    expected = run(sys.executable, SCRIPT, "--steps", "12")
+    options = ("--steps", "12", "--checkpoint", str(tmp_path), "--resume")
+    with (tmp_path / "errors").open("w") as errors:
+        command = launch(2, *options, restarts=2)
+        with subprocess.Popen(
+            command, env=make_environment(), stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as process:
+            # It ends all ranks, should it hang.
+            limit = threading.Timer(LIMIT_S, process.terminate)
+            limit.start()
+            assert process.stdout is not None
+            lines = []
+            for line in process.stdout:
+                lines.append(line.rstrip("\n"))
+                if line.startswith("step 5 ") and len(lines) == 5:
+                    os.kill(find_rank(process.pid, rank), signal.SIGKILL)
+            code = process.wait()
+            limit.cancel()
+    assert code == 0, (tmp_path / "errors").read_text()[-4000:]
+    # Steps behind the newest checkpoint that is complete are made once more.
+    assert len(lines) > 6 and set(lines) == set(expected) and lines[-1] == expected[-1]
