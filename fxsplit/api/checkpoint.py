@@ -100,11 +100,16 @@ def save_checkpoint(
     new = NewCheckpoint(Path(folder), step, token)
     complete = partial(_complete, new, manifest, _list_texts(model), keep)
     writer = FolderWriter(new, 1 if holdings is None else len(holdings), complete)
-    saving = Saving(new.path, partial(_write, new, partial(save_tensors, staged, writer, group)))
+    write = partial(_write, new, partial(save_tensors, staged, writer, group))
+    saving = Saving(new.path, write if holdings is None or holdings.writes else _leave_to_others)
     saving.start()
     if isinstance(model, Pipeline):
         model.saving = saving
     return saving
+
+
+def _leave_to_others() -> None:
+    """Write nothing: another pipeline with the same weights does."""
 
 
 def _meet(model: nn.Module, call: str, what: str) -> AbstractContextManager[Holdings | None]:

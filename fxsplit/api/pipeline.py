@@ -26,7 +26,6 @@ from fxsplit.api.generation.generate import generate, takes_generate
 from fxsplit.api.generation.programs import Programs
 from fxsplit.api.loss_meanings import LossMeanings
 from fxsplit.api.no_gradients import give_no_gradients
-from fxsplit.api.saving import Saving
 from fxsplit.api.stream import Stream, check_has_batches
 from fxsplit.api.together import act_together
 from fxsplit.errors import ClosedError, FxsplitError, InputError
@@ -65,9 +64,6 @@ class Pipeline(WithExports):
     microbatch and joining the outputs; `step` also runs loss and backward, in the schedule chosen. `compiler` is what
     compiles the pipeline, with its options.
     """
-
-    saving: Saving | None = None
-    """The checkpoint that was begun last."""
 
     def __init__(self, compiler: Compiler) -> None:
         path = next((path for path, m in compiler.model.named_modules() if isinstance(m, Pipeline)), None)
@@ -338,23 +334,11 @@ class Pipeline(WithExports):
         return Status() if self._engine is None else self._engine.get_status()
 
     def close(self) -> None:
-        """End the worker threads, once its last checkpoint is written; the pipeline cannot run afterwards.
-
-        Threads end with the last reference to it too.
-        """
+        """End, once the last checkpoint is written. Threads also end with the last reference to the pipeline."""
         self._closed = True
-        if self.saving is not None:
-            self.saving.wait()
+        self.finish_saving()
         if self._engine is not None:
             self._engine.close()
-
-    def __enter__(self) -> Pipeline:
-        return self
-
-    def __exit__(self, kind: object, *exception: object) -> None:
-        # Ranks that an exception has parted would never write theirs.
-        self.saving = None if kind else self.saving
-        self.close()
 
     def _prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
         """Return a call ready to run, compiled for if need be."""

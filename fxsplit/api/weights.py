@@ -6,13 +6,14 @@ import os
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from fxsplit.api.compiled import get_mode
 from fxsplit.api.compiler import Compiler
 from fxsplit.api.facade import Facade
+from fxsplit.api.saving import Saving
 from fxsplit.errors import InputError
 from fxsplit.formats.checkpoint_names import Extra
 from fxsplit.formats.safetensors_files import WeightFiles
@@ -26,6 +27,25 @@ class WithWeights(Facade):
     """A facade whose weights lie where a compiler says; `compiler` is that of the pipeline."""
 
     compiler: Compiler
+    saving: Saving | None = None
+    """The checkpoint that was begun last."""
+
+    def finish_saving(self) -> None:
+        """Return when the last checkpoint is written; raises what stopped it."""
+        if self.saving is not None:
+            self.saving.wait()
+
+    @abstractmethod
+    def close(self) -> None:
+        """End, once the last checkpoint is written."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *exception: object) -> None:
+        # Ranks that an exception has parted would never write theirs.
+        self.saving = None if kind else self.saving
+        self.close()
 
     @abstractmethod
     def keep_idle(self) -> AbstractContextManager[None]:

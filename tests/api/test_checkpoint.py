@@ -62,8 +62,9 @@ def test_training_goes_on_bit_for_bit_with_dropout(tmp_path: Path) -> None:
     calm = []
     for number in range(6):
         if number == 3:
-            fxsplit.save_checkpoint(tmp_path, pipe, optimizer, step=number)
+            saving = fxsplit.save_checkpoint(tmp_path, pipe, optimizer, step=number)
         calm.append(step(pipe, optimizer))
+    saving.wait()
     other, its = build(seed=9)
     again = fxsplit.compile(
         other, ["cpu"] * 2, example_inputs=X, loss_fn=cross_entropy, n_microbatches=4,

@@ -66,6 +66,7 @@ def list_keywords() -> set[str]:
         fxsplit.Machine.of,
         fxsplit.Machine,
     ]
+    functions += [fxsplit.save_checkpoint, fxsplit.load_checkpoint]
     functions += [fxsplit.Device, fxsplit.Pipeline.step, fxsplit.Pipeline.load_weights, fxsplit.Pipeline.save_weights]
     return {name for function in functions for name in inspect.signature(function).parameters}
 

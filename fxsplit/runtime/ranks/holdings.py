@@ -96,6 +96,11 @@ class Holdings:
         """Whether this is the first rank."""
         return self._world.me == 0
 
+    @property
+    def writes(self) -> bool:
+        """Whether this pipeline writes checkpoints: of pipelines side by side the first one does, as all are alike."""
+        return self._world.rows[0] == self._world.ranks
+
     def __len__(self) -> int:
         return len(self._world)
 
