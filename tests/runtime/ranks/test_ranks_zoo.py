@@ -1,0 +1,44 @@
+"""Whole networks over ranks, bit for bit as over threads, under one schedule after another; takes minutes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from bench.networks.torchvision_models import torchvision_model
+from tests.ranks import ranks
+from tests.runtime.ranks.compared import compare
+
+NETWORKS = {
+    "resnet18": "1F1B",
+    "resnet50": "ZB-H1",
+    "densenet121": "Interleaved1F1B",
+    "squeezenet1_1": "ZBVZeroBubble",
+    "googlenet": "GPipe",
+}
+
+
+def run_network(rank: int, n: int, name: str) -> int:
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"num_classes": 5}
+    network: nn.Module = torchvision_model(name, **options, **({"aux_logits": False} if name == "googlenet" else {}))
+    images, classes = torch.randn(8, 3, 64, 64), torch.randint(5, (8,))
+
+    def step(pipe: Any, i: int) -> Any:
+        size = [8, 7][i]
+        return pipe.step(images[:size], target=classes[:size])
+
+    chosen = {"loss_fn": F.cross_entropy, "example_inputs": images, "schedule": NETWORKS[name], "n_microbatches": 4}
+    return compare(network, n, step, chosen, steps=2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_networks_equal_threads(name: str, n: int) -> None:
+    counts = ranks(n, run_network, name, limit_s=500)
+    assert sum(counts) > 50
