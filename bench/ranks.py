@@ -41,11 +41,6 @@ class Empty(nn.Module):
         return x
 
 
-def lose_tokens(outputs: Tensor, target: Tensor) -> Tensor:
-    """Return the mean loss of all tokens."""
-    return F.cross_entropy(outputs.flatten(0, 1), target.flatten())
-
-
 def make(name: str, rows: int, n: int) -> tuple[nn.Module, Tensor, Tensor, Callable[..., Tensor]]:
     """Return a network with a batch, its target and a loss."""
     torch.manual_seed(0)
@@ -53,7 +48,10 @@ def make(name: str, rows: int, n: int) -> tuple[nn.Module, Tensor, Tensor, Calla
         return Empty(n), torch.randn(rows, 4), torch.randn(rows, 4), F.mse_loss
     if name == "gpt":
         ids = torch.randint(200, (rows, 64))
-        return Gpt(200, 256, 12, 64), ids, torch.randint(200, (rows, 64)), lose_tokens
+        gpt = Gpt(200, 256, 12, 64)
+        # Untied: torch's runtime sums no gradients over ranks.
+        gpt.head.weight = nn.Parameter(gpt.head.weight.detach().clone())
+        return gpt, ids, torch.randint(200, (rows, 64)), F.cross_entropy
     return (
         torchvision_model(name, num_classes=10),
         torch.randn(rows, 3, 64, 64),
