@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -43,15 +44,18 @@ with use_accelerator(engine_threads=True) as record:
 
 
 def run(*arguments: str, limit_s: float) -> str:
-    """Return what the script printed until its end; with "killed" after it where that took longer than the limit."""
+    """Return what the script printed until its end; with "killed" after it where its backward took longer than that."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        try:
-            return process.communicate(timeout=limit_s)[0]
-        except subprocess.TimeoutExpired:
-            process.kill()
-            return f"{process.communicate()[0]}killed"
+        assert process.stdout is not None
+        # On a busy machine torch takes longer to load than a backward that ends.
+        printed = process.stdout.readline()
+        timer = threading.Timer(limit_s, process.kill)
+        timer.start()
+        printed += process.stdout.read()
+        timer.cancel()
+        return printed if process.wait() == 0 else f"{printed}killed"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch knows one kind of accelerator at a time")
@@ -62,4 +66,4 @@ def test_a_backward_of_the_callers_waits_for_workers_and_not_for_itself() -> Non
 @pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch knows one kind of accelerator at a time")
 def test_it_would_hang_if_workers_used_the_engines_thread() -> None:
-    assert run("mutant", limit_s=40.0) == "forward\nkilled"
+    assert run("mutant", limit_s=20.0) == "forward\nkilled"
