@@ -42,6 +42,8 @@ NEEDED = (
     "torch.UntypedStorage._cdata",
     "torch._C._storage_Use_Count",
     "torch._C._swap_tensor_impl",
+    "torch.distributed.distributed_c10d._get_default_store",
+    "torch.distributed.pipelining.microbatch._Replicate",
     "torch._C._disabled_torch_function_impl",
     "torch._C.DisableTorchFunctionSubclass",
     "torch._C._nn._parse_to",

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch.distributed.distributed_c10d import Store
 
 TIMED_OUT = ("timed out", "timeout")
 """What gloo and NCCL say where a wait takes longer than it may."""
