@@ -44,6 +44,7 @@ NEEDED = (
     "torch._C._swap_tensor_impl",
     "torch.distributed.distributed_c10d._get_default_store",
     "torch.distributed.pipelining.microbatch._Replicate",
+    "torch.distributed.pipelining.schedules._PipelineScheduleRuntime",
     "torch._C._disabled_torch_function_impl",
     "torch._C.DisableTorchFunctionSubclass",
     "torch._C._nn._parse_to",
