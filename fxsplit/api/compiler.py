@@ -286,10 +286,10 @@ class Compiler:
         together = nullcontext() if self.team is None else self.team.meet(options, self.model, shapes)
         with together, self._run_for_compile(tensors):
             found = subject.find() if self.team is None else subject.find_together(self.team)
-        candidate, captured, final, costs = found.candidate, found.captured, found.final, found.costs
-        if final is None:
-            assert like is not None, "what serves was compiled before"
-            return like.share(self.model, captured)
+            candidate, captured, final, costs = found.candidate, found.captured, found.final, found.costs
+            if final is None:
+                assert like is not None, "what serves was compiled before"
+                return like.share(self.model, captured)
         if like is None and "kept whole" not in captured[Scope].front_end:  # of those a warning has told already
             warn_of_heavy_module(captured, costs, [p.path for p in self.options.chain if isinstance(p, Leaf)])
         if like is None and costs is not None and costs.noise is not None:

@@ -122,8 +122,9 @@ def _read_patterns(model: nn.Module, attribute: str) -> list[str]:
 
 
 def _is_of_transformers(model: nn.Module) -> bool:
-    # Nobody has a model of a package that is not imported, and to import transformers takes seconds.
-    kind = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)
+    # Nobody has a model of a module that is not imported. To import it takes seconds, and may fail where a package that
+    # it wants is broken.
+    kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
     return isinstance(kind, type) and isinstance(model, kind)
 
 

@@ -52,9 +52,10 @@ def _take(source: str, target: str) -> Recipe:
 
 def _find_rules(model: nn.Module) -> Any:
     """Return transformers' table of how it stores a model of its own; None for other models, and for other versions."""
-    # Nobody has a model of a package that is not imported, and to import transformers takes seconds.
-    transformers: Any = sys.modules.get("transformers")
-    if not hasattr(transformers, "PreTrainedModel") or not isinstance(model, transformers.PreTrainedModel):
+    # Nobody has a model of a module that is not imported. To import it takes seconds, and may fail where a package that
+    # it wants is broken.
+    kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    if not isinstance(kind, type) or not isinstance(model, kind):
         return None
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
