@@ -61,7 +61,8 @@ def _find_rules(model: nn.Module) -> Any:
         from transformers.conversion_mapping import get_model_conversion_mapping
     except ImportError:  # before version 5, models were made of what is stored
         return None
-    return get_model_conversion_mapping(model)
+    found: Any = get_model_conversion_mapping
+    return found(model)
 
 
 def _apply(model: Any, rules: Any, stored: Collection[str], names: Mapping[str, bool]) -> list[Recipe]:
