@@ -33,6 +33,9 @@ if TYPE_CHECKING:  # loaded where it is asked for: torch's pipelining takes a se
 
     from fxsplit.torch_internals.torch_pipelining import Ends, Runtime
 
+LEAST_TORCH = "2.13"
+"""The oldest torch whose own runtime was seen to run what is made here; that of 2.11 loses the connection."""
+
 
 @dataclass(frozen=True, eq=False)
 class TorchStages:
@@ -69,6 +72,11 @@ def export_stages(compiled: Compiled, options: Options, group: dist.ProcessGroup
 
     Raises NotExportable for what torch's runtime has no word for, and InputError where ranks have other plans.
     """
+    if torch.__version__ < LEAST_TORCH:
+        raise NotExportable(
+            f"the pipelining runtime of torch {torch.__version__} loses the connection between ranks: install torch "
+            f"{LEAST_TORCH} or newer, or let fxsplit run the ranks, with compile(model, 'world')"
+        )
     if not dist.is_available() or not dist.is_initialized():
         raise InputError(
             "to_torch_stages() needs a process group: run the script with torchrun, and call "

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 import fxsplit
 from fxsplit.api.titan import Titan as Emitted
 from fxsplit.api.titan import check_forward, emit_titan
+from fxsplit.api.torch_stages import LEAST_TORCH
 from fxsplit.cli import main as cli
 from fxsplit.errors import FileError, NotExportable
 from fxsplit.ir.facts.costs import Costs
@@ -70,6 +71,7 @@ def run_as_titan(rank: int, n: int, folder: str) -> dict[str, Tensor]:
     return {k: p.grad for stage in stages for k, p in stage.submod.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.skipif(torch.__version__ < LEAST_TORCH, reason="torch's own runtime fails, and is refused")
 @pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1", "Interleaved1F1B", "ZBVZeroBubble"])
 def test_torchtitans_loop_gives_the_pipelines_gradients(schedule: str, tmp_path: Path) -> None:
     model, x, target = make_batch()
