@@ -40,9 +40,11 @@ class Model(nn.Module):
 @pytest.fixture
 def of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let Model be a model of transformers, which need not be installed."""
-    package = ModuleType("transformers")
-    package.PreTrainedModel = Model  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "transformers", package)
+    module = ModuleType("transformers.modeling_utils")
+    module.PreTrainedModel = Model  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "transformers.modeling_utils", module)
+    # Where it is installed, its rules are for models of its own.
+    monkeypatch.setitem(sys.modules, "transformers.conversion_mapping", None)
 
 
 def save(folder: Path, more: dict[str, Tensor] | None = None, without: str = "") -> dict[str, Tensor]:

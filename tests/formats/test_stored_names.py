@@ -113,9 +113,9 @@ def test_other_models_keep_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Mlp()
     names = [*model.state_dict(), "another"]
     assert [r.target for r in list_recipes(model, names, model.state_dict())] == names
-    old = ModuleType("transformers")
+    old = ModuleType("transformers.modeling_utils")
     old.PreTrainedModel = nn.Module  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "transformers", old)
+    monkeypatch.setitem(sys.modules, "transformers.modeling_utils", old)
     monkeypatch.setitem(
         sys.modules, "transformers.conversion_mapping", None
     )  # loaded by another test, it would be found
@@ -164,11 +164,12 @@ def rules(monkeypatch: pytest.MonkeyPatch) -> None:
         return (source, None) if target is None else (target, source)
 
     parts = {"WeightRenaming": Renaming, "WeightConverter": Converter, "dot_natural_key": str}
-    package.PreTrainedModel = nn.Module  # type: ignore[attr-defined]
+    modeling = ModuleType("transformers.modeling_utils")
+    modeling.PreTrainedModel = nn.Module  # type: ignore[attr-defined]
     package.core_model_loading = SimpleNamespace(**parts, rename_source_key=rename)  # type: ignore[attr-defined]
     mapping.get_model_conversion_mapping = lambda model: rules  # type: ignore[attr-defined]
-    for name, module in (("transformers", package), ("transformers.conversion_mapping", mapping)):
-        monkeypatch.setitem(sys.modules, name, module)
+    for module in (package, modeling, mapping):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
 def save_parts(folder: Path) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from fxsplit.errors import InputError, RanksDiffer
 from fxsplit.runtime.ranks.agreement import hash_text
 from fxsplit.runtime.ranks.buckets import Share
 from fxsplit.runtime.ranks.hooks import Hook, read_hook, reduce_gradients
-from fxsplit.runtime.ranks.world import World
+from fxsplit.runtime.ranks.world import World, begin
 from fxsplit.torch_internals.grad_sums import Sums
 
 BUCKET_BYTES = 25_000_000
@@ -88,10 +88,10 @@ class Columns:
     def _gather(self, numbers: Tensor, what: str) -> list[list[int]]:
         """Return whole numbers of all ranks of this column."""
         found = [torch.empty_like(numbers) for _ in self._world.rows]
-        self._world.wait(self._world.column.allgather([found], [numbers]), f"the other pipelines at {what}")
+        self._world.wait(begin(self._world.column.allgather, [found], [numbers]), f"the other pipelines at {what}")
         return [one.tolist() for one in found]
 
     def _add(self, tensor: Tensor, what: str) -> None:
         """Add a tensor of all ranks of this column in place."""
-        work: Any = self._world.column_data.allreduce([tensor])
+        work: Any = begin(self._world.column_data.allreduce, [tensor])
         self._world.wait(work, f"the other pipelines at {what}")

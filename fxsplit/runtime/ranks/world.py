@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from weakref import finalize
 
@@ -31,6 +32,17 @@ COMPILE_LIMIT_S = 7200.0
 """How long ranks wait for the first one, which measures and plans for all of them."""
 
 
+def begin(operation: Callable[..., Any], *args: Any) -> Any:
+    """Begin an operation of a process group, and return what can be waited for.
+
+    Raises RankError where the group is broken, as it is once another rank has failed.
+    """
+    try:
+        return operation(*args)
+    except RuntimeError as error:
+        raise RankError(f"the connection to another rank is lost: {str(error).splitlines()[0]}") from error
+
+
 class Pair:
     """What brings tensors from one rank to another one, in the order in which they are sent, and nothing back."""
 
@@ -39,17 +51,11 @@ class Pair:
 
     def send(self, tensor: Tensor) -> Any:
         """Begin to send a dense tensor; return what can be waited for. Raises RankError if that rank is lost."""
-        try:
-            return self.group.send([tensor], self._to, 0)
-        except RuntimeError as error:
-            raise RankError(f"the connection to another rank is lost: {str(error).splitlines()[0]}") from error
+        return begin(self.group.send, [tensor], self._to, 0)
 
     def receive(self, tensor: Tensor) -> Any:
         """Begin to receive a tensor; return what can be waited for. The order is all that tells which one it is."""
-        try:
-            return self.group.recv([tensor], self._source, 0)
-        except RuntimeError as error:
-            raise RankError(f"the connection to another rank is lost: {str(error).splitlines()[0]}") from error
+        return begin(self.group.recv, [tensor], self._source, 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,7 +251,7 @@ class World:
         if key not in self._gathered:
             self._gathered[key] = [torch.empty_like(numbers) for _ in self.ranks]
         found = self._gathered[key]
-        self.wait(self._control.allgather([found], [numbers]), f"all ranks at {what}")
+        self.wait(begin(self._control.allgather, [found], [numbers]), f"all ranks at {what}")
         return found
 
     def gather_texts(self, text: str, what: str) -> list[str]:
@@ -255,7 +261,7 @@ class World:
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(mine)] = mine
         found = [torch.empty_like(padded) for _ in self.ranks]
-        self.wait(self._control.allgather([found], [padded]), f"all ranks at {what}")
+        self.wait(begin(self._control.allgather, [found], [padded]), f"all ranks at {what}")
         return [t[:n].numpy().tobytes().decode() for t, n in zip(found, lengths, strict=True)]
 
     def tell(self, text: str | None, what: str, source: int = 0, *, patient: bool = False) -> str:
@@ -275,16 +281,16 @@ class World:
         self._broadcast(self._control if on_host else self._data, tensor, source, what, self.limit_s)
 
     def _broadcast(self, group: Any, tensor: Tensor, source: int, what: str, limit_s: float) -> None:
-        work = dist.broadcast(tensor, self.ranks[source], group=group, async_op=True)
+        work = begin(partial(dist.broadcast, tensor, self.ranks[source], group=group, async_op=True))
         self.wait(work, f"rank {source} at {what}", limit_s)
 
     def send_host(self, tensor: Tensor, to: int) -> Any:
         """Begin to send a tensor of host memory over the control group."""
-        return self._control.send([tensor], to, 1)
+        return begin(self._control.send, [tensor], to, 1)
 
     def receive_host(self, tensor: Tensor, source: int) -> Any:
         """Begin to receive a tensor of host memory over the control group, in the order in which they are sent."""
-        return self._control.recv([tensor], source, 1)
+        return begin(self._control.recv, [tensor], source, 1)
 
     def introduce(self, memory_bytes: float) -> list[Neighbour]:
         """Return what every rank says of itself."""
