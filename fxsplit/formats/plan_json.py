@@ -16,7 +16,7 @@ from typing import Any
 
 from fxsplit.errors import PlanError
 from fxsplit.ir.facts.compress import HOW
-from fxsplit.ir.facts.course import Course
+from fxsplit.ir.facts.course import MicrobatchMemory
 from fxsplit.ir.facts.figures import AMOUNT, as_list, is_amount, is_count, show
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.price import COST_MODELS, CostModel, StagePlan, spread_activations
@@ -35,8 +35,7 @@ _LATER = [
     "buffer_bytes",
 ]
 _LATER += ["versions_bytes", "boundaries_bytes", "activations_bytes", "step_bytes"]
-_COURSE = [f.name for f in fields(Course)]
-_COURSE[_COURSE.index("backward_bytes")] = "whole_bytes"
+_HELD = [f.name for f in fields(MicrobatchMemory)]
 _SENT = {"in_sent_bytes": "in_bytes", "in_sent_gradient_bytes": "in_gradient_bytes"}
 """What is sent where it is not said: values as they are."""
 
@@ -158,7 +157,7 @@ def _read_stage(index: int, data: dict[str, Any], names: list[str], *, held: boo
     data.setdefault("boundary_bytes", held * (data["in_bytes"] + data["out_bytes"]))
     # Nor do they know what is held in each action.
     known = "resting_bytes" in data
-    data = {**dict.fromkeys(_COURSE, 0.0), **data}
+    data = {**dict.fromkeys(_HELD, 0.0), **data}
     if _number(data["weight_ms"], f"weight_ms of stage {index}") > backward:
         raise PlanError(f"weight_ms of stage {index} is {data['weight_ms']}, and it is part of backward_ms={backward}")
     stage = StagePlan(

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fxsplit.ir.facts.course import MicrobatchMemory
 from fxsplit.schedule.action import (
     BACKWARD,
     FORWARD,
     GRADIENTS,
     INPUT_GRADIENT,
-    REDUCE,
     RELEASES,
     STEP,
     WEIGHT_GRADIENT,
@@ -23,30 +23,27 @@ Course = tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True)
-class Footprint:
-    """What one stage holds, in bytes.
+class Footprint(MicrobatchMemory):
+    """What one stage holds, in bytes: of each microbatch, and besides
 
     - `held_bytes`: always held: weights, their gradients, the optimizer's state, buffers.
     - `parameter_bytes`: one more version of the weights.
-    - `resting_bytes`: of one microbatch, from its forward to its backward.
-    - `halfway_bytes`: of one microbatch, from its input gradient to its weight gradient.
-    - `forward_bytes`, `backward_bytes`, `early_bytes`, `late_bytes`: of one microbatch, at most, while its forward, its
-      backward, its input gradient or its weight gradient runs.
     - `step_bytes`: what the optimizer allocates while it steps between microbatches.
-    - `sent_bytes`, `sent_gradient_bytes`: values, and gradients, that are made for another device, until it takes them.
     """
 
     held_bytes: float
     parameter_bytes: float = 0.0
-    resting_bytes: float = 0.0
-    halfway_bytes: float = 0.0
-    forward_bytes: float = 0.0
-    backward_bytes: float = 0.0
-    early_bytes: float = 0.0
-    late_bytes: float = 0.0
-    sent_bytes: float = 0.0
-    sent_gradient_bytes: float = 0.0
     step_bytes: float = 0.0
+
+
+DURING = {
+    FORWARD: "forward_bytes",
+    BACKWARD: "whole_bytes",
+    INPUT_GRADIENT: "early_bytes",
+    WEIGHT_GRADIENT: "late_bytes",
+    STEP: "step_bytes",
+}
+"""Which figure of a footprint says what is held, at most, while an action runs; a sum over replicas takes no more."""
 
 
 def trace_memory(simulation: Simulation, footprints: Sequence[Footprint]) -> tuple[Course, ...]:
@@ -74,12 +71,8 @@ def trace_memory(simulation: Simulation, footprints: Sequence[Footprint]) -> tup
                 now -= footprint.halfway_bytes if action.op == WEIGHT_GRADIENT else footprint.resting_bytes
             if action.op == INPUT_GRADIENT:
                 now -= footprint.resting_bytes
-            if action.op not in (STEP, REDUCE):
-                during = {FORWARD: footprint.forward_bytes, BACKWARD: footprint.backward_bytes}
-                during |= {INPUT_GRADIENT: footprint.early_bytes, WEIGHT_GRADIENT: footprint.late_bytes}
-                course.append((begin, now + during[action.op] + sent))
-            elif action.op == STEP:
-                course.append((begin, now + footprint.step_bytes + sent))
+            if action.op in DURING:
+                course.append((begin, now + getattr(footprint, DURING[action.op]) + sent))
             if action.op == FORWARD and schedule.trains:
                 now += footprint.resting_bytes
             if action.op == INPUT_GRADIENT:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from math import inf
 
 from fxsplit.errors import ScheduleError
+from fxsplit.ir.facts.course import MicrobatchMemory
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.schedule.catalogue import INFERENCE, Scheduler
 from fxsplit.schedule.generate import check_takes_replicas, count_in_flight, run_forwards, schedule_replicas
@@ -107,15 +109,8 @@ def read_footprints(plan: Plan) -> list[Footprint]:
         Footprint(
             held_bytes=s.held_bytes + NUMBERS_BYTES * s.weighed,
             parameter_bytes=s.parameter_bytes,
-            resting_bytes=s.resting_bytes,
-            halfway_bytes=s.halfway_bytes,
-            forward_bytes=s.forward_bytes,
-            backward_bytes=s.whole_bytes,
-            early_bytes=s.early_bytes,
-            late_bytes=s.late_bytes,
-            sent_bytes=s.sent_bytes,
-            sent_gradient_bytes=s.sent_gradient_bytes,
             step_bytes=s.step_bytes,
+            **{figure.name: getattr(s, figure.name) for figure in fields(MicrobatchMemory)},
         )
         for s in plan.stages
     ]

@@ -14,7 +14,7 @@ def test_one_microbatch_on_one_device() -> None:
     """1000 always; 15 while it runs forward, 13 at rest, 20 while it runs backward."""
     simulation = simulate(generate("GPipe", 1, 1), Times.unit(1))
     course: Any
-    (course,) = trace_memory(simulation, [Footprint(1000, resting_bytes=13, forward_bytes=15, backward_bytes=20)])
+    (course,) = trace_memory(simulation, [Footprint(1000, resting_bytes=13, forward_bytes=15, whole_bytes=20)])
     assert course == ((0, 1000), (0, 1015), (1, 1013), (1, 1020), (3, 1000))
 
 
@@ -22,7 +22,7 @@ def test_a_divided_backward_frees_at_its_weight_gradient() -> None:
     simulation = simulate(generate("ZB-H1", 1, 1), Times.unit(1))
     course: Any
     footprint = Footprint(
-        0, resting_bytes=13, halfway_bytes=17, forward_bytes=15, backward_bytes=99, early_bytes=20, late_bytes=18
+        0, resting_bytes=13, halfway_bytes=17, forward_bytes=15, whole_bytes=99, early_bytes=20, late_bytes=18
     )
     (course,) = trace_memory(simulation, [footprint])
     assert course == ((0, 0), (0, 15), (1, 13), (1, 20), (2, 17), (2, 18), (3, 0))

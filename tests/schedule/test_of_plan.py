@@ -102,9 +102,9 @@ def test_replicas_have_one_stage_a_device() -> None:
 
 
 def test_footprints() -> None:
-    figures = {name: float(i) for i, name in enumerate(f.name for f in fields(Footprint) if f.name != "backward_bytes")}
+    figures = {name: float(i) for i, name in enumerate(f.name for f in fields(Footprint) if f.name != "whole_bytes")}
     (found,) = read_footprints(plan(stage(0, whole_bytes=99.0, **figures)))
-    assert asdict(found) == figures | {"held_bytes": figures["held_bytes"] + NUMBERS_BYTES, "backward_bytes": 99.0}
+    assert asdict(found) == figures | {"held_bytes": figures["held_bytes"] + NUMBERS_BYTES, "whole_bytes": 99.0}
 
 
 @pytest.mark.parametrize("name", ["LoopedBFS", "Interleaved1F1B", "ZBVZeroBubble", "Chimera", "PipeDream"])

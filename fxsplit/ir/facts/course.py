@@ -17,18 +17,19 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from fxsplit.ir.facts.costs import Costs, NodeCost
+from fxsplit.ir.facts.edges import list_crossed
 from fxsplit.ir.facts.working import LOSS_COPIES, LOSS_KEEPS, is_part_of_several, runs_nothing
 
 TOGETHER_BYTES = 1 << 16
 """Gradients of weights that were put off are added to their sums together, up to so many bytes."""
 
 
-@dataclass(frozen=True)
-class Course:
+@dataclass(frozen=True, kw_only=True)
+class MicrobatchMemory:
     """What a stage holds of one microbatch, in bytes; weights, sums of gradients and other microbatches aside.
 
     resting_bytes: between its forward and its backward. halfway_bytes: between the two halves of a divided backward.
-    forward_bytes, backward_bytes, early_bytes, late_bytes: at most, while its forward, its backward, or the first or
+    forward_bytes, whole_bytes, early_bytes, late_bytes: at most, while its forward, its backward, or the first or
     the second half of that run. sent_bytes, sent_gradient_bytes: values, and gradients, that it has made for other
     stages and that it does not hold by itself, until they are taken.
     """
@@ -36,7 +37,7 @@ class Course:
     resting_bytes: float = 0.0
     halfway_bytes: float = 0.0
     forward_bytes: float = 0.0
-    backward_bytes: float = 0.0
+    whole_bytes: float = 0.0
     early_bytes: float = 0.0
     late_bytes: float = 0.0
     sent_bytes: float = 0.0
@@ -55,23 +56,22 @@ def list_crossings(costs: Costs, stage_of: Mapping[str, int], count: int) -> lis
     # Boundary b lies before stage b.
     crossing: list[list[str]] = [[] for _ in range(count + 1)]
     for name, _, _, readers, returned in costs.values:
-        # What no stage makes is there before the first; what is returned lives past the last.
-        born = stage_of.get(name, -1)
-        dies = max([stage_of[r] for r in readers] + ([count] if returned else []), default=born)
-        for boundary in range(born + 1, dies + 1):
+        for boundary in list_crossed(stage_of, name, readers, count, returned=returned):
             crossing[boundary].append(name)
     return [Crossings(*both) for both in pairwise(crossing)]
 
 
-def follow_stage(costs: Costs, names: Sequence[str], crossings: Crossings, *, recompute: bool, last: bool) -> Course:
-    """Return the course of a stage of the nodes `names`, in the order of the graph.
+def follow_stage(
+    costs: Costs, names: Sequence[str], crossings: Crossings, *, recompute: bool, last: bool
+) -> MicrobatchMemory:
+    """Return what a stage holds in each action, of the nodes `names`, in the order of the graph.
 
     last: whether the loss is computed behind it. Every node's allocations are known (see `Costs.weighed`).
     """
     stage = _Stage(costs, names, crossings)
     kept, light = stage.run_forward(keeps=True), stage.run_forward(keeps=False)
     if costs.inference:
-        return Course(forward_bytes=min(kept, light), sent_bytes=stage.made_bytes + stage.passed_bytes)
+        return MicrobatchMemory(forward_bytes=min(kept, light), sent_bytes=stage.made_bytes + stage.passed_bytes)
     loss, taken = stage.given_bytes * last, stage.taken_bytes
     # A stage that recomputes holds the outputs of the model as any other stage holds what it gives.
     ends = last and not recompute
@@ -97,11 +97,11 @@ def follow_stage(costs: Costs, names: Sequence[str], crossings: Crossings, *, re
         # The gradients of the outputs are there, while the forward runs once more.
         losing = max(taken + (2.0 + LOSS_KEEPS + LOSS_COPIES) * loss, kept + stage.given_gradients)
         sent = 0.0 if last else stage.made_bytes
-    return Course(
+    return MicrobatchMemory(
         resting_bytes=resting,
         halfway_bytes=halfway,
         forward_bytes=forward,
-        backward_bytes=max(backward, losing),
+        whole_bytes=max(backward, losing),
         early_bytes=max(early, losing),
         late_bytes=late,
         sent_bytes=sent,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from fxsplit.ir.facts.costs import Costs
@@ -25,15 +25,24 @@ class Edges:
     sends: tuple[float, float] = (0.0, 0.0)
 
 
+def list_crossed(
+    stage_of: Mapping[str, int], name: str, readers: Iterable[str], count: int, *, returned: bool
+) -> range:
+    """Return the boundaries that a value crosses, where `count` stages hand values on: boundary b lies before stage b.
+
+    They lie between the stage that makes the value and the last one that reads it.
+    """
+    # What no stage makes is there before the first; what is returned lives past the last.
+    born = stage_of.get(name, -1)
+    dies = max([stage_of[r] for r in readers] + ([count] if returned else []), default=born)
+    return range(born + 1, dies + 1)
+
+
 def price_boundaries(costs: Costs, stage_of: Mapping[str, int], count: int) -> list[Edges]:
     """Return the bytes that cross the two boundaries of each of `count` stages, where stages hand values on."""
-    # Boundary b lies before stage b. A value crosses those between where it is made and where it is last read.
     crossing, returning, unkept, there, back = ([0.0] * (count + 1) for _ in range(5))
-    for name, output_bytes, gradient_bytes, readers, is_output in costs.values:
-        # What no stage makes is there before the first; what is returned lives past the last.
-        born = stage_of.get(name, -1)
-        dies = max([stage_of[r] for r in readers] + ([count] if is_output else []), default=born)
-        for boundary in range(born + 1, dies + 1):
+    for name, output_bytes, gradient_bytes, readers, returned in costs.values:
+        for boundary in list_crossed(stage_of, name, readers, count, returned=returned):
             crossing[boundary] += output_bytes
             returning[boundary] += gradient_bytes
             unkept[boundary] += costs.find_unkept(name, output_bytes)

@@ -304,8 +304,8 @@ def _add_courses(
         names = sorted(stage.nodes, key=position.__getitem__)
         followed = follow_stage(costs, names, crossings, recompute=stage.recompute, last=last)
         # As floats, whatever a profile has: a plan that was written and read is the same plan.
-        course: dict[str, Any] = {figure: float(held) for figure, held in asdict(followed).items()}
-        found.append(replace(stage, whole_bytes=course.pop("backward_bytes"), **course))
+        held: dict[str, Any] = {figure: float(amount) for figure, amount in asdict(followed).items()}
+        found.append(replace(stage, **held))
     return found
 
 

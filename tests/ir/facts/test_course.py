@@ -11,7 +11,7 @@ import pytest
 from fxsplit.api.plan import lay_out
 from fxsplit.formats.plan_json import parse_plan, plan_to_dict
 from fxsplit.ir.facts.costs import Costs, InputCost, NodeCost, Tie
-from fxsplit.ir.facts.course import Course, follow_stage, list_crossings
+from fxsplit.ir.facts.course import MicrobatchMemory, follow_stage, list_crossings
 from fxsplit.ir.facts.forward_costs import keep_forwards
 from fxsplit.ir.facts.machine import Machine
 from fxsplit.planner import Options
@@ -31,7 +31,7 @@ def kept(name: str, inputs: list[str], **figures: Any) -> NodeCost:
     return made(name, inputs, **{"unkept_bytes": 0, "kept_bytes": 4} | figures)
 
 
-def follow(costs: Costs, *stages: str, recompute: bool = False) -> list[Course]:
+def follow(costs: Costs, *stages: str, recompute: bool = False) -> list[MicrobatchMemory]:
     """Return the courses of stages whose nodes have one letter each."""
     stage_of = {name: i for i, names in enumerate(stages) for name in names}
     crossings = list_crossings(costs, stage_of, len(stages))
@@ -55,14 +55,14 @@ def test_a_stage_between_others() -> None:
     )
     first, second, last = follow(costs, "a", "bc", "d")
     assert first.resting_bytes == 2 + 4 and first.forward_bytes == 2 + 4, "what it gives is kept"
-    assert first.backward_bytes == 2 + 4 + 4, "the gradient that it was sent is there all the time"
+    assert first.whole_bytes == 2 + 4 + 4, "the gradient that it was sent is there all the time"
     assert second.resting_bytes == 4 + 4, "of b nothing is kept"
     assert second.forward_bytes == 4 + 4 + 4, "while c runs: the input, b and c"
     # While b runs backward: the input, the gradient of c that was sent, c that is given on, the gradient of b.
-    assert second.backward_bytes == 4 + 4 + 4 + 4 + 9
+    assert second.whole_bytes == 4 + 4 + 4 + 4 + 9
     assert second.sent_gradient_bytes == 4 and first.sent_gradient_bytes == 0 and second.sent_bytes == 0
     # What the loss keeps, a gradient in it, and the one that it returns.
-    assert last.resting_bytes == 4 + 4 + 4 and last.backward_bytes == 4 + 4 + 3 * 4
+    assert last.resting_bytes == 4 + 4 + 4 and last.whole_bytes == 4 + 4 + 3 * 4
 
 
 def test_a_stage_that_recomputes_holds_what_it_was_given() -> None:
@@ -70,7 +70,7 @@ def test_a_stage_that_recomputes_holds_what_it_was_given() -> None:
     first, last = follow(costs, "ab", "c", recompute=True)
     assert first.resting_bytes == 2 and first.sent_bytes == 4
     assert first.forward_bytes == 2 + 4 + 4, "a and b, without what a backward would keep besides"
-    assert first.backward_bytes == 2 + 4 + 4 + 4 + 4, "both, the gradient that it was sent, and that of a"
+    assert first.whole_bytes == 2 + 4 + 4 + 4 + 4, "both, the gradient that it was sent, and that of a"
     assert last.resting_bytes == 4 + 2 * 4, "the outputs, and what the loss keeps of them"
 
 
@@ -83,11 +83,9 @@ def test_gradients_that_are_handed_on_are_one_piece_of_memory() -> None:
         kept("d", ["c"], backward_peak_bytes=8),
     ]
     (lent,) = follow(chain(*nodes), "abcd")
-    assert lent.backward_bytes == 2 + 12 + 4 + 8, (
-        "the gradient of d, and that of c, which those of a and b are parts of"
-    )
+    assert lent.whole_bytes == 2 + 12 + 4 + 8, "the gradient of d, and that of c, which those of a and b are parts of"
     (copied,) = follow(chain(*nodes[:2], replace(nodes[2], lent_bytes=0.0, backward_peak_bytes=8.0), nodes[3]), "abcd")
-    assert copied.backward_bytes == 2 + 8 + 8 + 8, "the gradient of c and copies of its parts"
+    assert copied.whole_bytes == 2 + 8 + 8 + 8, "the gradient of c and copies of its parts"
 
 
 def test_gradients_of_several_readers_are_summed_in_place_where_nothing_shares_them() -> None:
@@ -96,7 +94,7 @@ def test_gradients_of_several_readers_are_summed_in_place_where_nothing_shares_t
     def find(lent: float) -> float:
         sums = {"lent_bytes": lent, "backward_peak_bytes": 4.0 - lent}
         costs = chain(kept("a", ["x"]), made("b", ["a"], **sums), made("c", ["a", "b"], lent_bytes=8.0))
-        return follow(costs, "abc", "")[0].backward_bytes
+        return follow(costs, "abc", "")[0].whole_bytes
 
     # The input, a, the output c, its gradient that was sent, which those of a and b are at first, and the sum.
     assert find(lent=4.0) == 2 + 4 + 4 + 4 + 4
@@ -115,14 +113,14 @@ def test_weights_that_wait_hold_the_gradient_that_has_arrived() -> None:
     assert last.halfway_bytes == 4 + 4 + 4 + 4, "the loss keeps what it needs, too"
     plain = chain(*(kept(n, [before]) for n, before in zip("abc", "xab", strict=True)))
     (one, _) = follow(plain, "ab", "c")
-    assert one.early_bytes == one.backward_bytes, "nothing waits, and all is freed"
+    assert one.early_bytes == one.whole_bytes, "nothing waits, and all is freed"
     assert one.halfway_bytes == 2 + 4, "but the value that was given on"
 
 
 def test_the_gradient_of_a_tied_parameter_is_there_from_its_last_user_to_its_first() -> None:
     costs = chain(kept("a", ["x"], parameter_bytes=9), kept("b", ["a"]), kept("c", ["b"], parameter_bytes=9))
     tied = replace(costs, tied=(Tie(9.0, 0.0, ("a", "c")),))
-    assert follow(tied, "abc", "")[0].backward_bytes >= follow(costs, "abc", "")[0].backward_bytes + 9 - 4
+    assert follow(tied, "abc", "")[0].whole_bytes >= follow(costs, "abc", "")[0].whole_bytes + 9 - 4
     assert follow(tied, "ab", "c") == follow(costs, "ab", "c"), "in two stages each has its own"
 
 
@@ -131,7 +129,7 @@ def test_gradients_of_several_outputs_wait_for_the_node_that_made_them() -> None
     split = node("s", ["x"], forward_peak_bytes=0, backward_peak_bytes=8 + 8, storage_bytes=8, kept_bytes=8)
     costs = chain(split, *parts, made("c", ["a", "b"], backward_peak_bytes=8))
     # Both gradients, which the node that made the parts is given, and what it makes of them.
-    assert follow(costs, "sabc", "")[0].backward_bytes == pytest.approx(2 + 8 + 4 + 4 + 8 + 8)
+    assert follow(costs, "sabc", "")[0].whole_bytes == pytest.approx(2 + 8 + 4 + 4 + 8 + 8)
 
 
 def test_forwards_alone_keep_nothing() -> None:
