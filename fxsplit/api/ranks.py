@@ -29,7 +29,7 @@ from fxsplit.ir.facts.torch_devices import read_memory
 from fxsplit.ir.graph import IR, name_pass
 from fxsplit.ir.text import render_graph
 from fxsplit.runtime.ranks.agreement import Agreement, hash_text, sum_values
-from fxsplit.runtime.ranks.holdings import Holdings
+from fxsplit.runtime.ranks.holdings import Holdings, list_named
 from fxsplit.runtime.ranks.world import COMPILE_LIMIT_S, World
 from fxsplit.schedule.catalogue import Scheduler
 from fxsplit.torch_internals.fake_weights import lacks_values
@@ -187,11 +187,6 @@ class Team:
         return f" of checksum {sum_values([weight for _, weight in list_named(model)]):x}"
 
 
-def list_named(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Return all parameters and buffers of a model with their paths."""
-    return [*model.named_parameters(), *model.named_buffers()]
-
-
 def describe_graph(captured: IR) -> str:
     """Return what two ranks have alike if they captured the same graph: its number, and how many nodes it has."""
     # Addresses of objects, and numbers of GPUs, are those of one process.
@@ -209,9 +204,9 @@ def make_machine(world: World) -> Machine:
     """Return the machine whose devices are the ranks of a world, each as this rank's own device to torch."""
     memory = read_memory(world.device)
     # Of a mesh, all pipelines have one plan: a place has the memory of the least of its column.
-    everyone = dict(zip(world.whole.ranks, world.whole.introduce(memory), strict=True))
-    columns = [[everyone[rank] for rank in column] for column in zip(*world.rows, strict=True)]
-    told = [min(one.memory_bytes for one in column) for column in columns]
+    found = world.whole.gather(torch.tensor([memory], dtype=torch.float64), "the start")
+    memory_of = {rank: float(one) for rank, one in zip(world.whole.ranks, found, strict=True)}
+    told = [min(memory_of[rank] for rank in column) for column in zip(*world.rows, strict=True)]
     devices = tuple(Device(f"rank{i}", world.device, memory_bytes) for i, memory_bytes in enumerate(told))
     links = (inf if world.device.type == "cpu" else GPU_LINK_BYTES_PER_S for _ in told[1:])
     return Machine(devices, tuple(links))

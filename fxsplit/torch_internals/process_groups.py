@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+NO_TAG = 1 << 20
+"""A tag that no message has."""
 TIMED_OUT = ("timed out", "timeout")
 """What gloo and NCCL say where a wait takes longer than it may."""
 
@@ -38,11 +40,10 @@ def clone_store() -> Store:
     return cloned
 
 
-def break_waits(group: dist.ProcessGroup, tag: int = 1 << 20) -> None:
+def break_waits(group: dist.ProcessGroup) -> None:
     """Make fail what this process waits for in a group, and what others wait for from it; the group is of no use then.
 
     gloo's abort() does not wake who waits. A message that does not arrive in time ends the connection, which does.
-    `tag` is one that no message has.
     """
     if "gloo" not in group.name():
         group.abort()
@@ -51,4 +52,4 @@ def break_waits(group: dist.ProcessGroup, tag: int = 1 << 20) -> None:
         if peer != group.rank():
             # It fails, as it is to.
             with suppress(RuntimeError):
-                group.recv([torch.empty(1)], peer, tag).wait(timedelta(milliseconds=1))
+                group.recv([torch.empty(1)], peer, NO_TAG).wait(timedelta(milliseconds=1))

@@ -7,11 +7,14 @@ rank is. The first failure that is posted counts for all ranks.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
 from fxsplit.runtime.ranks.faults import Fault
+
+T = TypeVar("T")
 
 LOOK_S = 0.02
 """How often a rank that waits for others to read looks again."""
@@ -45,10 +48,7 @@ class Board:
 
     def wait_for_fault(self, limit_s: float) -> Fault | None:
         """Return the failure of this turn, or None where none is posted within a time."""
-        until = time.monotonic() + limit_s
-        while (fault := self.read()) is None and time.monotonic() < until:
-            time.sleep(LOOK_S)
-        return fault
+        return _look_until(self.read, limit_s)
 
     def wait_for_all(self, limit_s: float) -> bool:
         """Return whether all ranks have come here in this turn, as soon as they have; or False, after a time.
@@ -57,10 +57,8 @@ class Board:
         """
         self._store.set(self._key(f"here/{self.me}"), "1")
         keys = [self._key(f"here/{rank}") for rank in range(self.n_ranks)]
-        until = time.monotonic() + limit_s
-        while not (here := self._store.check(keys)) and self.read() is None and time.monotonic() < until:
-            time.sleep(LOOK_S)
-        return bool(here)
+        _look_until(lambda: self._store.check(keys) or self.read(), limit_s)
+        return self._store.check(keys)
 
     def end_turn(self) -> None:
         """Note that this rank has read the failure, and begin the next turn."""
@@ -70,10 +68,7 @@ class Board:
     def wait_until_seen(self, limit_s: float) -> bool:
         """Return whether all other ranks have read this turn's failure, as soon as they have, or after a time."""
         keys = [self._key(f"seen/{rank}") for rank in range(self.n_ranks) if rank != self.me]
-        until = time.monotonic() + limit_s
-        while not (seen := self._store.check(keys)) and time.monotonic() < until:
-            time.sleep(LOOK_S)
-        return bool(seen)
+        return _look_until(lambda: self._store.check(keys), limit_s)
 
     def tell(self, what: str) -> None:
         """Tell the other ranks what this one is doing."""
@@ -86,3 +81,11 @@ class Board:
 
     def _key(self, what: str) -> str:
         return f"{self._name}/{self.turn}/{what}"
+
+
+def _look_until(look: Callable[[], T], limit_s: float) -> T:
+    """Return what `look` finds, as soon as that is anything, or what it finds after a time."""
+    until = time.monotonic() + limit_s
+    while not (found := look()) and time.monotonic() < until:
+        time.sleep(LOOK_S)
+    return found

@@ -14,13 +14,11 @@ from torch import Tensor
 
 from fxsplit.errors import InputError, RanksDiffer
 from fxsplit.runtime.ranks.agreement import hash_text
-from fxsplit.runtime.ranks.buckets import Share
+from fxsplit.runtime.ranks.buckets import BUCKET_BYTES, Share
 from fxsplit.runtime.ranks.hooks import Hook, read_hook, reduce_gradients
 from fxsplit.runtime.ranks.world import World, begin
 from fxsplit.torch_internals.grad_sums import Sums
 
-BUCKET_BYTES = 25_000_000
-"""So many bytes of gradients are added at a time, as torch's DistributedDataParallel does."""
 MEAN, SUM, COUNTED = 0, 1, 2
 """How losses of pipelines make that of all of them: as a mean by rows, as a sum, or by a count that only each knows."""
 

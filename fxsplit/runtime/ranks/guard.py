@@ -77,19 +77,18 @@ class Guard:
         finally:
             self._watches = False
 
-    def renew(self, make_groups: Callable[[], None], limit_s: float) -> bool:
-        """Make the groups anew where they are of no use since a failure, on all ranks; return whether they were made.
+    def renew(self, make_groups: Callable[[], None], limit_s: float) -> None:
+        """Make the groups anew where they are of no use since a failure, on all ranks.
 
         Raises RankError where a rank does not come for that.
         """
         if not self._is_broken:
-            return False
+            return
         # To make a group waits for all its ranks, and nothing wakes it.
         if not self._board.wait_for_all(limit_s):
             raise RankError(f"rank {self._board.me} has waited for all ranks to go on after a failure")
         make_groups()
         self._is_broken = False
-        return True
 
     def limit(self, limit_s: float) -> None:
         """Let what is watched over take so many seconds from now on."""

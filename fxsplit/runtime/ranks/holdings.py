@@ -46,7 +46,7 @@ class Holdings:
         homes = program.homes
         rank_of = {key: homes[stage.index][0] for key, (_, stage) in program.list_owners().items()}
         # In the model's order, which is the same on all ranks.
-        named = [(name, weight) for name, weight in _list_named(model) if id(weight) in rank_of]
+        named = [(name, weight) for name, weight in list_named(model) if id(weight) in rank_of]
         owners = {name: rank_of[id(weight)] for name, weight in named}
         if self._owners and owners != self._owners:
             with self._world.watch():
@@ -201,7 +201,7 @@ class Holdings:
         self._world.tell("", what, patient=True)
 
 
-def _list_named(model: nn.Module) -> list[tuple[str, Tensor]]:
+def list_named(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Return all parameters and buffers of a model by name, each once."""
     return [*model.named_parameters(), *model.named_buffers()]
 

@@ -21,12 +21,10 @@ class Residuals:
     def add_to(self, bucket: Bucket) -> Tensor:
         """Return a bucket's gradients with what is left of earlier ones, as a new tensor."""
         whole = bucket.buffer().clone()
-        at = 0
-        for parameter in bucket.parameters():
+        for parameter, part in zip(bucket.parameters(), self._cut(bucket, whole), strict=True):
             kept = self._left.get(id(parameter))
             if kept is not None:
-                whole[at : at + parameter.numel()] += kept[1]
-            at += parameter.numel()
+                part += kept[1]
         return whole
 
     def keep(self, bucket: Bucket, left: Tensor) -> None:

@@ -7,9 +7,9 @@ before each batch, and send the gradients back. The owner adds them in the order
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fxsplit.ir.facts.stages import list_weights
@@ -137,20 +137,14 @@ class Ties:
     def send(self, device: int, values: list[Any]) -> list[tuple[Any, Tensor]]:
         """Begin to send values with their layout; return what to wait for."""
         layout = Layout.describe(values, (), self._world.device)
-        text = torch.frombuffer(bytearray(layout.to_text().encode()), dtype=torch.uint8)
-        length = torch.tensor([len(text)])
-        sent = [(self._world.send_host(t, device), t) for t in (length, text)]
+        sent = self._world.send_text(layout.to_text(), device)
         pair = self._world.get_pair(self._world.me, device)
         return sent + [(pair.send(piece), piece) for piece in layout.pack(values, self._world.device)]
 
     def receive(self, source: int, what: str) -> list[Any]:
         """Return the values that a rank sends."""
         what = f"rank {source}, which is to send {what}"
-        length = torch.empty(1, dtype=torch.int64)
-        self._world.wait(self._world.receive_host(length, source), what)
-        text = torch.empty(int(length), dtype=torch.uint8)
-        self._world.wait(self._world.receive_host(text, source), what)
-        layout = Layout.parse(text.numpy().tobytes().decode())
+        layout = Layout.parse(self._world.receive_text(source, partial(self._world.wait, what=what)))
         here = self._world.device
         pieces = layout.make_pieces(here)
         pair = self._world.get_pair(source, self._world.me)

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable
+from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from fxsplit.errors import RankError, RankTimeout
+from fxsplit.errors import RankError
 from fxsplit.runtime.channels import Message, Stopped
 from fxsplit.runtime.ranks.layout import Layout
 from fxsplit.runtime.ranks.routes import Route, find_routes
@@ -171,18 +171,12 @@ class Wire:
 
     def _tell(self, layout: Layout, device: int, action: Action) -> None:
         """Send the layout of a message that comes next."""
-        text = torch.frombuffer(bytearray(layout.to_text().encode()), dtype=torch.uint8)
-        length = torch.tensor([len(text)])
-        self._sent.append((action, [(self.world.send_host(t, device), t) for t in (length, text)]))
+        self._sent.append((action, self.world.send_text(layout.to_text(), device)))
 
     def _listen(self, source: int, action: Action) -> Layout:
         """Receive the layout of a message that comes next."""
         what = f"rank {source}, which is to say what it sends to {action}"
-        length = torch.empty(1, dtype=torch.int64)
-        self._wait(self.world.receive_host(length, source), what)
-        text = torch.empty(int(length), dtype=torch.uint8)
-        self._wait(self.world.receive_host(text, source), what)
-        return Layout.parse(text.numpy().tobytes().decode())
+        return Layout.parse(self.world.receive_text(source, partial(self._wait, what=what)))
 
     def _post_ahead(self, source: int) -> None:
         """Begin to receive the next message of a sender, unless its layout has to be waited for."""
@@ -219,6 +213,6 @@ class Wire:
         """Wait for what is under way; once that has failed, the job sends and receives nothing more."""
         try:
             self.world.wait(work, what)
-        except (RankError, RankTimeout):
+        except RankError:
             self._failed = True
             raise

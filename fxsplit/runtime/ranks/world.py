@@ -6,12 +6,10 @@ that send each other tensors. All of them are made on every rank in one order, b
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -43,6 +41,16 @@ def begin(operation: Callable[..., Any], *args: Any) -> Any:
         raise RankError(f"the connection to another rank is lost: {str(error).splitlines()[0]}") from error
 
 
+def pack_text(text: str) -> Tensor:
+    """Return a text as bytes that ranks can send; an empty one as a space, since there is always something to send."""
+    return torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
+
+
+def unpack_text(packed: Tensor) -> str:
+    """Return the text in such bytes."""
+    return packed.numpy().tobytes().decode()
+
+
 class Pair:
     """What brings tensors from one rank to another one, in the order in which they are sent, and nothing back."""
 
@@ -56,15 +64,6 @@ class Pair:
     def receive(self, tensor: Tensor) -> Any:
         """Begin to receive a tensor; return what can be waited for. The order is all that tells which one it is."""
         return begin(self.group.recv, [tensor], self._source, 0)
-
-
-@dataclass(frozen=True, eq=False)
-class Neighbour:
-    """What a rank says of itself when a pipeline is made: its kind of device, that one's memory, and its host."""
-
-    kind: str
-    memory_bytes: float
-    host: str
 
 
 class World:
@@ -256,24 +255,24 @@ class World:
 
     def gather_texts(self, text: str, what: str) -> list[str]:
         """Return the text of every rank."""
-        mine = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
+        mine = pack_text(text)
         lengths = [int(t) for t in self.gather(torch.tensor([len(mine)]), what)]
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(mine)] = mine
         found = [torch.empty_like(padded) for _ in self.ranks]
         self.wait(begin(self._control.allgather, [found], [padded]), f"all ranks at {what}")
-        return [t[:n].numpy().tobytes().decode() for t, n in zip(found, lengths, strict=True)]
+        return [unpack_text(t[:n]) for t, n in zip(found, lengths, strict=True)]
 
     def tell(self, text: str | None, what: str, source: int = 0, *, patient: bool = False) -> str:
         """Return the text that the rank `source` gives, on every rank. `patient`: it may take long to make it."""
         group, limit_s = (self._patient, COMPILE_LIMIT_S) if patient else (self._control, self.limit_s)
-        packed = torch.frombuffer(bytearray((text or "").encode() or b" "), dtype=torch.uint8)
+        packed = pack_text(text or "")
         length = torch.tensor([len(packed)])
         self._broadcast(group, length, source, what, limit_s)
         if self.me != source:
             packed = torch.empty(int(length), dtype=torch.uint8)
         self._broadcast(group, packed, source, what, limit_s)
-        return packed.numpy().tobytes().decode()
+        return unpack_text(packed)
 
     def broadcast(self, tensor: Tensor, source: int, what: str) -> None:
         """Fill a dense tensor, of this rank's device or of host memory, with that of the rank `source`."""
@@ -292,8 +291,15 @@ class World:
         """Begin to receive a tensor of host memory over the control group, in the order in which they are sent."""
         return begin(self._control.recv, [tensor], source, 1)
 
-    def introduce(self, memory_bytes: float) -> list[Neighbour]:
-        """Return what every rank says of itself."""
-        own = {"kind": self.device.type, "memory_bytes": str(memory_bytes), "host": os.uname().nodename}
-        told = [json.loads(text) for text in self.gather_texts(json.dumps(own), "the start")]
-        return [Neighbour(one["kind"], float(one["memory_bytes"]), one["host"]) for one in told]
+    def send_text(self, text: str, to: int) -> list[tuple[Any, Tensor]]:
+        """Begin to send a text to a rank; return what to wait for, with what has to stay until then."""
+        packed = pack_text(text)
+        return [(self.send_host(t, to), t) for t in (torch.tensor([len(packed)]), packed)]
+
+    def receive_text(self, source: int, wait: Callable[[Any], None]) -> str:
+        """Return the text that a rank sends; `wait` waits for each of its parts."""
+        length = torch.empty(1, dtype=torch.int64)
+        wait(self.receive_host(length, source))
+        packed = torch.empty(int(length), dtype=torch.uint8)
+        wait(self.receive_host(packed, source))
+        return unpack_text(packed)

@@ -34,7 +34,7 @@ sum_of_squares.reduction = "sum"  # type: ignore[attr-defined]
 
 
 def train(rank: int, n: int, kind: str, call: str) -> float:
-    data_parallel.BUCKET_BYTES = 500  # several buckets
+    data_parallel.BUCKET_BYTES = 500  # type: ignore[attr-defined]  # several buckets
     mesh = init_device_mesh("cpu", (2, n // 2), mesh_dim_names=("dp", "pp"))
     torch.manual_seed(0)
     model: nn.Module = (Tied() if kind == "tied" else Mlp(6)).double()
