@@ -26,10 +26,11 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from fxsplit.errors import InputError
-from fxsplit.formats.checkpoint_folder import NewCheckpoint, name_file, write_index
+from fxsplit.formats.checkpoint_folder import NewCheckpoint
+from fxsplit.formats.safetensors_names import INDEX, name_file, render_index
 from fxsplit.formats.safetensors_reader import TensorFile
 from fxsplit.formats.save_safetensors import write_tensors
-from fxsplit.ir.files import explain_unwritable
+from fxsplit.ir.files import explain_unwritable, write_whole
 
 MODEL, OPTIMIZER, JSON, RANDOM = "model.", "optimizer.", "json.", "random."
 """How names begin of weights, of tensors that an optimizer keeps, of its other values, and of random numbers' state."""
@@ -91,7 +92,8 @@ class FolderWriter(StorageWriter):
         weights = [result for result in written if result.index.fqn.startswith(MODEL)]
         if self._n > 1:
             file_of = {_name_stored(result.index.fqn): result.storage_data for result in weights}
-            write_index(self._new.beside, file_of, [result.size_in_bytes for result in weights])
+            sizes = {"total_size": sum(result.size_in_bytes for result in weights)}
+            write_whole(self._new.beside / INDEX, render_index(sizes, file_of))
         self._complete(sorted({result.storage_data for result in written}))
 
     @classmethod

@@ -18,7 +18,6 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -170,17 +169,6 @@ def remove_older(folder: Path, keep: int) -> None:
         # Without its manifest it is none any more, whatever comes in between.
         (path / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)
-
-
-def name_file(kind: str, rank: int, n: int) -> str:
-    """Return the name of a rank's file of the model's tensors ("model") or of all others ("training")."""
-    return f"{kind}.safetensors" if n == 1 else f"{kind}-{rank + 1:05d}-of-{n:05d}.safetensors"
-
-
-def write_index(folder: Path, file_of: Mapping[str, str], sizes: Sequence[int]) -> None:
-    """Write which file holds each weight, as Hugging Face reads it."""
-    held = {"metadata": {"total_size": sum(sizes)}, "weight_map": dict(sorted(file_of.items()))}
-    write_whole(folder / "model.safetensors.index.json", json.dumps(held, indent=2, sort_keys=True) + "\n")
 
 
 def _flush_folder(path: Path) -> None:

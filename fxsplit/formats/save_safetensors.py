@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fxsplit.errors import InputError
+from fxsplit.formats.safetensors_names import INDEX, name_file, render_index
 from fxsplit.ir.facts.figures import is_count, show
 from fxsplit.ir.files import BEING_WRITTEN, explain_unwritable, make_folder
 from fxsplit.ir.progress import track
 from fxsplit.ir.progress_bar import show_progress
 from fxsplit.torch_internals.undo import undo_after
 
-ONE_FILE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+ONE_FILE = name_file("model", 0, 1)
 OF_A_CHECKPOINT = re.compile(r"model\.safetensors(\.index\.json)?|model-\d{5,}-of-\d{5,}\.safetensors")
 """Names of files that a checkpoint consists of, which the next one in the same folder takes the place of."""
 NAMES = {
@@ -128,9 +128,7 @@ def _write_all(folder: Path, state: Mapping[str, Tensor], shards: Sequence[Seque
     with undo_after(change.settle):
         made = beside / "new"
         made.mkdir(parents=True)
-        names = [ONE_FILE]
-        if len(shards) > 1:
-            names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+        names = [name_file("model", number, len(shards)) for number in range(len(shards))]
         # Asked for the next tensor, it tells that the one before has been written.
         turns = track(list(state), "saving weights")
         for file, shard in zip(names, shards, strict=True):
@@ -180,12 +178,12 @@ class _Change:
 
 def _write_index(path: Path, state: Mapping[str, Tensor], shards: Mapping[str, Sequence[str]]) -> None:
     """Write which file holds each tensor, and how many bytes they have together."""
-    sizes: dict[str, Any] = {
+    sizes = {
         "total_parameters": sum(t.numel() for t in state.values()),
         "total_size": sum(t.nbytes for t in state.values()),
     }
-    held = {"metadata": sizes, "weight_map": {name: file for file, names in shards.items() for name in names}}
-    _flush(path, [(json.dumps(held, indent=2, sort_keys=True) + "\n").encode])
+    file_of = {name: file for file, names in shards.items() for name in names}
+    _flush(path, [render_index(sizes, file_of).encode])
 
 
 def write_tensors(

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 import fxsplit
 from fxsplit.errors import FileError, InputError
 from fxsplit.formats import save_safetensors as saving
-from fxsplit.formats.save_safetensors import INDEX, ONE_FILE, save_checkpoint
+from fxsplit.formats.safetensors_names import INDEX
+from fxsplit.formats.save_safetensors import ONE_FILE, save_checkpoint
 from fxsplit.torch_internals.torchvision_operators import declare_detection_operators
 from fxsplit.torch_internals.undo import leave_no_trace
 from tests.formats.test_safetensors_files import Meter
