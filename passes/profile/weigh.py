@@ -75,10 +75,13 @@ class Weight:
         layout, halved = self._ways.pop()
         if halved and nodes:
             self._note_halves(outputs, leaves, nodes, layout)
-        else:
-            self._note_whole(outputs, leaves, layout)
+            return
+        made = self._note_whole(outputs, leaves, layout)
+        # Where no gradient can be left for later, this is the first half too.
+        if not nodes:
+            self._note_early(made, made.gradients)
 
-    def _note_whole(self, outputs: Tensors, leaves: Tensors, layout: Layout) -> None:
+    def _note_whole(self, outputs: Tensors, leaves: Tensors, layout: Layout) -> Counted:
         """Run the operator's backward whole; note what it allocates, and what it returns in memory that it was given.
 
         Of several layouts, what is returned so in all of them counts.
@@ -90,9 +93,7 @@ class Weight:
             parts = [part for t in made.gradients if t is not None for part in list_parts(t)]
             lent = sum(part.nbytes for part in parts if part.untyped_storage()._cdata in given)
             self.lent_bytes = lent if self.lent_bytes is None else min(self.lent_bytes, lent)
-        # Where no gradient can be left for later, this is the first half too.
-        if not find_branch_nodes(outputs, [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)])[0]:
-            self._note_early(made, made.gradients)
+        return made
 
     def _note_early(self, made: Counted, first: Sequence[Tensor | None]) -> None:
         """Note what a first half allocates, and what is held until the second; `first` are gradients of inputs."""
