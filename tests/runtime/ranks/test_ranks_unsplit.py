@@ -1,0 +1,132 @@
+"""Whole networks over ranks in float64, beside threads and the unsplit model: a ResNet-50, and models of Hugging Face.
+
+Those are language models that get masks, and have one weight at both ends.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from bench.networks.torchvision_models import torchvision_model
+from fxsplit.api.compare import run_unsplit_step
+from fxsplit.api.pipeline import Pipeline
+from tests.ranks import ranks
+from tests.runtime.ranks.compared import assert_alike, assert_same, compile_both, list_own
+from tests.text_models import WORDS, make_text_model
+
+pytestmark = pytest.mark.long
+TOLERANCE = 1e-10
+MICROBATCHES = 3
+
+
+def assert_unsplit(pipe: Pipeline, expected: nn.Module) -> None:
+    """Compare the gradients and buffers of this rank with those of the unsplit model.
+
+    One that is zero but for rounding is compared on the scale of the largest.
+    """
+    own = list_own(pipe)
+    others = dict(expected.named_parameters())
+    gradients = {name: (p.grad, others[name].grad) for name, p in pipe.model.named_parameters() if name in own}
+    buffers = dict(expected.named_buffers())
+    pairs = [gradients, {name: (b, buffers[name]) for name, b in pipe.model.named_buffers() if name in own}]
+    for kind in pairs:
+        assert all((a is None) == (b is None) for a, b in kind.values())
+        found = {name: (a, b) for name, (a, b) in kind.items() if a is not None and b is not None}
+        scale = max((float(b.abs().max()) for _, b in found.values()), default=0.0)
+        for name, (a, b) in found.items():
+            apart = float((a.double() - b.double()).abs().max()) / max(float(b.abs().max()), 1e-5 * scale, 1e-300)
+            assert apart <= TOLERANCE, f"{name} differs by {apart}"
+    assert gradients, "every rank has weights"
+
+
+def run_resnet50(rank: int, n: int) -> int:
+    torch.manual_seed(0)
+    model = torchvision_model("resnet50", num_classes=5).double()
+    images, classes = torch.randn(7, 3, 64, 64, dtype=torch.float64), torch.randint(5, (7,))
+    unsplit = copy.deepcopy(model)
+    options = {"loss_fn": F.cross_entropy, "example_inputs": images, "n_microbatches": MICROBATCHES}
+    over_ranks, over_threads = compile_both(model, n, options)
+    with over_ranks, over_threads:
+        results = [p.step(images, target=classes, return_outputs=True) for p in (over_ranks, over_threads)]
+        assert_same(results[0], results[1])
+        count = assert_alike(over_ranks, over_threads)
+        expected = run_unsplit_step(unsplit, [images], classes, F.cross_entropy, MICROBATCHES)
+        outputs = expected.outputs["0"]
+        assert outputs is not None
+        loss = F.cross_entropy(outputs, classes)
+        torch.testing.assert_close(results[0][0].detach(), loss, rtol=TOLERANCE, atol=0.0)
+        torch.testing.assert_close(results[0][1].detach(), outputs, rtol=TOLERANCE, atol=TOLERANCE)
+        assert_unsplit(over_ranks, unsplit)
+    return count
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_resnet50_equals_threads_and_the_unsplit_model(n: int) -> None:
+    assert sum(ranks(n, run_resnet50, limit_s=500)) == 161
+
+
+def make_texts(step: int) -> tuple[dict[str, Any], Tensor]:
+    """Return texts of several lengths, and the word that comes next of each; the third batch has fewer, longer rows."""
+    made = torch.Generator().manual_seed(step)
+    rows, length = [(6, 8), (6, 8), (5, 11)][step]
+    ids = torch.randint(3, WORDS, (rows, length), generator=made)
+    mask = torch.ones_like(ids)
+    for row in range(rows):
+        mask[row, length - row % 3 :] = 0
+    labels = ids.masked_fill(mask == 0, -100).roll(-1, 1)
+    labels[:, -1] = -100
+    return {"input_ids": ids, "attention_mask": mask}, labels
+
+
+def next_word_loss(outputs: Any, labels: Tensor) -> Tensor:
+    """The loss of transformers, which computes its own in float32."""
+    return F.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
+
+
+def make_tied(name: str) -> Any:
+    """Return a language model whose last layer has the weight of its first one."""
+    model: Any = make_text_model(name)
+    model.get_output_embeddings().weight = model.get_input_embeddings().weight
+    return model
+
+
+def run_text_model(rank: int, n: int, name: str, schedule: str) -> int:
+    """Three steps, each beside threads and the unsplit model on the whole batch, with an optimizer between them."""
+    model = make_tied(name).train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # the unsplit model draws in another order
+    model.config.use_cache = False
+    unsplit = copy.deepcopy(model)
+    options: dict[str, Any] = {"example_inputs": make_texts(0)[0], "loss_fn": next_word_loss, "schedule": schedule}
+    over_ranks, over_threads = compile_both(model, n, {**options, "n_microbatches": MICROBATCHES})
+    models = over_ranks, over_threads, unsplit
+    optimizers = [torch.optim.SGD(m.parameters(), 1e-2, momentum=0.9) for m in models]
+    count = 0
+    with over_ranks, over_threads:
+        for i in range(3):
+            texts, labels = make_texts(i)
+            results = [pipe.step(**texts, target=labels) for pipe in (over_ranks, over_threads)]
+            assert_same(results[0], results[1])
+            count += assert_alike(over_ranks, over_threads)
+            loss = next_word_loss(unsplit(**texts), labels)
+            loss.backward()
+            torch.testing.assert_close(results[0].detach(), loss.detach(), rtol=TOLERANCE, atol=0.0)
+            assert_unsplit(over_ranks, unsplit)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    return count
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize(("name", "schedule"), [("gpt2", "1F1B"), ("llama", "ZB-H1")])
+def test_language_models_equal_threads_and_the_unsplit_model(name: str, schedule: str, n: int) -> None:
+    counts = ranks(n, run_text_model, name, schedule, limit_s=300)
+    assert sum(counts) == 3 * len(list(make_tied(name).parameters()))
