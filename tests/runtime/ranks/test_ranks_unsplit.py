@@ -30,12 +30,11 @@ def assert_unsplit(pipe: Pipeline, expected: nn.Module) -> None:
 
     One that is zero but for rounding is compared on the scale of the largest.
     """
-    own = list_own(pipe)
-    others = dict(expected.named_parameters())
-    gradients = {name: (p.grad, others[name].grad) for name, p in pipe.model.named_parameters() if name in own}
-    buffers = dict(expected.named_buffers())
-    pairs = [gradients, {name: (b, buffers[name]) for name, b in pipe.model.named_buffers() if name in own}]
-    for kind in pairs:
+    own, model = list_own(pipe), pipe.model
+    weights, buffers = dict(expected.named_parameters()), dict(expected.named_buffers())
+    gradients: dict[str, Any] = {n: (p.grad, weights[n].grad) for n, p in model.named_parameters() if n in own}
+    written: dict[str, Any] = {n: (b, buffers[n]) for n, b in model.named_buffers() if n in own}
+    for kind in (gradients, written):
         assert all((a is None) == (b is None) for a, b in kind.values())
         found = {name: (a, b) for name, (a, b) in kind.items() if a is not None and b is not None}
         scale = max((float(b.abs().max()) for _, b in found.values()), default=0.0)
