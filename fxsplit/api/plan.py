@@ -86,13 +86,13 @@ def choose_passes(costs: Costs, schedule: str, *, inference: bool) -> tuple[Cost
     """
     if not inference and costs.inference:
         raise InputError(
-            "the profile is of forwards alone, as measured for inference: plan with inference=True, or measure the "
-            "model for training"
+            "the profile is of forwards alone, as measured for inference: plan for inference, too (inference=True, or "
+            "--inference), or measure the model for training"
         )
     if not inference:
         return costs, schedule
     if schedule != "1F1B":
-        raise InputError(f"schedule={schedule!r} with inference=True: without backwards there is one, leave it out")
+        raise InputError(f"schedule {schedule!r} for inference: without backwards there is one schedule, leave it out")
     return keep_forwards(costs), INFERENCE
 
 

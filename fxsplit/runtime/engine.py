@@ -144,7 +144,8 @@ class Engine:
             return outputs
         ties = self._tie_stages(program)
         backward = self._make_backward(batch, meanings, ties, work.tape, WeightsThen(batch))
-        inputs = [t for t in tensors if t.requires_grad]
+        # torch warns of a leaf whose gradient comes from another device's node. A view is a node of the leaf's own.
+        inputs = [t.view_as(t) if t.is_leaf else t for t in tensors if t.requires_grad]
         tied = [tie.value for tie in ties]
         joined: tuple[Tensor, ...] = PipelineFunction.apply(backward, outputs, wanted, *inputs, *tied)  # type: ignore[no-untyped-call]
         return list(joined)

@@ -8,6 +8,7 @@ that torch has made itself run here on the current stream of the thread that run
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
@@ -16,15 +17,20 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import get_gradient_edge
 
 from tests.accelerator.streams import Driver, Stream
 from tests.accelerator.tensors import Toy
 
 ACCUMULATES = "torch::autograd::AccumulateGrad"
+STREAM = "toy stream"
+"""Under this name a node of torch's keeps the stream that was current when it was made."""
+MISMATCH = "The AccumulateGrad node's stream does not match the stream of the node that produced the gradient"
+"""How torch begins to warn of a leaf whose gradient is made on one stream and added to `.grad` on another one."""
 
 
 class EngineStreams:
-    """Knows the stream of each node that is written in Python, and of each leaf among its inputs."""
+    """Knows the stream of each node that is written in Python, and of those that add gradients to leaves."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -68,8 +74,7 @@ class EngineStreams:
             node.toy_arguments = [i for i, value in enumerate(inputs) if isinstance(value, Tensor)]
             made = next(t for t in outputs if isinstance(t, Toy))
             node.toy_stream = self._driver.find_current_stream(made.device)
-            for leaf in (t for t in inputs if isinstance(t, Toy) and t.is_leaf and t.requires_grad):
-                leaf.accumulates_on = self._driver.find_current_stream(leaf.device)
+            note_accumulations(self._driver, inputs)
 
     def _run(self, node: Any, stream: Stream, args: tuple[Any, ...]) -> Any:
         """Run a node on its stream."""
@@ -90,8 +95,10 @@ class EngineStreams:
                 continue
             gradient.made_on = stream
             if following is not None and following.name() == ACCUMULATES:
-                consumer = getattr(following.variable, "accumulates_on", stream)
+                consumer = following.metadata.get(STREAM, stream)
                 self._written.add(consumer)
+                if consumer != stream:
+                    warnings.warn(MISMATCH, stacklevel=2)
             else:
                 consumer = self._driver.find_current_stream(gradient.device)
             self._hand_over(gradient, stream, consumer)
@@ -125,7 +132,8 @@ class _Engine:
         """Run a backward; each gradient goes to the stream of its leaf, for which the caller's waits at the end."""
         found = []
         if options.get("accumulate_grad"):
-            found = [(g, r.accumulates_on) for r, g in zip(roots, gradients, strict=True) if _has_stream(r)]
+            streams = [_find_accumulation(root) for root in roots]
+            found = [(g, stream) for g, stream in zip(gradients, streams, strict=True) if stream is not None]
         for gradient, stream in found:
             stream.wait_event(self._driver.find_current_stream(stream.device).record_event())
             self._driver.keep_until_read(gradient, stream)
@@ -135,17 +143,30 @@ class _Engine:
         return result
 
 
-def _has_stream(root: Any) -> bool:
-    """Return whether a root of a backward is a leaf with a stream that gradients are added on."""
-    return isinstance(root, Toy) and root.is_leaf and getattr(root, "accumulates_on", None) is not None
+def _find_accumulation(root: Any) -> Stream | None:
+    """Return the stream that a leaf's gradients are added on, None for any other root and where none is known."""
+    if not (isinstance(root, Toy) and root.is_leaf and root.requires_grad):
+        return None
+    node: Any = get_gradient_edge(root).node
+    found: Stream | None = node.metadata.get(STREAM)
+    return found
+
+
+def note_accumulations(driver: Driver, inputs: Iterable[Any]) -> None:
+    """Note the current stream for the node that adds gradients to each leaf among the inputs of an operator.
+
+    torch makes that node with the first operator that reads the leaf, and keeps it for as long as a graph has it.
+    """
+    for leaf in (t for t in inputs if isinstance(t, Toy) and t.is_leaf and t.requires_grad):
+        node: Any = get_gradient_edge(leaf).node
+        node.metadata.setdefault(STREAM, driver.find_current_stream(leaf.device))
 
 
 def find_stream(driver: Driver, device: torch.device) -> Stream:
     """Return the stream that the next kernel on a device goes to: that of the leaf whose gradient is accumulated."""
     node: Any = torch._C._current_autograd_node()
     if node is not None and node.name() == ACCUMULATES:
-        leaf: Tensor = node.variable
-        stream: Stream | None = getattr(leaf, "accumulates_on", None)
+        stream: Stream | None = node.metadata.get(STREAM)
         if stream is not None and stream.device == device:
             return stream
     return driver.find_current_stream(device)

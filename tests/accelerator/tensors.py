@@ -31,7 +31,6 @@ class Toy(torch.Tensor):
     block: Block | None
     ready: Access | None
     made_on: Any
-    accumulates_on: Any
     dispatch: Dispatch
     """What runs operators; replaced by `kernels.run_operator` (the two modules would import each other)."""
 

@@ -59,7 +59,11 @@ def test_commands_run_dry(command: str, tmp_path: Path) -> None:
     assert (tmp_path / f"{command}.md").read_text().startswith(f"`python -m bench.gpu {command} --dry`\non CPU")
 
 
-@pytest.mark.parametrize("check", ALL, ids=lambda check: str(check.__name__))
+@pytest.mark.parametrize(
+    "check",
+    [pytest.param(each, marks=pytest.mark.long if each is memory.peak_beside_the_plan else ()) for each in ALL],
+    ids=lambda check: str(check.__name__),
+)
 def test_checks_run_dry(check: Check) -> None:
     holds, text = run_check(Setting(dry=True), check)
     assert holds and text
@@ -93,6 +97,7 @@ def test_targets_that_are_not_moved_fail(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not holds and "same device" in told
 
 
+@pytest.mark.long
 def test_peaks_that_are_not_as_planned_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check told both figures, and held whatever they were."""
     if isnan(peaks.measure_peak_gib(Setting(dry=True), nn.Linear(1, 1), lambda: None)):

@@ -181,7 +181,9 @@ def test_a_profile_of_forwards_alone_gives_no_training_plan(tmp_path: Path) -> N
     costs.save(tmp_path / "p.json")
     costs = Costs.load(tmp_path / "p.json")
     assert costs.inference and costs.total_ms > 0 and all(n.backward_ms == n.parameter_bytes == 0 for n in costs.nodes)
-    with pytest.raises(InputError, match=r"of forwards alone, .*: plan with inference=True"):
+    with pytest.raises(
+        InputError, match=r"of forwards alone, .*: plan for inference, too \(inference=True, or --inference\)"
+    ):
         fxsplit.plan(costs, 2)
     with pytest.raises(ProfileError, match=r"of forwards alone, .* leave costs= out"):
         compile_fast(model, x, costs=costs, n_microbatches=4)

@@ -48,6 +48,7 @@ def test_an_interrupt_at_any_line_leaves_no_trace(name: str) -> None:
         torch.set_num_threads(threads)
 
 
+@pytest.mark.long
 def test_an_interrupt_in_the_first_compile_of_a_process() -> None:
     """Half of torch was imported then, and nothing could be compiled any more."""
     command = [sys.executable, "-m", "bench.faults", "first", "--count", "2", "--seed", "1"]

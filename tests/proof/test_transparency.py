@@ -86,7 +86,7 @@ def profile(name: str) -> fxsplit.Costs:
 
 # At every change two networks run under every schedule, and the others, but for the slowest, under one.
 EVERY_SCHEDULE = ("resnet18", "encoder")
-SLOW = ("inception_v3", "resnet101", "resnext101_32x8d", "vgg16")
+SLOW = ("inception_v3", "resnet50", "resnet101", "resnext50_32x4d", "resnext101_32x8d", "vgg16")
 CASES = [  # by network, since what is expected of one is computed once
     (name, devices, schedule)
     for name in zoo.BUILDERS
@@ -183,7 +183,7 @@ def worst_cut(costs: fxsplit.Costs) -> Callable[[fxsplit.IR], fxsplit.IR]:
     return worst
 
 
-@pytest.mark.parametrize("name", ["resnet18", "inception_v3", "encoder"])
+@pytest.mark.parametrize("name", ["resnet18", pytest.param("inception_v3", marks=pytest.mark.long), "encoder"])
 def test_eval_equals_whole_batch(name: str) -> None:
     """In eval mode microbatches make no difference, and inception returns one tensor instead of two."""
     model, x, _, n_microbatches = case(name)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
+from unittest.mock import patch
 
 import pytest
+from torch import Tensor
 
+from fxsplit.runtime.autograd_node import Tie
+from fxsplit.runtime.streams import Stream, make_stream
 from tests.accelerator import REUSED, use_accelerator
 from tests.accelerator.cases import BACKWARD, MIXED, Case, Net, examine, start
+from tests.accelerator.engine import MISMATCH, note_accumulations
+from tests.accelerator.kernels import watches
 from tests.accelerator.matrix import FEW, list_cases
 from tests.accelerator.mutants import list_mutants, list_survivors, mutate
 
@@ -33,6 +40,25 @@ def test_steps_after_a_backward_of_the_callers() -> None:
     outcome = examine(Case("1F1B: mixed, own devices", loop=MIXED, make_model=partial(Net, layers=4)))
     outcome.record.check()
     assert outcome.difference < 1e-10
+
+
+def test_gradients_are_made_on_the_streams_that_they_are_added_on() -> None:
+    """torch warns where they are not, and so does the made-up engine."""
+    case = Case("1F1B: backward, own devices", loop=BACKWARD, make_model=partial(Net, layers=4))
+    examine(case).record.check()
+    make = Tie.make
+
+    def make_elsewhere(leaves: Sequence[Tensor], stream: Stream) -> Tie:
+        with stream.enter():
+            # The stage's operators have read the leaves.
+            kept = [leaf.view_as(leaf) for leaf in leaves]
+            note_accumulations(watches[-1].driver, leaves)
+        tie = make(leaves, make_stream(stream.device))
+        assert kept
+        return tie
+
+    with patch.object(Tie, "make", make_elsewhere), pytest.warns(UserWarning, match=MISMATCH):
+        examine(case)
 
 
 @pytest.mark.long

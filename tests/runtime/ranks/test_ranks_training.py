@@ -70,7 +70,7 @@ def run_tied(rank: int, n: int) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_tied_weights_get_the_very_gradients_of_threads(n: int) -> None:
     found = ranks(n, run_tied)
     assert [sum(counts) for counts in zip(*found, strict=True)] == [3 * 6, 3 * 6, 3 * 9, 3 * 9]
