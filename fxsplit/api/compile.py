@@ -14,7 +14,7 @@ from fxsplit import passes as standard
 from fxsplit.api.compiler import Compiler
 from fxsplit.api.options import Options, load_costs
 from fxsplit.api.pipeline import Pipeline
-from fxsplit.api.ranks import Team
+from fxsplit.api.ranks import GradientHook, make_team
 from fxsplit.api.world import Devices, read_devices
 from fxsplit.errors import FxsplitDeprecationWarning, InputError
 from fxsplit.formats.safetensors_files import WeightFiles
@@ -52,6 +52,8 @@ def compile(
     passes: str | Chain | Iterable[Pass] = DEFAULT,
     costs: Costs | str | os.PathLike[str] | None = None,
     compress: str | None = None,
+    gradient_hook: GradientHook | None = None,
+    bucket_bytes: float | None = None,
     dump: str | os.PathLike[str] | None = None,
     checkpoint: str | None = None,
 ) -> Pipeline:
@@ -91,6 +93,11 @@ def compile(
     costs: a saved profile (or its path) to plan from in place of measuring.
     compress: send values and gradients between devices in fewer bytes: "bf16", or "int8" with a scale for each row
         (default: as they are). It changes what is computed: `fxsplit.verify` says by how much.
+    gradient_hook: over ranks, what adds the gradients of pipelines side by side, and of a stage's replicas:
+        "allreduce", "fp16", "bf16", "powersgd", "topk" or "sketch", with options as in "topk{share=0.05}", or (state,
+        hook) as torch's DDP takes it; a state of None becomes the process group. All but "allreduce" change what is
+        computed.
+    bucket_bytes: over ranks, how many bytes of gradients are added at a time (default: 25e6).
     dump: a folder for the IR's text before the first and after every pass (also FXSPLIT_DUMP).
     checkpoint: the earlier name of `recompute`, deprecated.
 
@@ -111,6 +118,8 @@ def compile(
         chunks=chunks,
         costs=load_costs(costs),
         compress=compress,
+        gradient_hook=gradient_hook,
+        bucket_bytes=bucket_bytes,
         dump=dump,
     )
     if dtype is not None and weights is None:
@@ -120,7 +129,7 @@ def compile(
         )
     # Nothing is compiled before there is an example, or the first call.
     files = None if weights is None else WeightFiles(weights, dtype)
-    pipeline = Pipeline(Compiler(model, options, files, team=None if world is None else Team(world)))
+    pipeline = Pipeline(Compiler(model, options, files, team=make_team(world, options)))
     if example_inputs is not None:
         args, kwargs = parse_example_inputs(example_inputs)
         pipeline.compile_for(*args, **kwargs)
@@ -170,5 +179,6 @@ def recompile_like(pipe: Pipeline, model: nn.Module, loss_fn: LossFn | None, com
         deferred_batch_norm=False,
         inference=False,
         compress=compress,
+        gradient_hook=None,
     )
     return Pipeline(pipe.compiler.recompile_like(model, options))

@@ -21,7 +21,7 @@ from fxsplit.api.lowering import build_program, capture_model, read_stated
 from fxsplit.api.microbatch_count import AUTO
 from fxsplit.api.module_watch import ModuleWatch
 from fxsplit.api.options import Options
-from fxsplit.api.ranks import Team
+from fxsplit.api.ranks import Team, make_team
 from fxsplit.api.subject import Pin, Subject
 from fxsplit.api.validity import Validity
 from fxsplit.errors import InputError, NoFit, UnsteadyProfileWarning
@@ -140,7 +140,7 @@ class Compiler:
     def recompile_like(self, model: nn.Module, options: Options) -> Compiler:
         """Return a compiler for another model, which captures it by shapes alone where this one did."""
         from_shapes = any(compiled.captured[Example].from_shapes for compiled in self._kept.values())
-        return Compiler(model, options, from_shapes=from_shapes, team=self.team and Team(self.team.world))
+        return Compiler(model, options, from_shapes=from_shapes, team=make_team(self.team and self.team.world, options))
 
     def _find(self, mode: Mode, call: Call) -> Compiled:
         """Return what is compiled for a call, after compiling it if need be; raises InputError for unusable hooks."""

@@ -12,5 +12,5 @@ from fxsplit.runtime.ranks.crew import RankCrew
 def make_crew(machine: Machine, team: Team | None) -> Crew:
     """Return threads for all devices of a machine, or this process beside the other ranks of a team."""
     if team is not None:
-        return RankCrew(team.world, team.label, team.holdings)
+        return RankCrew(team.world, team.label, team.holdings, team.summing)
     return Workers(machine.torch_devices(), machine.intraop_threads(), [d.name for d in machine.devices])

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from fxsplit.api.compiled import get_mode
 from fxsplit.api.weights import WithWeights
 from fxsplit.errors import InputError
+from fxsplit.runtime.ranks.traffic import Traffic
 from fxsplit.torch_internals.undo import leave_no_trace
 
 if TYPE_CHECKING:
@@ -17,6 +18,15 @@ if TYPE_CHECKING:
 
 class WithExports(WithWeights):
     """A facade whose compiled stages can be given to another runtime."""
+
+    @property
+    def gradient_traffic(self) -> Traffic | None:
+        """How many bytes of gradients this rank has sent to add them up, and how many were saved; print it.
+
+        None where gradients are not added over ranks: see compile(gradient_hook=).
+        """
+        team = self.compiler.team
+        return None if team is None or not team.summing.adds else team.summing.traffic
 
     @leave_no_trace
     def to_torch_stages(self, group: dist.ProcessGroup | None = None) -> TorchStages:

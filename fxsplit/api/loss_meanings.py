@@ -11,10 +11,14 @@ from fxsplit.runtime.program import Batch, Program
 
 
 class LossMeanings:
-    """What is known of a loss function of one model, or of the loss that the model returns where `loss_fn` is None."""
+    """What is known of a loss function of one model, or of the loss that the model returns where `loss_fn` is None.
 
-    def __init__(self, loss_fn: LossFn | None) -> None:
+    side_by_side: whether other pipelines have other rows of the batch.
+    """
+
+    def __init__(self, loss_fn: LossFn | None, *, side_by_side: bool = False) -> None:
         self._loss_fn = loss_fn
+        self._side_by_side = side_by_side
         self._known: WeakKeyDictionary[Program, LossMeaning] = WeakKeyDictionary()
 
     def find(self, batch: Batch) -> LossMeaning:
@@ -22,7 +26,7 @@ class LossMeanings:
         program = batch.program
         if self._loss_fn is None:
             return LossMeaning(take_model_loss, find_own_meaning(program, len(batch.rows)).kind, looks=False)
-        if len(batch.rows) == 1:  # any loss is right for a batch that stays whole
+        if len(batch.rows) == 1 and not self._side_by_side:  # any loss is right for a batch that stays whole
             return LossMeaning(self._loss_fn, find_reduction(self._loss_fn), looks=False)
         # The same function may mean something else of the outputs of another program, and once it states otherwise.
         stated = find_reduction(self._loss_fn)

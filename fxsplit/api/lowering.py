@@ -185,6 +185,7 @@ def build_program(
         detached=None if detached is None else str(detached),
         here=here,
         fingerprint=f"graph {describe_graph(captured)}, {describe_program(final[Plan], options)}" if here else "",
+        sums_apart=here is not None and options.gradient_hook is not None,
     )
     # Made now, so that a plan that no schedule can run is refused by compile(), and not by the first step.
     program.schedule(candidate.n_microbatches)

@@ -72,6 +72,8 @@ class Options:
     chunks: Chunks | None = None
     costs: Costs | None = None
     compress: str | None = None
+    gradient_hook: object = None
+    bucket_bytes: float | None = None
     dump: str | os.PathLike[str] | None = None
     # Not an argument of compile(): what verify() compiles by itself is neither dumped nor printed.
     observed: bool = True

@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from math import inf
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 
 from fxsplit.api.options import Candidate, Options
-from fxsplit.errors import RankError, RanksDiffer
+from fxsplit.errors import InputError, RankError, RanksDiffer
 from fxsplit.formats.plan_json import parse_plan, plan_to_dict
 from fxsplit.ir.chain import Chain
 from fxsplit.ir.facts.costs import Costs
@@ -30,10 +30,14 @@ from fxsplit.ir.graph import IR, name_pass
 from fxsplit.ir.text import render_graph
 from fxsplit.runtime.ranks.agreement import Agreement, hash_text, sum_values
 from fxsplit.runtime.ranks.holdings import Holdings, list_named
+from fxsplit.runtime.ranks.summing import Summing, check_bucket_bytes
 from fxsplit.runtime.ranks.world import COMPILE_LIMIT_S, World
-from fxsplit.schedule.catalogue import Scheduler
+from fxsplit.schedule.catalogue import ASYNCHRONOUS, Scheduler
+from fxsplit.schedule.of_plan import find_replicas
 from fxsplit.torch_internals.fake_weights import lacks_values
 
+GradientHook: TypeAlias = "str | tuple[Any, Callable[[Any, Any], Any]]"
+"""What adds gradients over ranks: a name, or a state and a hook as torch's DDP takes them."""
 SEARCH = ("augment", "order", "partition")
 """The passes that search for a plan, which ranks that are told one need not run."""
 
@@ -109,10 +113,11 @@ class Told:
 
 
 class Team:
-    """The ranks that compile one pipeline. `label` names it on all of them."""
+    """The ranks that compile one pipeline. `label` names it on all of them. summing: how they add gradients."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, summing: Summing) -> None:
         self.world = world
+        self.summing = summing
         self.label = world.begin_pipeline(self)
         self.holdings = Holdings(world, self.label)
         # Of a mesh, the first rank of all plans for all pipelines.
@@ -130,6 +135,7 @@ class Team:
         weights = [(n, tuple(w.shape), str(w.dtype), w.requires_grad) for n, w in list_named(model)]
         stated = [options.schedule, options.stages_per_device, options.n_microbatches, options.recompute]
         stated += [options.deferred_batch_norm, options.stage_backend, options.inference, str(options.chain)]
+        stated += [str(self.summing)]
         program = (
             f"fxsplit {version('fxsplit')}, torch {torch.__version__}, Python {platform.python_version()}, "
             f"{type(model).__name__} in {'training' if model.training else 'evaluation'} with weights "
@@ -170,6 +176,11 @@ class Team:
             raise error
         self._compare(program, "has compiled", None)
 
+    def check_sums(self, plan: Plan, scheduler: Scheduler) -> None:
+        """Raise InputError for a hook that no gradient goes through by this plan."""
+        homes = find_replicas(plan) or scheduler.homes(len(plan.stages))
+        self.summing.check_needed(max(map(len, homes)))
+
     def _compare(self, own: str, sentence: str, error: BaseException | None) -> None:
         """Raise RanksDiffer where a rank has another text than the first one; one without a text has failed."""
         texts = self._whole.gather_texts(own, "the end of a compile")
@@ -185,6 +196,34 @@ class Team:
         if len(self.world.rows) == 1 or lacks_values(model):
             return ""
         return f" of checksum {sum_values([weight for _, weight in list_named(model)]):x}"
+
+
+def make_team(world: World | None, options: Options) -> Team | None:
+    """Return the ranks that compile with these options, or None where this process runs everything.
+
+    Raises InputError for options that say how gradients are added over ranks where they are not.
+    """
+    if world is None:
+        given = {"gradient_hook": options.gradient_hook, "bucket_bytes": options.bucket_bytes}
+        name = next((name for name, value in given.items() if value is not None), None)
+        if name is not None:
+            check_bucket_bytes(options.bucket_bytes)
+            raise InputError(
+                f"{name}={given[name]!r} says how gradients are added over ranks, and all devices are of this process: "
+                "give a mesh of two dimensions, mesh['dp', 'pp'], under a launcher, or leave it out"
+            )
+        return None
+    if len(world.rows) > 1 and options.schedule in ASYNCHRONOUS:
+        raise InputError(
+            f"schedule={options.schedule!r} steps between microbatches, and pipelines of a mesh add their gradients "
+            "once a step: give 1F1B, or a mesh of one dimension"
+        )
+    return Team(world, Summing(world, options.gradient_hook, options.bucket_bytes))
+
+
+def are_side_by_side(team: Team | None) -> bool:
+    """Return whether there are other pipelines, with rows of their own."""
+    return team is not None and team.summing.columns.n_pipelines > 1
 
 
 def describe_graph(captured: IR) -> str:
@@ -204,7 +243,8 @@ def make_machine(world: World) -> Machine:
     """Return the machine whose devices are the ranks of a world, each as this rank's own device to torch."""
     memory = read_memory(world.device)
     # Of a mesh, all pipelines have one plan: a place has the memory of the least of its column.
-    found = world.whole.gather(torch.tensor([memory], dtype=torch.float64), "the start")
+    with world.whole.watch():
+        found = world.whole.gather(torch.tensor([memory], dtype=torch.float64), "the start")
     memory_of = {rank: float(one) for rank, one in zip(world.whole.ranks, found, strict=True)}
     told = [min(memory_of[rank] for rank in column) for column in zip(*world.rows, strict=True)]
     devices = tuple(Device(f"rank{i}", world.device, memory_bytes) for i, memory_bytes in enumerate(told))

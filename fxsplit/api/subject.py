@@ -98,6 +98,7 @@ class Subject:
         plan = None if found is None else self._get_plan(found)
         team.end(error, self.graphs[-1] if self.graphs else "", describe_program(plan, self.options) if plan else "")
         assert found is not None, "what went wrong was raised"
+        team.check_sums(self._get_plan(found), found.candidate.scheduler)
         return found
 
     def _lead(self, team: Team) -> Found:

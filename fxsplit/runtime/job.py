@@ -49,6 +49,7 @@ class Job:
     to the sums while it watches the leaves. `stepper` steps where an asynchronous schedule says so. Channels and sums
     belong to the job: nothing of one that failed, or was given up, can reach the next. Without `refresh` devices go on
     with the copies of weights that they have. `seed` is what draws follow from, where several processes run one job.
+    `after` is called after each action.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Job:
         seed: int | None = None,
     ) -> None:
         n = schedule.n_microbatches
+        self.after: Callable[[Action], None] = lambda action: None
         self._stopped = False
         self._errors: list[BaseException] = []
         # What each device does, and since when; nothing else is noted for `describe_work` while a job runs.
@@ -71,8 +73,7 @@ class Job:
         self.outputs: list[Packet | None] = [None] * n
         self.returned: list[list[Tensor | None]] = [[] for _ in range(n)]
         self.marks: list[Any] = [None] * len(schedule.actions)
-        self.schedule = schedule
-        self.work = work
+        self.schedule, self.work = schedule, work
         self._program = program
         self._replicas = program.replicas if stepper is None else make_versions(program, schedule, stepper)
         self.sums = [[Sums() for _ in replicas] for replicas in self._replicas]
@@ -189,6 +190,7 @@ class Job:
                     self.HANDLERS[action.op](self, action, device, stream)
                     if watch is not None:
                         watch.end(device, stream, action)
+                    self.after(action)
         except Stopped:
             return
         except Exception as error:

@@ -27,7 +27,7 @@ from fxsplit.runtime.stage.recompute import POLICIES, Written
 from fxsplit.runtime.stage.replica import Replica
 from fxsplit.runtime.stage.shared_modules import Turns
 from fxsplit.schedule import Schedule, verify
-from fxsplit.schedule.action import BACKWARD, FORWARD
+from fxsplit.schedule.action import BACKWARD, FORWARD, REDUCE
 from fxsplit.schedule.catalogue import INFERENCE, Scheduler
 from fxsplit.schedule.generate import run_forwards_first
 from fxsplit.schedule.of_plan import build_schedule, find_replicas
@@ -60,6 +60,7 @@ class Program:
     detached: why no gradient of the stages reaches the model (None: every gradient does).
     here: the devices that run in this process (None: all of them); other processes run the others.
     fingerprint: what processes compare that run one program together.
+    sums_apart: whether gradients of replicas are added when the schedule is over, and not by it.
     """
 
     stages: Stages
@@ -77,6 +78,7 @@ class Program:
     detached: str | None = None
     here: frozenset[int] | None = None
     fingerprint: str = ""
+    sums_apart: bool = False
     # Values of weights that live in other processes, by the id of the model's own; brought here before each batch.
     fetched: dict[int, Tensor] = field(default_factory=dict, init=False)
     # Learnt as batches run. Buffers that a recomputing stage writes are told apart by its first run.
@@ -95,7 +97,7 @@ class Program:
             memory_bytes = [device.memory_bytes for device in self.machine.devices]
             schedule = build_schedule(self.plan, self.scheduler, n_microbatches, memory_bytes)
             verify(schedule)
-            self._schedules[n_microbatches] = schedule
+            self._schedules[n_microbatches] = schedule.without(REDUCE) if self.sums_apart else schedule
         return self._schedules[n_microbatches]
 
     def pass_forward(self, n_microbatches: int) -> Schedule:
@@ -329,12 +331,16 @@ class Batch(NamedTuple):
         rows = self.rows[first:last]
         if meaning.count is None:
             return meaning.list_weights(rows)
-        cuts, before = [spec.cut for spec in self.program.inputs.specs], sum(self.rows[:first])
+        weigh = meaning.count.weigh_there if isinstance(meaning.count, Count) else meaning.count.weigh
+        pieces, whole = self.cut_for_counts(rows, sum(self.rows[:first]))
+        return weigh(pieces, rows, whole)
+
+    def cut_for_counts(self, rows: Sequence[int], before: int = 0) -> tuple[list[list[Any]], list[Any]]:
+        """Return what counts read of pieces of so many rows, which lie behind those `before`, and of all of them."""
+        cuts = [spec.cut for spec in self.program.inputs.specs]
         whole = [cut.narrow(t.detach(), before, sum(rows)) for cut, t in zip(cuts, self.tensors, strict=True)]
         columns = [cut.split(t, rows) for cut, t in zip(cuts, whole, strict=True)]
-        pieces = [(*piece, *self.numbers) for piece in zip(*columns, strict=True)]
-        weigh = meaning.count.weigh_there if isinstance(meaning.count, Count) else meaning.count.weigh
-        return weigh(pieces, rows, [*whole, *self.numbers])
+        return [[*piece, *self.numbers] for piece in zip(*columns, strict=True)], [*whole, *self.numbers]
 
     def weigh_outputs(self) -> list[Meaning]:
         """Return what each output of the program means, with the weights of this batch's microbatches."""

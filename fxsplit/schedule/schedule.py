@@ -87,6 +87,10 @@ class Schedule:
         """Return the schedule of the actions with `op` alone, such as a forward pass without training."""
         return replace(self, actions=tuple(tuple(a for a in row if a.op == op) for row in self.actions))
 
+    def without(self, op: str) -> Schedule:
+        """Return the schedule without the actions with `op`."""
+        return replace(self, actions=tuple(tuple(a for a in row if a.op != op) for row in self.actions))
+
     def in_flight(self, device: int) -> list[dict[int, int]]:
         """Return, after each of a device's actions, how many microbatches each of its stages holds activations of."""
         held = {stage: 0 for stage, home in enumerate(self.homes) if device in home}

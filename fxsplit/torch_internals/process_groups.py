@@ -16,6 +16,10 @@ TIMED_OUT = ("timed out", "timeout")
 """What gloo and NCCL say where a wait takes longer than it may."""
 
 
+LOST = ("gloo", "NCCL", "pair closure")
+"""What is in the errors of a group that is broken."""
+
+
 def read_timeout_s(group: Any, default_s: float) -> float:
     """Return how long the operations of a group may take, in seconds; the default where torch does not say."""
     for kind in ("cpu", "cuda"):
@@ -28,6 +32,14 @@ def read_timeout_s(group: Any, default_s: float) -> float:
 def is_timeout(error: BaseException) -> bool:
     """Return whether a wait has failed because it took longer than it may."""
     return any(word in str(error).lower() for word in TIMED_OUT)
+
+
+def is_lost(error: RuntimeError) -> bool:
+    """Return whether an error says that a group is broken, or that a wait in it took too long.
+
+    gloo raises a plain RuntimeError, and so does the callback of a future that failed.
+    """
+    return isinstance(error, dist.DistError) or any(word in str(error) for word in LOST)
 
 
 def clone_store() -> Store:

@@ -87,6 +87,11 @@ class Count:
         with torch.no_grad():
             return float(self._make_divisors([self._count(tensors)], [rows]))
 
+    def find_count(self, tensors: Sequence[Any]) -> float:
+        """Return what these tensors count; the host waits for an accelerator that they are on."""
+        with torch.no_grad():
+            return float(self._count(tensors))
+
     def _count(self, tensors: Sequence[Any]) -> Tensor:
         """Return what `compute` counts, a number where the tensors are."""
         return torch.as_tensor(self.compute(*tensors)).reshape(())

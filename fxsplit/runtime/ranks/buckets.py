@@ -18,7 +18,7 @@ BUCKET_BYTES = 25_000_000
 """How many bytes of gradients a bucket holds, as DDP's do: more would begin late, and fewer wait for each other."""
 
 
-class Share(NamedTuple):
+class Offer(NamedTuple):
     """A parameter, and this rank's gradient of it; None where this rank has none."""
 
     parameter: Tensor
@@ -28,12 +28,16 @@ class Share(NamedTuple):
 class Bucket:
     """Gradients of parameters, one behind the other; `index` counts the buckets of a step."""
 
-    def __init__(self, index: int, shares: Sequence[Share], last: bool) -> None:
+    def __init__(self, index: int, offers: Sequence[Offer], last: bool) -> None:
         self._index, self._last = index, last
-        self._parameters = [share.parameter for share in shares]
+        self._parameters = [offer.parameter for offer in offers]
         # Another rank has a gradient where this one has none: it adds nothing.
-        pieces = [torch.zeros_like(p) if g is None else g for p, g in shares]
+        pieces = [torch.zeros_like(p) if g is None else g for p, g in offers]
         self._buffer = torch.cat([piece.reshape(-1) for piece in pieces])
+
+    def set_place(self, index: int, *, last: bool) -> None:
+        """Let the bucket have another number, and be the last one of a step or not."""
+        self._index, self._last = index, last
 
     def index(self) -> int:
         """Return the number of the bucket among those of a step."""
@@ -64,19 +68,19 @@ class Bucket:
         return found
 
 
-def fill_buckets(shares: Iterable[Share], bucket_bytes: float = BUCKET_BYTES) -> list[Bucket]:
+def fill_buckets(offers: Iterable[Offer], bucket_bytes: float = BUCKET_BYTES) -> list[Bucket]:
     """Return buckets with all gradients in their order, of one dtype and device each.
 
     All ranks give the same parameters in the same order. Raises InputError for a sparse gradient.
     """
-    groups: list[list[Share]] = []
+    groups: list[list[Offer]] = []
     room = 0.0
-    for share in shares:
-        parameter, gradient = share
+    for offer in offers:
+        parameter, gradient = offer
         if gradient is not None and gradient.layout is not torch.strided:
             raise InputError(
                 f"a gradient of shape {list(gradient.shape)} is {str(gradient.layout).removeprefix('torch.')}, which "
-                "no hook takes: make it dense (sparse=False of the embedding), or train without gradient hooks"
+                "no hook takes: make it dense (sparse=False of the embedding)"
             )
         own = groups[-1][0].parameter if groups else parameter
         alike = own.dtype == parameter.dtype and own.device == parameter.device
@@ -84,6 +88,6 @@ def fill_buckets(shares: Iterable[Share], bucket_bytes: float = BUCKET_BYTES) ->
         if not groups or not alike or room < parameter.nbytes:
             groups.append([])
             room = bucket_bytes
-        groups[-1].append(share)
+        groups[-1].append(offer)
         room -= parameter.nbytes
     return [Bucket(i, group, last=i + 1 == len(groups)) for i, group in enumerate(groups)]

@@ -19,10 +19,10 @@ from fxsplit.runtime.job import Job
 from fxsplit.runtime.meeting import Meeting, Occasion
 from fxsplit.runtime.program import Program
 from fxsplit.runtime.ranks.agreement import MASK, Agreement, describe_shapes, sum_values
-from fxsplit.runtime.ranks.data_parallel import Columns
 from fxsplit.runtime.ranks.holdings import Holdings
 from fxsplit.runtime.ranks.meeting import RankMeeting
 from fxsplit.runtime.ranks.routes import find_pairs
+from fxsplit.runtime.ranks.summing import Summing
 from fxsplit.runtime.ranks.ties import Ties
 from fxsplit.runtime.ranks.wire import Wire
 from fxsplit.runtime.ranks.world import World
@@ -37,12 +37,12 @@ from fxsplit.torch_internals.rng import new_seed
 class RankCrew:
     """Runs the jobs of one pipeline on this rank. `label` names the pipeline on all ranks."""
 
-    def __init__(self, world: World, label: str, holdings: Holdings) -> None:
+    def __init__(self, world: World, label: str, holdings: Holdings, summing: Summing) -> None:
         self.world = world
         self.holdings = holdings
         self.agreement = Agreement(world)
         self.wire = Wire(world)
-        self.columns = Columns(world)
+        self.summing = summing
         stream = make_stream(world.device)
         # The engine asks for the streams of all devices, and has only this one to give work to.
         self.streams: list[Stream] = [stream for _ in range(len(world))]
@@ -62,6 +62,7 @@ class RankCrew:
                 yield meeting
             except BaseException:
                 self.wire.give_up()
+                self.summing.settle(kept=False)
                 raise
 
     def _open(self, occasion: Occasion) -> RankMeeting:
@@ -77,8 +78,9 @@ class RankCrew:
             # Another schedule may have the identity of one that is gone.
             self._pairs[id(schedule)] = schedule, find_pairs(schedule) | ties.pairs
         self.world.open_pairs(self._pairs[id(schedule)][1])
+        self.summing.open_groups(program)
         key, share = self._find_key(occasion), self.holdings.share_gradients
-        meeting = RankMeeting(self.wire, occasion, ties, seed, key, self.run, share, self.columns)
+        meeting = RankMeeting(self.wire, occasion, ties, seed, key, self.run, share, self.summing)
         meeting.open()
         return meeting
 

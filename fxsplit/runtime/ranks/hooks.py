@@ -1,107 +1,179 @@
-"""Hooks: sum gradients over the ranks that have copies of a stage, by torch's communication hooks for DDP or by ours.
+"""Hooks: what adds gradients over ranks, by torch's communication hooks for DDP or by two of ours.
 
-    hook = read_hook("fp16", group)
-    reduce_gradients(shares, hook, group)
+    choice = HookChoice("topk{share=0.05}")
+    hook = choice.make()
 
-A hook is a pair of a state and a function of state and bucket, as `register_comm_hook` of torch's DDP takes it. All but
-`allreduce` change gradients; they are used where they are asked for.
+A hook is a function of a state and a bucket, as `register_comm_hook` of torch's DDP takes it. All but `allreduce`
+change gradients; they are used where they are asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from fxsplit.errors import InputError
-from fxsplit.runtime.ranks.buckets import BUCKET_BYTES, Bucket, Share, fill_buckets
 from fxsplit.runtime.ranks.sketch import Sketch, sketch_hook
 from fxsplit.runtime.ranks.topk import TopK, top_k_hook
 
-
-class Hook(NamedTuple):
-    """What a hook is called with besides a bucket, the hook, and whether several buckets may be under way at once."""
-
-    state: Any
-    function: Callable[[Any, Any], Any]
-    overlaps: bool = False
-
-
-NAMES = ("allreduce", "fp16", "bf16", "powersgd", "topk", "sketch")
-"""The hooks that are known by name: torch's own, and two of ours."""
 START_ITERATION = 2
 """PowerSGD begins in the third step: its matrices are made from gradients as they are."""
+GROUPS = ("group", "process_group")
+"""What states call the ranks that they are for."""
+_NAMED = re.compile(r"(?P<name>\w+)(?:\{(?P<options>[^{}]*)\})?")
 
 
-def read_hook(option: object, group: dist.ProcessGroup | None = None) -> Hook:
-    """Return the hook that a user means: one of NAMES, None for `allreduce`, or (state, hook) as torch's DDP takes it.
+@dataclass(eq=False)
+class Hook:
+    """A hook for the ranks of one group, and what it is called with besides a bucket.
 
-    Raises InputError for anything else.
+    state: None becomes the group. overlaps: whether it only begins a collective, so that several buckets may be under
+    way while stages run. count: how many bytes it has sent of a bucket, from the state and the whole buffer; None where
+    it does not say.
     """
-    makers: dict[str, Callable[[], Hook]] = {
-        # One collective each, so that buckets may overlap.
-        "allreduce": lambda: Hook(group, default_hooks.allreduce_hook, True),
-        "fp16": lambda: Hook(group, default_hooks.fp16_compress_hook, True),
-        "bf16": lambda: Hook(group, default_hooks.bf16_compress_hook, True),
-        "powersgd": lambda: Hook(
-            powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=START_ITERATION), powerSGD_hook.powerSGD_hook
-        ),
-        "topk": lambda: Hook(TopK(group), top_k_hook),
-        "sketch": lambda: Hook(Sketch(group), sketch_hook),
-    }
-    if option is None:
-        return makers["allreduce"]()
-    if isinstance(option, str) and option in makers:
-        return makers[option]()
-    if isinstance(option, tuple) and len(option) == 2 and callable(option[1]):
-        return Hook(*option)
-    raise InputError(
-        f"gradient_hook={option!r}: give one of {', '.join(NAMES)}, or (state, hook) as torch's DDP takes it"
+
+    function: Callable[[Any, Any], Any]
+    state: Any = None
+    overlaps: bool = False
+    count: Callable[[Any, Tensor], int | None] = lambda state, whole: getattr(state, "sent_bytes", None)
+    _bound: list[Any] = field(default_factory=list)
+
+    def bind(self, group: dist.ProcessGroup | None) -> None:
+        """Let the hook add over the ranks of a group, which is another one after a failure; else its state stays."""
+        # What the user has stated is the user's.
+        if self.state is None or any(self.state is one for one in self._bound):
+            self.state = group
+        else:
+            for name in GROUPS:
+                known = [None, *self._bound]
+                if hasattr(self.state, name) and any(getattr(self.state, name) is one for one in known):
+                    setattr(self.state, name, group)
+        self._bound[:] = [group]
+
+
+class HookChoice:
+    """The hook that a user means, which is made anew for each group of ranks.
+
+    option: the name of a hook, perhaps with options as in `topk{share=0.05}`; None for `allreduce`; or (state, hook) as
+    torch's DDP takes it. Raises InputError for anything else.
+    """
+
+    def __init__(self, option: object = None) -> None:
+        self.text = "allreduce"
+        if isinstance(option, tuple) and len(option) == 2 and callable(option[1]):
+            state, function = option
+            self.text = f"{getattr(function, '__name__', type(function).__name__)}"
+            self._make: Callable[[], Hook] = lambda: Hook(function, state, count=_find_count(function, state))
+            # One of the user's own knows one group, and has one set of what it leaves out.
+            self._once = state is not None
+        elif option is None or isinstance(option, str):
+            self.text = "allreduce" if option is None else option.replace(" ", "")
+            self._make, self._once = _read_named(self.text), False
+            self._make()
+        else:
+            raise _explain_hook(option)
+        self._made = False
+
+    def make(self) -> Hook:
+        """Return a hook with a state of its own; raises InputError for a second one of a state of the user's."""
+        if self._once and self._made:
+            raise InputError(
+                f"gradient_hook=(state, {self.text}) has one state, and this rank adds gradients in several groups of "
+                "ranks, of pipelines and of replicas: give the name of a hook, or a state of None, which becomes the "
+                "group"
+            )
+        self._made = True
+        return self._make()
+
+
+def _explain_hook(option: object) -> InputError:
+    return InputError(
+        f"gradient_hook={option!r}: give one of {', '.join(NAMED)}, with options as in 'topk{{share=0.05}}', or "
+        "(state, hook) as torch's DDP takes it"
     )
 
 
-def reduce_gradients(
-    shares: Sequence[Share],
-    hook: Hook,
-    group: dist.ProcessGroup | None = None,
-    *,
-    weight: float = 1.0,
-    bucket_bytes: float = BUCKET_BYTES,
-) -> dict[Tensor, Tensor]:
-    """Return the mean of all ranks' gradients, each times its `weight`, by parameter, as the hook computes it.
-
-    shares: the same parameters in the same order on all ranks; gradients may be None. A parameter without a gradient on
-        any rank has none. weight: for means over rows, rows of this rank * ranks / rows of all ranks.
-    """
-    there = _find_there(shares, group)
-    scaled = [Share(p, None if g is None else g * weight) for (p, g), has in zip(shares, there, strict=True) if has]
-    buckets = fill_buckets(scaled, bucket_bytes)
-    begun: list[tuple[Bucket, Any]] = []
-    for bucket in buckets:
-        begun.append((bucket, hook.function(hook.state, bucket)))
-        # A hook that waits in a callback keeps a thread of gloo, which has two: with two buckets none is left.
-        if not hook.overlaps:
-            _finish(*begun.pop())
-    for bucket, future in begun:
-        _finish(bucket, future)
-    return {p: g for bucket in buckets for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)}
+def _make_power(rank: int = 1, start: int = START_ITERATION) -> Hook:
+    if rank < 1 or start < START_ITERATION:
+        raise InputError(
+            f"rank={rank}, start={start}: give a rank of at least 1, and a start from {START_ITERATION} on"
+        )
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=start)
+    return Hook(powerSGD_hook.powerSGD_hook, state, count=_CountPower())
 
 
-def _find_there(shares: Sequence[Share], group: dist.ProcessGroup | None) -> list[bool]:
-    """Return which parameters have a gradient on some rank: which do may follow from the rows that a rank was given."""
-    if not shares:
-        return []
-    own = torch.tensor([g is not None for _, g in shares], dtype=torch.uint8, device=shares[0].parameter.device)
-    dist.all_reduce(own, dist.ReduceOp.MAX, group=group)
-    return [bool(flag) for flag in own.tolist()]
+def _make_top_k(share: float = 0.01) -> Hook:
+    return Hook(top_k_hook, TopK(share=share))
 
 
-def _finish(bucket: Bucket, future: Any) -> None:
-    """Wait for what a hook has begun, and put it into the bucket."""
-    found = future.wait()
-    # Some hooks give a list of one tensor, as collectives do.
-    bucket.set_buffer(found[0] if isinstance(found, (list, tuple)) else found)
+def _make_sketch(share: float = 0.01, rows: int = 5, cells: float = 4.0) -> Hook:
+    return Hook(sketch_hook, Sketch(share=share, rows=rows, cells=cells))
+
+
+def _count_whole(state: Any, whole: Tensor) -> int:
+    return whole.nbytes
+
+
+def _count_halves(state: Any, whole: Tensor) -> int:
+    return 2 * whole.numel()
+
+
+class _CountPower:
+    """Counts what PowerSGD has sent, from its own totals. Before it begins to compress these stay as they are."""
+
+    def __init__(self) -> None:
+        self._before = self._after = 0
+
+    def __call__(self, state: Any, whole: Tensor) -> int:
+        before, after = state.total_numel_before_compression, state.total_numel_after_compression
+        sent = whole.nbytes if before == self._before else (after - self._after) * whole.element_size()
+        self._before, self._after = before, after
+        return sent
+
+
+def _find_count(function: Any, state: Any) -> Callable[[Any, Tensor], int | None]:
+    """Return what counts the bytes that a hook sends which the user gives; those of torch are known."""
+    if isinstance(state, powerSGD_hook.PowerSGDState):
+        return _CountPower()
+    known: dict[Any, Callable[[Any, Tensor], int | None]] = {
+        default_hooks.allreduce_hook: _count_whole,
+        default_hooks.fp16_compress_hook: _count_halves,
+        default_hooks.bf16_compress_hook: _count_halves,
+    }
+    return known.get(function, Hook.count)
+
+
+# Those of one collective each overlap.
+MAKERS: Mapping[str, tuple[Callable[..., Hook], Mapping[str, type]]] = {
+    "allreduce": (lambda: Hook(default_hooks.allreduce_hook, overlaps=True, count=_count_whole), {}),
+    "fp16": (lambda: Hook(default_hooks.fp16_compress_hook, overlaps=True, count=_count_halves), {}),
+    "bf16": (lambda: Hook(default_hooks.bf16_compress_hook, overlaps=True, count=_count_halves), {}),
+    "powersgd": (_make_power, {"rank": int, "start": int}),
+    "topk": (_make_top_k, {"share": float}),
+    "sketch": (_make_sketch, {"share": float, "rows": int, "cells": float}),
+}
+"""What makes each hook that is known by name, and the options that it takes: torch's own, and two of ours."""
+NAMED = tuple(MAKERS)
+
+
+def _read_named(text: str) -> Callable[[], Hook]:
+    """Return what makes the hook of a text such as `topk{share=0.05}`; raises InputError for no such hook or option."""
+    match = _NAMED.fullmatch(text)
+    if match is None or match["name"] not in MAKERS:
+        raise _explain_hook(text)
+    make, kinds = MAKERS[match["name"]]
+    values: dict[str, Any] = {}
+    for part in filter(None, (match["options"] or "").split(",")):
+        key, _, value = part.partition("=")
+        try:
+            values[key] = kinds[key](value)
+        except (KeyError, ValueError):
+            takes = ", ".join(f"{name}= {kind.__name__}" for name, kind in kinds.items()) or "no options"
+            raise InputError(f"gradient_hook={text!r} has {part!r}, and {match['name']} takes {takes}") from None
+    return lambda: make(**values)

@@ -12,8 +12,11 @@ from fxsplit.errors import InputError
 from fxsplit.runtime.channels import Channels
 from fxsplit.runtime.job import Job
 from fxsplit.runtime.meeting import Occasion
-from fxsplit.runtime.ranks.data_parallel import COUNTED, MEAN, SUM, Columns
+from fxsplit.runtime.ranks.agreement import MASK
+from fxsplit.runtime.ranks.early_sums import EarlySums, list_apart
 from fxsplit.runtime.ranks.layout import Layout
+from fxsplit.runtime.ranks.portions import find_portion
+from fxsplit.runtime.ranks.summing import Summing
 from fxsplit.runtime.ranks.ties import Ties
 from fxsplit.runtime.ranks.wire import Wire
 from fxsplit.runtime.stage.run import Packet
@@ -42,7 +45,7 @@ class RankMeeting:
         key: Hashable,
         run: Callable[[Job], None],
         share: Callable[[], None],
-        columns: Columns,
+        summing: Summing,
     ) -> None:
         self.channels: Channels | None = wire
         self.seed: int | None = seed
@@ -52,8 +55,11 @@ class RankMeeting:
         self._key = key
         self._run = run
         self._share_present = share
-        self._columns = columns
-        self._weight = 1.0
+        self._summing = summing
+        self._columns = summing.columns
+        self._joins = summing.columns.n_pipelines > 1 and occasion.call != "forward"
+        self._weight: float | None = None
+        self._alike = False
         self._what = f"the end of a {occasion.call}"
         self._last = occasion.batch.program.homes[-1]
         self._owner = [occasion.schedule.device_of(len(occasion.schedule.homes) - 1, m) for m in self._microbatches]
@@ -63,9 +69,11 @@ class RankMeeting:
         return range(len(self._occasion.batch.rows))
 
     def open(self) -> None:
-        """Bring copies of weights up to date, and begin to receive."""
+        """Meet the other pipelines, bring copies of weights up to date, and begin to receive."""
         occasion = self._occasion
         program, schedule = occasion.batch.program, occasion.schedule
+        if self._joins:
+            self._weigh(ended=False)
         if occasion.call != "backward":
             self._ties.fetch()
         self._wire.open(self._key, schedule)
@@ -81,6 +89,9 @@ class RankMeeting:
         """Run this rank's row; raises its error, or that of another rank. On all ranks, StepTimeout after a time."""
         if timeout_s is not None:
             self._world.limit(timeout_s)
+        # Pipelines with other numbers of microbatches may end their stages in another order.
+        if self._weight is not None and self._alike and self._columns.overlaps:
+            job.after = EarlySums(self._columns, job, self._list_apart(), self._weight)
         self._run(job)
         self._ties.gather_notes()
 
@@ -102,9 +113,10 @@ class RankMeeting:
         found = [t.tolist() for t in self._world.gather(told, self._what)]
         if compute_total is not None:
             total = self._share_losses(found, total, compute_total)
-        if occasion.call != "forward" and len(self._world.rows) > 1:
-            kind = int(max(each[1] for each in found)) if compute_total is not None else MEAN
-            self._weight = self._columns.weigh(self._what, sum(occasion.batch.rows), kind)
+        if self._joins:
+            if self._weight is None:
+                self._weigh(ended=True)
+            assert self._weight is not None, "it is known at the end"
             total = None if total is None else self._columns.add(total, self._weight)
         if outputs:
             self._share_outputs(job, packed)
@@ -118,24 +130,47 @@ class RankMeeting:
 
     def total(self, job: Job) -> Sums:
         """Return the sums of gradients of this rank's weights, other ranks' shares among them."""
+        reduced = self._occasion.call == "step"
+        if self._summing.is_stated:
+            self._summing.add_replicas(job, self._occasion.batch.program)
+            reduced = True
         if self._ties.returns:
-            self._ties.begin(reduced=self._occasion.call == "step")
+            self._ties.begin(reduced=reduced)
             sums = job.total(self._ties.exchange)
             self._ties.finish()
         else:
             sums = job.total()
-        if len(self._world.rows) > 1 and self._occasion.schedule.synchronous:
+        if self._joins:
+            assert self._weight is not None, "the end has told it"
             placed = self._occasion.batch.program.list_placed()
-            self._columns.reduce(sums, [w for w, _ in placed if w.requires_grad], self._weight)
+            leaves = [w for w, _ in placed if w.requires_grad]
+            self._columns.reduce(sums, self._list_apart(), leaves, self._weight)
+        if self._summing.adds:
+            # A hook may have failed on some rank: nobody changes a gradient before all have theirs.
+            self._world.whole.gather(torch.zeros(1), self._what)
         return sums
 
     def share_gradients(self) -> None:
         """Let every rank know which parameters have a gradient."""
+        self._summing.settle(kept=True)
         self._share_present()
 
     def share_gradients_after_backward(self) -> None:
         """Do so when autograd has accumulated all of them."""
+        self._summing.settle(kept=True)
         call_after_backward(self._share_present)
+
+    # Pipelines side by side
+
+    def _weigh(self, *, ended: bool) -> None:
+        """Find out what this pipeline weighs beside the others. `ended`: whether all microbatches are computed."""
+        program = self._occasion.batch.program
+        call = f"{self._what}, of {program.fingerprint} and parameters {hash(program.list_flags()) & MASK}"
+        portion = find_portion(self._occasion, has_loss=self._world.me in self._last, ended=ended)
+        self._weight, self._alike = self._columns.weigh(call, portion)
+
+    def _list_apart(self) -> list[list[Tensor]]:
+        return list_apart(self._occasion.batch.program, self._world.me)
 
     # Losses
 
@@ -149,14 +184,7 @@ class RankMeeting:
         on_host = not accelerators.is_accelerator(self._world.device)
         values = [float(one) if on_host and one is not None else 0.0 for one in held]
         known = float(total) if on_host and total is not None else 0.0
-        return [kind, self._find_kind(), known, *(float(one is not None) for one in held), *values]
-
-    def _find_kind(self) -> int:
-        """Return how the losses of several pipelines make that of all of them, as far as this rank knows."""
-        meaning = self._occasion.loss.meaning if self._occasion.loss is not None else None
-        if meaning is None or self._world.me not in self._last:
-            return MEAN
-        return COUNTED if meaning.count is not None else SUM if meaning.reduction == "sum" else MEAN
+        return [kind, known, *(float(one is not None) for one in held), *values]
 
     def _share_losses(
         self, found: list[list[float]], total: Tensor | None, compute_total: Callable[[], Tensor]
@@ -168,7 +196,7 @@ class RankMeeting:
         on_host = not accelerators.is_accelerator(world.device)
         for m, owner in enumerate(self._owner):
             if loss.losses[m] is None and on_host:
-                loss.losses[m] = torch.tensor(found[owner][3 + n + m], dtype=torch.float64).to(dtype)
+                loss.losses[m] = torch.tensor(found[owner][2 + n + m], dtype=torch.float64).to(dtype)
             elif not on_host:
                 held = loss.losses[m]
                 value = torch.empty((), dtype=dtype, device=world.device) if held is None else held.contiguous()
@@ -176,7 +204,7 @@ class RankMeeting:
                 loss.losses[m] = value
         first = self._last[0]
         if len(self._last) == 1 and on_host:
-            return total if total is not None else torch.tensor(found[first][2], dtype=torch.float64).to(dtype)
+            return total if total is not None else torch.tensor(found[first][1], dtype=torch.float64).to(dtype)
         # Of several replicas each has some of the losses, and the first one adds all of them.
         if total is None and world.me == first:
             total = compute_total()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fxsplit.errors import InputError
 from fxsplit.runtime.ranks.buckets import Bucket
-from fxsplit.runtime.ranks.residuals import Residuals, Traffic
+from fxsplit.runtime.ranks.residuals import Residuals
 
 PRIME = 2**31 - 1
 """Hashes are of numbers below this prime, whose products fit into 64 bits."""
@@ -35,7 +35,9 @@ class Sketch:
         if rows < 1 or rows % 2 == 0 or not cells > 0:
             raise InputError(f"rows={rows!r}, cells={cells!r}: give an odd number of rows, and cells above 0")
         self.group, self.share, self.rows, self.cells = group, share, rows, cells
-        self.residuals, self.traffic = Residuals(), Traffic()
+        self.residuals = Residuals()
+        self.sent_bytes = 0
+        """How many bytes this rank has sent of the last bucket."""
 
 
 def sketch_hook(state: Sketch, bucket: Bucket) -> torch.futures.Future[Tensor]:
@@ -52,7 +54,7 @@ def sketch_hook(state: Sketch, bucket: Bucket) -> torch.futures.Future[Tensor]:
     values = left[where]
     left[where] = 0.0
     dist.all_reduce(values, group=state.group)
-    state.traffic.note(bucket.buffer(), cells, values)
+    state.sent_bytes = cells.nbytes + values.nbytes
     state.residuals.keep(bucket, left)
     found = torch.zeros_like(bucket.buffer())
     found[where] = values / dist.get_world_size(state.group)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fxsplit.errors import InputError
 from fxsplit.runtime.ranks.buckets import Bucket
-from fxsplit.runtime.ranks.residuals import Residuals, Traffic
+from fxsplit.runtime.ranks.residuals import Residuals
 
 
 class TopK:
@@ -24,7 +24,9 @@ class TopK:
         if not 0 < share <= 1:
             raise InputError(f"share={share!r}: give the share of the entries to apply, more than 0 and at most 1")
         self.group, self.share = group, share
-        self.residuals, self.traffic = Residuals(), Traffic()
+        self.residuals = Residuals()
+        self.sent_bytes = 0
+        """How many bytes this rank has sent of the last bucket."""
 
 
 def top_k_hook(state: TopK, bucket: Bucket) -> torch.futures.Future[Tensor]:
@@ -50,7 +52,7 @@ def top_k_hook(state: TopK, bucket: Bucket) -> torch.futures.Future[Tensor]:
     # The first rank has what was selected. What this one has is of no meaning then.
     for tensor in (where, values):
         dist.broadcast(tensor, group=state.group, group_src=0)
-    state.traffic.note(bucket.buffer(), *sent, *([where, values] if rank == 0 else []))
+    state.sent_bytes = sum(t.nbytes for t in (*sent, *([where, values] if rank == 0 else [])))
     state.residuals.keep(bucket, left)
     found = torch.zeros_like(bucket.buffer())
     found[where] = values / n

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from typing import Any
 from weakref import finalize
 
@@ -22,12 +23,13 @@ from torch import Tensor
 from fxsplit.errors import RankError, RankTimeout
 from fxsplit.runtime.ranks.guard import Guard
 from fxsplit.torch_internals import accelerators
-from fxsplit.torch_internals.process_groups import is_timeout, read_timeout_s
+from fxsplit.torch_internals.process_groups import is_lost, is_timeout, read_timeout_s
 
 LIMIT_S = 600.0
 """How long a rank waits for another one, where the user's process group does not say otherwise."""
 COMPILE_LIMIT_S = 7200.0
 """How long ranks wait for the first one, which measures and plans for all of them."""
+_numbers = count()
 
 
 def begin(operation: Callable[..., Any], *args: Any) -> Any:
@@ -101,7 +103,9 @@ class World:
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         name = f"fxsplit/{start}/{'-'.join(map(str, self.ranks))}"
         if whole is None:
-            self._guard = Guard(name, self.me, len(self), self._list_groups, self._describe)
+            # The same ranks may also meet as those of a mesh. All of them make their worlds in one order.
+            number = next(_numbers)
+            self._guard = Guard(f"{name}/{number}", self.me, len(self), self._list_groups, self._describe)
         else:
             self._guard = whole._guard
             whole._parts.append(self)
@@ -168,6 +172,7 @@ class World:
         pairs = [pair.group for pair in self._pairs.values() if pair.group is not None]
         own = [self._control, self._patient, *([self._data] if self._data is not self._control else []), *pairs]
         own += [*dict.fromkeys([self.column, self.column_data])] if len(self.rows) > 1 else []
+        own += [team for team in self._teams.values() if team is not None]
         return [*own, *(group for part in self._parts for group in part._list_groups())]
 
     def _make_groups(self) -> None:
@@ -179,6 +184,7 @@ class World:
         if accelerators.is_accelerator(self.device):
             self._data = self._make_group(self.ranks, self._find_backend(), self.limit_s)
         self._pairs: dict[tuple[int, int], Pair] = {}
+        self._teams: dict[tuple[int, ...], Any] = {}
         if len(self.rows) > 1:
             self.column = self._make_column("gloo")
             backend = self._find_backend()
@@ -224,6 +230,13 @@ class World:
             token = torch.zeros(1, device=self.device)
             self.wait(pair.send(token) if self.me == source else pair.receive(token), f"rank {source} and rank {to}")
 
+    def open_team(self, members: tuple[int, ...]) -> Any:
+        """Return a group for tensors of some ranks of this pipeline, by number; None on others. Every rank calls it."""
+        if members not in self._teams:
+            group = self._make_group([self.ranks[m] for m in members], self._find_backend(), self.limit_s)
+            self._teams[members] = group if self.me in members else None
+        return self._teams[members]
+
     def get_pair(self, source: int, to: int) -> Pair:
         """Return the pair of two ranks, which is open."""
         return self._pairs[source, to]
@@ -235,12 +248,31 @@ class World:
         try:
             work.wait(limit)
         except RuntimeError as error:
-            if is_timeout(error):
-                waited_s = limit.total_seconds()
-                raise RankTimeout(f"rank {self.me} has waited {waited_s:g} s for {what}: nothing came") from error
-            raise RankError(f"rank {self.me} has lost {what}: {str(error).splitlines()[0]}") from error
+            raise self._explain(error, what, limit.total_seconds()) from error
         finally:
             self._waits_for = ""
+
+    @contextmanager
+    def waits_inside(self, what: object) -> Iterator[None]:
+        """Say who this rank waits for in the block, in which code of torch's, or of the user's, uses a group.
+
+        Raises RankTimeout, or RankError where a rank is lost; other errors stay as they are.
+        """
+        self._waits_for = what
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, RankError) or not is_lost(error):
+                raise
+            raise self._explain(error, what, self.limit_s) from error
+        finally:
+            self._waits_for = ""
+
+    def _explain(self, error: RuntimeError, what: object, limit_s: float) -> RankError:
+        """Return what is to be raised where a wait for others has failed."""
+        if is_timeout(error):
+            return RankTimeout(f"rank {self.me} has waited {limit_s:g} s for {what}: nothing came")
+        return RankError(f"rank {self.me} has lost {what}: {str(error).splitlines()[0]}")
 
     # What hosts tell each other
 

@@ -1,0 +1,111 @@
+"""Summing: how the gradients of one pipeline are added over ranks, as compile() is told, and what is kept for it.
+
+There is a reducer for the pipelines of a mesh, and one for the replicas of each stage. What their hooks leave out stays
+with the pipeline, and so does the count of what was sent.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from fxsplit.errors import InputError
+from fxsplit.ir.facts.figures import show
+from fxsplit.runtime.job import Job
+from fxsplit.runtime.program import Program
+from fxsplit.runtime.ranks.buckets import BUCKET_BYTES, Offer
+from fxsplit.runtime.ranks.data_parallel import Columns, densify
+from fxsplit.runtime.ranks.hooks import HookChoice
+from fxsplit.runtime.ranks.reducer import Reducer
+from fxsplit.runtime.ranks.traffic import Traffic
+from fxsplit.runtime.ranks.world import World
+
+
+class Summing:
+    """Adds gradients over ranks. `hook` and `bucket_bytes` are options of compile(); None for their defaults.
+
+    Raises InputError for a hook that there is not, and for buckets of no size.
+    """
+
+    def __init__(self, world: World, hook: object = None, bucket_bytes: float | None = None) -> None:
+        self.choice = HookChoice(hook)
+        # Without a hook the replicas of a stage hand their gradients to the first of them, as in one process.
+        self.is_stated = hook is not None
+        check_bucket_bytes(bucket_bytes)
+        self.traffic = Traffic(self.choice.text)
+        self._world = world
+        self._bucket_bytes = BUCKET_BYTES if bucket_bytes is None else bucket_bytes
+        self._replicas: dict[int, Reducer] = {}
+
+    def __str__(self) -> str:
+        return f"{self.choice.text} in buckets of {self._bucket_bytes:g} bytes"
+
+    @property
+    def adds(self) -> bool:
+        """Whether gradients go through hooks: of several pipelines, or of replicas where a hook is stated."""
+        return self.is_stated or self.columns.n_pipelines > 1
+
+    @cached_property
+    def columns(self) -> Columns:
+        """The pipelines of a mesh, of which there may be one alone."""
+        return Columns(self._world, self._make_reducer)
+
+    def _make_reducer(self) -> Reducer:
+        return Reducer(self.choice.make(), bucket_bytes=self._bucket_bytes, traffic=self.traffic)
+
+    def check_needed(self, n_replicas: int) -> None:
+        """Raise InputError for a hook that adds nothing; a stage has at most so many replicas."""
+        if self.is_stated and self.columns.n_pipelines == 1 and n_replicas == 1:
+            raise InputError(
+                f"gradient_hook={self.choice.text!r} adds gradients of pipelines side by side, or of a stage's "
+                "replicas, and here is one pipeline whose stages have one device each: give a mesh of two dimensions, "
+                "mesh['dp', 'pp'], or leave it out"
+            )
+
+    def open_groups(self, program: Program) -> None:
+        """Make the groups of ranks that have replicas of a stage; on all ranks, in one order."""
+        if self.is_stated:
+            for members in sorted({tuple(sorted(home)) for home in program.homes if len(home) > 1}):
+                self._world.open_team(members)
+
+    def add_replicas(self, job: Job, program: Program) -> None:
+        """Let the first replica of each stage have the sums of gradients of all of them, and the others none."""
+        me, trained = self._world.me, program.list_trained()
+        # In one order on all ranks: each waits for the others of a stage.
+        for stage, home in enumerate(program.homes):
+            if len(home) == 1 or me not in home:
+                continue
+            number = home.index(me)
+            sums, replica = job.sums[stage][number], program.replicas[stage][number]
+            leaves = replica.list_leaves(trained[stage], 0)
+            if sums.totals.keys() - set(leaves):
+                raise InputError(
+                    "a loss trains a parameter of its own, and its stage has replicas on several ranks: make the "
+                    "parameter one of the model"
+                )
+            offers = [Offer(leaf, densify(sums.totals.pop(leaf, None))) for leaf in reversed(leaves)]
+            with self._world.waits_inside(f"the other replicas of stage {stage}, to add gradients"):
+                found = self._find_reducer(stage, home).finish(offers)
+            if number == 0:
+                # Hooks make the mean.
+                sums.totals.update({leaf: gradient * len(home) for leaf, gradient in found.items()})
+
+    def _find_reducer(self, stage: int, home: tuple[int, ...]) -> Reducer:
+        """Return what adds gradients of the replicas of a stage, over the group that there is now."""
+        reducer = self._replicas.get(stage)
+        if reducer is None:
+            reducer = self._replicas[stage] = self._make_reducer()
+        reducer.bind(self._world.open_team(tuple(sorted(home))))
+        return reducer
+
+    def settle(self, *, kept: bool) -> None:
+        """End a step. `kept`: whether its gradients were applied; what hooks have left out counts then."""
+        self.columns.settle(kept=kept)
+        for reducer in self._replicas.values():
+            reducer.settle(kept=kept)
+
+
+def check_bucket_bytes(bucket_bytes: object) -> None:
+    """Raise InputError for what is no size of a bucket."""
+    fine = isinstance(bucket_bytes, (int, float)) and not isinstance(bucket_bytes, bool) and bucket_bytes > 0
+    if bucket_bytes is not None and not fine:
+        raise InputError(f"bucket_bytes={show(bucket_bytes)}: give a number of bytes above 0, such as 25e6")
