@@ -20,10 +20,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fxsplit.api.checkpoint_optimizer import give_optimizer, plan_optimizer, read_optimizer
+from fxsplit.api.checkpoint_residuals import give_residuals, plan_residuals, read_residuals
 from fxsplit.api.checkpoint_storage import MODEL, RANDOM, FolderReader, FolderWriter, load_tensors, save_tensors
 from fxsplit.api.checkpoint_weights import check_model, make_room, read_model
 from fxsplit.api.compiled import get_mode
 from fxsplit.api.pipeline import Pipeline
+from fxsplit.api.ranks import Team
 from fxsplit.api.saving import Saving, wait_for_saving
 from fxsplit.errors import FxsplitError, InputError
 from fxsplit.formats.checkpoint_folder import (
@@ -40,6 +42,7 @@ from fxsplit.formats.checkpoint_folder import (
 from fxsplit.formats.plan_json import save_plan
 from fxsplit.ir.facts.figures import is_count, show
 from fxsplit.ir.interrupts import lose_no_interrupt
+from fxsplit.runtime.ranks.agreement import hash_text
 from fxsplit.runtime.ranks.holdings import Holdings
 from fxsplit.torch_internals.undo import leave_no_trace
 
@@ -92,6 +95,7 @@ def save_checkpoint(
         # Batches of a stream may write to buffers.
         with _keep_idle(model):
             staged, manifest = _stage(model, optimizer, step, dict(extra or {}))
+            staged |= read_residuals(_get_model(model), _get_team(model))
         token = make_token() if holdings is None else holdings.tell(make_token(), "a checkpoint")
         group = None if holdings is None else holdings.find_group()
     # Generators of ranks are alike, or each rank has its own reasons.
@@ -112,17 +116,24 @@ def _leave_to_others() -> None:
     """Write nothing: another pipeline with the same weights does."""
 
 
-def _meet(model: nn.Module, call: str, what: str) -> AbstractContextManager[Holdings | None]:
+def _meet(
+    model: nn.Module, call: str, what: str, *, side_by_side: bool = False
+) -> AbstractContextManager[Holdings | None]:
     """Let all ranks of a pipeline do something together in the block; yields what they have of the model, or None."""
-    team = model.compiler.team if isinstance(model, Pipeline) else None
-    return nullcontext() if team is None else team.holdings.agree(call, what)
+    team = _get_team(model)
+    return nullcontext() if team is None else team.holdings.agree(call, what, side_by_side=side_by_side)
+
+
+def _get_team(model: nn.Module) -> Team | None:
+    """Return the ranks that run a pipeline, or None where this process does."""
+    return model.compiler.team if isinstance(model, Pipeline) else None
 
 
 def _stage(
     model: nn.Module, optimizer: Optimizer | None, step: int, extra: dict[str, Any]
 ) -> tuple[dict[str, Tensor], Manifest]:
     """Return copies in host memory of all that this process saves, and what the checkpoint says of itself."""
-    own = _get_model(model)
+    own, team = _get_model(model), _get_team(model)
     state = read_model(own)
     groups, kept = ([], {}) if optimizer is None else read_optimizer(own, optimizer)
     manifest = Manifest(
@@ -132,6 +143,7 @@ def _stage(
         optimizer=None if optimizer is None else type(optimizer).__name__,
         groups=groups,
         extra=extra,
+        gradient_hook=None if team is None else team.summing.kept_hook,
         versions={"torch": torch.__version__, "python": platform.python_version()},
     )
     # What JSON has no words for is refused here, and not in the thread.
@@ -228,20 +240,24 @@ def load_checkpoint(
     found = _find(path)
     own = _get_model(model)
     manifest = read_manifest(found)
-    goal = f"loads {found.name} with {len(manifest.to_text())} bytes of manifest"
-    with _meet(model, "load_checkpoint()", goal), _keep_idle(model):
+    goal = f"loads {found.name} with a manifest of hash {hash_text(manifest.to_text()):x}"
+    with _meet(model, "load_checkpoint()", goal, side_by_side=True), _keep_idle(model):
         reader = FolderReader(found, manifest.files)
         state = read_model(own, filled=False)
         where = repr(str(found))
         stored = check_model(state, reader.kinds, manifest.tied, where)
         plan = None if optimizer is None else plan_optimizer(own, optimizer, manifest, reader.kinds, where)
-        values = reader.read_all([*(plan.values if plan else ()), *([CPU] if CPU in reader.kinds else ())])
+        trains, team = optimizer is not None, _get_team(model)
+        left = plan_residuals(own, team, reader, manifest.gradient_hook, where, trains=trains)
+        names = [*(plan.values if plan else ()), *left.values, *([CPU] if CPU in reader.kinds else ())]
+        values = reader.read_all(names)
         make_room(state, _list_places(model))
         targets = {f"{MODEL}{stored[name]}": weight.detach() for name, weight in state.own.items()}
         with torch.no_grad():
             load_tensors(targets | (plan.make_targets() if plan else {}), reader)
         if optimizer is not None and plan is not None:
             give_optimizer(own, optimizer, plan, values)
+        give_residuals(own, team, left, values)
     if random_state and CPU in values:
         torch.set_rng_state(values[CPU])
     return Restored(manifest.step, manifest.extra, found)

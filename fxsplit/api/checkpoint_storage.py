@@ -34,6 +34,8 @@ from fxsplit.ir.files import explain_unwritable, write_whole
 
 MODEL, OPTIMIZER, JSON, RANDOM = "model.", "optimizer.", "json.", "random."
 """How names begin of weights, of tensors that an optimizer keeps, of its other values, and of random numbers' state."""
+RESIDUAL = "residual."
+"""How names begin of what gradient hooks have left out; behind it is the number of the pipeline."""
 
 
 class FolderWriter(StorageWriter):
@@ -114,7 +116,7 @@ class FolderReader(StorageReader):
             prefix = MODEL if file.startswith("model") else ""
             with TensorFile(folder / file) as opened:
                 for name in opened.list_names():
-                    if not prefix and not name.startswith((OPTIMIZER, JSON, RANDOM)):
+                    if not prefix and not name.startswith((OPTIMIZER, JSON, RANDOM, RESIDUAL)):
                         raise InputError(f"{str(folder / file)!r} holds {name!r}, which is nothing of a checkpoint")
                     self._file_of[prefix + name] = file
                     self.kinds[prefix + name] = opened.read_kind(name)

@@ -140,7 +140,9 @@ class Compiler:
     def recompile_like(self, model: nn.Module, options: Options) -> Compiler:
         """Return a compiler for another model, which captures it by shapes alone where this one did."""
         from_shapes = any(compiled.captured[Example].from_shapes for compiled in self._kept.values())
-        return Compiler(model, options, from_shapes=from_shapes, team=make_team(self.team and self.team.world, options))
+        return Compiler(
+            model, options, from_shapes=from_shapes, team=make_team(self.team.world if self.team else None, options)
+        )
 
     def _find(self, mode: Mode, call: Call) -> Compiled:
         """Return what is compiled for a call, after compiling it if need be; raises InputError for unusable hooks."""

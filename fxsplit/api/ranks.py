@@ -177,9 +177,8 @@ class Team:
         self._compare(program, "has compiled", None)
 
     def check_sums(self, plan: Plan, scheduler: Scheduler) -> None:
-        """Raise InputError for a hook that no gradient goes through by this plan."""
-        homes = find_replicas(plan) or scheduler.homes(len(plan.stages))
-        self.summing.check_needed(max(map(len, homes)))
+        """Raise InputError for a hook that this plan is not for."""
+        self.summing.check_homes(find_replicas(plan) or scheduler.homes(len(plan.stages)))
 
     def _compare(self, own: str, sentence: str, error: BaseException | None) -> None:
         """Raise RanksDiffer where a rank has another text than the first one; one without a text has failed."""

@@ -45,6 +45,7 @@ class Manifest:
 
     step: the user's number. files: names of the safetensors files. tied: for each further name of a tied weight the
     name that it is stored by. optimizer: the name of its class, or None where there was none. extra: the user's own.
+    gradient_hook: what added gradients over ranks, where that keeps something from step to step.
     """
 
     step: int
@@ -53,6 +54,7 @@ class Manifest:
     optimizer: str | None = None
     groups: list[Group] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
+    gradient_hook: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
 
     def to_text(self) -> str:
@@ -94,6 +96,7 @@ def _check_manifest(manifest: Manifest) -> None:
         and all(isinstance(name, str) for name in manifest.files)
         and all(isinstance(name, str) for pair in manifest.tied.items() for name in pair)
         and isinstance(manifest.extra, dict)
+        and isinstance(manifest.gradient_hook, (str, type(None)))
         and all(isinstance(name, str) for names, _ in groups for name in names)
         and all(isinstance(options, dict) for _, options in groups)
     )

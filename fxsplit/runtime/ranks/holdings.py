@@ -35,6 +35,7 @@ class Holdings:
         self._world = world
         self._label = label
         self._agreement = Agreement(world)
+        self._of_all = Agreement(world.whole)
         self._owners: dict[str, int] = {}
         self._ledger: GradientLedger | None = None
         self._group: tuple[int, Any] | None = None
@@ -128,20 +129,24 @@ class Holdings:
             self._meet(what, "")
             return [one.clone() for one in self._world.gather(numbers, what)]
 
-    def _meet(self, call: str, what: str) -> None:
-        """Return once all ranks have made the same call; raises RanksDiffer where one has not."""
-        self._agreement.meet({"call": f"{call} of {self._label}", "program": what}, 0)
+    def _meet(self, call: str, what: str, *, side_by_side: bool = False) -> None:
+        """Return once all ranks have made the same call, also those `side_by_side`; raises RanksDiffer otherwise."""
+        agreement = self._of_all if side_by_side else self._agreement
+        agreement.meet({"call": f"{call} of {self._label}", "program": what}, 0)
 
     # Values
 
     @contextmanager
-    def agree(self, call: str, what: str = "", limit_s: float | None = None) -> Iterator[Holdings]:
+    def agree(
+        self, call: str, what: str = "", limit_s: float | None = None, *, side_by_side: bool = False
+    ) -> Iterator[Holdings]:
         """Let all ranks do something together in the block; raises RanksDiffer where one has made another call.
 
-        what: what else is to be alike. limit_s: how long it may take (default: what messages may take).
+        what: what else is to be alike. limit_s: how long it may take (default: what messages may take). side_by_side:
+        whether all pipelines of a mesh do it, and not this one alone.
         """
         with self._world.watch(limit_s):
-            self._meet(call, what)
+            self._meet(call, what, side_by_side=side_by_side)
             yield self
 
     def gather_values(self, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

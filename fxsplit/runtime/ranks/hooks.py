@@ -60,6 +60,7 @@ class Hook:
 class HookChoice:
     """The hook that a user means, which is made anew for each group of ranks.
 
+    keeps: whether it keeps something from step to step, as what it has left out.
     option: the name of a hook, perhaps with options as in `topk{share=0.05}`; None for `allreduce`; or (state, hook) as
     torch's DDP takes it. Raises InputError for anything else.
     """
@@ -71,24 +72,25 @@ class HookChoice:
             self.text = f"{getattr(function, '__name__', type(function).__name__)}"
             self._make: Callable[[], Hook] = lambda: Hook(function, state, count=_find_count(function, state))
             # One of the user's own knows one group, and has one set of what it leaves out.
-            self._once = state is not None
+            self._once = self.keeps = state is not None
         elif option is None or isinstance(option, str):
             self.text = "allreduce" if option is None else option.replace(" ", "")
             self._make, self._once = _read_named(self.text), False
-            self._make()
+            self.keeps = self._make().state is not None
         else:
             raise _explain_hook(option)
-        self._made = False
 
-    def make(self) -> Hook:
-        """Return a hook with a state of its own; raises InputError for a second one of a state of the user's."""
-        if self._once and self._made:
+    def check_groups(self, n_groups: int) -> None:
+        """Raise InputError where a rank adds gradients in several groups of ranks, and there is one state for all."""
+        if self._once and n_groups > 1:
             raise InputError(
-                f"gradient_hook=(state, {self.text}) has one state, and this rank adds gradients in several groups of "
+                f"gradient_hook=(state, {self.text}) has one state, and a rank adds gradients in {n_groups} groups of "
                 "ranks, of pipelines and of replicas: give the name of a hook, or a state of None, which becomes the "
                 "group"
             )
-        self._made = True
+
+    def make(self) -> Hook:
+        """Return a hook with a state of its own, or with that of the user's."""
         return self._make()
 
 

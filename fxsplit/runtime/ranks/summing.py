@@ -18,6 +18,7 @@ from fxsplit.runtime.ranks.hooks import HookChoice
 from fxsplit.runtime.ranks.reducer import Reducer
 from fxsplit.runtime.ranks.traffic import Traffic
 from fxsplit.runtime.ranks.world import World
+from fxsplit.schedule.schedule import Homes
 
 
 class Summing:
@@ -44,6 +45,11 @@ class Summing:
         """Whether gradients go through hooks: of several pipelines, or of replicas where a hook is stated."""
         return self.is_stated or self.columns.n_pipelines > 1
 
+    @property
+    def kept_hook(self) -> str | None:
+        """The text of the hook, where it keeps something from step to step; None for one that keeps nothing."""
+        return self.choice.text if self.choice.keeps else None
+
     @cached_property
     def columns(self) -> Columns:
         """The pipelines of a mesh, of which there may be one alone."""
@@ -52,9 +58,13 @@ class Summing:
     def _make_reducer(self) -> Reducer:
         return Reducer(self.choice.make(), bucket_bytes=self._bucket_bytes, traffic=self.traffic)
 
-    def check_needed(self, n_replicas: int) -> None:
-        """Raise InputError for a hook that adds nothing; a stage has at most so many replicas."""
-        if self.is_stated and self.columns.n_pipelines == 1 and n_replicas == 1:
+    def check_homes(self, homes: Homes) -> None:
+        """Raise InputError for a hook that adds nothing by a plan, or for one of the user's that adds in two groups."""
+        groups = [home for home in homes if len(home) > 1]
+        if self.columns.n_pipelines > 1:
+            groups.append(tuple(range(len(self._world))))
+        self.choice.check_groups(max((sum(d in group for group in groups) for d in range(len(self._world))), default=0))
+        if self.is_stated and not groups:
             raise InputError(
                 f"gradient_hook={self.choice.text!r} adds gradients of pipelines side by side, or of a stage's "
                 "replicas, and here is one pipeline whose stages have one device each: give a mesh of two dimensions, "

@@ -164,8 +164,9 @@ def test_a_hook_is_read_with_its_options() -> None:
     assert choice.make().state is not choice.make().state
     own = HookChoice((made, add_slowly))
     assert own.make().state is made and own.text == "add_slowly"
-    with pytest.raises(InputError, match="give the name of a hook, or a state of None"):
-        own.make()
+    own.check_groups(1)
+    with pytest.raises(InputError, match=r"in 2 groups of ranks, .*: give the name of a hook, or a state of None"):
+        own.check_groups(2)
 
 
 def test_buckets_are_cut_by_bytes_dtypes_and_refuse_sparse_gradients() -> None:
