@@ -40,6 +40,12 @@ def read_optimizer(model: nn.Module, optimizer: Optimizer) -> tuple[list[Group],
     Values that are no tensors are JSON, as bytes. Raises InputError for a parameter that is not the model's, and for a
     value that is no tensor and that JSON has no words for.
     """
+    if hasattr(optimizer, "consolidate_state_dict"):
+        raise InputError(
+            f"{type(optimizer).__name__} keeps what it knows of a parameter on one of the ranks that have it, and a "
+            "checkpoint is written by one pipeline: save without the optimizer, and its own state_dict() beside, after "
+            "consolidate_state_dict(); or train with the optimizer that is inside"
+        )
     names = name_parameters(model)
     groups, kept = [], dict[str, Tensor]()
     for group in optimizer.param_groups:

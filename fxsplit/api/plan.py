@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from fxsplit.api.microbatch_count import check_microbatch_count, choose_microbatch_count
 from fxsplit.errors import InputError, UnsteadyProfileWarning
 from fxsplit.formats import Profile, read
+from fxsplit.ir.facts.compress import check_compress
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.forward_costs import keep_forwards
 from fxsplit.ir.facts.machine import Device, Machine, check_device_count
@@ -23,6 +24,7 @@ from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.workload import Workload
 from fxsplit.ir.interrupts import lose_no_interrupt
 from fxsplit.planner import Options
+from fxsplit.planner.borders import compress_cuts
 from fxsplit.planner.planner import Planner
 from fxsplit.schedule.catalogue import INFERENCE, Scheduler, find_schedule
 from fxsplit.schedule.generate import check_takes_replicas
@@ -43,6 +45,7 @@ def plan(
     schedule: str = "1F1B",
     n_microbatches: int | None = None,
     inference: bool = False,
+    compress: str | None = None,
     options: Options | None = None,
     pins: Mapping[str, int] | None = None,
     keep: Sequence[Sequence[str]] = (),
@@ -57,6 +60,7 @@ def plan(
         device). They decide how many microbatches a stage holds, and how many stages a device has.
     inference: plan for outputs without gradients: by forward times alone, with each weight held once. A profile that
         was measured for inference gives no other plan.
+    compress: price values and gradients in the bytes in which compile(compress=) sends them: "bf16" or "int8".
     options: the cost model, and what the planner may do. pins: submodule or node -> number of its stage. keep: sets of
         submodules or nodes that no cut may part.
 
@@ -74,6 +78,9 @@ def plan(
     if costs.noise is not None:
         warnings.warn(costs.noise, UnsteadyProfileWarning, stacklevel=3)  # behind the decorator
     costs, schedule = choose_passes(costs, schedule, inference=inference)
+    check_compress(compress)
+    # A pipeline with compressed cuts has costs that say so.
+    costs = costs if compress is None else compress_cuts(costs, compress)
     found = Planner(costs, pins or {}, keep).plan(*lay_out(where, schedule, n_microbatches), options or Options())
     return check_can_run(found)
 

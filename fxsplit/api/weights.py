@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Self
 
 import torch
+from torch import nn
 
 from fxsplit.api.compiled import get_mode
 from fxsplit.api.compiler import Compiler
@@ -20,6 +21,7 @@ from fxsplit.formats.safetensors_files import WeightFiles
 from fxsplit.formats.save_safetensors import save_checkpoint
 from fxsplit.ir.interrupts import lose_no_interrupt
 from fxsplit.runtime.ranks.world import COMPILE_LIMIT_S
+from fxsplit.torch_internals.away import is_away
 from fxsplit.torch_internals.undo import leave_no_trace
 
 
@@ -46,6 +48,10 @@ class WithWeights(Facade):
         # Ranks that an exception has parted would never write theirs.
         self.saving = None if kind else self.saving
         self.close()
+
+    def local_parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters whose values this process has, in the model's order: over ranks those of its stages."""
+        return (weight for weight in self.model.parameters() if not is_away(weight))
 
     @abstractmethod
     def keep_idle(self) -> AbstractContextManager[None]:

@@ -13,13 +13,17 @@ from functools import partial
 from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import ProcessGroup
 from torch.utils import _pytree as pytree
 
 from fxsplit.errors import ElsewhereError
 from fxsplit.torch_internals.undo import call_all
 
 T = TypeVar("T", bound=Tensor)
+LOCAL = "pipe.local_parameters() are those of this rank, and the ranks with the same ones are mesh.get_group('dp')"
+"""What to use among ranks."""
 aten = torch.ops.aten
 
 SAME = {aten.detach.default, aten.alias.default}
@@ -51,13 +55,20 @@ class Spot:
     """Whether this is the weight's gradient, and not its values."""
     derived: bool = False
     """Whether this is computed from it."""
+    absent: frozenset[int] = frozenset()
+    """The ranks of torch's default group that do not have it either, this one among them."""
 
     def __str__(self) -> str:
         return f"the gradient of {self.name!r}" if self.gradient else repr(self.name)
 
-    def refuse(self, what: str) -> NoReturn:
-        """Raise ElsewhereError: `what` was to be done with the values."""
-        way = "clip_grad_norm_() and .grad.norm() know it" if self.gradient else "pipe.state_dict() gathers all weights"
+    def refuse(self, what: str, way: str = "") -> NoReturn:
+        """Raise ElsewhereError: `what` was to be done with the values. `way`: what to use in its place."""
+        if not way:
+            way = (
+                "clip_grad_norm_() and .grad.norm() know it"
+                if self.gradient
+                else "pipe.state_dict() gathers all weights"
+            )
         raise ElsewhereError(f"{self} is on rank {self.rank}, and {what} needs its values on this rank: {way}")
 
 
@@ -177,9 +188,27 @@ def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if func in TOGETHER and all(map(_is_gradient, found)):
         return _get_meeting(found[0]).run_together(func, args, kwargs)
     name = func._schema.name.removeprefix("aten::")
+    if name == "c10d::broadcast_":
+        return _broadcast(func, args, kwargs, found)
+    if name.startswith("c10d::"):
+        found[0].spot.refuse(f"{name.removeprefix('c10d::')}() among ranks", LOCAL)
     if name.startswith(("_foreach_", "_fused_")):
         return _run_each(func, args, kwargs, name)
     return _run_one(func, args, kwargs, name, found)
+
+
+def _broadcast(func: Any, args: Sequence[Any], kwargs: dict[str, Any], found: Sequence[Away]) -> Any:
+    """Take part in a broadcast among ranks of which none has the values: an optimizer has each of them step some.
+
+    One number goes in place of the values, so that ranks that come for another tensor do not get this one's place.
+    """
+    ranks = dist.get_process_group_ranks(ProcessGroup.unbox(args[1]))
+    for one in found:
+        if not one.spot.absent.issuperset(ranks):
+            one.spot.refuse(f"broadcast() among ranks {ranks}", LOCAL)
+    tensors = [torch.zeros(1, dtype=t.dtype, device=t.device) if is_away(t) else t for t in args[0]]
+    _, work = func(tensors, *args[1:], **kwargs)
+    return list(args[0]), work
 
 
 def _run_one(func: Any, args: Sequence[Any], kwargs: dict[str, Any], name: str, found: Sequence[Away]) -> Any:

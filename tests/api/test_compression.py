@@ -98,6 +98,21 @@ def test_what_is_sent_is_what_the_plan_says(how: str, monkeypatch: pytest.Monkey
         assert "compressed" not in str(pipe.plan) and sent == [], "off by default"
 
 
+def test_plan_prices_compressed_cuts_as_compile_does() -> None:
+    options: dict[str, Any] = {"passes": FAST, "n_microbatches": 4, "example_inputs": X.double()}
+    with fxsplit.compile(make_model(), ["cpu"] * 2, **options) as pipe:
+        costs = pipe.costs
+    slow = fxsplit.Machine.of(["cpu"] * 2, bytes_per_s=1e6)
+    plans = {how: fxsplit.plan(costs, slow, n_microbatches=4, compress=how) for how in (None, "bf16", "int8")}
+    for how, plan in plans.items():
+        with fxsplit.compile(make_model(), slow, costs=costs, compress=how, **options) as pipe:
+            assert pipe.plan.stages == plan.stages and pipe.plan.compress == plan.compress == (how or "")
+    loads = [plans[how].lower_bound_ms for how in (None, "bf16", "int8")]
+    assert loads[0] > loads[1] > loads[2]
+    with pytest.raises(InputError, match="compress='zip': give 'bf16' or 'int8'"):
+        fxsplit.plan(costs, 2, compress="zip")
+
+
 def test_verify_proves_exact_cuts_and_measures_compressed_ones(capsys: pytest.CaptureFixture[str]) -> None:
     found = {}
     for how in (None, "bf16", "int8"):

@@ -59,7 +59,9 @@ class Holdings:
             self._ledger = GradientLedger(trained, self, self._world.me)
         index_of = {name: index for index, (name, _, _) in enumerate(trained)}
         for name, weight in named:
-            spot = Spot(name, owners[name], index_of.get(name, 0), self._ledger)
+            owner = owners[name]
+            absent = frozenset(rank for row in self._world.rows for place, rank in enumerate(row) if place != owner)
+            spot = Spot(name, owner, index_of.get(name, 0), self._ledger, absent=absent)
             if owners[name] != self._world.me and not (isinstance(weight, Away) and _is_at(weight.spot, spot)):
                 send_away(weight, spot, self._world.device)
 
