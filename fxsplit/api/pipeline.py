@@ -321,7 +321,8 @@ class Pipeline(WithExports):
         # An asynchronous schedule lets the optimizer step between microbatches: their losses have weights of their own.
         schedule = batch.program.schedule(len(batch.rows))
         stepper = make_stepper(schedule, optimizer)
-        targets = None if loss_fn is None else Targets(split_target(target, batch.rows, batch.program.inputs))
+        pieces = () if loss_fn is None else split_target(target, batch.rows, batch.program.inputs)
+        targets = None if loss_fn is None else Targets(pieces, target)
         meaning = self._loss_meanings.find(batch)
         weigh = find_weights(batch, targets, meaning)
         return (

@@ -16,14 +16,15 @@ from fxsplit.torch_internals.host_copies import is_on_host
 
 
 class Targets:
-    """The target of each microbatch, as it was `given`: a tensor, or tensors in containers.
+    """The target of each microbatch, as it was `given`: a tensor, or tensors in containers. `whole` is the batch's.
 
     Where a target has tensors of accelerators and others in host memory, those in host memory stay there: a loss such
     as CTC's wants lengths that the host can read.
     """
 
-    def __init__(self, given: Sequence[Any]) -> None:
+    def __init__(self, given: Sequence[Any], whole: Any = None) -> None:
         self.given = given
+        self.whole = whole
         # By thread too: on a GPU another worker's stream may be behind.
         self._placed: dict[tuple[int, int, torch.device], Any] = {}
 

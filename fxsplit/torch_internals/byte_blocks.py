@@ -5,6 +5,7 @@ A tensor of a block has memory of the block, and a count of writes of its own: a
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -50,6 +51,15 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
+def is_row_major(part: Part) -> bool:
+    """Return whether a tensor lies in memory as torch makes one of its shape."""
+    expected, strides = 1, []
+    for length in reversed(part.shape):
+        strides.append(expected)
+        expected *= length
+    return part.strides == tuple(reversed(strides))
+
+
 def place(parts: Sequence[Part]) -> tuple[list[int], int]:
     """Return where each part begins in a block, in bytes, and how long the block is."""
     places, end = [], 0
@@ -69,6 +79,12 @@ def make_view(block: Tensor, part: Part, begin: int) -> Tensor:
     made = torch.empty(0, dtype=part.dtype, device=block.device)
     at = (block.storage_offset() + begin) // part.dtype.itemsize
     return made.set_(block.untyped_storage(), at, part.shape, part.strides)
+
+
+def read_bytes(tensor: Tensor, begin: int, count: int) -> bytes:
+    """Return bytes of a dense tensor in host memory, which has them: `count` of them from the place `begin` on."""
+    # For a few bytes numpy takes several times as long.
+    return ctypes.string_at(tensor.data_ptr() + begin, count)
 
 
 def copy_all(places: list[Tensor], values: list[Tensor]) -> None:

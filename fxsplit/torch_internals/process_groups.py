@@ -29,6 +29,11 @@ def read_timeout_s(group: Any, default_s: float) -> float:
     return default_s
 
 
+def find_host_backend(group: Any) -> Any:
+    """Return what moves tensors of host memory in a group on gloo: it takes a call for less than the group does."""
+    return group._get_backend(torch.device("cpu"))
+
+
 def is_timeout(error: BaseException) -> bool:
     """Return whether a wait has failed because it took longer than it may."""
     return any(word in str(error).lower() for word in TIMED_OUT)

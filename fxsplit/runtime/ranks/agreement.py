@@ -45,7 +45,7 @@ def hash_text(text: str) -> int:
 
 def describe_shapes(value: Any) -> str:
     """Return the types and shapes of all tensors in a value, for people, and what else it has."""
-    leaves = pytree.tree_leaves(to_plain_outputs(value))
+    leaves = _list_leaves(value)
     return ", ".join(f"{str(v.dtype)[6:]}{list(v.shape)}" if isinstance(v, Tensor) else repr(v)[:80] for v in leaves)
 
 
@@ -54,13 +54,22 @@ def sum_values(value: Any) -> int:
 
     Those of an accelerator are left out: the host would wait for all that is queued there.
     """
-    leaves = [value] if isinstance(value, Tensor) else pytree.tree_leaves(to_plain_outputs(value))
     found = 0
-    for leaf in leaves:
+    for leaf in _list_leaves(value):
         if isinstance(leaf, Tensor) and not accelerators.is_accelerator(leaf.device) and leaf.numel():
             for part in list_parts(leaf.detach()):
                 found = _sum_ends(part, found)
     return found
+
+
+def _list_leaves(value: Any) -> Sequence[Any]:
+    """Return what is in a value that is no container."""
+    if isinstance(value, Tensor):
+        return (value,)
+    # Inputs are a list of tensors, at every step, and to look for other containers takes longer than to compare them.
+    if type(value) is list and all(isinstance(one, Tensor) for one in value):
+        return value
+    return pytree.tree_leaves(to_plain_outputs(value))
 
 
 def _sum_ends(tensor: Tensor, begin: int) -> int:

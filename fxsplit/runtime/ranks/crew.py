@@ -79,15 +79,15 @@ class RankCrew:
             self._pairs[id(schedule)] = schedule, find_pairs(schedule) | ties.pairs
         self.world.open_pairs(self._pairs[id(schedule)][1])
         self.summing.open_groups(program)
-        key, share = self._find_key(occasion), self.holdings.share_gradients
-        meeting = RankMeeting(self.wire, occasion, ties, seed, key, self.run, share, self.summing)
+        key = self._find_key(occasion)
+        meeting = RankMeeting(self.wire, occasion, ties, seed, key, self.run, self.holdings, self.summing)
         meeting.open()
         return meeting
 
     def _list_things(self, occasion: Occasion) -> dict[str, str | int]:
         """Return what all ranks are to have alike."""
         batch, loss = occasion.batch, occasion.loss
-        target = None if loss is None else loss.given_targets
+        target = None if loss is None else loss.target
         return {
             "call": f"{occasion.call} number {self.world.count(self._label)} of {self._label}",
             "program": batch.program.fingerprint,

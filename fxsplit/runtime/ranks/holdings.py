@@ -119,8 +119,15 @@ class Holdings:
 
     # Gradients
 
-    def share_gradients(self) -> None:
-        """Let every rank know which parameters have a gradient."""
+    def share_gradients_of_step(self) -> None:
+        """Let every rank know which parameters have a gradient, at the end of a step that all ranks have met for."""
+        if self._ledger is not None:
+            mine = torch.tensor(self._ledger.list_present(), dtype=torch.float64)
+            found = self._world.gather(mine, "the end of a step")
+            self._ledger.share_present([one.tolist() for one in found])
+
+    def share_gradients_of_backward(self) -> None:
+        """Let every rank know which parameters have a gradient, once all have come to the end of a backward."""
         if self._ledger is not None:
             with self._world.watch():
                 self._ledger.share_present()

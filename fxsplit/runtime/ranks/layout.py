@@ -16,7 +16,16 @@ from torch import Tensor
 
 from fxsplit.errors import InputError
 from fxsplit.runtime.ranks.values import Template, build_value, part_value
-from fxsplit.torch_internals.byte_blocks import Part, copy_all, flatten, make_view, place, read_part
+from fxsplit.torch_internals.byte_blocks import (
+    Part,
+    copy_all,
+    flatten,
+    is_row_major,
+    make_view,
+    place,
+    read_bytes,
+    read_part,
+)
 
 LARGE_BYTES = 1 << 16
 """Copies of tensors of so many bytes take longer than a message of their own."""
@@ -50,6 +59,9 @@ class Layout:
         self._parts = [*numbers, *(entries[i].part for i in self.small)]
         self._places, self.block_bytes = place(self._parts)
         self._whole = [(i, entries[i].part) for i in self.large]
+        # What is received has the shape of its value, unless that is of another order of memory.
+        self._empty = [(p.shape if is_row_major(p) else (p.numel,), p.dtype) for _, p in self._whole]
+        self._is_one = alone and len(self.entries) == 1
         self._marked = [(i, begin) for i, begin in zip(self.small, self._places[bool(n_numbers) :], strict=True)]
 
     @classmethod
@@ -112,6 +124,9 @@ class Layout:
 
         Raises InputError where a value is other than the layout says.
         """
+        # Most messages are one tensor, and this runs for each.
+        if self._is_one and values[0] is not None:
+            return [flatten(self._conform(self._whole[0][1], values[0], here))]
         numbers: list[int] = []
         found: dict[int, Tensor] = {}
         absent = []
@@ -146,7 +161,7 @@ class Layout:
         if isinstance(value, Tensor) and value.dtype is part.dtype and value.shape == part.shape:
             _check_tensor(value)
             if value.stride() == part.strides or value.numel() < 2:
-                return value.detach()
+                return value.detach() if value.requires_grad else value
             made = torch.empty_strided(part.shape, part.strides, dtype=part.dtype, device=value.device)
             return made.copy_(value.detach())
         what = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
@@ -161,10 +176,15 @@ class Layout:
     def make_pieces(self, here: torch.device) -> list[Tensor]:
         """Return empty tensors to receive the pieces of a message in, each dense."""
         block = [torch.empty(self.block_bytes, dtype=torch.uint8, device=here)] if self.block_bytes else []
-        return block + [torch.empty(part.numel, dtype=part.dtype, device=here) for _, part in self._whole]
+        return block + [torch.empty(shape, dtype=dtype, device=here) for shape, dtype in self._empty]
 
     def unpack(self, pieces: Sequence[Tensor], here: torch.device, *, gradients: bool) -> list[Any]:
         """Return the values in the pieces of a message. Of `gradients` some may be absent."""
+        if self._is_one:
+            piece, part = pieces[0], self._whole[0][1]
+            if gradients and here.type == "cpu" and read_bytes(piece, 0, len(ABSENT)) == ABSENT:
+                return [None]
+            return [piece if piece.shape == part.shape else piece.as_strided(part.shape, part.strides)]
         found: list[Any] = [None] * len(self.entries)
         whole = pieces
         numbers: list[int] = []
@@ -177,7 +197,7 @@ class Layout:
                 found[i] = view
         for (i, part), piece in zip(self._whole, whole, strict=True):
             # The only tensor in its memory, so that a view will do.
-            found[i] = piece.as_strided(part.shape, part.strides)
+            found[i] = piece if piece.shape == part.shape else piece.as_strided(part.shape, part.strides)
         for i, make in self._others:
             found[i] = make(device=here)
         if numbers or self._valued:
@@ -204,16 +224,9 @@ class Layout:
 
     def _find_absent(self, pieces: Sequence[Tensor]) -> list[int]:
         """Return the places of gradients that there are not."""
-        found = []
-        if self._marked:
-            block = pieces[0].numpy()
-            found = [i for i, begin in self._marked if block[begin : begin + len(ABSENT)].tobytes() == ABSENT]
-        for (i, part), piece in zip(self._whole, pieces[bool(self.block_bytes) :], strict=True):
-            # numpy does not know all types of torch.
-            known = piece if part.dtype in (torch.float32, torch.float64) else piece.view(torch.uint8)
-            if known.numpy()[: len(ABSENT) // known.itemsize].tobytes() == ABSENT:
-                found.append(i)
-        return found
+        found = [i for i, begin in self._marked if read_bytes(pieces[0], begin, len(ABSENT)) == ABSENT]
+        whole = zip(self.large, pieces[bool(self.block_bytes) :], strict=True)
+        return found + [i for i, piece in whole if read_bytes(piece, 0, len(ABSENT)) == ABSENT]
 
     def _make_views(self, block: Tensor) -> list[Tensor]:
         """Return the tensors that lie in the block, the numbers first."""

@@ -14,6 +14,7 @@ from fxsplit.runtime.job import Job
 from fxsplit.runtime.meeting import Occasion
 from fxsplit.runtime.ranks.agreement import MASK
 from fxsplit.runtime.ranks.early_sums import EarlySums, list_apart
+from fxsplit.runtime.ranks.holdings import Holdings
 from fxsplit.runtime.ranks.layout import Layout
 from fxsplit.runtime.ranks.portions import find_portion
 from fxsplit.runtime.ranks.summing import Summing
@@ -33,7 +34,7 @@ class RankMeeting:
     """One job on all ranks, from its beginning to its end.
 
     seed: what draws follow from on all ranks. key: what the layouts of the job's messages follow from. run: runs this
-    rank's row of a job. share: lets every rank know which parameters have a gradient.
+    rank's row of a job. holdings: let every rank know which parameters have a gradient.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class RankMeeting:
         seed: int,
         key: Hashable,
         run: Callable[[Job], None],
-        share: Callable[[], None],
+        holdings: Holdings,
         summing: Summing,
     ) -> None:
         self.channels: Channels | None = wire
@@ -54,7 +55,7 @@ class RankMeeting:
         self._ties = ties
         self._key = key
         self._run = run
-        self._share_present = share
+        self._holdings = holdings
         self._summing = summing
         self._columns = summing.columns
         self._joins = summing.columns.n_pipelines > 1 and occasion.call != "forward"
@@ -153,12 +154,12 @@ class RankMeeting:
     def share_gradients(self) -> None:
         """Let every rank know which parameters have a gradient."""
         self._summing.settle(kept=True)
-        self._share_present()
+        self._holdings.share_gradients_of_step()
 
     def share_gradients_after_backward(self) -> None:
         """Do so when autograd has accumulated all of them."""
         self._summing.settle(kept=True)
-        call_after_backward(self._share_present)
+        call_after_backward(self._holdings.share_gradients_of_backward)
 
     # Pipelines side by side
 
@@ -196,7 +197,7 @@ class RankMeeting:
         on_host = not accelerators.is_accelerator(world.device)
         for m, owner in enumerate(self._owner):
             if loss.losses[m] is None and on_host:
-                loss.losses[m] = torch.tensor(found[owner][2 + n + m], dtype=torch.float64).to(dtype)
+                loss.losses[m] = torch.tensor(found[owner][2 + n + m], dtype=dtype)
             elif not on_host:
                 held = loss.losses[m]
                 value = torch.empty((), dtype=dtype, device=world.device) if held is None else held.contiguous()

@@ -24,6 +24,8 @@ from fxsplit.runtime.ranks.faults import Fault
 
 LOOK_S = 0.1
 """How often the thread looks at the board while the rank is in a job."""
+IDLE_LOOKS = 10
+"""After so many times at which there was no job the thread sleeps until one begins."""
 TELL_S = 0.4
 """How long ranks may take to tell what they do, once the limit of a job has passed."""
 WAKE = b"\0"
@@ -49,6 +51,8 @@ class Watcher:
         self._until: float | None = None
         self._limit_s = 0.0
         self._ended = False
+        # Whether the thread sleeps until it is called, or is about to.
+        self._sleeps = False
         # Signals that came to a file descriptor of another program in this process are handed on to it.
         self._others = -1
         self._thread: threading.Thread | None = None
@@ -60,7 +64,9 @@ class Watcher:
         with self._hear_signals() if outer[0] is None else nullcontext():
             self.limit(limit_s)
             self._start()
-            self._call()
+            # To wake it for each of many short jobs would take longer than most of what a job sends.
+            if self._sleeps:
+                self._call()
             try:
                 yield
             finally:
@@ -110,13 +116,20 @@ class Watcher:
     # What the thread does
 
     def _serve(self) -> None:
-        """Look again and again while a job runs, and else only when called."""
+        """Look again and again while jobs run, and else only when called."""
+        idle = 0
         while not self._ended:
-            ready, _, _ = select.select([self._ears], [], [], None if self._until is None else LOOK_S)
+            # Said before the look at whether a job has begun, where `watch` begins one and then looks at this.
+            self._sleeps = idle >= IDLE_LOOKS
+            until = None if self._sleeps and self._until is None else LOOK_S
+            ready, _, _ = select.select([self._ears], [], [], until)
+            self._sleeps = False
             heard = self._ears.recv(4096) if ready else b""
             self._hand_on(heard.replace(WAKE, b""))
+            idle += 1
             with self._turn:
                 if self._until is not None and not self._ended:
+                    idle = 0
                     self._look(interrupted=signal.SIGINT in heard)
 
     def _hand_on(self, signals: bytes) -> None:

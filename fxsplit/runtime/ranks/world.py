@@ -1,7 +1,8 @@
 """World: the ranks of one pipeline, and the process groups that they talk over.
 
 There is a *control* group on gloo for all that the hosts tell each other, and a *pair* for each ordered pair of ranks
-that send each other tensors. All of them are made on every rank in one order, before the first message.
+that send each other tensors. Pairs of accelerators have groups of their own, made on every rank in one order before the
+first message. Those of CPUs share the control group, where numbers of ranks and tags tell messages apart.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor
 from fxsplit.errors import RankError, RankTimeout
 from fxsplit.runtime.ranks.guard import Guard
 from fxsplit.torch_internals import accelerators
-from fxsplit.torch_internals.process_groups import is_lost, is_timeout, read_timeout_s
+from fxsplit.torch_internals.process_groups import find_host_backend, is_lost, is_timeout, read_timeout_s
 
 LIMIT_S = 600.0
 """How long a rank waits for another one, where the user's process group does not say otherwise."""
@@ -54,18 +55,21 @@ def unpack_text(packed: Tensor) -> str:
 
 
 class Pair:
-    """What brings tensors from one rank to another one, in the order in which they are sent, and nothing back."""
+    """What brings tensors from one rank to another one, in the order in which they are sent, and nothing back.
 
-    def __init__(self, group: Any, source: int, to: int) -> None:
-        self.group, self._source, self._to = group, source, to
+    link: a process group, or a backend of one, in which `source` and `to` are numbers of ranks.
+    """
+
+    def __init__(self, link: Any, source: int, to: int) -> None:
+        self._link, self._source, self._to = link, source, to
 
     def send(self, tensor: Tensor) -> Any:
         """Begin to send a dense tensor; return what can be waited for. Raises RankError if that rank is lost."""
-        return begin(self.group.send, [tensor], self._to, 0)
+        return begin(self._link.send, [tensor], self._to, 0)
 
     def receive(self, tensor: Tensor) -> Any:
         """Begin to receive a tensor; return what can be waited for. The order is all that tells which one it is."""
-        return begin(self.group.recv, [tensor], self._source, 0)
+        return begin(self._link.recv, [tensor], self._source, 0)
 
 
 class World:
@@ -87,6 +91,8 @@ class World:
         self.rows = [tuple(row) for row in rows or [ranks]]
         self.device = device
         self.me = self.ranks.index(dist.get_rank())
+        # torch numbers the ranks of a group in rising order, and a mesh may have them in another one.
+        self._places = [sorted(self.ranks).index(rank) for rank in self.ranks]
         self.limit_s = min(read_timeout_s(dist.group.WORLD, LIMIT_S), LIMIT_S)
         self._limit = timedelta(seconds=self.limit_s)
         self.whole = self if whole is None else whole
@@ -169,8 +175,8 @@ class World:
 
     def _list_groups(self) -> list[Any]:
         """Return the groups in which this rank may wait."""
-        pairs = [pair.group for pair in self._pairs.values() if pair.group is not None]
-        own = [self._control, self._patient, *([self._data] if self._data is not self._control else []), *pairs]
+        own = [self._control, self._patient, *([self._data] if self._data is not self._control else [])]
+        own += self._pair_groups
         own += [*dict.fromkeys([self.column, self.column_data])] if len(self.rows) > 1 else []
         own += [team for team in self._teams.values() if team is not None]
         return [*own, *(group for part in self._parts for group in part._list_groups())]
@@ -178,12 +184,14 @@ class World:
     def _make_groups(self) -> None:
         """Make the groups of all ranks, on all of them; pairs are opened as they are needed."""
         self._control = self._make_group(self.ranks, "gloo", self.limit_s)
+        self._host_link = find_host_backend(self._control)
         # A group of its own for what takes long: the limit of one that waits is that of its group.
         self._patient = self._make_group(self.ranks, "gloo", COMPILE_LIMIT_S)
         self._data = self._control
         if accelerators.is_accelerator(self.device):
             self._data = self._make_group(self.ranks, self._find_backend(), self.limit_s)
         self._pairs: dict[tuple[int, int], Pair] = {}
+        self._pair_groups: list[Any] = []
         self._teams: dict[tuple[int, ...], Any] = {}
         if len(self.rows) > 1:
             self.column = self._make_column("gloo")
@@ -217,15 +225,19 @@ class World:
 
     def open_pairs(self, wanted: Iterable[tuple[int, int]]) -> None:
         """Make the pairs that are not there yet, of (source, receiver) in numbers of this pipeline; on every rank."""
+        missing = set(wanted) - self._pairs.keys()
+        if self._find_backend() == "gloo":
+            # One group for all of them: gloo has a thread for each group, and to wake two costs more than to wake one.
+            self._pairs |= {pair: Pair(self._host_link, *(self._places[one] for one in pair)) for pair in missing}
+            return
         # In one order: with two ranks that make them in different orders, each would wait for the other.
-        for source, to in sorted(set(wanted) - self._pairs.keys()):
+        for source, to in sorted(missing):
             group = self._make_group((self.ranks[source], self.ranks[to]), self._find_backend(), self.limit_s)
-            if self.me not in (source, to):
-                self._pairs[source, to] = Pair(None, 0, 1)
-                continue
-            # torch numbers the ranks of a group in rising order, unless it is told otherwise.
             first = self.ranks[source] < self.ranks[to]
             pair = self._pairs[source, to] = Pair(group, int(not first), int(first))
+            if self.me not in (source, to):
+                continue
+            self._pair_groups.append(group)
             # NCCL connects at the first message, and two ranks that connect in different orders hang.
             token = torch.zeros(1, device=self.device)
             self.wait(pair.send(token) if self.me == source else pair.receive(token), f"rank {source} and rank {to}")
@@ -282,8 +294,13 @@ class World:
         if key not in self._gathered:
             self._gathered[key] = [torch.empty_like(numbers) for _ in self.ranks]
         found = self._gathered[key]
-        self.wait(begin(self._control.allgather, [found], [numbers]), f"all ranks at {what}")
+        self._gather(found, numbers, what)
         return found
+
+    def _gather(self, found: list[Tensor], own: Tensor, what: str) -> None:
+        """Fill tensors with those of all ranks, in the order of the pipeline."""
+        by_place = [found[self._places.index(place)] for place in range(len(found))]
+        self.wait(begin(self._control.allgather, [by_place], [own]), f"all ranks at {what}")
 
     def gather_texts(self, text: str, what: str) -> list[str]:
         """Return the text of every rank."""
@@ -292,7 +309,7 @@ class World:
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(mine)] = mine
         found = [torch.empty_like(padded) for _ in self.ranks]
-        self.wait(begin(self._control.allgather, [found], [padded]), f"all ranks at {what}")
+        self._gather(found, padded, what)
         return [unpack_text(t[:n]) for t, n in zip(found, lengths, strict=True)]
 
     def tell(self, text: str | None, what: str, source: int = 0, *, patient: bool = False) -> str:
@@ -317,11 +334,11 @@ class World:
 
     def send_host(self, tensor: Tensor, to: int) -> Any:
         """Begin to send a tensor of host memory over the control group."""
-        return begin(self._control.send, [tensor], to, 1)
+        return begin(self._host_link.send, [tensor], self._places[to], 1)
 
     def receive_host(self, tensor: Tensor, source: int) -> Any:
         """Begin to receive a tensor of host memory over the control group, in the order in which they are sent."""
-        return begin(self._control.recv, [tensor], source, 1)
+        return begin(self._host_link.recv, [tensor], self._places[source], 1)
 
     def send_text(self, text: str, to: int) -> list[tuple[Any, Tensor]]:
         """Begin to send a text to a rank; return what to wait for, with what has to stay until then."""

@@ -67,7 +67,7 @@ def send(values: list[Any], wanted: list[bool], like: Layout | None = None) -> t
     pieces = other.make_pieces(HERE)
     for piece, sent in zip(pieces, layout.pack(values, HERE), strict=True):
         assert piece.nbytes == sent.nbytes
-        piece.view(torch.uint8).copy_(sent.reshape(-1).view(torch.uint8))
+        piece.view(-1).view(torch.uint8).copy_(sent.reshape(-1).view(torch.uint8))
     return other, other.unpack(pieces, HERE, gradients=like is not None)
 
 

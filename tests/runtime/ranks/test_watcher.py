@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fxsplit.runtime.ranks import watcher as watcher_module
 from fxsplit.runtime.ranks.board import Board
 from fxsplit.runtime.ranks.faults import Fault
 from fxsplit.runtime.ranks.watcher import Watcher
@@ -70,6 +71,28 @@ def test_an_error_of_one_rank_wakes_the_others(collective: bool) -> None:
         assert 0.3 <= took < 0.3 + 5.0
         assert {"RankError", "Caught"} <= kinds
         assert text == "rank 1 of 3 has raised Caught: it is broken"
+
+
+def fail_after_a_rest(rank: int, world: int) -> Any:
+    """The thread has gone to sleep, as there was no job for a while, and is woken by the next one."""
+    watcher_module.IDLE_LOOKS = 0
+    board, watched = (Board(clone_store(), "rest", rank, world) for _ in range(2))
+    heard = threading.Event()
+    watcher = Watcher(watched, heard.set, lambda: "")
+    with watcher.watch(30.0):
+        pass
+    until = time.monotonic() + 20
+    while not watcher._sleeps and time.monotonic() < until:
+        time.sleep(0.01)
+    with watcher.watch(30.0):
+        board.post(Fault.of(Caught("late"), rank))
+        found = heard.wait(20)
+    watcher.rest()
+    return found
+
+
+def test_a_thread_that_has_gone_to_sleep_is_woken() -> None:
+    assert ranks(1, fail_after_a_rest) == [True]
 
 
 def sleep_on_2(rank: int) -> None:
