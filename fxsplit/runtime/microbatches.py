@@ -53,6 +53,9 @@ def split_target(target: Any, rows: Sequence[int], inputs: Inputs | None = None)
     leaves, structure = pytree.tree_flatten(target)
     cuts = find_target_cuts(leaves, sum(rows), inputs)
     columns = [cut.split(leaf, rows) for leaf, cut in zip(leaves, cuts, strict=True)]
+    # Mostly a tensor by itself, of which nothing has to be put together again for each microbatch.
+    if isinstance(target, Tensor):
+        return list(columns[0])
     return [pytree.tree_unflatten([c[m] for c in columns], structure) for m in range(len(rows))]
 
 

@@ -63,7 +63,7 @@ class RankMeeting:
         self._alike = False
         self._what = f"the end of a {occasion.call}"
         self._last = occasion.batch.program.homes[-1]
-        self._owner = [occasion.schedule.device_of(len(occasion.schedule.homes) - 1, m) for m in self._microbatches]
+        self._owner = self._find_devices(len(occasion.schedule.homes) - 1)
 
     @property
     def _microbatches(self) -> range:
@@ -233,24 +233,30 @@ class RankMeeting:
 
     def _pack_returned(self, job: Job) -> tuple[str, list[Tensor]] | None:
         """Return the gradients of inputs that this rank has, as a text and tensors."""
-        own = [v for m in self._microbatches if self._find_first(m) == self._world.me for v in job.returned[m]]
+        first = self._find_devices(0)
+        own = [v for m in self._microbatches if first[m] == self._world.me for v in job.returned[m]]
         return self._pack(own, ())
 
     def _share_returned(self, job: Job, packed: tuple[str, list[Tensor]] | None) -> None:
         """Let every rank have the gradients of inputs."""
         if not any(t.requires_grad for t in self._occasion.batch.tensors):
             return
-        for owner in sorted(set(map(self._find_first, self._microbatches))):
+        first = self._find_devices(0)
+        for owner in sorted(set(first)):
             values, _ = self._share(owner, packed)
-            own = [m for m in self._microbatches if self._find_first(m) == owner]
+            own = [m for m in self._microbatches if first[m] == owner]
             size = len(values) // len(own)
             for i, m in enumerate(own):
                 if owner != self._world.me:
                     job.returned[m] = values[i * size : (i + 1) * size]
 
-    def _find_first(self, microbatch: int) -> int:
-        """Return the device of the first stage that has a microbatch."""
-        return self._occasion.schedule.device_of(0, microbatch)
+    def _find_devices(self, stage: int) -> list[int]:
+        """Return, for each microbatch, the device of a stage that has it."""
+        schedule, home = self._occasion.schedule, self._occasion.schedule.homes[stage]
+        # Nearly always there is one, and this is asked for in every step.
+        if len(home) == 1:
+            return [home[0]] * len(self._microbatches)
+        return [schedule.device_of(stage, m) for m in self._microbatches]
 
     def _pack(self, values: list[Any], wanted: Any) -> tuple[str, list[Tensor]]:
         here = self._world.device

@@ -154,8 +154,9 @@ class Wire:
         while action not in self._posted:
             self._post(source)
         layout, pieces, works = self._posted.pop(action)
+        what = Awaited(source, action)
         for work in works:
-            self._wait(work, Awaited(source, action))
+            self._wait(work, what)
         self._post_ahead(source)
         self._release(action)
         values = layout.unpack(pieces, self.world.device, gradients=action.op == BACKWARD)

@@ -41,7 +41,12 @@ def begin(operation: Callable[..., Any], *args: Any) -> Any:
     try:
         return operation(*args)
     except RuntimeError as error:
-        raise RankError(f"the connection to another rank is lost: {str(error).splitlines()[0]}") from error
+        raise explain_loss(error) from error
+
+
+def explain_loss(error: RuntimeError) -> RankError:
+    """Return the error to raise where an operation could not begin."""
+    return RankError(f"the connection to another rank is lost: {str(error).splitlines()[0]}")
 
 
 def pack_text(text: str) -> Tensor:
@@ -65,11 +70,18 @@ class Pair:
 
     def send(self, tensor: Tensor) -> Any:
         """Begin to send a dense tensor; return what can be waited for. Raises RankError if that rank is lost."""
-        return begin(self._link.send, [tensor], self._to, 0)
+        # Not by `begin`, as this runs for every message.
+        try:
+            return self._link.send([tensor], self._to, 0)
+        except RuntimeError as error:
+            raise explain_loss(error) from error
 
     def receive(self, tensor: Tensor) -> Any:
         """Begin to receive a tensor; return what can be waited for. The order is all that tells which one it is."""
-        return begin(self._link.recv, [tensor], self._source, 0)
+        try:
+            return self._link.recv([tensor], self._source, 0)
+        except RuntimeError as error:
+            raise explain_loss(error) from error
 
 
 class World:
