@@ -46,8 +46,10 @@ BEGUN = b"begun"
 """What a rank says once it is in the process group, before the function runs."""
 GRACE_S = 1.0
 """How long the other ranks may still say what they raised, once one of them has raised."""
-DUMP_S = 2.0
-"""How long ranks may take to write down where they are, before they are killed."""
+DUMP_S = 30.0
+"""How long ranks may take to write down where they are, before they are killed; a busy machine is slow in it."""
+OUTERMOST = "in <module>"
+"""The frame of the main thread that is written down last."""
 SHOWN = 6000
 """How many characters of what a rank printed are shown where a test fails."""
 
@@ -103,7 +105,8 @@ class _Rank:
                 return
             self.result = pickle.loads(sent)
         except (EOFError, OSError):
-            self.process.join(5)
+            # The exit code comes by way of the fork server, which a busy machine may let wait.
+            self.process.join(DUMP_S)
         self.over = True
 
     def print_log(self) -> str:
@@ -158,8 +161,8 @@ def _dump(waiting: list[_Rank]) -> str:
         with contextlib.suppress(ProcessLookupError):
             os.kill(rank.process.pid, signal.SIGUSR1)
     end = time.monotonic() + DUMP_S
-    # The handler is of C and writes at once, unless the process is stopped.
-    while time.monotonic() < end and not all("most recent call first" in rank.print_log() for rank in waiting):
+    # The handler is of C and writes at once, unless the process is stopped or has to wait for a processor.
+    while time.monotonic() < end and not all(OUTERMOST in rank.print_log() for rank in waiting):
         time.sleep(0.05)
     return "\n".join(rank.print_log() or f"--- rank {rank.rank} of {rank.n} did not answer" for rank in waiting)
 
@@ -185,7 +188,7 @@ def _run(
     with _printing_to(Path(folder, f"{rank}.txt")) as log:
         faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
         # Whoever started it may be gone by then.
-        faulthandler.dump_traceback_later(START_S + limit_s + 5 * DUMP_S, exit=True, file=log)
+        faulthandler.dump_traceback_later(START_S + limit_s + 2 * DUMP_S, exit=True, file=log)
         # What the server has loaded is shared with it, unless the collector of garbage writes to it.
         gc.freeze()
         try:

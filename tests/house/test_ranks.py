@@ -73,7 +73,8 @@ def test_the_first_exception_is_raised_with_its_rank(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_hangs_is_killed_and_says_where_it_was() -> None:
-    with pytest.raises(RankFailed, match=r"(?s)ranks 1 took longer than 3 s.*in hang_on"):
+    # On a busy machine the other rank may not have left the process group by then.
+    with pytest.raises(RankFailed, match=r"(?s)ranks (0, )?1 took longer than 3 s.*in hang_on"):
         ranks(2, hang_on, limit_s=3)
 
 
