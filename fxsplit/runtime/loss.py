@@ -184,6 +184,11 @@ class BatchLoss:
         self._gradients: dict[tuple[int, float], Tensor] = {}
 
     @property
+    def given_targets(self) -> Sequence[Any]:
+        """The target of each microbatch, as the user gave it."""
+        return () if self._targets is None else self._targets.given
+
+    @property
     def target(self) -> Any:
         """The target of the whole batch, as the user gave it; None for a loss of the outputs alone."""
         return None if self._targets is None else self._targets.whole
