@@ -124,9 +124,12 @@ class Columns:
             self.reducer.settle(kept=kept)
 
     def gather(self, tensor: Tensor, what: str) -> list[Tensor]:
-        """Return a tensor of host memory from every rank of this column, all of one shape and type."""
+        """Return a tensor of host memory from every rank of this column, in the order of pipelines, all of one kind."""
         found = [torch.empty_like(tensor) for _ in self._world.rows]
-        self._world.wait(begin(self._world.column.allgather, [found], [tensor]), f"the other pipelines at {what}")
+        # torch numbers the ranks of a group in rising order, and a mesh may have them in another one.
+        column = [row[self._world.me] for row in self._world.rows]
+        by_place = [found[i] for i in sorted(range(len(column)), key=column.__getitem__)]
+        self._world.wait(begin(self._world.column.allgather, [by_place], [tensor]), f"the other pipelines at {what}")
         return found
 
     def _find_reducer(self) -> Reducer:

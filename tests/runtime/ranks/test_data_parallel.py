@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
 import fxsplit
@@ -34,13 +34,16 @@ sum_of_squares.reduction = "sum"  # type: ignore[attr-defined]
 
 
 def train(rank: int, n: int, kind: str, call: str) -> float:
-    mesh = init_device_mesh("cpu", (2, n // 2), mesh_dim_names=("dp", "pp"))
+    # Ranks need not be in order.
+    places = [[3, 1], [0, 2]] if kind == "moved" else [[0, 1], [2, 3]]
+    mesh = DeviceMesh("cpu", places, mesh_dim_names=("dp", "pp"))
     torch.manual_seed(0)
     model: nn.Module = (Tied() if kind == "tied" else Mlp(6)).double()
     loss_fn: Any = sum_of_squares if kind == "sum" else F.mse_loss
     unsplit = copy.deepcopy(model)
     x, y = make_batch()
-    row = mesh.get_local_rank("dp")
+    # get_local_rank() numbers ranks in rising order, whatever their places are.
+    row = mesh.get_coordinate()[0]  # type: ignore[index]
     begin = sum(SHARES[:row])
     mine, target = x[begin : begin + SHARES[row]], y[begin : begin + SHARES[row]]
     options: dict[str, Any] = {"passes": FAST, "n_microbatches": 3, "loss_fn": loss_fn, "bucket_bytes": 500}
@@ -48,6 +51,8 @@ def train(rank: int, n: int, kind: str, call: str) -> float:
     pipe = fxsplit.compile(model, mesh["dp", "pp"], example_inputs=x[:6], **options)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (pipe, unsplit)]
     worst = 0.0
+    columns = pipe.compiler.team.summing.columns  # type: ignore[union-attr]
+    assert [int(t) for t in columns.gather(torch.tensor(row), "a test")] == [0, 1] and columns.row == row
     for _ in range(3):
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -68,7 +73,10 @@ def train(rank: int, n: int, kind: str, call: str) -> float:
     return worst
 
 
-@pytest.mark.parametrize(("kind", "call"), [("mean", "step"), ("sum", "step"), ("tied", "step"), ("mean", "forward")])
+KINDS = [("mean", "step"), ("sum", "step"), ("tied", "step"), ("moved", "step"), ("mean", "forward")]
+
+
+@pytest.mark.parametrize(("kind", "call"), KINDS)
 def test_uneven_shares_train_as_the_whole_batch(kind: str, call: str) -> None:
     assert max(ranks(4, train, kind, call)) < 1e-12
 
@@ -83,6 +91,8 @@ def differ(rank: int, n: int, how: str) -> str:
             dist.barrier()  # a rank that is ahead would end before the others have their groups
             fxsplit.compile(Mlp().double(), mesh["pp"], **options)
         pipe = fxsplit.compile(Mlp().double(), mesh, **options)
+        if how == "frozen" and rank >= 2:
+            next(pipe.parameters()).requires_grad_(False)
         if how == "call" and rank >= 2:
             pipe(x).sum().backward()
         elif how == "error" and rank >= 2:
@@ -100,6 +110,7 @@ def differ(rank: int, n: int, how: str) -> str:
         ("weights", RanksDiffer.__name__, "of checksum"),
         ("row", InputError.__name__, "the mesh has 2 of 4 ranks"),
         ("call", RanksDiffer.__name__, "makes another call than pipeline 0"),
+        ("frozen", RanksDiffer.__name__, "and trains the same parameters"),
     ],
 )
 def test_what_differs_between_pipelines_is_named(how: str, kind: str, message: str) -> None:
