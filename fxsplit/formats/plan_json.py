@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ from fxsplit.ir.facts.compress import HOW
 from fxsplit.ir.facts.course import MicrobatchMemory
 from fxsplit.ir.facts.figures import AMOUNT, as_list, is_amount, is_count, show
 from fxsplit.ir.facts.plan import Plan
-from fxsplit.ir.facts.price import COST_MODELS, CostModel, StagePlan, spread_activations
+from fxsplit.ir.facts.price import COST_MODELS, CostModel, StagePlan
+from fxsplit.ir.facts.stage_memory import spread_activations
 from fxsplit.ir.files import explain_unreadable, write_whole
 
 # All numbers of a stage: a figure that StagePlan gains is written and read without a change here.
@@ -29,7 +30,6 @@ _FIGURES = [f.name for f in fields(StagePlan) if f.name.endswith(("_ms", "_bytes
 _LATER = [
     "forward_launch_ms",
     "backward_launch_ms",
-    "waiting_bytes",
     "working_bytes",
     "optimizer_bytes",
     "buffer_bytes",
@@ -166,7 +166,10 @@ def _read_stage(index: int, data: dict[str, Any], names: list[str], *, held: boo
         recompute=_truth(data["recompute"], f"recompute of stage {index}"),
         **{figure: _number(data[figure], f"{figure} of stage {index}") for figure in _FIGURES},
     )
-    return stage if known else spread_activations(stage, trains=True)
+    if known:
+        return stage
+    spread = spread_activations(stage.kept_bytes, stage.boundary_bytes, recompute=stage.recompute, trains=True)
+    return replace(stage, **vars(spread))
 
 
 def _refuse_twice(what: str, names: list[str]) -> None:

@@ -79,7 +79,7 @@ def best_path(
     if len(chains) == len(chains.blocks) + 1:
         return rough, True
     try:
-        return _solve(problem, contained(chains), np.arange(len(problem)), upper, clock or Clock()) or rough, True
+        return _solve_fitting(problem, contained(chains), np.arange(len(problem)), upper, clock or Clock()) or rough, True
     except OutOfTime:
         return rough, False
 
@@ -97,7 +97,7 @@ def _on_line(problem: Problem, line: list[int], upper: float) -> Path | None:
     # An even split bounds how slow the best chain may be, which rules out most pairs.
     states, below = np.array(line, np.int64), np.tri(len(line), k=-1, dtype=np.bool_).T
     upper = min(upper, float(np.nextafter(_even(problem, states) * SLACK, inf)))
-    return _solve(problem, below, states, upper, Clock())
+    return _solve_fitting(problem, below, states, upper, Clock())
 
 
 def _even(problem: Problem, line: NDArray[np.int64]) -> float:
@@ -164,6 +164,16 @@ def _narrow_order(problem: Problem, chains: Antichains) -> list[int]:
     return states
 
 
+def _solve_fitting(
+    problem: Problem, below: Bools, states: NDArray[np.int64], upper: float, clock: Clock
+) -> Path | None:
+    """Return the best chain among `states` with a load below `upper` whose every stage fits, to the byte."""
+    while True:
+        path = _solve(problem, below, states, upper, clock)
+        if path is None or problem.fits(path):
+            return path
+
+
 def _solve(problem: Problem, below: Bools, states: NDArray[np.int64], upper: float, clock: Clock) -> Path | None:
     """Return the best chain among `states` with a load below `upper`: the dynamic programme by definition.
 
@@ -213,7 +223,7 @@ def _solve(problem: Problem, below: Bools, states: NDArray[np.int64], upper: flo
 def _solve_compiled(problem: Problem, below: Bools, states: NDArray[np.int64], upper: float) -> Path | None:
     """Return the same chain by the same steps, in machine code."""
     whole = states.size == len(problem)
-    tables = problem.tables if whole else problem.tables.take(states)
+    tables = problem.list_tables(None if whole else states)
     best, origin, via = kernels.compile_kernel(best_chains)(
         tables, below, problem.needs(states), *problem.shared(states), upper
     )

@@ -40,7 +40,7 @@ def explain_misfit(
         possible = [p for p in problems if minimise(p.without_memory(), chains, clock) is not None]
         for problem in possible:
             path = find_least_excess(problem, chains, clock)
-            excess = list_excess(problem, chains, path)
+            excess = list_excess(problem, path)
             tries.append((max(excess), excess, path))
     except OutOfTime:
         return NoFit(
@@ -72,31 +72,25 @@ def explain_misfit(
 
 def find_least_excess(problem: Problem, chains: Antichains, clock: Clock) -> Path:
     """Return the chain whose stages exceed the memory of their devices by the fewest bytes."""
-    relaxed = problem.for_excess()
-    found = minimise(relaxed, chains, clock)
+    found = minimise(problem.for_excess(), chains, clock)
     assert found is not None  # a chain was found without memory, and it is one here too
-    best, least, most = found.path, found.lower, max(list_excess(problem, chains, found.path))
-    # The sums alone tell the excess but for working memory, of which the largest counts: devices that are larger by a
-    # trial tell whether some chain has less.
-    while problem.tables.needs.lead.size and most - least > max(NEAR_BYTES, NEAR * abs(most)):
+    best, least, most = found.path, found.lower, max(list_excess(problem, found.path))
+    # The sums alone are a lower bound. Devices that are larger by a trial tell whether some chain has less.
+    while most - least > max(NEAR_BYTES, NEAR * abs(most)):
         middle = (least + most) / 2
         path = problem.with_more_memory(middle).test(ANYTHING, clock)
         if path is None:
             least = middle
         else:
-            best, most = path, min(middle, max(list_excess(problem, chains, path)))
+            best, most = path, min(middle, max(list_excess(problem, path)))
     return best
 
 
-def list_excess(problem: Problem, chains: Antichains, path: Path) -> list[float]:
+def list_excess(problem: Problem, path: Path) -> list[float]:
     """Return by how many bytes each stage of a chain exceeds its devices' memory, 0 where that has no limit."""
-    relaxed, needs, begin = problem.for_excess(), problem.tables.needs, 0
-    loads, excess = relaxed.loads(path), []
-    for load, (end, move) in zip(loads, path, strict=True):
-        limited = np.isfinite(problem.tables.capacity[problem.kind[problem.moves.number[move]]])
-        if needs.lead.size and limited:
-            near, far = problem.find_largest_needs(sorted({*chains.ideal(end)} - {*chains.ideal(begin)}))
-            load += max(min(near, far - needs.lead[begin] - needs.freed[end]), needs.loss[end])
-        excess.append(float(load))
+    known = {(begin, end): excess for _, begin, end, excess in problem.list_excess(path)}
+    loads, begin, found = problem.for_excess().loads(path), 0, []
+    for load, (end, _) in zip(loads, path, strict=True):
+        found.append(known.get((begin, end), load))
         begin = end
-    return excess
+    return found

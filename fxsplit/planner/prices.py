@@ -14,22 +14,22 @@ import numpy as np
 
 from fxsplit.ir.facts.antichains import Antichains
 from fxsplit.ir.facts.machine import Machine
-from fxsplit.ir.facts.price import WEIGHT_COPIES, CostModel
+from fxsplit.ir.facts.moments import Moments, assume_moments, choose_heaviest
+from fxsplit.ir.facts.price import CostModel
 from fxsplit.ir.facts.states import States
 from fxsplit.ir.facts.workload import Workload
 from fxsplit.planner.kernels import fit
 from fxsplit.planner.kernels.lattice import prefix_sums
 from fxsplit.planner.kernels.tables import Floats
 from fxsplit.planner.moves import Move, Moves
-from fxsplit.planner.working import Working
 
 
 class Kind(NamedTuple):
     """What tells one kind of move from another: what it makes of times (speed, ms per byte) and of bytes.
 
-    `in_flight` is how many microbatches the stage holds, `versions` how many versions of its weights. Both are known
-    only where the number of stages is; else memory has no limit or nothing to hold, and they do not matter. `splits`
-    tells whether backwards are divided in two.
+    `moments` is what the stage holds at once, and `resting`, `halfway` and `versions` are those of the one with most
+    microbatches (see moments.py). They are known only where the number of stages is; else memory has no limit, or
+    stages have nothing to hold. `last` tells whether the loss is computed behind the stage.
     """
 
     speed: float
@@ -38,11 +38,13 @@ class Kind(NamedTuple):
     reduce: float
     receive: float
     send: float
-    in_flight: int
+    resting: int
+    halfway: int
     versions: int
-    splits: bool
     recompute: bool
+    last: bool
     capacity: float
+    moments: Moments
 
     @classmethod
     def of(cls, machine: Machine, workload: Workload, model: CostModel, moves: Moves, move: Move) -> Kind:
@@ -57,6 +59,11 @@ class Kind(NamedTuple):
             after = min(last + 1, len(machine) - 1) if move.near_after else last
             receive = 0.0 if move.first else 1.0 / machine.bytes_per_ms(first, before)
             send = 0.0 if move.last else 1.0 / machine.bytes_per_ms(last, after)
+        if moves.n_stages:
+            moments = workload.moments_of(moves.n_stages)[move.rank]
+        else:
+            moments = assume_moments(1, 1, splits=workload.splits, trains=not workload.inference)
+        heaviest = choose_heaviest(moments)
         return cls(
             speed=len(devices) * min(d.speed for d in devices),
             replicas=len(devices),
@@ -64,17 +71,20 @@ class Kind(NamedTuple):
             reduce=machine.reduce_ms_per_byte(move.devices),
             receive=receive,
             send=send,
-            in_flight=workload.in_flight[moves.n_stages][move.rank] if moves.n_stages else 0,
-            versions=workload.versions_of(moves.n_stages)[move.rank] if moves.n_stages else 1,
-            splits=workload.splits,
+            resting=heaviest.resting,
+            halfway=heaviest.halfway,
+            versions=heaviest.versions,
             recompute=move.recompute,
+            last=bool(moves.n_stages) and move.last,
             capacity=min(d.memory_bytes for d in devices),
+            moments=moments,
         )
 
 
 def tabulate(kinds: Sequence[Kind]) -> dict[str, Floats]:
     """Return each figure of all kinds by its name, as a column: float64 [kinds, 1]."""
-    return dict(zip(Kind._fields, np.array(kinds, np.float64).T[:, :, None], strict=True))
+    figures = np.array([kind[:-1] for kind in kinds], np.float64)
+    return dict(zip(Kind._fields[:-1], figures.T[:, :, None], strict=True))
 
 
 def price_times(
@@ -112,32 +122,6 @@ def price_launches(states: States, kinds: Mapping[str, Floats]) -> Floats:
     # A host's devices launch nothing, and replicas launch their shares of the microbatches.
     launches: Floats = (forward + backward + kinds["recompute"] * forward) * (kinds["host"] == 0) / kinds["replicas"]
     return launches
-
-
-def price_space(
-    states: States, kinds: Mapping[str, Floats], model: CostModel, working: Working | None
-) -> tuple[Floats, Floats, Floats]:
-    """Return space_start, space_end and space_low of every kind and state (see Tables), in bytes.
-
-    working: what the states do not say; None where that does not count.
-    """
-    in_flight, recompute = kinds["in_flight"], kinds["recompute"] > 0
-    copies = WEIGHT_COPIES + model.optimizer_factor + kinds["versions"] - 1.0
-    # A stage that recomputes keeps the activations of the microbatch in hand alone, if its backwards are whole.
-    one_alone = recompute & ~(kinds["splits"] > 0)
-    kept = np.where(one_alone, np.minimum(in_flight, 1.0), in_flight) * states.column("kept_bytes")
-    space_low = states.column("parameter_bytes") * copies + states.column("buffer_bytes") + kept
-    taken = given = in_flight * states.column("live_bytes") * model.forwards
-    gradients = np.zeros(len(states))
-    if working is not None:
-        space_low = space_low + working.handed + in_flight * working.waiting
-        # What is kept anyway is not counted once more where it is handed on.
-        again = states.column("live_bytes").copy()
-        # The last stage has the outputs of the model, and what the loss makes of them.
-        again[-1] *= working.ends
-        given = in_flight * np.where(recompute, again, working.unkept)
-        gradients = states.column("live_gradient_bytes")
-    return space_low - taken - gradients, space_low + given + gradients, space_low
 
 
 def measure_work_with_hosts(states: States, chains: Antichains) -> tuple[Floats, float]:

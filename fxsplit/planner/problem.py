@@ -23,15 +23,19 @@ from fxsplit.ir.facts.price import CostModel
 from fxsplit.ir.facts.states import States
 from fxsplit.ir.facts.workload import Workload
 from fxsplit.planner.clock import Clock
+from fxsplit.planner.fitting import Refused, Scale
 from fxsplit.planner.kernels import fit
 from fxsplit.planner.kernels.lattice import prefix_sums
 from fxsplit.planner.kernels.separable import reach, reach_bounded
-from fxsplit.planner.kernels.tables import IDLE, Bools, Floats, Ints, Tables
+from fxsplit.planner.kernels.tables import IDLE, NO_BANS, NO_NEEDS, Bools, Floats, Ints, Tables
 from fxsplit.planner.moves import Move, Moves, powers
-from fxsplit.planner.prices import Kind, measure_work_with_hosts, price_launches, price_space, price_times, tabulate
-from fxsplit.planner.working import NOTHING, carry_along_line, find_working, list_pairs
+from fxsplit.planner.prices import Kind, measure_work_with_hosts, price_launches, price_times, tabulate
+from fxsplit.planner.space import Space, carry_along_line, list_pairs, price_space
 
 PairCosts = Callable[[int, NDArray[np.int64], NDArray[np.int64]], tuple[Floats, Bools]]
+SLACK = 1e-9
+"""Relative distance below which sums of memory may be wrong."""
+
 Path = list[tuple[int, Move]]
 """A chain of states: where each stage ends, and the move it is."""
 
@@ -42,9 +46,10 @@ class Problem:
 
     `kind[m]` is the kind of move m, IDLE for one without devices. `tables` says what a stage J..I costs (see
     kernels/tables.py). `rates` (float64 [kinds, 3]) are the work done in one ms, at most, and the ms that receiving and
-    sending a byte takes, at least. `block_needs` (float64 [blocks, 2]) is what each block needs in memory, as the edges
-    of the tables have it. Subclasses may add to the loads: they replace `test`, `device_loads`, `shared`,
-    `live` and `under`, and what makes new problems of old ones.
+    sending a byte takes, at least. `capacity` (float64 [kinds]) is the memory of a stage's devices. Where the tables
+    have a lower bound of what stages hold, `scale` weighs them to the byte, `refused` are those that it has found not
+    to fit, and `numbers` are the states' numbers on the scale. Subclasses may add to the loads: they replace `test`,
+    `device_loads`, `shared`, `live` and `under`, and what makes new problems of old ones.
     """
 
     states: States
@@ -52,19 +57,53 @@ class Problem:
     kind: tuple[int, ...]
     tables: Tables
     rates: Floats
-    block_needs: Floats
+    capacity: Floats
+    scale: Scale | None
+    numbers: NDArray[np.int64] | None
+    refused: Refused
 
     def __len__(self) -> int:
         return int(self.tables.work.size)
 
     def test(self, threshold: float, clock: Clock | None = None) -> Path | None:
-        """Return a chain whose every stage has load <= threshold, in ms, or None; raises OutOfTime."""
-        return self.trace(*(clock or Clock()).run(lambda steps: self.reach(threshold, steps)))
+        """Return a chain whose every stage fits and has load <= threshold, in ms, or None; raises OutOfTime."""
+        clock = clock or Clock()
+        while True:
+            path = self.trace(*clock.run(lambda steps: self.reach(threshold, steps)))
+            if path is None or self.fits(path):
+                return path
+
+    def fits(self, path: Path) -> bool:
+        """Return whether every stage of a chain fits to the byte; those that do not are refused from then on."""
+        fits = True
+        for kind, begin, end, excess in self.list_excess(path):
+            if excess > 0.0:
+                self.refused.add(kind, begin, end)
+                fits = False
+        return fits
+
+    def list_excess(self, path: Path) -> list[tuple[int, int, int, float]]:
+        """Return the kind, start, end and excess of memory in bytes of each stage that the tables only bound."""
+        found, begin = [], 0
+        for end, move in path:
+            kind = self.kind[self.moves.number[move]]
+            if self.scale is not None and np.isfinite(self.capacity[kind]):
+                a, b = (begin, end) if self.numbers is None else (int(self.numbers[begin]), int(self.numbers[end]))
+                found.append((kind, begin, end, self.scale.weigh(kind, a, b) - float(self.capacity[kind])))
+            begin = end
+        return found
+
+    def list_tables(self, states: NDArray[np.int64] | None = None) -> Tables:
+        """Return the tables with what is refused, of all states or of some."""
+        n_kinds = self.capacity.size
+        if states is None:
+            return self.tables._replace(bans=self.refused.list_bans(n_kinds, len(self)))
+        return self.tables.take(states)._replace(bans=self.refused.list_among(n_kinds, states))
 
     def reach(self, threshold: float, steps: int) -> tuple[Ints, Ints, int]:
         """Return the kernel's two tables for `trace`, and how many steps it took of at most `steps`."""
         # Lists of starts take longer than a single start, and are needed only where more than a start counts.
-        t, bounded = self.tables, bool(np.isfinite(self.tables.capacity).any())
+        t, bounded = self.list_tables(), bool(np.isfinite(self.tables.capacity).any())
         if t.launch.size and not bounded:
             # No start is worse than another for its memory alone where memory has no limit.
             t = t._replace(space_start=t.launch, space_end=t.launch, space_low=t.launch)
@@ -132,7 +171,9 @@ class Problem:
             space = t.space_end[kind][None, b] - t.space_start[kind][a, None]
             if needs.size:
                 space = space + needs[np.ix_(starts, ends)]
-            return load, space <= t.capacity[kind]
+            fits = space <= t.capacity[kind]
+            refused = self.refused.mark(kind, states)
+            return load, fits if refused is None else fits & ~refused[np.ix_(starts, ends)]
 
         return costs
 
@@ -149,7 +190,7 @@ class Problem:
         The states are all there are, or a line of states, each of one block more than the one before.
         """
         t = self.tables
-        if not (t.needs.lead.size and np.isfinite(t.capacity).any()):
+        if not (t.needs.freed.size and np.isfinite(t.capacity).any()):
             return np.zeros((0, 0))
         if states.size == len(self):
             return self._all_needs
@@ -199,47 +240,42 @@ class Problem:
         at = np.array(order, np.int64)
         states = States(self.states.features[at], *_list_line_edges(at.size))
         needs, t = self.tables.needs, self.tables
-        if needs.lead.size:
+        if needs.freed.size:
             needs = carry_along_line(needs, t.in_ptr, t.in_from, at)
         tables = t.take(at)._replace(in_ptr=states.in_pointer, in_from=states.in_from, needs=needs)
-        return replace(self, states=states, tables=tables)
+        numbers = at if self.numbers is None else self.numbers[at]
+        return replace(self, states=states, tables=tables, numbers=numbers, refused=Refused())
 
     def without_memory(self) -> Problem:
         """Return the same problem for devices of unlimited memory."""
-        capacity = np.full_like(self.tables.capacity, inf)
-        return replace(self, tables=self.tables._replace(capacity=capacity))
+        return self.with_more_memory(inf)
 
     def with_more_memory(self, more_bytes: float) -> Problem:
         """Return the same problem for devices that have so many bytes more."""
-        return replace(self, tables=self.tables._replace(capacity=self.tables.capacity + more_bytes))
-
-    def find_largest_needs(self, blocks: Sequence[int]) -> tuple[float, float]:
-        """Return what that one of some blocks needs that needs most: beside all activations, and up to its own."""
-        rows = self.block_needs[list(blocks)]
-        near, far = rows.max(axis=0, initial=0.0)
-        return float(near), float(far)
+        tables = self.tables._replace(capacity=self.tables.capacity + more_bytes)
+        return replace(self, tables=tables, capacity=self.capacity + more_bytes, refused=Refused())
 
     def for_excess(self) -> Problem:
-        """Return the problem whose load is by how many bytes a stage exceeds its memory, working memory aside."""
-        t = self.tables
+        """Return the problem whose load is by how many bytes a stage exceeds its memory, by the sums alone."""
+        t, capacity = self.tables, self.capacity[:, None]
         # A device without a limit is exceeded by nothing.
-        finite = np.isfinite(t.capacity)[:, None]
+        finite = np.isfinite(capacity)
         # Transfers take no memory.
         floor = np.full_like(t.start_floor, -inf)
         tables = t._replace(
             start=np.where(finite, t.space_start, 0.0),
-            end=np.where(finite, t.space_end, 0.0) - np.where(finite, t.capacity[:, None], 0.0),
+            end=np.where(finite, t.space_end, 0.0) - np.where(finite, capacity, 0.0),
             start_floor=floor,
             end_floor=floor,
             capacity=np.full_like(t.capacity, inf),
             launch=np.zeros((0, 0)),
-            needs=NOTHING,
+            needs=NO_NEEDS,
             # Work prunes chains by their time, which says nothing about memory.
             work=np.zeros_like(t.work),
             done=np.zeros_like(t.done),
             left=np.zeros_like(t.left),
         )
-        return replace(self, tables=tables)
+        return replace(self, tables=tables, capacity=tables.capacity, refused=Refused())
 
 
 def _list_line_edges(count: int) -> tuple[Ints, Ints]:
@@ -281,10 +317,15 @@ def pose_problem(
     start, end, start_floor, end_floor = price_times(
         states, figures, model, starts_late=no_empty, ends_early=ends_early
     )
+    capacity = np.ascontiguousarray(figures["capacity"][:, 0])
+    bounded = bool(np.isfinite(capacity).any())
     # Where memory has no limit nothing of it needs to be known.
-    counts = model.forwards and costs.weighed and bool(np.isfinite(figures["capacity"]).any())
-    working = find_working(costs, chains, splits=workload.splits) if counts else None
-    space_start, space_end, space_low = price_space(states, figures, model, working)
+    space = (
+        price_space(costs, chains, states, figures, model, splits=workload.splits)
+        if bounded
+        else Space(np.zeros_like(start), np.zeros_like(start), np.zeros_like(start), NO_NEEDS)
+    )
+    scale = Scale(costs, chains, kinds, model) if bounded and model.forwards else None
     tables = Tables(
         in_ptr=states.in_pointer,
         in_from=states.in_from,
@@ -293,11 +334,13 @@ def pose_problem(
         end=end,
         start_floor=start_floor,
         end_floor=end_floor,
-        space_start=space_start,
-        space_end=space_end,
-        space_low=space_low,
-        capacity=np.ascontiguousarray(figures["capacity"][:, 0]),
-        needs=working.needs if working else NOTHING,
+        space_start=space.start,
+        space_end=space.end,
+        space_low=space.low,
+        # Sums of the lattice lose digits, and the scale has the last word.
+        capacity=capacity if scale is None else capacity * (1.0 + SLACK),
+        needs=space.needs,
+        bans=NO_BANS,
         launch=price_launches(states, figures),
         allowed=_list_allowed(chains, pinned, moves, machine, several=model.name == "replicated"),
         moves=np.array([(m.source, m.target, k) for m, k in zip(moves.moves, kind, strict=True)], np.int32),
@@ -306,8 +349,7 @@ def pose_problem(
         may_idle=workload.may_idle,
     )
     rates = [(inf if k.host else k.speed, k.receive * model.forwards, k.send * model.forwards) for k in kinds]
-    block_needs = working.blocks if working else np.zeros((0, 2))
-    return Problem(states, moves, kind, tables, np.array(rates, np.float64), block_needs)
+    return Problem(states, moves, kind, tables, np.array(rates, np.float64), capacity, scale, None, Refused())
 
 
 def _list_allowed(

@@ -109,7 +109,7 @@ class Task:
         """Return which devices a search leaves idle: fewer than could be, where to try all takes too long."""
         n = len(self.machine)
         # Where a configuration counts stages there is one for each number, in a search for each number.
-        bounded = _stage_counts(self.costs, self.machine, self.options) != [None]
+        bounded = _stage_counts(self.costs, self.workload, self.machine, self.options) != [None]
         cells = n_states * n * (3 if len(set(self.machine.links)) > 1 else 1) * (n * n / 2 if bounded else 1)
         return "last" if self.idle == "any" and cells > (MOST_BOUNDED if bounded else MOST_CELLS) else self.idle
 
@@ -240,7 +240,7 @@ def pose_problems(task: Task, chains: Antichains, states: States) -> Iterator[Pr
     # What a stage holds in memory depends on the schedule, and so on how many stages come after it.
     machine, options, pinned = task.machine, task.options, task.pinned
     idle = task.choose_idle(len(states))
-    for n_stages in _stage_counts(task.costs, machine, options):
+    for n_stages in _stage_counts(task.costs, task.workload, machine, options):
         replicated = options.model == "replicated"
         # Equal devices are one type in a free order, unless something is pinned to one of them.
         named = frozenset(pinned.values())
@@ -257,10 +257,10 @@ def pose_problems(task: Task, chains: Antichains, states: States) -> Iterator[Pr
         yield problem
 
 
-def _stage_counts(costs: Costs, machine: Machine, options: Options) -> list[int | None]:
+def _stage_counts(costs: Costs, workload: Workload, machine: Machine, options: Options) -> list[int | None]:
     """Return the numbers of stages to plan for; None is all at once, where memory does not depend on the number."""
     unlimited = all(not isfinite(d.memory_bytes) for d in machine.devices)
-    held = any(n.kept_bytes or n.waiting_bytes for n in costs.nodes)
+    held = bool(workload.versions) or any(n.kept_bytes or n.waiting_bytes for n in costs.nodes)
     if options.costs.forwards:
         held = held or any(n.output_bytes for n in costs.nodes) or any(i.output_bytes for i in costs.inputs)
     if unlimited or not held:

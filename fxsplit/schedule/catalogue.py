@@ -6,7 +6,7 @@ second those of 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -15,9 +15,11 @@ from functools import lru_cache
 from fxsplit.errors import ScheduleError
 from fxsplit.ir.facts.figures import show
 from fxsplit.ir.facts.machine import Machine
+from fxsplit.ir.facts.moments import Moments
 from fxsplit.ir.facts.workload import Workload
 from fxsplit.schedule.asynchronous import pipedream, pipedream_2bw
 from fxsplit.schedule.generate import chimera, gpipe, inference, interleaved, looped_bfs, one_f_one_b, zb_h1, zbv
+from fxsplit.schedule.moments import list_moments
 from fxsplit.schedule.schedule import Homes, Schedule
 
 Generator = Callable[..., Schedule]
@@ -163,7 +165,11 @@ class Scheduler:
         replicated = any(len(home) > 1 for home in homes)
         inference = self.name == INFERENCE
         splits = self.name in SPLITTING
-        return unrolled, Workload(self.name, n_microbatches, held, may_idle, versions, replicated, inference, splits)
+        # Streams hold more than the list of actions of a batch without gradients says: that is in `held`.
+        moments: Mapping[int, tuple[Moments, ...]] = {} if inference else MomentsOf(self, n_microbatches, len(unrolled))
+        return unrolled, Workload(
+            self.name, n_microbatches, held, may_idle, versions, replicated, inference, splits, moments
+        )
 
     def nearest(self, n_microbatches: int) -> int:
         """Return the largest number up to `n_microbatches` that the schedule is made for, or else the next."""
@@ -174,3 +180,32 @@ class Scheduler:
                 return count
         self.schedule(n_microbatches + 1)
         return n_microbatches + 1
+
+
+@dataclass(frozen=True)
+class MomentsOf(Mapping[int, tuple[Moments, ...]]):
+    """The moments of all stages, by how many stages there are, up to `most`; each is found when it is asked for."""
+
+    scheduler: Scheduler
+    n_microbatches: int
+    most: int
+
+    def __getitem__(self, n_stages: int) -> tuple[Moments, ...]:
+        """Return the moments of each of `n_stages` stages; raises KeyError where no such schedule is made."""
+        try:
+            return _list_moments(self.scheduler, self.n_microbatches, n_stages)
+        except ScheduleError as error:
+            raise KeyError(n_stages) from error
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(1, self.most + 1))
+
+    def __len__(self) -> int:
+        return self.most
+
+
+# A plan is priced several times, and the choice of a schedule prices many.
+@lru_cache(maxsize=256)
+def _list_moments(scheduler: Scheduler, n_microbatches: int, n_stages: int) -> tuple[Moments, ...]:
+    """Return the moments of each of `n_stages` stages; raises ScheduleError where no such schedule is made."""
+    return list_moments(scheduler.schedule(n_microbatches, n_stages))

@@ -18,7 +18,17 @@ from typing import NamedTuple
 
 from fxsplit.ir.facts.costs import Costs, NodeCost
 from fxsplit.ir.facts.edges import list_crossed
-from fxsplit.ir.facts.working import LOSS_COPIES, LOSS_KEEPS, is_part_of_several, runs_nothing
+
+LOSS_COPIES = 1.0
+"""What the backward of a loss allocates, in sizes of the model's outputs, besides the gradient that it returns.
+
+No profile knows the loss. That of a cross entropy is the gradient of a logarithm for each output.
+"""
+
+
+LOSS_KEEPS = 1.0
+"""What a loss keeps for its backward, in sizes of the model's outputs: these, or what a softmax makes of them."""
+
 
 TOGETHER_BYTES = 1 << 16
 """Gradients of weights that were put off are added to their sums together, up to so many bytes."""
@@ -71,7 +81,10 @@ def follow_stage(
     stage = _Stage(costs, names, crossings)
     kept, light = stage.run_forward(keeps=True), stage.run_forward(keeps=False)
     if costs.inference:
-        return MicrobatchMemory(forward_bytes=min(kept, light), sent_bytes=stage.made_bytes + stage.passed_bytes)
+        # At rest are the values between stages, of a microbatch that has arrived or that was handed on.
+        at_rest = stage.taken_bytes + stage.unkept_outputs
+        sent = stage.made_bytes + stage.passed_bytes
+        return MicrobatchMemory(resting_bytes=at_rest, forward_bytes=min(kept, light), sent_bytes=sent)
     loss, taken = stage.given_bytes * last, stage.taken_bytes
     # A stage that recomputes holds the outputs of the model as any other stage holds what it gives.
     ends = last and not recompute
@@ -107,6 +120,16 @@ def follow_stage(
         sent_bytes=sent,
         sent_gradient_bytes=gradients,
     )
+
+
+def runs_nothing(node: NodeCost) -> bool:
+    """Return whether a node only fetches an attribute."""
+    return node.op.startswith("get_attr")
+
+
+def is_part_of_several(node: NodeCost) -> bool:
+    """Return whether a node only fetches one of several values that another one has made."""
+    return node.op == "call_function:getitem" and bool(node.inputs)
 
 
 @dataclass(eq=False)

@@ -5,26 +5,16 @@ Everything that the search sums over its lattice is computed here again, directl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 
 from fxsplit.ir.facts.costs import Costs, NodeCost
-from fxsplit.ir.facts.course import follow_stage, list_crossings
+from fxsplit.ir.facts.course import Crossings, list_crossings
 from fxsplit.ir.facts.edges import Edges, price_boundaries, price_shared
 from fxsplit.ir.facts.machine import Machine
-from fxsplit.ir.facts.working import LOSS_COPIES, LOSS_KEEPS, find_working_bytes
+from fxsplit.ir.facts.moments import Moments
+from fxsplit.ir.facts.stage_memory import WEIGHT_COPIES, StageMemory, fill_peak, measure_stage
 from fxsplit.ir.facts.workload import Workload
-
-WEIGHT_COPIES = 2.0
-"""A stage holds each parameter, and the sum of its gradients of a step, which becomes its `.grad`.
-
-Where a step begins with a `.grad`, that is a third copy, which plans do not count.
-"""
-
-
-STEP_COPIES = 2.0
-"""What an optimizer allocates while it steps, in sizes of the largest node's parameters: what Adam does on a CPU."""
 
 COST_MODELS = ("forwarded", "overlapped", "direct", "replicated")
 """The names that a CostModel may have."""
@@ -69,12 +59,12 @@ class StagePlan:
     `out_gradient_bytes` the gradients that return over them. `in_sent_bytes` and `in_sent_gradient_bytes` are in how
     many bytes they cross the first of the boundaries, which are fewer where cuts are compressed.
 
-    Of its memory `held_bytes` is always there (weights, gradients, optimizer state, buffers). For each microbatch under
-    way there are `kept_bytes`, which autograd keeps, and `boundary_bytes`, the values that the stage got and gave and
-    does not keep anyway; between the two halves of a divided backward also `waiting_bytes`. While an action runs there
-    are `working_bytes`, once. What that is in all, by kind, `memory_kinds` says. It is what a search can count, and
-    bounds what a step holds. What a stage holds of a microbatch in each of its actions, from node to node, are the
-    figures from `resting_bytes` to `sent_gradient_bytes` (see course.py); `whole_bytes` is that of a whole backward.
+    Of its memory `held_bytes` is always there (weights, gradients, optimizer state, buffers). A microbatch leaves
+    `kept_bytes`, which autograd keeps, and `boundary_bytes`, the values that the stage got and gave and does not keep
+    anyway. What a stage holds of a microbatch in each of its actions, from node to node, are the figures from
+    `resting_bytes` to `sent_gradient_bytes` (see course.py); `whole_bytes` is that of a whole backward. `memory_bytes`
+    is the most that the stage holds at once of all its microbatches, by the order of actions of the schedule (see
+    moments.py), and `memory_kinds` says what it is made of.
     """
 
     nodes: tuple[str, ...]
@@ -98,7 +88,6 @@ class StagePlan:
     forward_launch_ms: float = 0.0
     backward_launch_ms: float = 0.0
     boundary_bytes: float = 0.0
-    waiting_bytes: float = 0.0
     working_bytes: float = 0.0
     optimizer_bytes: float = 0.0
     buffer_bytes: float = 0.0
@@ -176,32 +165,17 @@ def price_split(
       PipeDream (Narayanan et al. 2019).
     - Launching is the host's work, and takes as long on devices of any speed. Each replica launches its share of the
       microbatches. A stage that recomputes launches its forward twice. The load is the larger of launches and the rest.
-    - Memory = parameters x (WEIGHT_COPIES + optimizer_factor + further versions) + buffers + microbatches in flight x
-      (kept activations + boundary values, unless direct) + working memory, unless direct. A stage that recomputes keeps
-      activations once. What is both a boundary value and a kept activation counts once, but for a stage that
-      recomputes. The last stage has what the loss keeps of the outputs, which is as large as they are, and if it
-      recomputes the outputs besides. Where backwards are divided, each microbatch in flight may wait for its weight
-      gradient.
-    - Working memory (see working.py) = that of the nodes, or of the loss behind the last of them if that is more, + the
-      gradients that the stage is given, and those that it has given and nobody has taken yet, + small gradients of
-      parameters.
+    - Memory = parameters x (WEIGHT_COPIES + optimizer_factor + further versions) + buffers + what the stage holds of all
+      its microbatches in the fullest of its moments. A parameter that several nodes of a stage read counts once, but
+      under `direct` once for each node, as other tools count.
     """
     stage_of = {name: i for i, (names, *_) in enumerate(split) for name in names}
     edges = (price_boundaries if model.forwards else price_shared)(costs, stage_of, len(split))
-    in_flight, versions = workload.in_flight[len(split)], workload.versions_of(len(split))
-    rooms = [Room(in_flight[i], versions[i], workload.splits) for i in range(len(split))]
+    moments, nothing = workload.moments_of(len(split)), [Crossings((), ())] * len(split)
+    crossings = list_crossings(costs, stage_of, len(split)) if model.forwards else nothing
     stages = [_price_stage(costs, machine, model, split, i, edges[i]) for i in range(len(split))]
-    stages = [_add_memory(costs, model, stages, i, edges[i], room) for i, room in enumerate(rooms)]
-    return tuple(_add_courses(costs, model, stages, stage_of))
-
-
-@dataclass(frozen=True)
-class Room:
-    """What a schedule has a stage hold: so many microbatches, versions of its weights, and whether backwards divide."""
-
-    in_flight: int
-    versions: int
-    splits: bool
+    weighed = _weigh_stages(costs, model, split, crossings, moments)
+    return tuple(_add_memory(stage, memory) for stage, memory in zip(stages, weighed, strict=True))
 
 
 def _price_stage(costs: Costs, machine: Machine, model: CostModel, split: Split, i: int, edges: Edges) -> StagePlan:
@@ -241,86 +215,32 @@ def _price_stage(costs: Costs, machine: Machine, model: CostModel, split: Split,
     )
 
 
-def _add_memory(
-    costs: Costs, model: CostModel, stages: Sequence[StagePlan], i: int, edges: Edges, room: Room
-) -> StagePlan:
-    """Return stage `i` with what it holds in memory."""
-    stage = stages[i]
-    nodes = [costs.by_name[name] for name in stage.nodes]
-    parameters = float(sum(n.parameter_bytes for n in nodes))
-    buffers = float(sum(n.buffer_bytes for n in nodes))
-    kept = float(sum(n.kept_bytes for n in nodes))
-    always = parameters * (WEIGHT_COPIES + model.optimizer_factor) + buffers
-    # The stages of another planner's model are not run here, so nobody knows what they hold besides.
-    weighed = model.forwards and costs.weighed
-    # The loss is computed behind the last node.
-    ends = not costs.inference and not any(after.nodes for after in stages[i + 1 :])
-    waiting = float(sum(n.waiting_bytes for n in nodes)) if weighed and room.splits else 0.0
-    # What recomputes and divides its backwards has activations from one half to the other.
-    count = min(room.in_flight, 1) if stage.recompute and not room.splits else room.in_flight
-    activations = count * kept + room.in_flight * waiting
-    # The loss keeps what it needs of the outputs, as large as these, whether a backward keeps them or not.
-    unkept = edges.given * LOSS_KEEPS if weighed and ends else edges.unkept
-    given = edges.given * (1 + (weighed and ends)) if stage.recompute else unkept
-    boundary = (edges.taken + given) if model.forwards else 0.0
-    working = 0.0
-    if weighed:
-        earlier = [name for before in stages[:i] for name in before.nodes]
-        own = find_working_bytes(costs, stage.nodes, earlier, edges.given - unkept, splits=room.splits)
-        loss = edges.given * LOSS_COPIES * ends
-        # Gradients of inputs are there until the stage before has taken them.
-        gradients = edges.given_gradients + edges.taken_gradients
-        working = max(own, loss) + gradients + sum(n.handed_bytes for n in nodes)
-    versions = (room.versions - 1) * parameters
-    return replace(
-        stage,
-        memory_bytes=always + versions + activations + room.in_flight * boundary + working,
-        parameter_bytes=parameters,
-        held_bytes=always,
-        kept_bytes=kept,
-        boundary_bytes=boundary,
-        waiting_bytes=waiting,
-        working_bytes=working,
-        optimizer_bytes=parameters * model.optimizer_factor,
-        buffer_bytes=buffers,
-        versions_bytes=versions,
-        boundaries_bytes=room.in_flight * boundary,
-        activations_bytes=activations,
-        step_bytes=float(STEP_COPIES * max((n.parameter_bytes for n in nodes), default=0.0)),
-    )
-
-
-def _add_courses(
-    costs: Costs, model: CostModel, stages: Sequence[StagePlan], stage_of: Mapping[str, int]
-) -> list[StagePlan]:
-    """Return the stages with what they hold in each action."""
-    if not (model.forwards and costs.weighed):
-        return [spread_activations(stage, trains=not costs.inference) for stage in stages]
+def _weigh_stages(
+    costs: Costs, model: CostModel, split: Split, crossings: Sequence[Crossings], moments: Sequence[Moments]
+) -> list[StageMemory]:
+    """Return what each stage of a split holds in memory."""
     position = {node.name: i for i, node in enumerate(costs.nodes)}
-    # The loss is computed by the last stage of a pipeline, also where that has no node.
-    ends = [not costs.inference and i == len(stages) - 1 for i in range(len(stages))]
     found = []
-    for stage, crossings, last in zip(stages, list_crossings(costs, stage_of, len(stages)), ends, strict=True):
-        names = sorted(stage.nodes, key=position.__getitem__)
-        followed = follow_stage(costs, names, crossings, recompute=stage.recompute, last=last)
-        # As floats, whatever a profile has: a plan that was written and read is the same plan.
-        held: dict[str, Any] = {figure: float(amount) for figure, amount in asdict(followed).items()}
-        found.append(replace(stage, **held))
+    for i, (names, _, recompute) in enumerate(split):
+        memory = measure_stage(
+            costs,
+            sorted(names, key=position.__getitem__),
+            crossings[i],
+            optimizer_factor=model.optimizer_factor,
+            recompute=recompute,
+            last=i == len(split) - 1,
+            forwards=model.forwards,
+        )
+        found.append(fill_peak(memory, moments[i], recompute=recompute))
     return found
 
 
-def spread_activations(stage: StagePlan, *, trains: bool) -> StagePlan:
-    """Return a stage whose activations and boundaries are there in each of its actions, as nothing more is known."""
-    whole = stage.kept_bytes + stage.boundary_bytes
-    return replace(
-        stage,
-        resting_bytes=whole - stage.kept_bytes * stage.recompute if trains else 0.0,
-        halfway_bytes=whole,
-        forward_bytes=whole,
-        whole_bytes=whole,
-        early_bytes=whole,
-        late_bytes=whole,
-    )
+_MEMORY = tuple(f.name for f in fields(StageMemory))
+
+
+def _add_memory(stage: StagePlan, memory: StageMemory) -> StagePlan:
+    """Return a stage with what it holds in memory."""
+    return replace(stage, **{name: getattr(memory, name) for name in _MEMORY})
 
 
 def _price_launches(nodes: Sequence[NodeCost], replicas: int, *, host: bool, recompute: bool) -> tuple[float, float]:

@@ -29,6 +29,7 @@ def best_chains(
     space_start, space_end, capacity = t.space_start, t.space_end, t.capacity
     launch, hosted = t.launch, t.launch.size > 0
     allowed, moves, done, left = t.allowed, t.moves, t.done, t.left
+    ban_ptr, banned = t.bans.pointer, t.bans.ends
     n = work.size
     best = np.full((done.size, n), np.inf)
     origin = np.full((done.size, n), -1, np.int32)
@@ -78,7 +79,12 @@ def best_chains(
                     load = max(load, launch[kind, i] - launch[kind, j])
                 load = max(load, best[a, j])
                 if load < value:
-                    value, where = load, j
+                    fits = True
+                    if banned.size:
+                        for e in range(ban_ptr[kind * n + j], ban_ptr[kind * n + j + 1]):
+                            fits = fits and banned[e] != i
+                    if fits:
+                        value, where = load, j
             if where >= 0:
                 best[b, i], origin[b, i], via[b, i] = value, where, m
     return best, origin, via

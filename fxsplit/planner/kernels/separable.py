@@ -100,8 +100,8 @@ def reach_bounded(t: Tables, threshold: float, steps: int) -> tuple[Ints, Ints, 
     done, left, may_idle = t.done, t.left, t.may_idle
     space_start, space_end, space_low, capacity = t.space_start, t.space_end, t.space_low, t.capacity
     launch, hosted = t.launch, t.launch.size > 0
-    edge_near, edge_far, lead, freed, loss = t.needs.near, t.needs.far, t.needs.lead, t.needs.freed, t.needs.loss
-    needy = lead.size > 0
+    edge_far, freed, ban_ptr, banned = t.needs.far, t.needs.freed, t.bans.pointer, t.bans.ends
+    needy, banning = freed.size > 0, banned.size > 0
     n = in_ptr.size - 1
     origin = np.full((done.size, n), -1, np.int32)
     via = np.full((done.size, n), -1, np.int32)
@@ -109,35 +109,40 @@ def reach_bounded(t: Tables, threshold: float, steps: int) -> tuple[Ints, Ints, 
     origin[0, 0] = 0
     slowest[0, 0] = -np.inf
     taken = 0
-    # The list of the ideal in hand: starts, their memory, the ideals that they belong to, which tell the launches, and
-    # the largest needs of the blocks since.
+    # The list of the ideal in hand: starts, their memory, the ideals that they belong to, which tell the launches and
+    # what is banned, and the largest need of the blocks since.
     time, space, where = np.empty(n + 1, np.float64), np.empty(n + 1, np.float64), np.empty(n + 1, np.int32)
-    near, far = np.zeros(n + 1, np.float64), np.zeros(n + 1, np.float64)
+    far = np.zeros(n + 1, np.float64)
 
-    def needs_more(a: int, near_a: float, far_a: float, b: int, near_b: float, far_b: float) -> bool:
-        """Return whether a stage from ideal a may need more besides than one from b, at some end."""
-        ahead = lead[a] - lead[b]
-        return near_a > near_b or ahead < 0.0 or far_a - ahead > far_b
-
-    def insert(late: float, room: float, j: int, near_j: float, far_j: float, size: int, kind: int) -> int:
+    def insert(late: float, room: float, j: int, far_j: float, size: int, kind: int) -> int:
         """Add an entry to the list of `size` entries, unless another is better in all; return its new size."""
+        row = kind * n
         for p in range(size):
-            better = time[p] >= late and space[p] >= room and not (hosted and launch[kind, where[p]] < launch[kind, j])
-            if better and not (needy and needs_more(where[p], near[p], far[p], j, near_j, far_j)):
+            better = time[p] >= late and space[p] >= room and far[p] <= far_j
+            if better and hosted:
+                better = launch[kind, where[p]] >= launch[kind, j]
+            # A start that some end is banned for stands for itself alone: it comes here by each way that leads here.
+            if better and banning:
+                better = where[p] == j or ban_ptr[row + where[p]] == ban_ptr[row + where[p] + 1]
+            if better:
                 return size
+        alone = banning and ban_ptr[row + j] < ban_ptr[row + j + 1]
         # What the new entry beats in all leaves the list.
         kept = 0
         for p in range(size):
-            beaten = late >= time[p] and room >= space[p]
-            if needy and beaten:
-                beaten = not needs_more(j, near_j, far_j, where[p], near[p], far[p])
+            beaten = late >= time[p] and room >= space[p] and far_j <= far[p] and not alone
             if not beaten or (hosted and launch[kind, j] < launch[kind, where[p]]):
-                time[kept], space[kept], where[kept] = time[p], space[p], where[p]
-                near[kept], far[kept] = near[p], far[p]
+                time[kept], space[kept], where[kept], far[kept] = time[p], space[p], where[p], far[p]
                 kept += 1
-        time[kept], space[kept], where[kept] = late, room, j
-        near[kept], far[kept] = near_j, far_j
+        time[kept], space[kept], where[kept], far[kept] = late, room, j, far_j
         return kept + 1
+
+    def is_banned(kind: int, j: int, i: int) -> bool:
+        """Return whether the stage from ideal j to ideal i is banned."""
+        for e in range(ban_ptr[kind * n + j], ban_ptr[kind * n + j + 1]):
+            if banned[e] == i:
+                return True
+        return False
 
     for m in range(moves.shape[0]):
         a, b, kind = moves[m, 0], moves[m, 1], moves[m, 2]
@@ -152,7 +157,7 @@ def reach_bounded(t: Tables, threshold: float, steps: int) -> tuple[Ints, Ints, 
         # The lists of all ideals lie one behind the other in a pool, which grows as needed.
         pool_time, pool_space = np.empty(2 * n + 16, np.float64), np.empty(2 * n + 16, np.float64)
         pool_from = np.empty(2 * n + 16, np.int32)
-        pool_near, pool_far = np.zeros(2 * n + 16, np.float64), np.zeros(2 * n + 16, np.float64)
+        pool_far = np.zeros(2 * n + 16, np.float64)
         count = 0
         for i in range(n):
             size = 0
@@ -169,13 +174,11 @@ def reach_bounded(t: Tables, threshold: float, steps: int) -> tuple[Ints, Ints, 
                         if hosted and launch[kind, i] - launch[kind, pool_from[k]] > threshold:
                             continue
                         if space_low[kind, i] - pool_space[k] <= capacity[kind]:
-                            more, most_far = 0.0, 0.0
-                            if needy:
-                                more, most_far = max(pool_near[k], edge_near[e]), max(pool_far[k], edge_far[e])
-                            size = insert(pool_time[k], pool_space[k], pool_from[k], more, most_far, size, kind)
+                            most_far = max(pool_far[k], edge_far[e]) if needy else 0.0
+                            size = insert(pool_time[k], pool_space[k], pool_from[k], most_far, size, kind)
                 own = origin[a, i] >= 0 and start_floor[kind, i] <= threshold
                 if own and may_idle:
-                    size = insert(start[kind, i], space_start[kind, i], i, 0.0, 0.0, size, kind)
+                    size = insert(start[kind, i], space_start[kind, i], i, 0.0, size, kind)
                 if work[i] >= least and allowed[b, i]:
                     for p in range(size):
                         load = max(end[kind, i] - time[p], end_floor[kind, i], start_floor[kind, where[p]])
@@ -183,25 +186,22 @@ def reach_bounded(t: Tables, threshold: float, steps: int) -> tuple[Ints, Ints, 
                             load = max(load, launch[kind, i] - launch[kind, where[p]])
                         room = space_end[kind, i] - space[p]
                         if needy:
-                            behind = far[p] - lead[where[p]] - freed[i]
-                            room += max(min(near[p], behind), loss[i])
-                        fits = room <= capacity[kind]
+                            room += max(far[p] - freed[i], 0.0)
+                        fits = room <= capacity[kind] and not (banning and is_banned(kind, where[p], i))
                         if fits and load <= threshold and max(load, slowest[a, where[p]]) < slowest[b, i]:
                             slowest[b, i] = max(load, slowest[a, where[p]])
                             origin[b, i], via[b, i] = where[p], m
                 if own and not may_idle:
-                    size = insert(start[kind, i], space_start[kind, i], i, 0.0, 0.0, size, kind)
+                    size = insert(start[kind, i], space_start[kind, i], i, 0.0, size, kind)
             # Grow by as much as there is and is needed, so that copies stay few.
             if count + size > pool_time.size:
                 longer = np.empty(count + size, np.float64)
                 pool_time, pool_space = np.concatenate((pool_time, longer)), np.concatenate((pool_space, longer))
-                if needy:
-                    pool_near, pool_far = np.concatenate((pool_near, longer)), np.concatenate((pool_far, longer))
+                pool_far = np.concatenate((pool_far, longer))
                 pool_from = np.concatenate((pool_from, np.empty(count + size, np.int32)))
             for p in range(size):
-                pool_time[count], pool_space[count], pool_from[count] = time[p], space[p], where[p]
-                if needy:
-                    pool_near[count], pool_far[count] = near[p], far[p]
+                pool_time[count], pool_space[count] = time[p], space[p]
+                pool_from[count], pool_far[count] = where[p], far[p]
                 count += 1
             begin[i + 1] = count
     return origin, via, taken

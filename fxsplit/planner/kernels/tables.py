@@ -19,20 +19,33 @@ IDLE = -1
 
 
 class Needs(NamedTuple):
-    """What stages need in memory besides what sums over states, in bytes; all arrays are empty where that is nothing.
+    """What stages hold at least besides what sums over states, in bytes; both arrays are empty where that is nothing.
 
-    near, far: [edges], what the block of each edge needs, beside all activations of its stage and beside those up to
-    it. lead: [ideals], how many fewer activations are sure to lie before the first node outside than there are inside,
-    as a number below zero. freed: [ideals], activations, less those that are handed on. loss: [ideals], what a stage
-    that ends here needs at least. The stage J..I needs max(min(near, far - lead[J] - freed[I]), loss[I]), with the
-    largest near and far of the edges on any way from J to I.
+    far: [edges], what there is while the block of an edge runs, with all activations before it. freed: [ideals], what
+    the sums have of that. The stage J..I holds max(far - freed[I], 0) more, with the largest far of the edges on any
+    way from J to I.
     """
 
-    near: Floats
     far: Floats
-    lead: Floats
     freed: Floats
-    loss: Floats
+
+
+NO_NEEDS = Needs(np.zeros(0), np.zeros(0))
+"""Of a problem in which memory has no limit, or is all sums."""
+
+
+class Bans(NamedTuple):
+    """Stages that are known not to fit although the sums say that they may: for each kind and start the ends, CSR.
+
+    pointer: int64 [kinds x ideals + 1], or of size 1 where no stage is banned.
+    """
+
+    pointer: NDArray[np.int64]
+    ends: Ints
+
+
+NO_BANS = Bans(np.zeros(1, np.int64), np.zeros(0, np.int32))
+"""Of a problem in which no stage is known not to fit."""
 
 
 class Tables(NamedTuple):
@@ -40,9 +53,9 @@ class Tables(NamedTuple):
 
     in_ptr, in_from: the ideals just below each ideal, CSR. work: [ideals], what sums over nodes, in ms.
     start, end, start_floor, end_floor: [kinds, ideals], ms; load(J, I) = max(end[I] - start[J], start_floor[J],
-    end_floor[I]). space_start, space_end: [kinds, ideals], bytes; a stage fits if space_end[I] - space_start[J] <=
-    capacity, of [kinds], with what it needs besides by `needs`. space_low is the part of space_end that only grows with
-    I.
+    end_floor[I]). space_start, space_end: [kinds, ideals], bytes; a stage may fit if space_end[I] - space_start[J] <=
+    capacity, of [kinds], with what it needs besides by `needs`, unless it is one of `bans`. space_low is the part of
+    space_end that only grows with I.
     launch: [kinds, ideals], ms; a load is at least launch[I] - launch[J]. It is [0, 0] where nothing is launched.
     allowed: [configurations, ideals], where a stage may end. moves: [moves, 3] of (from, to, kind or IDLE), in an order
     in which a configuration is complete before it is left. done, left: [configurations], how much work the devices used
@@ -61,6 +74,7 @@ class Tables(NamedTuple):
     space_low: Floats
     capacity: Floats
     needs: Needs
+    bans: Bans
     launch: Floats
     allowed: Bools
     moves: Ints

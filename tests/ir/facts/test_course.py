@@ -135,7 +135,7 @@ def test_gradients_of_several_outputs_wait_for_the_node_that_made_them() -> None
 def test_forwards_alone_keep_nothing() -> None:
     costs = keep_forwards(chain(kept("a", ["x"]), kept("b", ["a"]), kept("c", ["b"])))
     first, last = follow(costs, "ab", "c")
-    assert (first.resting_bytes, first.forward_bytes, first.sent_bytes) == (0, 2 + 4 + 4, 4)
+    assert (first.resting_bytes, first.forward_bytes, first.sent_bytes) == (2 + 4, 2 + 4 + 4, 4)
     assert last.forward_bytes == 4 + 4
 
 

@@ -51,7 +51,7 @@ def test_a_chain_exists_from_the_best_load_upwards(kernel: Callable[..., Any]) -
 
 def test_a_stage_that_does_not_fit_is_no_stage() -> None:
     """A stage holds its parameters and the sums of their gradients: twice the bytes of its parameters."""
-    assert tables().space_end[0, 3] == 12.0
+    assert tables(memory=100.0).space_end[0, 3] == 12.0
     # The stages (a, b) and (c) hold 6 bytes each, and every other split holds more in one of them.
     assert reach_bounded(tables(memory=6.0), 50.0, PLENTY)[0][-1, 3] == 2
     assert reach_bounded(tables(memory=5.0), 50.0, PLENTY)[0][-1, 3] == -1
@@ -78,6 +78,6 @@ def test_long_lists_stay_inside_of_their_arrays() -> None:
     machine = Machine.planned(2, memory_bytes=10_000)
     chains, states = Planner(costs).lattice(machine, whole=True)
     (problem,) = pose_problems(Task(costs, machine, workload(machine), Options()), chains, states)
-    assert not problem.tables.needs.lead.size
+    assert not problem.tables.needs.freed.size
     origin, _, _ = reach_bounded(problem.tables, 60.0, PLENTY)
     assert origin[-1, 20] >= 0

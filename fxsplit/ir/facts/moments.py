@@ -1,0 +1,95 @@
+"""Moments: what a stage holds at once of several microbatches, by the order of its device's actions alone.
+
+Under 1F1B on two devices the first stage runs backward while a second microbatch rests between its forward and its
+backward. That is the moment `Moment("whole_bytes", resting=1)`. What it takes in bytes, the stage's figures say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import NamedTuple, Protocol
+
+
+class Moment(NamedTuple):
+    """One moment of a stage.
+
+    during: the figure that says what the microbatch in hand takes (see MicrobatchMemory), empty between two actions.
+    resting, halfway: how many others lie between forward and backward, and between the halves of a divided backward.
+    versions: how many versions of its weights there are besides the first. sent, sent_gradients: how many values, and
+    gradients, the stage has made for others that may not have taken them yet.
+    """
+
+    during: str = ""
+    resting: int = 0
+    halfway: int = 0
+    versions: int = 0
+    sent: int = 0
+    sent_gradients: int = 0
+
+
+Moments = tuple[Moment, ...]
+
+
+class Figures(Protocol):
+    """What a stage holds of one microbatch, and what one more version of its weights and a step of theirs take."""
+
+    @property
+    def resting_bytes(self) -> float: ...
+
+    @property
+    def halfway_bytes(self) -> float: ...
+
+    @property
+    def parameter_bytes(self) -> float: ...
+
+    @property
+    def sent_bytes(self) -> float: ...
+
+    @property
+    def sent_gradient_bytes(self) -> float: ...
+
+
+def count_moving(stage: Figures, moment: Moment) -> float:
+    """Return what a stage holds in a moment, besides what it always holds, in bytes."""
+    found = moment.resting * stage.resting_bytes + moment.halfway * stage.halfway_bytes
+    found += moment.sent * stage.sent_bytes + moment.sent_gradients * stage.sent_gradient_bytes
+    found += moment.versions * stage.parameter_bytes
+    during: float = getattr(stage, moment.during) if moment.during else 0.0
+    return found + during
+
+
+def find_fullest(stage: Figures, moments: Iterable[Moment]) -> Moment:
+    """Return the moment in which a stage holds most; of equal ones the first."""
+    return max(moments, key=lambda moment: count_moving(stage, moment))
+
+
+def keep_largest(moments: Iterable[Moment]) -> Moments:
+    """Return the moments that may be a stage's fullest: those that no other one has at least as much of everything."""
+    by_during: dict[str, set[Moment]] = {}
+    for moment in moments:
+        by_during.setdefault(moment.during, set()).add(moment)
+    kept = []
+    for same in by_during.values():
+        for one in same:
+            if not any(one != other and all(a <= b for a, b in zip(one[1:], other[1:], strict=True)) for other in same):
+                kept.append(one)
+    return tuple(sorted(kept))
+
+
+@lru_cache(maxsize=256)  # a search asks for each move
+def assume_moments(in_flight: int, versions: int, *, splits: bool, trains: bool) -> Moments:
+    """Return the moments of a stage of which only the most microbatches and versions are known: all come at once."""
+    others, further = in_flight - 1, versions - 1
+    if not trains:
+        return (Moment("forward_bytes", others),)
+    found = [Moment("forward_bytes", others, 0, further), Moment("step_bytes", others, 0, further)][: 1 + (versions > 1)]
+    if splits:
+        return (*found, Moment("early_bytes", 0, others, further), Moment("late_bytes", 0, others, further))
+    return (*found, Moment("whole_bytes", others, 0, further))
+
+
+def choose_heaviest(moments: Sequence[Moment]) -> Moment:
+    """Return the moment with most microbatches, of those in which a microbatch runs backward if there is any."""
+    backward = [m for m in moments if m.during in ("whole_bytes", "early_bytes")]
+    return max(backward or moments, key=lambda m: (m.resting + m.halfway, m.versions, m.sent_gradients))

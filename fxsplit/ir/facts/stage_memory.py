@@ -1,0 +1,139 @@
+"""What a stage holds in memory: always, of each microbatch, and at once.
+
+Plans are priced by this, and the search asks it whether a stage fits. Both add up the same figures in the same order,
+so that they agree to the byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from fxsplit.ir.facts.costs import Costs, NodeCost
+from fxsplit.ir.facts.course import Crossings, MicrobatchMemory, follow_stage
+from fxsplit.ir.facts.moments import Moment, count_moving, find_fullest
+
+WEIGHT_COPIES = 2.0
+"""A stage holds each parameter, and the sum of its gradients of a step, which becomes its `.grad`.
+
+Where a step begins with a `.grad`, that is a third copy, which plans do not count.
+"""
+
+
+STEP_COPIES = 2.0
+"""What an optimizer allocates while it steps, in sizes of the largest node's parameters: what Adam does on a CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemory(MicrobatchMemory):
+    """What a stage holds, in bytes: `memory_bytes` is the most at once, and the rest is as StagePlan says.
+
+    `activations_bytes`, `boundaries_bytes` and `working_bytes` are of that moment: what autograd keeps of all
+    microbatches, the values between stages that nothing keeps, and the rest.
+    """
+
+    held_bytes: float
+    parameter_bytes: float
+    optimizer_bytes: float
+    buffer_bytes: float
+    kept_bytes: float
+    boundary_bytes: float
+    step_bytes: float
+    memory_bytes: float = 0.0
+    versions_bytes: float = 0.0
+    activations_bytes: float = 0.0
+    boundaries_bytes: float = 0.0
+    working_bytes: float = 0.0
+
+
+def measure_stage(
+    costs: Costs,
+    names: Sequence[str],
+    crossings: Crossings,
+    *,
+    optimizer_factor: float,
+    recompute: bool,
+    last: bool,
+    forwards: bool,
+) -> StageMemory:
+    """Return what a stage of the nodes `names`, in the order of the graph, holds of one microbatch, and always.
+
+    last: whether the loss is computed behind it. forwards: whether stages hand values on; else a stage holds none for
+    others, and what it holds is what is counted for each of its nodes.
+    """
+    nodes = [costs.by_name[name] for name in names]
+    parameters, buffers = (sum_shared(costs, nodes, shared=forwards))
+    kept = float(sum(n.kept_bytes for n in nodes))
+    size_of = {name: costs.value_of[name][1] for name in (*crossings.taken, *crossings.given)}
+    weighed = forwards and costs.weighed
+    boundary = 0.0
+    if forwards:
+        boundary = float(sum(size_of[name] for name in crossings.taken))
+        boundary += float(sum(costs.find_unkept(name, size_of[name]) for name in crossings.given))
+    if weighed:
+        held = follow_stage(costs, names, crossings, recompute=recompute, last=last and not costs.inference)
+    else:
+        held = spread_activations(kept, boundary, recompute=recompute, trains=not costs.inference)
+    return StageMemory(
+        held_bytes=parameters * (WEIGHT_COPIES + optimizer_factor) + buffers,
+        parameter_bytes=parameters,
+        optimizer_bytes=parameters * optimizer_factor,
+        buffer_bytes=buffers,
+        kept_bytes=kept,
+        boundary_bytes=boundary,
+        step_bytes=float(STEP_COPIES * max((n.parameter_bytes for n in nodes), default=0.0)),
+        # As floats, whatever a profile has: a plan that was written and read is the same plan.
+        **{figure: float(amount) for figure, amount in vars(held).items()},
+    )
+
+
+def sum_shared(costs: Costs, nodes: Collection[NodeCost], *, shared: bool = True) -> tuple[float, float]:
+    """Return the bytes of parameters and of buffers of some nodes; what several of them use counts once, if shared."""
+    parameters, buffers = float(sum(n.parameter_bytes for n in nodes)), float(sum(n.buffer_bytes for n in nodes))
+    if shared and costs.tied:
+        names = {n.name for n in nodes}
+        for tie in costs.tied:
+            again = max(sum(name in names for name in tie.nodes) - 1, 0)
+            parameters, buffers = parameters - again * tie.parameter_bytes, buffers - again * tie.buffer_bytes
+    return parameters, buffers
+
+
+def find_peak(stage: StageMemory, moments: Iterable[Moment]) -> float:
+    """Return the most bytes that a stage holds at once."""
+    return stage.held_bytes + max(count_moving(stage, moment) for moment in moments)
+
+
+def fill_peak(stage: StageMemory, moments: Sequence[Moment], *, recompute: bool) -> StageMemory:
+    """Return the stage with the most that it holds at once, by kind."""
+    fullest = find_fullest(stage, moments)
+    moving, versions = count_moving(stage, fullest), fullest.versions * stage.parameter_bytes
+    in_hand = getattr(stage, fullest.during) if fullest.during else 0.0
+    # A stage that recomputes has the activations of the microbatch in hand alone, and those between two halves.
+    activations = fullest.halfway * min(stage.kept_bytes, stage.halfway_bytes) + min(stage.kept_bytes, in_hand)
+    if not recompute:
+        activations += fullest.resting * min(stage.kept_bytes, stage.resting_bytes)
+    working = max(in_hand - stage.kept_bytes - stage.boundary_bytes, 0.0)
+    return replace(
+        stage,
+        memory_bytes=stage.held_bytes + moving,
+        versions_bytes=versions,
+        activations_bytes=activations,
+        boundaries_bytes=max(moving - versions - activations - working, 0.0),
+        working_bytes=working,
+    )
+
+
+def spread_activations(kept: float, boundary: float, *, recompute: bool, trains: bool) -> MicrobatchMemory:
+    """Return what is held of a microbatch where no more is known than its activations and boundary values.
+
+    All of them are there in each action.
+    """
+    whole = kept + boundary
+    return MicrobatchMemory(
+        resting_bytes=whole - kept * recompute if trains else boundary,
+        halfway_bytes=whole,
+        forward_bytes=whole,
+        whole_bytes=whole,
+        early_bytes=whole,
+        late_bytes=whole,
+    )

@@ -1,0 +1,181 @@
+"""A lower bound of what a stage holds in memory, as sums over states, for the search.
+
+What a stage holds, to the byte, follows it from node to node (see ir/facts/stage_memory.py), which is no difference of
+two states' sums. So the search keeps to sums that are never above it, and asks for the true figure where it has found a
+chain (see fitting.py). The closer the sums are, the fewer chains are found in vain.
+
+The bound is of one moment of the stage: that with most microbatches (see moments.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fxsplit.ir.facts.antichains import Antichains
+from fxsplit.ir.facts.costs import Costs, NodeCost
+from fxsplit.ir.facts.course import LOSS_COPIES, LOSS_KEEPS, is_part_of_several
+from fxsplit.ir.facts.price import CostModel
+from fxsplit.ir.facts.stage_memory import WEIGHT_COPIES
+from fxsplit.ir.facts.states import States
+from fxsplit.planner.kernels import fit
+from fxsplit.planner.kernels import lattice as kernel
+from fxsplit.planner.kernels.tables import NO_NEEDS, Floats, Ints, Needs
+from fxsplit.planner.lattice import sum_live_values
+
+
+class Space(NamedTuple):
+    """Tables of memory of every kind and state, in bytes (see Tables)."""
+
+    start: Floats
+    end: Floats
+    low: Floats
+    needs: Needs
+
+
+@dataclass(frozen=True, eq=False)
+class _Sums:
+    """What the states do not say, in bytes, float64 [states] but for `far`, of edges.
+
+    parameters, buffers: how much less a stage has of them at least, as nodes share some. unkept: values that are live
+    across a state and that no backward keeps. far: what the block of an edge needs, with all activations before it.
+    """
+
+    parameters: Floats
+    buffers: Floats
+    unkept: Floats
+    far: Floats
+
+
+def price_space(
+    costs: Costs, chains: Antichains, states: States, kinds: Mapping[str, Floats], model: CostModel, *, splits: bool
+) -> Space:
+    """Return the tables of memory; `kinds` has each figure of every Kind by its name, as a column."""
+    resting, halfway, recompute = kinds["resting"], kinds["halfway"], kinds["recompute"] > 0
+    keeping = np.where(recompute, 0.0, resting)
+    copies = WEIGHT_COPIES + model.optimizer_factor + kinds["versions"]
+    weights, buffers = states.column("parameter_bytes"), states.column("buffer_bytes")
+    kept, live = states.column("kept_bytes"), states.column("live_bytes")
+    if not (model.forwards and costs.weighed):
+        shared = _sum_ties(costs, chains) if model.forwards else np.zeros((len(states), 2))
+        low = (weights - shared[:, 0]) * copies + buffers - shared[:, 1] + (keeping + halfway + 1.0) * kept
+        between = (resting + halfway + 1.0) * live * model.forwards
+        return Space(low - between, low + between, low, NO_NEEDS)
+    sums = _find_sums(costs, chains, splits=splits)
+    low = (weights - sums.parameters) * copies + buffers - sums.buffers
+    freed = np.zeros(len(states))
+    if costs.inference:
+        end = low + resting * sums.unkept
+    else:
+        low = low + (keeping + 1.0) * kept
+        gradients = states.column("live_gradient_bytes")
+        end = low + (keeping + 1.0) * sums.unkept + gradients
+        # Behind the last stage the loss is computed, which keeps what it needs of the outputs.
+        loss, last = float(live[-1]), kinds["last"][:, 0] > 0
+        behind = keeping * LOSS_KEEPS + (LOSS_KEEPS + LOSS_COPIES + 1.0)
+        again = resting * (1.0 + LOSS_KEEPS)
+        ends = np.where(recompute, again * loss + gradients[-1], behind * loss)
+        end[last, -1] = (low[:, -1:] + ends)[last, 0]
+        freed = kept + gradients
+        freed[-1] = kept[-1] + max((LOSS_KEEPS + LOSS_COPIES + 1.0) * loss, float(gradients[-1]))
+        keeping = keeping + 1.0
+    if costs.inference:
+        keeping = resting
+    # A value that only passes through is among those that the stage was given.
+    start = low + keeping * sums.unkept - (resting + halfway + 1.0) * live
+    return Space(start, end, np.ascontiguousarray(low + np.zeros_like(start)), Needs(sums.far, freed))
+
+
+@lru_cache(maxsize=8)  # a graph is planned for several numbers of stages, and for many machines
+def _find_sums(costs: Costs, chains: Antichains, *, splits: bool) -> _Sums:
+    """Return what the states do not say; `splits` tells whether backwards are divided in two."""
+    shared = _sum_ties(costs, chains)
+    far = _list_far(costs, splits=splits)
+    of_block = np.array([max(far[name] for name in block) for block in chains.blocks.members])
+    # The edges come by their start, and are wanted by their end.
+    start = np.repeat(np.arange(len(chains)), np.diff(chains.pointer))
+    added = chains.node[np.lexsort((start, chains.child))]
+    unkept = sum_live_values(costs, chains, costs.find_unkept)
+    parameters, buffers = (np.ascontiguousarray(shared[:, column]) for column in (0, 1))
+    return _Sums(parameters, buffers, unkept, np.ascontiguousarray(of_block[added]))
+
+
+def _sum_ties(costs: Costs, chains: Antichains) -> NDArray[np.float64]:
+    """Return by how much sums of parameters, and of buffers, are to be less, as several nodes have some: [states, 2].
+
+    A stage has a tied parameter once. Each block that has it counts a share of it, which is no more.
+    """
+    less = np.zeros((len(chains.blocks), 2))
+    for tie in costs.tied:
+        homes = [chains.blocks.home[name] for name in tie.nodes]
+        for block in set(homes):
+            more = homes.count(block) - 1.0 / len(set(homes))
+            less[block] += more * tie.parameter_bytes, more * tie.buffer_bytes
+    found: NDArray[np.float64] = fit(kernel.prefix_sums, len(chains))(chains.parent, chains.last, less)
+    return found
+
+
+def _list_far(costs: Costs, *, splits: bool) -> dict[str, float]:
+    """Return what there is at least, by node, while the node runs: activations up to it, and what it allocates.
+
+    A stage has all that the node's ancestors keep but for what earlier stages have. Without backwards nothing is kept.
+    """
+    if costs.inference:
+        return {n.name: n.forward_peak_bytes or 0.0 for n in costs.nodes}
+    position = {node.name: i for i, node in enumerate(costs.nodes)}
+    several = {n.inputs[0] for n in costs.nodes if is_part_of_several(n)}
+    kept = np.array([n.kept_bytes for n in costs.nodes], np.float64)
+    # The ancestors of each node and the node itself, as packed bits.
+    before = np.zeros((len(costs.nodes), -(-len(costs.nodes) // 8)), np.uint8)
+    found = {}
+    for i, node in enumerate(costs.nodes):
+        for name in node.inputs:
+            if name in position:
+                before[i] |= before[position[name]]
+        before[i, i // 8] |= 128 >> i % 8
+        there = float(kept @ np.unpackbits(before[i], count=kept.size))
+        # Gradients of several outputs, which wait for the node, may be most of what it allocates.
+        allocates = 0.0 if node.name in several else _find_allocated(node, splits=splits)
+        found[node.name] = there + allocates + _find_own_gradient(costs, node)
+    return found
+
+
+def _find_allocated(node: NodeCost, *, splits: bool) -> float:
+    """Return what a node's backward allocates, or its first half."""
+    return node.halved_peak_bytes if splits and node.late_peak_bytes > 0 else node.backward_peak_bytes
+
+
+def _find_own_gradient(costs: Costs, node: NodeCost) -> float:
+    """Return the gradient that a node's backward starts from, if it surely is memory of its own."""
+    _, _, gradient_bytes, readers, returned = costs.value_of[node.name]
+    lent = any(costs.by_name[reader].lent_bytes > 0 for reader in readers)
+    return gradient_bytes if (readers or returned) and not lent and not is_part_of_several(node) else 0.0
+
+
+def carry_along_line(needs: Needs, in_ptr: Ints, in_from: Ints, order: NDArray[np.int64]) -> Needs:
+    """Return the needs of the states of `order` alone, each of which has one block more than the one before."""
+    edges = []
+    for before, after in pairwise(order):
+        below = in_from[in_ptr[after] : in_ptr[after + 1]]
+        edges.append(int(in_ptr[after]) + int(np.flatnonzero(below == before)[0]))
+    return Needs(needs.far[edges], needs.freed[order])
+
+
+def list_pairs(needs: Needs, in_ptr: Ints, in_from: Ints) -> Floats:
+    """Return what the stage from state J to state I needs besides, [J, I]; any figure where J is not inside I."""
+    n = needs.freed.size
+    # By end and start, so that a row is one piece of memory. Where no way leads there is nothing to carry.
+    far = np.full((n, n), -np.inf)
+    for i in range(n):
+        far[i, i] = 0.0
+        for e in range(in_ptr[i], in_ptr[i + 1]):
+            j = in_from[e]
+            np.maximum(far[i], np.maximum(far[j], needs.far[e]), out=far[i], where=far[j] > -np.inf)
+    found: Floats = np.ascontiguousarray(np.maximum(far - needs.freed[:, None], 0.0).T)
+    return found
