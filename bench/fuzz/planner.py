@@ -1,7 +1,8 @@
 """Compare the planner with brute force: small random graphs and machines, every option, searches that are cut short.
 
 The brute force follows the definitions alone: it looks at every set of nodes that may lie before a cut, and every way
-to give devices to stages. It shares no code with the planner, nor with `price_split`.
+to give devices to stages. It shares no code with the planner, nor with `price_split`, but for what a stage that is
+known holds in memory: that is followed from node to node by ir/facts/stage_memory.py alone.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from functools import cache, cached_property
 from math import inf
 
 from bench.fuzz import Outcome
-from bench.fuzz.working_memory import Working
+from bench.fuzz.weighing import Weighing
 from fxsplit.api.plan import lay_out
 from fxsplit.errors import FxsplitError
 from fxsplit.ir.facts.costs import MEMORY, Costs, Exchange, InputCost, NodeCost
 from fxsplit.ir.facts.machine import Device, Machine
+from fxsplit.ir.facts.moments import Moments
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.planner import Options, dense, prefer_compiled, search, solve
 from fxsplit.planner.kernels import SMALL
@@ -27,10 +29,7 @@ from fxsplit.planner.planner import Planner
 Devices = tuple[int, ...]
 Split = tuple[Devices, ...]
 MOST = (solve.MOST_CELLS, solve.MOST_BOUNDED)
-FIGURES = (
-    *("forward_ms", "backward_ms", "host_ms", "parameter_bytes", "buffer_bytes", "kept_bytes"),
-    *("forward_launch_ms", "backward_launch_ms", "waiting_bytes"),
-)
+FIGURES = (*("forward_ms", "backward_ms", "host_ms", "parameter_bytes", "forward_launch_ms", "backward_launch_ms"),)
 MODELS = ("forwarded", "overlapped", "direct", "replicated")
 
 
@@ -70,12 +69,12 @@ class Case:
         solve.MOST_CELLS, solve.MOST_BOUNDED = most
 
 
-class Oracle(Working):
+class Oracle(Weighing):
     """The best plan by the definitions. Sets of nodes are bits of a number."""
 
     def __init__(self, case: Case) -> None:
         self.case, self.machine, self.options = case, case.machine, case.options
-        self.divided = case.schedule == "ZB-H1"
+        _, self.workload = lay_out(case.machine, case.schedule, case.n_microbatches)
         costs = self.costs = replace(case.costs, together=(*case.costs.together, *map(tuple, case.keep)))
         self.bit = {node.name: 1 << i for i, node in enumerate(costs.nodes)}
         self.full = (1 << len(costs.nodes)) - 1
@@ -137,13 +136,14 @@ class Oracle(Working):
 
     @cache  # noqa: B019
     def price(
-        self, begin: int, end: int, devices: Devices, near: tuple[int | None, int | None], held: int, again: bool
+        self, begin: int, end: int, devices: Devices, near: tuple[int | None, int | None], moments: Moments, again: bool
     ) -> tuple[float, float]:
         """Return the load in ms of a stage between two ideals, and the bytes it holds.
 
-        near: the devices next to it, of the stages before and behind. held: microbatches. again: runs forward twice.
+        near: the devices next to it, of the stages before and behind. moments: what it holds at once. again: it runs
+            forward twice.
         """
-        forward, backward, host, parameters, buffers, kept, *launches, _ = self.sums(end & ~begin).values()
+        forward, backward, host, parameters, *launches = self.sums(end & ~begin).values()
         r = len(devices)
         speed = r * min(self.machine.devices[d].speed for d in devices)
         busy = (host if self.machine.devices[devices[0]].host else forward * (1 + again) + backward) / speed
@@ -161,13 +161,7 @@ class Oracle(Working):
         # A host device launches nothing.
         if not self.machine.devices[devices[0]].host:
             load = max(load, (launches[0] * (1 + again) + launches[1]) / r)
-        once = again and not self.divided
-        memory = parameters * (2 + self.options.optimizer_factor) + buffers + (min(held, 1) if once else held) * kept
-        if self.options.model != "direct":
-            memory += held * self.crossing[begin][0]
-            twice = 1 + (self.weighed and end == self.full)
-            memory += held * (self.crossing[end][0] * twice if again else self.unkept(end)) + self.working(begin, end)
-            memory += held * self.sums(end & ~begin)["waiting_bytes"] if self.divided and self.weighed else 0.0
+        memory = self.weigh(begin, end, moments, again=again)
         return load, memory
 
     def fits(self, begin: int, end: int, devices: Devices, memory: float, slack: float) -> bool:
@@ -175,11 +169,6 @@ class Oracle(Working):
         if memory > min(self.machine.devices[d].memory_bytes for d in devices) * (1 + slack):
             return False
         return all(device in devices for node, device in self.pinned.items() if end & ~begin & node)
-
-    def held(self, count: int, stage: int) -> int:
-        """Return how many microbatches a stage of `count` holds."""
-        m = self.case.n_microbatches
-        return {"1F1B": min(m, count - stage), "GPipe": m, "ZB-H1": min(m, count)}[self.case.schedule]
 
     def splits(self) -> Iterator[Split]:
         """Yield every way to give devices to stages: any may idle, unless all are to be used."""
@@ -212,7 +201,7 @@ class Oracle(Working):
         pairs = [(a, b) for a in self.ideals for b in self.ideals if a != b and a & b == a]
         best = inf
         for split in self.splits():
-            reached = {0: -inf}
+            reached, moments = {0: -inf}, self.workload.moments_of(len(split))
             for i, devices in enumerate(split):
                 last = i == len(split) - 1
                 near = None if i == 0 else split[i - 1][-1], None if last else split[i + 1][0]
@@ -221,7 +210,7 @@ class Oracle(Working):
                     if begin not in reached or last != (end == self.full) or reached[begin] >= best:
                         continue
                     for again in ways:
-                        load, memory = self.price(begin, end, devices, near, self.held(len(split), i), again)
+                        load, memory = self.price(begin, end, devices, near, moments[i], again)
                         if self.fits(begin, end, devices, memory, 1e-12):
                             now[end] = min(now.get(end, inf), max(reached[begin], load))
                 reached = now
@@ -240,7 +229,8 @@ class Oracle(Working):
             if not nodes or nodes & begin or end not in self.crossing:
                 return f"stage {i} is no difference of two ideals"
             near = None if i == 0 else split[i - 1][-1], None if i == len(split) - 1 else split[i + 1][0]
-            load, memory = self.price(begin, end, split[i], near, self.held(len(split), i), stage.recompute)
+            moments = self.workload.moments_of(len(split))[i]
+            load, memory = self.price(begin, end, split[i], near, moments, stage.recompute)
             if (
                 abs(load - stage.load_ms) > 1e-9 * load + 1e-12
                 or abs(memory - stage.memory_bytes) > 1e-9 * memory + 1e-9

@@ -79,7 +79,9 @@ def best_path(
     if len(chains) == len(chains.blocks) + 1:
         return rough, True
     try:
-        return _solve_fitting(problem, contained(chains), np.arange(len(problem)), upper, clock or Clock()) or rough, True
+        return _solve_fitting(
+            problem, contained(chains), np.arange(len(problem)), upper, clock or Clock()
+        ) or rough, True
     except OutOfTime:
         return rough, False
 

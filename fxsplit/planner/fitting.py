@@ -18,7 +18,7 @@ from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.course import Crossings
 from fxsplit.ir.facts.price import CostModel
 from fxsplit.ir.facts.stage_memory import StageMemory, find_peak, measure_stage
-from fxsplit.planner.kernels.tables import NO_BANS, Bans
+from fxsplit.planner.kernels.tables import NO_BANS, Bans, Floats
 from fxsplit.planner.prices import Kind
 
 
@@ -37,12 +37,18 @@ class Scale:
 
     def weigh(self, kind: int, begin: int, end: int) -> float:
         """Return the most bytes that the stage from one state to another holds at once."""
+        # A search finds the same stages in many chains, and follows each of them once.
         known = self._peaks.get((kind, begin, end))
         if known is None:
             of = self.kinds[kind]
+            # Kinds differ in how much there is at once, and not in what a microbatch takes.
             stage = self._measure(begin, end, recompute=bool(of.recompute), last=bool(of.last))
             known = self._peaks[kind, begin, end] = find_peak(stage, of.moments)
         return known
+
+    def list_above(self, capacity: Floats) -> list[tuple[int, int, int]]:
+        """Return the stages weighed so far that hold more than their kind's `capacity`, as kind, start and end."""
+        return [key for key, peak in self._peaks.items() if peak > capacity[key[0]]]
 
     def _measure(self, begin: int, end: int, *, recompute: bool, last: bool) -> StageMemory:
         """Return what a stage holds of one microbatch, and always."""
@@ -85,6 +91,14 @@ class Refused:
     pairs: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     _known: Bans | None = None
 
+    @classmethod
+    def of(cls, stages: Iterable[tuple[int, int, int]]) -> Refused:
+        """Return what refuses some stages, each a kind, a start and an end."""
+        refused = cls()
+        for stage in stages:
+            refused.add(*stage)
+        return refused
+
     def add(self, kind: int, begin: int, end: int) -> None:
         """Refuse a stage."""
         self.pairs.setdefault(kind, []).append((begin, end))
@@ -122,6 +136,7 @@ class Refused:
 
 def _build(pairs: dict[int, list[tuple[int, int]]], n_kinds: int, n_states: int) -> Bans:
     """Return pairs as CSR: the ends refused for each kind and start."""
+    # A row of the arrays is one kind and one start.
     rows = sorted((kind * n_states + a, b) for kind, some in pairs.items() for a, b in some)
     counts = np.zeros(n_kinds * n_states + 1, np.int64)
     for row, _ in rows:

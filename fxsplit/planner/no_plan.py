@@ -12,7 +12,7 @@ from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.facts.price import format_bytes
 from fxsplit.planner.clock import Clock, OutOfTime
 from fxsplit.planner.problem import Path, Problem
-from fxsplit.planner.search import ANYTHING, minimise
+from fxsplit.planner.search import find_any, minimise
 
 NEAR_BYTES, NEAR = 0.5, 1e-6
 """The least excess of memory is looked for up to so many bytes, or so large a share of it."""
@@ -78,7 +78,7 @@ def find_least_excess(problem: Problem, chains: Antichains, clock: Clock) -> Pat
     # The sums alone are a lower bound. Devices that are larger by a trial tell whether some chain has less.
     while most - least > max(NEAR_BYTES, NEAR * abs(most)):
         middle = (least + most) / 2
-        path = problem.with_more_memory(middle).test(ANYTHING, clock)
+        path = find_any(problem.with_more_memory(middle), chains, clock)
         if path is None:
             least = middle
         else:

@@ -22,10 +22,10 @@ from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.facts.price import CostModel
 from fxsplit.ir.facts.states import States
 from fxsplit.ir.facts.workload import Workload
+from fxsplit.planner.allowed import list_allowed
 from fxsplit.planner.clock import Clock
 from fxsplit.planner.fitting import Refused, Scale
 from fxsplit.planner.kernels import fit
-from fxsplit.planner.kernels.lattice import prefix_sums
 from fxsplit.planner.kernels.separable import reach, reach_bounded
 from fxsplit.planner.kernels.tables import IDLE, NO_BANS, NO_NEEDS, Bools, Floats, Ints, Tables
 from fxsplit.planner.moves import Move, Moves, powers
@@ -252,8 +252,10 @@ class Problem:
 
     def with_more_memory(self, more_bytes: float) -> Problem:
         """Return the same problem for devices that have so many bytes more."""
-        tables = self.tables._replace(capacity=self.tables.capacity + more_bytes)
-        return replace(self, tables=tables, capacity=self.capacity + more_bytes, refused=Refused())
+        tables, capacity = self.tables._replace(capacity=self.tables.capacity + more_bytes), self.capacity + more_bytes
+        # What was weighed for other devices is known, if states have the numbers that they have there.
+        known = [] if self.scale is None or self.numbers is not None else self.scale.list_above(capacity)
+        return replace(self, tables=tables, capacity=capacity, refused=Refused.of(known))
 
     def for_excess(self) -> Problem:
         """Return the problem whose load is by how many bytes a stage exceeds its memory, by the sums alone."""
@@ -319,12 +321,7 @@ def pose_problem(
     )
     capacity = np.ascontiguousarray(figures["capacity"][:, 0])
     bounded = bool(np.isfinite(capacity).any())
-    # Where memory has no limit nothing of it needs to be known.
-    space = (
-        price_space(costs, chains, states, figures, model, splits=workload.splits)
-        if bounded
-        else Space(np.zeros_like(start), np.zeros_like(start), np.zeros_like(start), NO_NEEDS)
-    )
+    space = _price_space(costs, chains, states, figures, model, start, splits=workload.splits)
     scale = Scale(costs, chains, kinds, model) if bounded and model.forwards else None
     tables = Tables(
         in_ptr=states.in_pointer,
@@ -342,7 +339,7 @@ def pose_problem(
         needs=space.needs,
         bans=NO_BANS,
         launch=price_launches(states, figures),
-        allowed=_list_allowed(chains, pinned, moves, machine, several=model.name == "replicated"),
+        allowed=list_allowed(chains, pinned, moves, machine, several=model.name == "replicated"),
         moves=np.array([(m.source, m.target, k) for m, k in zip(moves.moves, kind, strict=True)], np.int32),
         done=np.array(done, np.float64),
         left=np.array(left, np.float64),
@@ -352,45 +349,18 @@ def pose_problem(
     return Problem(states, moves, kind, tables, np.array(rates, np.float64), capacity, scale, None, Refused())
 
 
-def _list_allowed(
-    chains: Antichains, pinned: Mapping[str, int], moves: Moves, machine: Machine, *, several: bool
-) -> Bools:
-    """Return where a chain may be cut, bool [configurations, states].
-
-    Only the full state may end the last stage, and every pinned block must lie on its own side of a cut. A stage with
-    `several` devices may have blocks pinned to all of them.
-    """
-    allowed = np.ones((len(moves.used), len(chains)), np.bool_)
-    # Where a plan ends in one configuration alone, that one must have all nodes.
-    last = max(moves.moves, key=lambda m: m.target).target
-    if len(moves.final) == 1:
-        allowed[last, :-1] = False
-    if not pinned:
-        return allowed
-    devices_of = _collect_pins(chains, pinned, len(machine), several=several)
-    for q, used in enumerate(moves.used):
-        # Count, per state, the pins inside of devices still free (must be none) and of devices used (must be all).
-        weight = np.zeros((len(chains.blocks), 2))
-        for block, devices in devices_of.items():
-            weight[block] = [len(devices - set(used)), len(devices & set(used))]
-        inside = fit(prefix_sums, len(chains))(chains.parent, chains.last, weight)
-        allowed[q] &= (inside[:, 0] == 0) & (inside[:, 1] == weight[:, 1].sum())
-    return allowed
-
-
-def _collect_pins(
-    chains: Antichains, pinned: Mapping[str, int], n_devices: int, *, several: bool
-) -> dict[int, set[int]]:
-    """Return the devices that each pinned block is pinned to; raises PlanError for pins that contradict each other."""
-    devices_of: dict[int, set[int]] = {}
-    for name, device in pinned.items():
-        if not 0 <= device < n_devices:
-            raise PlanError(f"{name!r} is pinned to stage {device}, and the plan has stages 0 to {n_devices - 1}")
-        block = chains.blocks.home[name]
-        devices_of.setdefault(block, set()).add(device)
-        if len(devices_of[block]) > 1 and not several:
-            raise PlanError(
-                f"{name!r} is pinned to stage {device}, but it must stay together with a node pinned to stage "
-                f"{min(devices_of[block] - {device})} (they share memory or parameters): pin both to one stage"
-            )
-    return devices_of
+def _price_space(
+    costs: Costs,
+    chains: Antichains,
+    states: States,
+    figures: Mapping[str, Floats],
+    model: CostModel,
+    like: Floats,
+    *,
+    splits: bool,
+) -> Space:
+    """Return the tables of memory, all zero as arrays `like` another one where memory has no limit."""
+    if np.isfinite(figures["capacity"]).any():
+        return price_space(costs, chains, states, figures, model, splits=splits)
+    # Then nothing of it needs to be known.
+    return Space(np.zeros_like(like), np.zeros_like(like), np.zeros_like(like), NO_NEEDS)

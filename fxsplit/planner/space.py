@@ -44,12 +44,15 @@ class _Sums:
     """What the states do not say, in bytes, float64 [states] but for `far`, of edges.
 
     parameters, buffers: how much less a stage has of them at least, as nodes share some. unkept: values that are live
-    across a state and that no backward keeps. far: what the block of an edge needs, with all activations before it.
+    across a state and that no backward keeps. parked, waiting: what blocks that leave gradients of weights for later
+    keep, and the gradients that wait with it. far: what the block of an edge needs, with all activations before it.
     """
 
     parameters: Floats
     buffers: Floats
     unkept: Floats
+    parked: Floats
+    waiting: Floats
     far: Floats
 
 
@@ -57,53 +60,78 @@ def price_space(
     costs: Costs, chains: Antichains, states: States, kinds: Mapping[str, Floats], model: CostModel, *, splits: bool
 ) -> Space:
     """Return the tables of memory; `kinds` has each figure of every Kind by its name, as a column."""
-    resting, halfway, recompute = kinds["resting"], kinds["halfway"], kinds["recompute"] > 0
-    keeping = np.where(recompute, 0.0, resting)
     copies = WEIGHT_COPIES + model.optimizer_factor + kinds["versions"]
     weights, buffers = states.column("parameter_bytes"), states.column("buffer_bytes")
-    kept, live = states.column("kept_bytes"), states.column("live_bytes")
-    if not (model.forwards and costs.weighed):
+    if not model.forwards or not costs.weighed:
         shared = _sum_ties(costs, chains) if model.forwards else np.zeros((len(states), 2))
-        low = (weights - shared[:, 0]) * copies + buffers - shared[:, 1] + (keeping + halfway + 1.0) * kept
-        between = (resting + halfway + 1.0) * live * model.forwards
-        return Space(low - between, low + between, low, NO_NEEDS)
+        always = (weights - shared[:, 0]) * copies + buffers - shared[:, 1]
+        return _sum_all(always, states, kinds, forwards=model.forwards)
     sums = _find_sums(costs, chains, splits=splits)
-    low = (weights - sums.parameters) * copies + buffers - sums.buffers
-    freed = np.zeros(len(states))
+    always = (weights - sums.parameters) * copies + buffers - sums.buffers
     if costs.inference:
-        end = low + resting * sums.unkept
-    else:
-        low = low + (keeping + 1.0) * kept
-        gradients = states.column("live_gradient_bytes")
-        end = low + (keeping + 1.0) * sums.unkept + gradients
-        # Behind the last stage the loss is computed, which keeps what it needs of the outputs.
-        loss, last = float(live[-1]), kinds["last"][:, 0] > 0
-        behind = keeping * LOSS_KEEPS + (LOSS_KEEPS + LOSS_COPIES + 1.0)
-        again = resting * (1.0 + LOSS_KEEPS)
-        ends = np.where(recompute, again * loss + gradients[-1], behind * loss)
-        end[last, -1] = (low[:, -1:] + ends)[last, 0]
-        freed = kept + gradients
-        freed[-1] = kept[-1] + max((LOSS_KEEPS + LOSS_COPIES + 1.0) * loss, float(gradients[-1]))
-        keeping = keeping + 1.0
-    if costs.inference:
-        keeping = resting
+        return _sum_forwards(always, states, kinds, sums)
+    return _sum_training(always, states, kinds, sums, splits=splits)
+
+
+def _sum_all(always: Floats, states: States, kinds: Mapping[str, Floats], *, forwards: bool) -> Space:
+    """Return the tables where each microbatch holds its activations and boundary values, and nothing else is known."""
+    others = kinds["resting"] * (kinds["recompute"] == 0) + kinds["halfway"]
+    low = always + (others + 1.0) * states.column("kept_bytes")
+    between = (kinds["resting"] + kinds["halfway"] + 1.0) * states.column("live_bytes") * forwards
+    return Space(low - between, low + between, low, NO_NEEDS)
+
+
+def _sum_forwards(always: Floats, states: States, kinds: Mapping[str, Floats], sums: _Sums) -> Space:
+    """Return the tables of forwards alone, which keep nothing."""
+    at_rest = always + kinds["resting"] * sums.unkept
+    start = at_rest - (kinds["resting"] + 1.0) * states.column("live_bytes")
+    return Space(start, at_rest, always, Needs(sums.far, np.zeros(len(states))))
+
+
+def _sum_training(always: Floats, states: States, kinds: Mapping[str, Floats], sums: _Sums, *, splits: bool) -> Space:
+    """Return the tables of a moment in which one microbatch runs backward, and others rest or are halfway.
+
+    A microbatch at rest has what the stage was given, keeps, and gives without keeping it. The one in hand has that
+    too. Besides it has the gradients of what the stage gives, or, in a divided backward, those that weights wait with.
+    """
+    resting, halfway, recompute = kinds["resting"], kinds["halfway"], kinds["recompute"] > 0
+    kept, live, gradients = (states.column(name) for name in ("kept_bytes", "live_bytes", "live_gradient_bytes"))
+    # Of the microbatches with activations, one is in hand.
+    keeping = np.where(recompute, 0.0, resting) + 1.0
+    low = always + keeping * kept + halfway * (sums.parked + sums.waiting) + sums.waiting * splits
+    arrived = np.zeros_like(gradients) if splits else gradients
+    end = low + keeping * sums.unkept + arrived
+    # The loss is computed behind the last stage, and keeps what it needs of the outputs.
+    loss, at_end = float(live[-1]), LOSS_KEEPS if splits else LOSS_KEEPS + LOSS_COPIES + 1.0
+    own, again = (keeping - 1.0) * LOSS_KEEPS + at_end, resting * (1.0 + LOSS_KEEPS)
+    last = kinds["last"][:, 0] > 0
+    end[last, -1] = (low[:, -1:] + np.where(recompute, again * loss + arrived[-1], own * loss))[last, 0]
+    # What the sums have of the microbatch in hand; at the end all that they may have.
+    freed = kept + arrived + sums.waiting * splits
+    freed[-1] = freed[-1] - arrived[-1] + max(at_end * loss, float(arrived[-1]))
     # A value that only passes through is among those that the stage was given.
     start = low + keeping * sums.unkept - (resting + halfway + 1.0) * live
-    return Space(start, end, np.ascontiguousarray(low + np.zeros_like(start)), Needs(sums.far, freed))
+    return Space(start, end, low, Needs(sums.far, freed))
 
 
 @lru_cache(maxsize=8)  # a graph is planned for several numbers of stages, and for many machines
 def _find_sums(costs: Costs, chains: Antichains, *, splits: bool) -> _Sums:
     """Return what the states do not say; `splits` tells whether backwards are divided in two."""
-    shared = _sum_ties(costs, chains)
-    far = _list_far(costs, splits=splits)
-    of_block = np.array([max(far[name] for name in block) for block in chains.blocks.members])
+    far, members = _list_far(costs, splits=splits), chains.blocks.members
+    of_block = np.array([max(far[name] for name in block) for block in members])
     # The edges come by their start, and are wanted by their end.
     start = np.repeat(np.arange(len(chains)), np.diff(chains.pointer))
     added = chains.node[np.lexsort((start, chains.child))]
-    unkept = sum_live_values(costs, chains, costs.find_unkept)
-    parameters, buffers = (np.ascontiguousarray(shared[:, column]) for column in (0, 1))
-    return _Sums(parameters, buffers, unkept, np.ascontiguousarray(of_block[added]))
+    waits = np.zeros((len(members), 2))
+    for i, block in enumerate(members if splits else ()):
+        nodes = [costs.by_name[name] for name in block]
+        # Where no node of a stage waits, its backward frees all at once.
+        if any(n.late_peak_bytes > 0 for n in nodes):
+            late = (max(n.waiting_bytes, _find_own_gradient(costs, n)) for n in nodes if n.late_peak_bytes > 0)
+            waits[i] = sum(n.kept_bytes for n in nodes), sum(late)
+    waited = fit(kernel.prefix_sums, len(chains))(chains.parent, chains.last, waits)
+    shared, unkept = _sum_ties(costs, chains), sum_live_values(costs, chains, costs.find_unkept)
+    return _Sums(*(np.ascontiguousarray(a) for a in (*shared.T, unkept, *waited.T, of_block[added])))
 
 
 def _sum_ties(costs: Costs, chains: Antichains) -> NDArray[np.float64]:

@@ -6,7 +6,7 @@ second those of 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -166,7 +166,7 @@ class Scheduler:
         inference = self.name == INFERENCE
         splits = self.name in SPLITTING
         # Streams hold more than the list of actions of a batch without gradients says: that is in `held`.
-        moments: Mapping[int, tuple[Moments, ...]] = {} if inference else MomentsOf(self, n_microbatches, len(unrolled))
+        moments = None if inference else MomentsOf(self, n_microbatches)
         return unrolled, Workload(
             self.name, n_microbatches, held, may_idle, versions, replicated, inference, splits, moments
         )
@@ -183,25 +183,18 @@ class Scheduler:
 
 
 @dataclass(frozen=True)
-class MomentsOf(Mapping[int, tuple[Moments, ...]]):
-    """The moments of all stages, by how many stages there are, up to `most`; each is found when it is asked for."""
+class MomentsOf:
+    """The moments of the stages of a schedule, by how many stages there are; each is found when it is asked for."""
 
     scheduler: Scheduler
     n_microbatches: int
-    most: int
 
-    def __getitem__(self, n_stages: int) -> tuple[Moments, ...]:
-        """Return the moments of each of `n_stages` stages; raises KeyError where no such schedule is made."""
+    def get(self, n_stages: int, /) -> tuple[Moments, ...] | None:
+        """Return the moments of each of `n_stages` stages, None where no such schedule is made."""
         try:
             return _list_moments(self.scheduler, self.n_microbatches, n_stages)
-        except ScheduleError as error:
-            raise KeyError(n_stages) from error
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(1, self.most + 1))
-
-    def __len__(self) -> int:
-        return self.most
+        except ScheduleError:
+            return None
 
 
 # A plan is priced several times, and the choice of a schedule prices many.

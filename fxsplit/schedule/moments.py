@@ -1,4 +1,4 @@
-"""From a schedule to the moments of its stages: how much of everything a stage holds while its device does an action."""
+"""From a schedule to the moments of its stages: what of everything a stage holds while its device does an action."""
 
 from __future__ import annotations
 

@@ -8,8 +8,10 @@ from math import inf
 
 from fxsplit.errors import ScheduleError
 from fxsplit.ir.facts.course import MicrobatchMemory
+from fxsplit.ir.facts.moments import assume_moments, count_moving
 from fxsplit.ir.facts.plan import Plan
-from fxsplit.schedule.catalogue import INFERENCE, Scheduler
+from fxsplit.ir.facts.price import StagePlan
+from fxsplit.schedule.catalogue import INFERENCE, SPLITTING, Scheduler
 from fxsplit.schedule.generate import check_takes_replicas, count_in_flight, run_forwards, schedule_replicas
 from fxsplit.schedule.memory import Footprint
 from fxsplit.schedule.schedule import Homes, Schedule
@@ -44,14 +46,16 @@ def build_schedule(
         raise ScheduleError(f"{scheduler.name}: a plan with replicated stages has one stage a device")
     most = count_in_flight(homes)
     for s, (home, stage) in enumerate(zip(homes, plan.stages, strict=True)):
-        # A stage that recomputes keeps its boundaries for each microbatch, and activations of one microbatch at a time.
-        room = min((memory_bytes[d] for d in home if memory_bytes), default=inf)
-        room -= stage.held_bytes + stage.working_bytes
-        each = stage.kept_bytes * (not stage.recompute) + stage.boundary_bytes
-        fitting = (room - stage.kept_bytes * stage.recompute) / each if each else inf
+        room = min((memory_bytes[d] for d in home if memory_bytes), default=inf) - stage.held_bytes
         # With less than one microbatch under way nothing runs; whether the plan fits was the planner's question.
-        most[s] = max(1, int(min(most[s], fitting)))
+        while most[s] > 1 and _count_most(stage, most[s], splits=scheduler.name in SPLITTING) > room:
+            most[s] -= 1
     return schedule_replicas(scheduler.name, homes, n_microbatches, most)
+
+
+def _count_most(stage: StagePlan, in_flight: int, *, splits: bool) -> float:
+    """Return what a replica holds of so many microbatches at most, in bytes."""
+    return max(count_moving(stage, m) for m in assume_moments(in_flight, 1, splits=splits, trains=True))
 
 
 def read_times(plan: Plan, schedule: Schedule) -> Times:

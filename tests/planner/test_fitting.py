@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from math import inf
 
@@ -13,14 +13,13 @@ import pytest
 from fxsplit.errors import PlanError, ScheduleError
 from fxsplit.ir.facts.costs import MEMORY, Costs, InputCost, NodeCost, Tie
 from fxsplit.ir.facts.forward_costs import keep_forwards
-from fxsplit.ir.facts.machine import Device, Machine
-from fxsplit.ir.facts.price import price_split
+from fxsplit.ir.facts.machine import Machine
+from fxsplit.ir.facts.price import Split, price_split
 from fxsplit.ir.facts.workload import Workload
-from fxsplit.planner import Options, Task, dense, pose_problems, search
-from fxsplit.planner.fitting import Scale
+from fxsplit.planner import Options, search
 from fxsplit.planner.planner import Planner
 from fxsplit.schedule.catalogue import INFERENCE, SCHEDULES, Scheduler
-from tests.graphs import assignments, chains, downsets, node
+from tests.graphs import assignments, chains, downsets
 
 
 def draw_costs(r: random.Random) -> Costs:
@@ -45,11 +44,20 @@ def draw_costs(r: random.Random) -> Costs:
         assert set(figures) <= set(MEMORY)
         nodes.append(
             NodeCost(
-                name, "call_function:getitem" if part else "call_function:f", "", f"f{i}",
+                name,
+                "call_function:getitem" if part else "call_function:f",
+                "",
+                f"f{i}",
                 (before[-1], *(n for n in reads if n != before[-1])) if part else reads,
-                float(r.randint(1, 9)), float(r.randint(0, 9)), size, r.choice([0, size]), r.randint(0, 500),
-                r.choice([0, r.randint(0, 300)]), r.choice([0, r.randint(0, 50)]), **(figures if weighed else {}),
-            )  # fmt: skip
+                float(r.randint(1, 9)),
+                float(r.randint(0, 9)),
+                size,
+                r.choice([0, size]),
+                r.randint(0, 500),
+                r.choice([0, r.randint(0, 300)]),
+                r.choice([0, r.randint(0, 50)]),
+                **(figures if weighed else {}),  # type: ignore[arg-type]
+            )
         )
     tied = []
     if r.random() < 0.5:
@@ -95,7 +103,7 @@ def draw_task(r: random.Random) -> tuple[Costs, Machine, Workload, Options]:
     return costs, Machine(devices, machine.links), workload, options
 
 
-def list_splits(costs: Costs, machine: Machine, options: Options):  # type: ignore[no-untyped-def]
+def list_splits(costs: Costs, machine: Machine, options: Options) -> Iterator[Split]:
     """Yield every split of a graph into stages, with devices and what is recomputed."""
     sets = downsets(costs)
     ways = {"never": (False,), "always": (True,), "auto": (False, True)}[options.recompute]

@@ -83,13 +83,14 @@ def test_a_plan_with_a_device_a_stage_has_no_replicas() -> None:
     ],
 )
 def test_replicas_hold_what_fits(memory_bytes: tuple[float, ...], recompute: bool, most: int) -> None:
-    first = stage(0, held_bytes=10.0, kept_bytes=10.0, boundary_bytes=2.0, recompute=recompute)
+    in_hand = {"forward_bytes": 12.0, "whole_bytes": 12.0}
+    first = stage(0, held_bytes=10.0, resting_bytes=2.0 if recompute else 12.0, recompute=recompute, **in_hand)
     schedule = build_schedule(plan(first, stage(1, 2, 3)), Scheduler("1F1B", 4), 12, memory_bytes)
     assert schedule.peak_in_flight()[0] == most
 
 
 def test_the_smallest_device_of_a_stage_decides() -> None:
-    wide = stage(0, 1, held_bytes=10.0, kept_bytes=10.0)
+    wide = stage(0, 1, held_bytes=10.0, resting_bytes=10.0, whole_bytes=10.0)
     schedule = build_schedule(plan(wide, stage(2)), Scheduler("1F1B", 3), 8, (100.0, 20.0, 100.0))
     assert schedule.peak_in_flight()[0] == 1
 

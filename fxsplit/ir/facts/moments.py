@@ -31,23 +31,35 @@ class Moment(NamedTuple):
 Moments = tuple[Moment, ...]
 
 
+class MomentsBy(Protocol):
+    """The moments of the stages of a schedule, by how many stages there are."""
+
+    def get(self, n_stages: int, /) -> tuple[Moments, ...] | None:
+        """Return the moments of each of `n_stages` stages, None where they are not known."""
+
+
 class Figures(Protocol):
-    """What a stage holds of one microbatch, and what one more version of its weights and a step of theirs take."""
+    """What a stage holds, in bytes, by the names that MicrobatchMemory and StagePlan have for it."""
 
     @property
-    def resting_bytes(self) -> float: ...
+    def resting_bytes(self) -> float:
+        """Of a microbatch between its forward and its backward."""
 
     @property
-    def halfway_bytes(self) -> float: ...
+    def halfway_bytes(self) -> float:
+        """Of a microbatch between the halves of its backward."""
 
     @property
-    def parameter_bytes(self) -> float: ...
+    def parameter_bytes(self) -> float:
+        """One version of the weights."""
 
     @property
-    def sent_bytes(self) -> float: ...
+    def sent_bytes(self) -> float:
+        """A value on its way to another stage."""
 
     @property
-    def sent_gradient_bytes(self) -> float: ...
+    def sent_gradient_bytes(self) -> float:
+        """A gradient on its way to another stage."""
 
 
 def count_moving(stage: Figures, moment: Moment) -> float:
@@ -70,6 +82,7 @@ def keep_largest(moments: Iterable[Moment]) -> Moments:
     for moment in moments:
         by_during.setdefault(moment.during, set()).add(moment)
     kept = []
+    # Moments of different actions cannot be compared: what an action takes differs from stage to stage.
     for same in by_during.values():
         for one in same:
             if not any(one != other and all(a <= b for a, b in zip(one[1:], other[1:], strict=True)) for other in same):
@@ -83,7 +96,9 @@ def assume_moments(in_flight: int, versions: int, *, splits: bool, trains: bool)
     others, further = in_flight - 1, versions - 1
     if not trains:
         return (Moment("forward_bytes", others),)
-    found = [Moment("forward_bytes", others, 0, further), Moment("step_bytes", others, 0, further)][: 1 + (versions > 1)]
+    found = [Moment("forward_bytes", others, 0, further), Moment("step_bytes", others, 0, further)][
+        : 1 + (versions > 1)
+    ]
     if splits:
         return (*found, Moment("early_bytes", 0, others, further), Moment("late_bytes", 0, others, further))
     return (*found, Moment("whole_bytes", others, 0, further))

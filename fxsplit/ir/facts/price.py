@@ -165,9 +165,9 @@ def price_split(
       PipeDream (Narayanan et al. 2019).
     - Launching is the host's work, and takes as long on devices of any speed. Each replica launches its share of the
       microbatches. A stage that recomputes launches its forward twice. The load is the larger of launches and the rest.
-    - Memory = parameters x (WEIGHT_COPIES + optimizer_factor + further versions) + buffers + what the stage holds of all
-      its microbatches in the fullest of its moments. A parameter that several nodes of a stage read counts once, but
-      under `direct` once for each node, as other tools count.
+    - Memory = parameters x (WEIGHT_COPIES + optimizer_factor) + buffers + what the stage holds of further versions of
+      its weights and of its microbatches in the fullest of its moments. A parameter that several nodes of a stage
+      read counts once, but under `direct` once for each node, as other tools count.
     """
     stage_of = {name: i for i, (names, *_) in enumerate(split) for name in names}
     edges = (price_boundaries if model.forwards else price_shared)(costs, stage_of, len(split))

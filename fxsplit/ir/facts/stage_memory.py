@@ -62,7 +62,7 @@ def measure_stage(
     others, and what it holds is what is counted for each of its nodes.
     """
     nodes = [costs.by_name[name] for name in names]
-    parameters, buffers = (sum_shared(costs, nodes, shared=forwards))
+    parameters, buffers = sum_shared(costs, nodes, shared=forwards)
     kept = float(sum(n.kept_bytes for n in nodes))
     size_of = {name: costs.value_of[name][1] for name in (*crossings.taken, *crossings.given)}
     weighed = forwards and costs.weighed

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from fxsplit.ir.facts.moments import Moments, assume_moments
+from fxsplit.ir.facts.moments import Moments, MomentsBy, assume_moments
 from fxsplit.ir.graph import GivenFact
 
 
@@ -23,8 +23,8 @@ class Workload(GivenFact):
     - `replicated`: the schedule places every stage on several devices, as Chimera does
     - `splits`: backwards leave the gradients of weights for later, as under ZB-H1
     - `inference`: there are no backwards, and nothing is trained
-    - `moments[k]` lists, for a pipeline of k stages, what each stage holds at once (see moments.py); where it is missing,
-      all that `in_flight` and `versions` say comes at once
+    - `moments.get(k)` lists, for a pipeline of k stages, what each stage holds at once (see moments.py); where it is
+      missing, all that `in_flight` and `versions` say comes at once
     """
 
     schedule: str
@@ -36,7 +36,7 @@ class Workload(GivenFact):
     inference: bool = False
     splits: bool = False
     # It follows from the schedule, and is found when it is asked for.
-    moments: Mapping[int, tuple[Moments, ...]] = field(default_factory=dict, compare=False, repr=False)
+    moments: MomentsBy | None = field(default=None, repr=False)
 
     made_by: ClassVar[str] = "compile(schedule=, n_microbatches=)"
 
@@ -46,7 +46,7 @@ class Workload(GivenFact):
 
     def moments_of(self, n_stages: int) -> tuple[Moments, ...]:
         """Return the moments of each of `n_stages` stages."""
-        known = self.moments.get(n_stages)
+        known = None if self.moments is None else self.moments.get(n_stages)
         if known is not None:
             return known
         pairs = zip(self.in_flight[n_stages], self.versions_of(n_stages), strict=True)

@@ -139,10 +139,10 @@ def reach_bounded(t: Tables, threshold: float, steps: int) -> tuple[Ints, Ints, 
 
     def is_banned(kind: int, j: int, i: int) -> bool:
         """Return whether the stage from ideal j to ideal i is banned."""
+        found = False
         for e in range(ban_ptr[kind * n + j], ban_ptr[kind * n + j + 1]):
-            if banned[e] == i:
-                return True
-        return False
+            found = found or banned[e] == i
+        return found
 
     for m in range(moves.shape[0]):
         a, b, kind = moves[m, 0], moves[m, 1], moves[m, 2]

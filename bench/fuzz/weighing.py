@@ -1,0 +1,46 @@
+"""What a stage holds, for the planner's fuzzer: sets of nodes are bits of a number."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.facts.course import Crossings
+from fxsplit.ir.facts.moments import Moments
+from fxsplit.ir.facts.stage_memory import StageMemory, find_peak, measure_stage
+from fxsplit.planner import Options
+
+
+class Weighing:
+    """Weighs stages between two sets of nodes. bit: the bit of each node. full: all nodes."""
+
+    costs: Costs
+    options: Options
+    bit: dict[str, int]
+    full: int
+
+    def weigh(self, begin: int, end: int, moments: Moments, *, again: bool) -> float:
+        """Return the most bytes that a stage holds at once; `again` tells whether it runs forward twice."""
+        return find_peak(self._measure(begin, end, again), moments)
+
+    @cache  # noqa: B019  an oracle lives for one case
+    def _measure(self, begin: int, end: int, again: bool) -> StageMemory:
+        """Return what a stage holds of one microbatch, and always."""
+        return measure_stage(
+            self.costs,
+            [n.name for n in self.costs.nodes if end & ~begin & self.bit[n.name]],
+            Crossings(self._list_crossing(begin), self._list_crossing(end)),
+            optimizer_factor=self.options.optimizer_factor,
+            recompute=again,
+            last=end == self.full,
+            forwards=self.options.model != "direct",
+        )
+
+    def _list_crossing(self, ideal: int) -> list[str]:
+        """Return the values that cross a cut right behind a set of nodes."""
+        found = []
+        for name, _, _, readers, returned in self.costs.values:
+            made = name not in self.bit or ideal & self.bit[name]
+            if made and (returned or any(not ideal & self.bit[reader] for reader in readers)):
+                found.append(name)
+        return found
