@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary
 
 from fxsplit.ir.facts.costs import Costs, NodeCost
 from fxsplit.ir.facts.course import Crossings, MicrobatchMemory, follow_stage
@@ -46,6 +48,10 @@ class StageMemory(MicrobatchMemory):
     working_bytes: float = 0.0
 
 
+_KNOWN: WeakKeyDictionary[Costs, dict[Any, StageMemory]] = WeakKeyDictionary()
+"""What stages hold, by what they are made of, as long as the costs are there."""
+
+
 def measure_stage(
     costs: Costs,
     names: Sequence[str],
@@ -61,6 +67,25 @@ def measure_stage(
     last: whether the loss is computed behind it. forwards: whether stages hand values on; else a stage holds none for
     others, and what it holds is what is counted for each of its nodes.
     """
+    # The search weighs the stages of a plan before they are priced, and who verifies the plan prices them again.
+    key = tuple(names), tuple(crossings.taken), tuple(crossings.given), optimizer_factor, recompute, last, forwards
+    of_costs = _KNOWN.setdefault(costs, {})
+    known = of_costs.get(key)
+    if known is None:
+        known = of_costs[key] = _measure(costs, names, crossings, optimizer_factor, recompute, last, forwards)
+    return known
+
+
+def _measure(
+    costs: Costs,
+    names: Sequence[str],
+    crossings: Crossings,
+    optimizer_factor: float,
+    recompute: bool,
+    last: bool,
+    forwards: bool,
+) -> StageMemory:
+    """Return what `measure_stage` says, not yet known."""
     nodes = [costs.by_name[name] for name in names]
     parameters, buffers = sum_shared(costs, nodes, shared=forwards)
     kept = float(sum(n.kept_bytes for n in nodes))
