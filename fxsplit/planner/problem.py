@@ -77,6 +77,7 @@ class Problem:
         """Return whether every stage of a chain fits to the byte; those that do not are refused from then on."""
         fits = True
         for kind, begin, end, excess in self.list_excess(path):
+            # To the byte: a device has no slack.
             if excess > 0.0:
                 self.refused.add(kind, begin, end)
                 fits = False

@@ -98,6 +98,7 @@ def _sum_training(always: Floats, states: States, kinds: Mapping[str, Floats], s
     kept, live, gradients = (states.column(name) for name in ("kept_bytes", "live_bytes", "live_gradient_bytes"))
     # Of the microbatches with activations, one is in hand.
     keeping = np.where(recompute, 0.0, resting) + 1.0
+    # Only sums that grow with a stage: the kernels drop a start by them.
     low = always + keeping * kept + halfway * (sums.parked + sums.waiting) + sums.waiting * splits
     arrived = np.zeros_like(gradients) if splits else gradients
     end = low + keeping * sums.unkept + arrived
@@ -141,6 +142,7 @@ def _sum_ties(costs: Costs, chains: Antichains) -> NDArray[np.float64]:
     """
     less = np.zeros((len(chains.blocks), 2))
     for tie in costs.tied:
+        # Nodes that stay together are one block, which has the parameter for certain.
         homes = [chains.blocks.home[name] for name in tie.nodes]
         for block in set(homes):
             more = homes.count(block) - 1.0 / len(set(homes))

@@ -42,6 +42,7 @@ def trace_memory(simulation: Simulation, footprints: Sequence[Footprint]) -> tup
         def count(held: dict[int, Moment], always: float = always) -> float:
             return always + sum(count_moving(footprints[stage], moment) for stage, moment in held.items())
 
+        # Before the first action there is what is there before every step.
         course = [(0.0, always)]
         for turn, (begin, end) in zip(follow_device(schedule, device, outstanding), spans, strict=True):
             if turn.action.op in DURING:

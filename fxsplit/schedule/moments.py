@@ -47,6 +47,7 @@ def follow_device(schedule: Schedule, device: int, outstanding: list[tuple[Actio
     for action, versions, waiting in rows:
         values = Counter(made.stage for made in waiting if made.op == FORWARD)
         gradients = Counter(made.stage for made in waiting if made.op != FORWARD)
+        # What was sent earlier may have been taken meanwhile.
         held = {s: m._replace(sent=values[s], sent_gradients=gradients[s]) for s, m in held.items()}
         own = held[action.stage]
         # The microbatch in hand is among the others before and behind.
@@ -54,6 +55,7 @@ def follow_device(schedule: Schedule, device: int, outstanding: list[tuple[Actio
             own = own._replace(halfway=own.halfway - 1)
         elif (action.op in RELEASES or action.op == INPUT_GRADIENT) and schedule.trains:
             own = own._replace(resting=own.resting - 1)
+        # Sums over replicas and transfers take no memory of their own.
         during = {**held, action.stage: own._replace(during=DURING.get(action.op, ""))}
         if action.op == FORWARD and schedule.trains:
             own = own._replace(resting=own.resting + 1)

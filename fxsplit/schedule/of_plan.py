@@ -48,6 +48,7 @@ def build_schedule(
     for s, (home, stage) in enumerate(zip(homes, plan.stages, strict=True)):
         room = min((memory_bytes[d] for d in home if memory_bytes), default=inf) - stage.held_bytes
         # With less than one microbatch under way nothing runs; whether the plan fits was the planner's question.
+        # Fewer microbatches under way leave devices idle, and the plan can run.
         while most[s] > 1 and _count_most(stage, most[s], splits=scheduler.name in SPLITTING) > room:
             most[s] -= 1
     return schedule_replicas(scheduler.name, homes, n_microbatches, most)

@@ -93,6 +93,7 @@ def keep_largest(moments: Iterable[Moment]) -> Moments:
 @lru_cache(maxsize=256)  # a search asks for each move
 def assume_moments(in_flight: int, versions: int, *, splits: bool, trains: bool) -> Moments:
     """Return the moments of a stage of which only the most microbatches and versions are known: all come at once."""
+    # One of the microbatches is in hand.
     others, further = in_flight - 1, versions - 1
     if not trains:
         return (Moment("forward_bytes", others),)
@@ -106,5 +107,6 @@ def assume_moments(in_flight: int, versions: int, *, splits: bool, trains: bool)
 
 def choose_heaviest(moments: Sequence[Moment]) -> Moment:
     """Return the moment with most microbatches, of those in which a microbatch runs backward if there is any."""
+    # A backward has activations and gradients at a time.
     backward = [m for m in moments if m.during in ("whole_bytes", "early_bytes")]
     return max(backward or moments, key=lambda m: (m.resting + m.halfway, m.versions, m.sent_gradients))

@@ -90,6 +90,7 @@ def _measure(
     parameters, buffers = sum_shared(costs, nodes, shared=forwards)
     kept = float(sum(n.kept_bytes for n in nodes))
     size_of = {name: costs.value_of[name][1] for name in (*crossings.taken, *crossings.given)}
+    # Nobody knows what the stages of another tool's model allocate.
     weighed = forwards and costs.weighed
     boundary = 0.0
     if forwards:
@@ -117,6 +118,7 @@ def sum_shared(costs: Costs, nodes: Collection[NodeCost], *, shared: bool = True
     parameters, buffers = float(sum(n.parameter_bytes for n in nodes)), float(sum(n.buffer_bytes for n in nodes))
     if shared and costs.tied:
         names = {n.name for n in nodes}
+        # Each node that uses a parameter has it among its own.
         for tie in costs.tied:
             again = max(sum(name in names for name in tie.nodes) - 1, 0)
             parameters, buffers = parameters - again * tie.parameter_bytes, buffers - again * tie.buffer_bytes
@@ -137,6 +139,7 @@ def fill_peak(stage: StageMemory, moments: Sequence[Moment], *, recompute: bool)
     activations = fullest.halfway * min(stage.kept_bytes, stage.halfway_bytes) + min(stage.kept_bytes, in_hand)
     if not recompute:
         activations += fullest.resting * min(stage.kept_bytes, stage.resting_bytes)
+    # What is neither kept nor handed on goes with the action.
     working = max(in_hand - stage.kept_bytes - stage.boundary_bytes, 0.0)
     return replace(
         stage,
