@@ -107,7 +107,10 @@ class Guard:
         # The store may be gone, with the rank or the launcher that kept it.
         with suppress(DistError):
             first = self._board.post(Fault.of(told, self._board.me))
-            if first.rank == self._board.me and not isinstance(told, RankError):
+            if first.rank != self._board.me:
+                # Whoever ended first does not wait for this rank, which ends too, as after Ctrl-C on all of them.
+                self._board.end_turn()
+            elif not isinstance(told, RankError):
                 self._board.wait_until_seen(SEEN_S)
 
     def _settle(self, error: BaseException) -> Fault | None:
