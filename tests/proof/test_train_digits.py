@@ -1,12 +1,16 @@
-"""examples/train_digits.py: the same losses on any number of devices and ranks, and after a rank was killed."""
+"""examples/train_digits.py: the same losses on any number of devices and ranks, and after a rank or a host is gone."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -94,3 +98,53 @@ def test_a_rank_that_is_killed_comes_back_with_the_same_losses(tmp_path: Path, r
     assert code == 0, (tmp_path / "errors").read_text()[-4000:]
     # Steps behind the newest checkpoint that is complete are made once more.
     assert len(lines) > 6 and set(lines) == set(expected) and lines[-1] == expected[-1]
+
+
+def start_agent(port: int, folder: Path, name: str) -> subprocess.Popen[bytes]:
+    """Start what stands for a host: a launcher with a rank, which meets the others at a port."""
+    meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--local-addr=localhost"]
+    meeting += ["--rdzv-conf=last_call_timeout=3", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3"]
+    options = ["--steps", "40", "--checkpoint", str(folder / "runs"), "--resume"]
+    command = [sys.executable, "-m", "torch.distributed.run", *meeting, SCRIPT, *options]
+    with (folder / f"{name}.out").open("w") as out, (folder / f"{name}.err").open("w") as errors:
+        return subprocess.Popen(command, env=make_environment(), stdout=out, stderr=errors)
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    until = time.monotonic() + LIMIT_S
+    while not is_so():
+        assert time.monotonic() < until, "it takes too long"
+        time.sleep(0.05)
+
+
+def accepts(port: int) -> bool:
+    with socket.socket() as link:
+        return link.connect_ex(("localhost", port)) == 0
+
+
+@pytest.mark.long
+def test_a_world_that_becomes_smaller_plans_anew_and_goes_on(tmp_path: Path) -> None:
+    """Of two launchers one is ended. The other one starts its rank again, alone, with the costs that were saved."""
+    expected = run(sys.executable, SCRIPT, "--steps", "40", "--devices", "1")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+
+    def read() -> list[str]:
+        return [line for name in ("stays", "goes") for line in (tmp_path / f"{name}.out").read_text().splitlines()]
+
+    stays = start_agent(port, tmp_path, "stays")
+    # The first one there keeps the store through which they meet.
+    wait_until(lambda: accepts(port))
+    goes = start_agent(port, tmp_path, "goes")
+    try:
+        wait_until(lambda: len(read()) >= 5)
+        goes.terminate()
+        assert stays.wait(LIMIT_S) == 0, (tmp_path / "stays.err").read_text()[-4000:]
+    finally:
+        for agent in (stays, goes):
+            agent.terminate()
+            agent.wait(LIMIT_S)
+    plans = {len(json.loads(path.read_text())["stages"]) for path in (tmp_path / "runs").glob("step-*/plan.json")}
+    assert plans == {1} and len(read()) > 5
+    assert set(read()) == set(expected), "the same losses, some of them twice"
