@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from bench.memory.counter import find_slot, start_counting
+from bench.memory.order import RunAhead
 from fxsplit.api.compiled import get_mode
 from fxsplit.api.pipeline import Pipeline
 from fxsplit.ir.facts.stages import list_weights
@@ -20,9 +21,6 @@ from fxsplit.runtime.job import Job
 from fxsplit.runtime.program import Program
 from fxsplit.runtime.streams import Stream
 from fxsplit.schedule.action import Action
-
-STEPS = 2
-"""A step before the one that is measured makes the optimizer's state, and what is kept from step to step."""
 
 
 @dataclass
@@ -76,11 +74,15 @@ def _receive_copies(stream: Stream, values: Any, token: Any = None) -> list[Any]
 
 
 @contextmanager
-def watch_workers() -> Iterator[Watch]:
-    """Let every worker be watched inside the block, and give it memory of its own for all that it receives."""
-    watch = Watch()
+def watch_workers(first: int) -> Iterator[Watch]:
+    """Let every worker be watched inside the block, and give it memory of its own for all that it receives.
+
+    The worker `first` runs ahead of the others, so that what it sends is taken as late as can be (see order.py).
+    """
+    watch, order = Watch(), RunAhead(first)
     with ExitStack() as stack:
-        handlers = {op: watch.wrap(do) for op, do in Job.HANDLERS.items()}
+        handlers = {op: order.wrap(watch.wrap(do)) for op, do in Job.HANDLERS.items()}
+        stack.enter_context(order.lead())
         stack.enter_context(mock.patch.object(Job, "HANDLERS", handlers))
         stack.enter_context(mock.patch.object(Stream, "receive", _receive_copies))
         yield watch
@@ -94,18 +96,24 @@ def measure_step(
     gc.collect()
     counter = start_counting()
     earlier = [counter.count_live(device + 1) for device in range(len(pipe.plan.device_names))]
-    for _ in range(STEPS):
+    peaks: dict[int, Peak] = {}
+    optimizer.zero_grad()
+    # A first step makes the optimizer's state, and what is kept from step to step.
+    pipe.step(x, target=y, optimizer=optimizer if asynchronous else None)
+    if not asynchronous:
+        optimizer.step()
+    # A plan may have more stages than there are devices.
+    for first in range(find_program(pipe).schedule(pipe.plan.n_microbatches).n_devices):
         optimizer.zero_grad()
-        with watch_workers() as watch:
+        with watch_workers(first) as watch:
             pipe.step(x, target=y, optimizer=optimizer if asynchronous else None)
+        peaks[first] = watch.peaks[first]
         if not asynchronous:
             optimizer.step()
     optimizer.zero_grad()
     program, found = find_program(pipe), []
-    for device in sorted(watch.peaks):
-        static = count_static(program, device, optimizer)
-        peak = watch.peaks[device]
-        more = static - earlier[device]
+    for device, peak in sorted(peaks.items()):
+        more = count_static(program, device, optimizer) - earlier[device]
         found.append(Peak(peak.held + more, peak.sums, peak.before + more, peak.action))
     return found, watch
 

@@ -110,6 +110,8 @@ def follow_stage(
         # The gradients of the outputs are there, while the forward runs once more.
         losing = max(taken + (2.0 + LOSS_KEEPS + LOSS_COPIES) * loss, kept + stage.given_gradients)
         sent = 0.0 if last else stage.made_bytes
+        # The outputs that the loss was computed from are there until the weights' gradients are.
+        early += loss
     return MicrobatchMemory(
         resting_bytes=resting,
         halfway_bytes=halfway,

@@ -132,6 +132,13 @@ def test_gradients_of_several_outputs_wait_for_the_node_that_made_them() -> None
     assert follow(costs, "sabc", "")[0].whole_bytes == pytest.approx(2 + 8 + 4 + 4 + 8 + 8)
 
 
+def test_what_the_loss_was_computed_from_stays_for_the_first_half_of_a_backward() -> None:
+    """Once it was left out where the last stage recomputes, and a plan said less than was held."""
+    costs = chain(kept("a", ["x"], backward_peak_bytes=40, halved_peak_bytes=40))
+    (found,) = follow(costs, "a", recompute=True)
+    assert found.early_bytes == found.whole_bytes + costs.value_of["a"][1]
+
+
 def test_forwards_alone_keep_nothing() -> None:
     costs = keep_forwards(chain(kept("a", ["x"]), kept("b", ["a"]), kept("c", ["b"])))
     first, last = follow(costs, "ab", "c")

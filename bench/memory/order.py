@@ -1,0 +1,79 @@
+"""Let one device run ahead of all others, as far as the schedule lets it: the order in which it holds most.
+
+What a device has sent is its own until the other device takes it. When that is depends on how fast both are. So the
+others begin an action only while the first one waits for a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from threading import Condition
+from unittest import mock
+
+from fxsplit.runtime.channels import Inboxes, Message
+from fxsplit.runtime.job import Job
+from fxsplit.runtime.streams import Stream
+from fxsplit.schedule.action import Action
+
+Handler = Callable[[Job, Action, int, Stream], None]
+
+LONGEST_S = 60.0
+"""No action waits longer for its turn: a device that has failed never waits for a message."""
+
+
+class RunAhead:
+    """Lets `device` run ahead of all others in jobs that run inside of `lead`."""
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+        self._turn = Condition()
+        self._awaited: Action | None = None
+        self._sent: set[Action] = set()
+        self._over = False
+
+    def wrap(self, do: Handler) -> Handler:
+        """Return a handler of an action that waits for its turn."""
+
+        def in_turn(job: Job, action: Action, device: int, stream: Stream) -> None:
+            if device != self._device:
+                with self._turn:
+                    self._turn.wait_for(lambda: self._over or self._awaited is not None, LONGEST_S)
+            do(job, action, device, stream)
+            if device == self._device and action == job.schedule.actions[device][-1]:
+                self._release()
+
+        return in_turn
+
+    @contextmanager
+    def lead(self) -> Iterator[None]:
+        """Let the device run ahead inside the block."""
+        receive, send = Inboxes.receive, Inboxes.send
+
+        def note_wait(inboxes: Inboxes, device: int, action: Action) -> Message:
+            with self._turn:
+                # What was sent before is taken at once, and nobody else moves for it.
+                if device == self._device and action not in self._sent:
+                    self._awaited = action
+                    self._turn.notify_all()
+            return receive(inboxes, device, action)
+
+        def note_message(inboxes: Inboxes, device: int, message: Message) -> None:
+            with self._turn:
+                if device == self._device:
+                    self._sent.add(message.action)
+                    # The sender begins no other action, for the device goes on.
+                    if message.action == self._awaited:
+                        self._awaited = None
+            send(inboxes, device, message)
+
+        with ExitStack() as stack:
+            stack.enter_context(mock.patch.object(Inboxes, "receive", note_wait))
+            stack.enter_context(mock.patch.object(Inboxes, "send", note_message))
+            yield
+
+    def _release(self) -> None:
+        """Let all others go on: the device has done its last action."""
+        with self._turn:
+            self._over = True
+            self._turn.notify_all()
