@@ -86,7 +86,7 @@ def train(rank: int, n: int, kind: str) -> int:
         with torch.no_grad():
             assert torch.equal(pipe(X), other(X)) and torch.equal(pipe(X[:13]), other(X[:13]))
         pipe.train(), other.train()
-        assert list_kept(pipe.model) and assert_same_weights(pipe.model, other.model) == kept
+        assert assert_same_weights(pipe.model, other.model) == kept
         compare(dict(pipe.state_dict()), dict(other.state_dict()))
     return kept
 
@@ -94,8 +94,8 @@ def train(rank: int, n: int, kind: str) -> int:
 @pytest.mark.parametrize("kind", ["step", "backward"])
 def test_the_loop_is_that_of_the_unsplit_model(kind: str) -> None:
     kept = ranks(3, train, kind)
-    # Eight parameters and four buffers, each on one rank.
-    assert sum(kept) == 12 and all(kept)
+    # Eight parameters and four buffers, each on one rank. A stage without any may be a plan's best.
+    assert sum(kept) == 12 and max(kept) < 12
 
 
 def hold(rank: int, n: int) -> tuple[int, str]:

@@ -137,7 +137,7 @@ def test_other_shapes_and_kinds_are_refused() -> None:
 
 
 def test_gradients_come_with_their_numbers() -> None:
-    sparse = torch.sparse_coo_tensor(torch.tensor([[0, 2, 0]]), torch.ones(3, 2), (4, 2), check_invariants=False)
+    sparse = torch.sparse_coo_tensor(torch.tensor([[0, 2, 0]]), torch.ones(3, 2), (4, 2), check_invariants=True)
     values = [*pack_gradient(3, torch.ones(2)), *pack_gradient(5, sparse)]
     (a, dense), (b, found) = unpack_gradients(send(values, [])[1])
     assert (a, b) == (3, 5) and torch.equal(dense, torch.ones(2))
