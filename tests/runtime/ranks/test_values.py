@@ -136,6 +136,8 @@ def test_other_shapes_and_kinds_are_refused() -> None:
         Layout.describe([torch.eye(3).to_sparse()], [True], HERE)
 
 
+# Before torch 2.13 it warns of any sparse tensor, once in a process.
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
 def test_gradients_come_with_their_numbers() -> None:
     sparse = torch.sparse_coo_tensor(torch.tensor([[0, 2, 0]]), torch.ones(3, 2), (4, 2), check_invariants=True)
     values = [*pack_gradient(3, torch.ones(2)), *pack_gradient(5, sparse)]
