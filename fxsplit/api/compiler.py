@@ -140,9 +140,8 @@ class Compiler:
     def recompile_like(self, model: nn.Module, options: Options) -> Compiler:
         """Return a compiler for another model, which captures it by shapes alone where this one did."""
         from_shapes = any(compiled.captured[Example].from_shapes for compiled in self._kept.values())
-        return Compiler(
-            model, options, from_shapes=from_shapes, team=make_team(self.team.world if self.team else None, options)
-        )
+        world = self.team.world if self.team else None
+        return Compiler(model, options, from_shapes=from_shapes, team=make_team(world, options))
 
     def _find(self, mode: Mode, call: Call) -> Compiled:
         """Return what is compiled for a call, after compiling it if need be; raises InputError for unusable hooks."""
@@ -220,7 +219,8 @@ class Compiler:
         rows = divide_rows(inputs.count_rows(tensors), count)[0]
         with enable_gradients(), cast_in_place(self._kinds, tensors, self._read_dtype()):
             captured = fit_to_shapes(first.captured, self.model, call, rows, read_stated(self.options))
-        return None if captured is None else replace(first, captured=captured)
+        found = None if captured is None else replace(first, captured=captured)
+        return found if self.team is None or self.team.all_have(found) else None
 
     def _keep_for_shapes(self, mode: Mode, shapes: Shapes, compiled: Compiled) -> None:
         """Keep a record for shapes of its own; of many, those that were made last."""

@@ -123,6 +123,7 @@ class Team:
         # Of a mesh, the first rank of all plans for all pipelines.
         self._whole = world.whole
         self._agreement = Agreement(world.whole)
+        self._of_pipeline = Agreement(world)
 
     @property
     def leads(self) -> bool:
@@ -145,6 +146,16 @@ class Team:
             call = f"compile number {self._whole.count('compile of ' + self.label)} of {self.label}"
             self._agreement.meet({"call": call, "program": program, "inputs": inputs}, 0)
             yield
+
+    def all_have(self, graph: object | None) -> bool:
+        """Return whether a graph that there is holds for other shapes on all ranks of the pipeline; None where not.
+
+        Each rank compares it with the model by itself, and what rounding hides from one of them is compiled by all.
+        Raises RanksDiffer where one makes another call.
+        """
+        with self.world.watch(COMPILE_LIMIT_S):
+            self._of_pipeline.meet({"call": f"other shapes of {self.label}"}, 0)
+            return all(map(int, self.world.gather(torch.tensor([int(graph is not None)]), "other shapes")))
 
     def tell(self, find: Callable[[], Told] | None) -> Told | None:
         """Return what the first rank finds, on the others; None on the first one itself, which alone gives `find`.
