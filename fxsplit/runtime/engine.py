@@ -221,7 +221,8 @@ class Engine:
             seen.update(own)
             if own:
                 ties.append(Tie.make(own, self._workers.streams[home[0]]))
-        return ties
+        # A rank whose stages have no weights takes part in the backward too, and autograd calls it for a leaf alone.
+        return ties or [Tie((), torch.empty(0, requires_grad=True))]
 
     def _make_backward(
         self, batch: Batch, meanings: Sequence[Meaning], ties: Sequence[Tie], tape: Tape, then: WeightsThen

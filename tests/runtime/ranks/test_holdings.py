@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import re
 from pathlib import Path
@@ -15,7 +16,10 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fxsplit
+from fxsplit import IR, Pins
 from fxsplit.errors import ElsewhereError, InputError, RankError, RanksDiffer
+from fxsplit.ir.chain import parse_chain
+from fxsplit.passes import PASSES
 from fxsplit.torch_internals.away import is_away
 from tests.checkpoints import X, Y, build, compare, make_adamw
 from tests.models import FAST, Mlp
@@ -96,6 +100,28 @@ def test_the_loop_is_that_of_the_unsplit_model(kind: str) -> None:
     kept = ranks(3, train, kind)
     # Eight parameters and four buffers, each on one rank. A stage without any may be a plan's best.
     assert sum(kept) == 12 and max(kept) < 12
+
+
+def pin_weights(ir: IR) -> IR:
+    return Pins.add(ir, {"0": 0, "1": 1, "2": 1})
+
+
+def train_without_weights(rank: int, n: int) -> list[str]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Sigmoid())
+    whole, x = copy.deepcopy(model), torch.randn(8, 6)
+    chain = parse_chain(FAST, PASSES).before("augment", pin_weights)
+    with fxsplit.compile(model, "world", passes=chain, n_microbatches=4, example_inputs=x) as pipe:
+        pipe(x).square().sum().backward()
+    whole(x).square().sum().backward()
+    for mine, other in zip(model.parameters(), whole.parameters(), strict=True):
+        if not is_away(mine):
+            torch.testing.assert_close(mine.grad, other.grad)
+    return list_kept(model)
+
+
+def test_a_rank_without_weights_takes_part_in_a_backward_of_the_callers() -> None:
+    assert ranks(2, train_without_weights) == [["0.weight", "0.bias"], []]
 
 
 def hold(rank: int, n: int) -> tuple[int, str]:
