@@ -29,7 +29,7 @@ from fxsplit.planner.planner import Planner
 Devices = tuple[int, ...]
 Split = tuple[Devices, ...]
 MOST = (solve.MOST_CELLS, solve.MOST_BOUNDED)
-FIGURES = (*("forward_ms", "backward_ms", "host_ms", "parameter_bytes", "forward_launch_ms", "backward_launch_ms"),)
+FIGURES = ("forward_ms", "backward_ms", "host_ms", "parameter_bytes", "forward_launch_ms", "backward_launch_ms")
 MODELS = ("forwarded", "overlapped", "direct", "replicated")
 
 

@@ -321,8 +321,9 @@ class Pipeline(WithExports):
         # An asynchronous schedule lets the optimizer step between microbatches: their losses have weights of their own.
         schedule = batch.program.schedule(len(batch.rows))
         stepper = make_stepper(schedule, optimizer)
-        pieces = () if loss_fn is None else split_target(target, batch.rows, batch.program.inputs)
-        targets = None if loss_fn is None else Targets(pieces, target)
+        targets = None
+        if loss_fn is not None:
+            targets = Targets(split_target(target, batch.rows, batch.program.inputs), target)
         meaning = self._loss_meanings.find(batch)
         weigh = find_weights(batch, targets, meaning)
         return (

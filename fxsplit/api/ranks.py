@@ -123,7 +123,6 @@ class Team:
         # Of a mesh, the first rank of all plans for all pipelines.
         self._whole = world.whole
         self._agreement = Agreement(world.whole)
-        self._of_pipeline = Agreement(world)
 
     @property
     def leads(self) -> bool:
@@ -153,8 +152,7 @@ class Team:
         Each rank compares it with the model by itself, and what rounding hides from one of them is compiled by all.
         Raises RanksDiffer where one makes another call.
         """
-        with self.world.watch(COMPILE_LIMIT_S):
-            self._of_pipeline.meet({"call": f"other shapes of {self.label}"}, 0)
+        with self.holdings.agree("other shapes", limit_s=COMPILE_LIMIT_S):
             return all(map(int, self.world.gather(torch.tensor([int(graph is not None)]), "other shapes")))
 
     def tell(self, find: Callable[[], Told] | None) -> Told | None:

@@ -97,12 +97,11 @@ def assume_moments(in_flight: int, versions: int, *, splits: bool, trains: bool)
     others, further = in_flight - 1, versions - 1
     if not trains:
         return (Moment("forward_bytes", others),)
-    found = [Moment("forward_bytes", others, 0, further), Moment("step_bytes", others, 0, further)][
-        : 1 + (versions > 1)
-    ]
-    if splits:
-        return (*found, Moment("early_bytes", 0, others, further), Moment("late_bytes", 0, others, further))
-    return (*found, Moment("whole_bytes", others, 0, further))
+    # Where there are versions of the weights the optimizer steps between microbatches.
+    actions = ["forward_bytes", *(["step_bytes"] if further else []), *([] if splits else ["whole_bytes"])]
+    halves = ["early_bytes", "late_bytes"] if splits else []
+    whole = [Moment(during, others, 0, further) for during in actions]
+    return (*whole, *(Moment(during, 0, others, further) for during in halves))
 
 
 def choose_heaviest(moments: Sequence[Moment]) -> Moment:

@@ -20,8 +20,6 @@ WEIGHT_COPIES = 2.0
 
 Where a step begins with a `.grad`, that is a third copy, which plans do not count.
 """
-
-
 STEP_COPIES = 2.0
 """What an optimizer allocates while it steps, in sizes of the largest node's parameters: what Adam does on a CPU."""
 
@@ -70,37 +68,18 @@ def measure_stage(
     # The search weighs the stages of a plan before they are priced, and who verifies the plan prices them again.
     key = tuple(names), tuple(crossings.taken), tuple(crossings.given), optimizer_factor, recompute, last, forwards
     of_costs = _KNOWN.setdefault(costs, {})
-    known = of_costs.get(key)
-    if known is None:
-        known = of_costs[key] = _measure(costs, names, crossings, optimizer_factor, recompute, last, forwards)
-    return known
-
-
-def _measure(
-    costs: Costs,
-    names: Sequence[str],
-    crossings: Crossings,
-    optimizer_factor: float,
-    recompute: bool,
-    last: bool,
-    forwards: bool,
-) -> StageMemory:
-    """Return what `measure_stage` says, not yet known."""
+    if key in of_costs:
+        return of_costs[key]
     nodes = [costs.by_name[name] for name in names]
     parameters, buffers = sum_shared(costs, nodes, shared=forwards)
     kept = float(sum(n.kept_bytes for n in nodes))
-    size_of = {name: costs.value_of[name][1] for name in (*crossings.taken, *crossings.given)}
+    boundary = sum_boundaries(costs, crossings) if forwards else 0.0
     # Nobody knows what the stages of another tool's model allocate.
-    weighed = forwards and costs.weighed
-    boundary = 0.0
-    if forwards:
-        boundary = float(sum(size_of[name] for name in crossings.taken))
-        boundary += float(sum(costs.find_unkept(name, size_of[name]) for name in crossings.given))
-    if weighed:
+    if forwards and costs.weighed:
         held = follow_stage(costs, names, crossings, recompute=recompute, last=last and not costs.inference)
     else:
         held = spread_activations(kept, boundary, recompute=recompute, trains=not costs.inference)
-    return StageMemory(
+    of_costs[key] = StageMemory(
         held_bytes=parameters * (WEIGHT_COPIES + optimizer_factor) + buffers,
         parameter_bytes=parameters,
         optimizer_bytes=parameters * optimizer_factor,
@@ -111,6 +90,14 @@ def _measure(
         # As floats, whatever a profile has: a plan that was written and read is the same plan.
         **{figure: float(amount) for figure, amount in vars(held).items()},
     )
+    return of_costs[key]
+
+
+def sum_boundaries(costs: Costs, crossings: Crossings) -> float:
+    """Return the bytes of the values that a stage takes, and of those that it gives and that nothing keeps."""
+    given = ((name, costs.value_of[name][1]) for name in crossings.given)
+    found = float(sum(costs.value_of[name][1] for name in crossings.taken))
+    return found + float(sum(costs.find_unkept(name, size) for name, size in given))
 
 
 def sum_shared(costs: Costs, nodes: Collection[NodeCost], *, shared: bool = True) -> tuple[float, float]:

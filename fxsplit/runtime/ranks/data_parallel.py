@@ -18,7 +18,7 @@ from fxsplit.runtime.ranks.agreement import hash_text
 from fxsplit.runtime.ranks.buckets import Offer
 from fxsplit.runtime.ranks.portions import Portion, weigh_portion
 from fxsplit.runtime.ranks.reducer import Reducer
-from fxsplit.runtime.ranks.world import World, begin
+from fxsplit.runtime.ranks.world import World, begin, sort_by_rank
 from fxsplit.torch_internals.grad_sums import Sums
 
 OTHERS = "the other pipelines, to add gradients"
@@ -126,10 +126,8 @@ class Columns:
     def gather(self, tensor: Tensor, what: str) -> list[Tensor]:
         """Return a tensor of host memory from every rank of this column, in the order of pipelines, all of one kind."""
         found = [torch.empty_like(tensor) for _ in self._world.rows]
-        # torch numbers the ranks of a group in rising order, and a mesh may have them in another one.
-        column = [row[self._world.me] for row in self._world.rows]
-        by_place = [found[i] for i in sorted(range(len(column)), key=column.__getitem__)]
-        self._world.wait(begin(self._world.column.allgather, [by_place], [tensor]), f"the other pipelines at {what}")
+        by_rank = sort_by_rank(found, [row[self._world.me] for row in self._world.rows])
+        self._world.wait(begin(self._world.column.allgather, [by_rank], [tensor]), f"the other pipelines at {what}")
         return found
 
     def _find_reducer(self) -> Reducer:

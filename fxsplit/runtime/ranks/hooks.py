@@ -66,10 +66,9 @@ class HookChoice:
     """
 
     def __init__(self, option: object = None) -> None:
-        self.text = "allreduce"
         if isinstance(option, tuple) and len(option) == 2 and callable(option[1]):
             state, function = option
-            self.text = f"{getattr(function, '__name__', type(function).__name__)}"
+            self.text = str(getattr(function, "__name__", type(function).__name__))
             self._make: Callable[[], Hook] = lambda: Hook(function, state, count=_find_count(function, state))
             # One of the user's own knows one group, and has one set of what it leaves out.
             self._once = self.keeps = state is not None

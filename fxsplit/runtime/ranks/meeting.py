@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ class RankMeeting:
             self._world.limit(timeout_s)
         # Pipelines with other numbers of microbatches may end their stages in another order.
         if self._weight is not None and self._alike and self._columns.overlaps:
-            job.after = EarlySums(self._columns, job, self._list_apart(), self._weight)
+            job.after = EarlySums(self._columns, job, self._apart, self._weight)
         self._run(job)
         self._ties.gather_notes()
 
@@ -145,7 +146,7 @@ class RankMeeting:
             assert self._weight is not None, "the end has told it"
             placed = self._occasion.batch.program.list_placed()
             leaves = [w for w, _ in placed if w.requires_grad]
-            self._columns.reduce(sums, self._list_apart(), leaves, self._weight)
+            self._columns.reduce(sums, self._apart, leaves, self._weight)
         if self._summing.adds:
             # A hook may have failed on some rank: nobody changes a gradient before all have theirs.
             self._world.whole.gather(torch.zeros(1), self._what)
@@ -170,7 +171,9 @@ class RankMeeting:
         portion = find_portion(self._occasion, has_loss=self._world.me in self._last, ended=ended)
         self._weight, self._alike = self._columns.weigh(call, portion)
 
-    def _list_apart(self) -> list[list[Tensor]]:
+    @cached_property
+    def _apart(self) -> list[list[Tensor]]:
+        """For each stage its leaves, if their sums may begin before the others."""
         return list_apart(self._occasion.batch.program, self._world.me)
 
     # Losses

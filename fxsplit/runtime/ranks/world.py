@@ -59,6 +59,14 @@ def unpack_text(packed: Tensor) -> str:
     return packed.numpy().tobytes().decode()
 
 
+def sort_by_rank(tensors: Sequence[Tensor], ranks: Sequence[int]) -> list[Tensor]:
+    """Return the tensors of some ranks in rising order of these, as torch numbers the ranks of a group.
+
+    A pipeline or a mesh may have them in another order.
+    """
+    return [tensors[i] for i in sorted(range(len(ranks)), key=ranks.__getitem__)]
+
+
 class Pair:
     """What brings tensors from one rank to another one, in the order in which they are sent, and nothing back.
 
@@ -311,8 +319,7 @@ class World:
 
     def _gather(self, found: list[Tensor], own: Tensor, what: str) -> None:
         """Fill tensors with those of all ranks, in the order of the pipeline."""
-        by_place = [found[self._places.index(place)] for place in range(len(found))]
-        self.wait(begin(self._control.allgather, [by_place], [own]), f"all ranks at {what}")
+        self.wait(begin(self._control.allgather, [sort_by_rank(found, self.ranks)], [own]), f"all ranks at {what}")
 
     def gather_texts(self, text: str, what: str) -> list[str]:
         """Return the text of every rank."""

@@ -89,9 +89,9 @@ class Programs:
     ],
 )
 def test_a_program_that_ends_between_steps_ends_the_others(what: str, said: str, tmp_path: Path) -> None:
-    (code, out, error), (code_1, out_1, _) = Programs(tmp_path, what).finish()
+    (code, out, error), (code_1, out_1, error_1) = Programs(tmp_path, what).finish()
     assert out == out_1 and out.startswith("loss ")
-    assert code == 1 and code_1 == {"raise": 1, "exit": 0, "kill": -signal.SIGKILL}[what]
+    assert code == 1 and code_1 == {"raise": 1, "exit": 0, "kill": -signal.SIGKILL}[what], error_1
     assert said in error.splitlines()[-1], error
 
 
