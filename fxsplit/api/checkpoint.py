@@ -78,9 +78,9 @@ def save_checkpoint(
     step: how many steps were made, a number that loading returns. extra: what else is to be kept, as JSON knows it,
     such as a scheduler's state_dict(). keep: how many of the newest checkpoints stay in the folder (default: all).
 
-    Over ranks every rank calls this, and each writes what it has; all hosts share the folder. The state of torch's
-    random numbers on the CPU is saved too, that of the first rank. Raises InputError for what no checkpoint holds, and
-    what stopped the one before.
+    Over ranks each rank of all pipelines calls this, and each writes what it has; all hosts share the folder. The state
+    of torch's random numbers on the CPU is saved too, that of the first rank. Raises InputError for what no checkpoint
+    holds, and what stopped the one before.
     """
     if not is_count(step):
         raise InputError(f"step={show(step)}: give how many steps were made, such as 7")
@@ -89,7 +89,9 @@ def save_checkpoint(
     if not isinstance(folder, (str, os.PathLike)):
         raise InputError(f"folder={show(folder)}: give the path of a folder")
     _get_model(model)
-    with _meet(model, f"save_checkpoint(step={step})", f"saves to {os.fspath(folder)!r}") as holdings:
+    what = f"saves to {os.fspath(folder)!r}"
+    # Also the pipelines of a mesh that write nothing: groups of ranks are made by all of them, or by none.
+    with _meet(model, f"save_checkpoint(step={step})", what, side_by_side=True) as holdings:
         # What is copied now takes the memory that the one before has until it is written.
         wait_for_saving()
         # Batches of a stream may write to buffers.

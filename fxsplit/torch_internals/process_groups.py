@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import Store, _world
 
 NO_TAG = 1 << 20
 """A tag that no message has."""
@@ -55,6 +55,16 @@ def clone_store() -> Store:
     store: Any = dist.distributed_c10d._get_default_store()
     cloned: Store = store.clone()
     return cloned
+
+
+def count_groups() -> int:
+    """Return how many groups this process has named so far, also those that it is not in."""
+    return _world.group_count
+
+
+def count_groups_from(number: int) -> None:
+    """Let the next group have this number for its name, by which its ranks find each other: the same on all of them."""
+    _world.group_count = number
 
 
 def break_waits(group: dist.ProcessGroup) -> None:

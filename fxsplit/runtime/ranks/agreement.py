@@ -32,6 +32,8 @@ THINGS = {
     "target values": "has another target: its first and last values have the checksum {}",
 }
 """What ranks compare, in this order: the first that differs is named."""
+N_NUMBERS = len(THINGS) + 1
+"""So many numbers ranks tell each other wherever a call begins: messages of two lengths would end their processes."""
 MASK = 2**62 - 1
 """What makes a number of Python's fit into 64 bits."""
 SAMPLE_BYTES = 4096

@@ -50,15 +50,15 @@ class Board:
         """Return the failure of this turn, or None where none is posted within a time."""
         return _look_until(self.read, limit_s)
 
-    def wait_for_all(self, limit_s: float) -> bool:
-        """Return whether all ranks have come here in this turn, as soon as they have; or False, after a time.
+    def gather(self, number: int, limit_s: float) -> list[int] | None:
+        """Return the numbers with which all ranks have come here in this turn, as soon as they have; None after a time.
 
-        False where a failure is posted meanwhile: one of them will not come.
+        None where a failure is posted meanwhile: one of them will not come.
         """
-        self._store.set(self._key(f"here/{self.me}"), "1")
+        self._store.set(self._key(f"here/{self.me}"), str(number))
         keys = [self._key(f"here/{rank}") for rank in range(self.n_ranks)]
         _look_until(lambda: self._store.check(keys) or self.read(), limit_s)
-        return self._store.check(keys)
+        return [int(self._store.get(key)) for key in keys] if self._store.check(keys) else None
 
     def end_turn(self) -> None:
         """Note that this rank has read the failure, and begin the next turn."""

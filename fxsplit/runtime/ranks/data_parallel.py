@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fxsplit.errors import InputError, RanksDiffer
-from fxsplit.runtime.ranks.agreement import hash_text
+from fxsplit.runtime.ranks.agreement import N_NUMBERS, hash_text
 from fxsplit.runtime.ranks.buckets import Offer
 from fxsplit.runtime.ranks.portions import Portion, weigh_portion
 from fxsplit.runtime.ranks.reducer import Reducer
@@ -57,17 +57,21 @@ class Columns:
         portion: what this rank knows of its pipeline. Raises RanksDiffer where a pipeline has come to another call.
         """
         whole, n = self._world.whole, len(self._world)
-        numbers = torch.tensor([hash_text(call), *portion.to_numbers()])
+        own = [hash_text(call), *portion.to_numbers()]
+        # As long as what the others tell who have come to another call, and first the call there too.
+        numbers = torch.tensor(own + [0] * (N_NUMBERS - len(own)))
         told = [one.tolist() for one in whole.gather(numbers, f"the other pipelines at {call}")]
         pipelines = [told[i : i + n] for i in range(0, len(told), n)]
         odd = next((i for i, ranks in enumerate(pipelines) if ranks[0][0] != told[0][0]), None)
         if odd is not None:
             raise RanksDiffer(
                 f"pipeline {odd} of the mesh makes another call than pipeline 0: every rank makes the same calls in "
-                "the same order, with batches of its own pipeline, and trains the same parameters"
+                "the same order, with batches of its own pipeline, and trains the same parameters. So it is with "
+                "save_checkpoint(), and with the first call in a mode, which compiles"
             )
         # Of a pipeline its last stage knows most.
-        portions = [max((Portion.read(one[1:]) for one in ranks), key=lambda p: p.kind) for ranks in pipelines]
+        known = [[Portion.read(one[1 : len(own)]) for one in ranks] for ranks in pipelines]
+        portions = [max(each, key=lambda p: p.kind) for each in known]
         return weigh_portion(self.row, portions), len({p.n_microbatches for p in portions}) == 1
 
     def add(self, total: Tensor, weight: float) -> Tensor:

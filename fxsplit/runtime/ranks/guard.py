@@ -20,7 +20,7 @@ from fxsplit.errors import RankError
 from fxsplit.runtime.ranks.board import Board
 from fxsplit.runtime.ranks.faults import Fault
 from fxsplit.runtime.ranks.watcher import Watcher
-from fxsplit.torch_internals.process_groups import break_waits, clone_store
+from fxsplit.torch_internals.process_groups import break_waits, clone_store, count_groups, count_groups_from
 
 BLAME_S = 2.0
 """How long a rank that has lost another one waits to learn why, before it says so itself."""
@@ -85,8 +85,11 @@ class Guard:
         if not self._is_broken:
             return
         # To make a group waits for all its ranks, and nothing wakes it.
-        if not self._board.wait_for_all(limit_s):
+        counts = self._board.gather(count_groups(), limit_s)
+        if counts is None:
             raise RankError(f"rank {self._board.me} has waited for all ranks to go on after a failure")
+        # Only some ranks may have made a group before they failed, and the next one would have two names.
+        count_groups_from(max(counts))
         make_groups()
         self._is_broken = False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,6 +117,40 @@ def differ(rank: int, n: int, how: str) -> str:
 def test_what_differs_between_pipelines_is_named(how: str, kind: str, message: str) -> None:
     for raised in ranks(4, differ, how):
         assert raised.startswith(kind) and message in raised, raised
+
+
+def act_alone(rank: int, n: int, how: str, folder: str) -> str:
+    """Let the first pipeline do alone what all do together, while the other one steps; return what is raised."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    x, y = make_batch()
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"passes": FAST, "n_microbatches": 3, "loss_fn": F.mse_loss, "example_inputs": x}
+    pipe = fxsplit.compile(nn.Sequential(Mlp(), nn.Dropout(0.1)).double(), mesh, **options)
+    raised = ""
+    try:
+        if how == "group" and rank < 2:
+            # Groups that ranks name by themselves are counted by these ranks alone.
+            dist.new_group([3])
+            pipe.step(x, target=y[:, :2])
+        elif how == "save" and rank < 2:
+            fxsplit.save_checkpoint(folder, pipe, step=1)
+        elif how == "compile" and rank < 2:
+            pipe.eval()
+            pipe(x)
+        pipe.step(x, target=y)
+    except (FxsplitError, RuntimeError, ValueError) as error:
+        raised = str(error)
+    # All go on afterwards.
+    pipe.train()
+    pipe.step(x, target=y)
+    return raised
+
+
+@pytest.mark.parametrize("how", ["save", "compile", "group"])
+def test_what_one_pipeline_does_alone_is_named_and_all_go_on(how: str, tmp_path: Path) -> None:
+    """A first call in evaluation ended the processes, and groups that only some ranks made kept all waiting."""
+    for raised in ranks(4, act_alone, how, str(tmp_path)):
+        assert raised and (how == "group" or "makes another call than pipeline 0" in raised), raised
 
 
 def test_an_error_in_one_pipeline_is_raised_in_all() -> None:
