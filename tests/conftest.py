@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
@@ -16,6 +17,11 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     # numba numbers the files of its cache without a lock: processes that compile one kernel at once mix them up.
     cache = Path(__file__).parent.parent / ".pytest_cache" / f"numba-{worker}"
     os.environ.setdefault("NUMBA_CACHE_DIR", str(cache))
+
+# A shell that starts a command in the background has it ignore Ctrl-C, and processes inherit that: tests of interrupts,
+# and the programs that they start, would never see one.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 import torch
