@@ -60,7 +60,8 @@ class Hook:
 class HookChoice:
     """The hook that a user means, which is made anew for each group of ranks.
 
-    keeps: whether it keeps something from step to step, as what it has left out.
+    keeps: whether it keeps something from step to step, as what it has left out. feeds_back: whether it is one by name
+    that adds that to the gradients of the next step.
     option: the name of a hook, perhaps with options as in `topk{share=0.05}`; None for `allreduce`; or (state, hook) as
     torch's DDP takes it. Raises InputError for anything else.
     """
@@ -72,10 +73,11 @@ class HookChoice:
             self._make: Callable[[], Hook] = lambda: Hook(function, state, count=_find_count(function, state))
             # One of the user's own knows one group, and has one set of what it leaves out.
             self._once = self.keeps = state is not None
+            self.feeds_back = False
         elif option is None or isinstance(option, str):
             self.text = "allreduce" if option is None else option.replace(" ", "")
             self._make, self._once = _read_named(self.text), False
-            self.keeps = self._make().state is not None
+            self.keeps = self.feeds_back = self._make().state is not None
         else:
             raise _explain_hook(option)
 

@@ -132,6 +132,7 @@ class RankMeeting:
 
     def total(self, job: Job) -> Sums:
         """Return the sums of gradients of this rank's weights, other ranks' shares among them."""
+        self._summing.look_at(job, 1.0 if self._weight is None else self._weight, self._what)
         reduced = self._occasion.call == "step"
         if self._summing.is_stated:
             self._summing.add_replicas(job, self._occasion.batch.program)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxsplit.runtime.ranks.buckets import BUCKET_BYTES, Bucket, Offer, fill_buckets
-from fxsplit.runtime.ranks.hooks import Hook
+from fxsplit.runtime.ranks.hooks import Hook, HookChoice
 from fxsplit.runtime.ranks.residuals import Residuals
 from fxsplit.runtime.ranks.traffic import Traffic
 
@@ -21,7 +21,8 @@ class Reducer:
     """Adds the gradients of one group of ranks, step by step. What its hook keeps stays from step to step.
 
     In a step `begin` is called for gradients that are complete, any number of times, `finish` once, and then `settle`.
-    All ranks of the group make the same calls with the same parameters in the same order.
+    All ranks of the group make the same calls with the same parameters in the same order. Where `is_plain` says so, on
+    all ranks, the gradients of a step are added as they are, and the hook does not see them.
     """
 
     def __init__(
@@ -31,8 +32,11 @@ class Reducer:
         *,
         bucket_bytes: float = BUCKET_BYTES,
         traffic: Traffic | None = None,
+        is_plain: Callable[[], bool] = lambda: False,
     ) -> None:
         self.hook = hook
+        self._plain = HookChoice().make()
+        self._is_plain = is_plain
         self.traffic = Traffic() if traffic is None else traffic
         self._bucket_bytes = bucket_bytes
         # Hooks know a bucket by its number, so it has one for as long as it holds the same parameters. Those are kept:
@@ -45,7 +49,8 @@ class Reducer:
     def bind(self, group: dist.ProcessGroup | None) -> None:
         """Add over the ranks of a group, which is made anew after a failure."""
         self._group = group
-        self.hook.bind(group)
+        for hook in (self.hook, self._plain):
+            hook.bind(group)
 
     @property
     def residuals(self) -> Residuals | None:
@@ -101,16 +106,17 @@ class Reducer:
         """Begin buckets with these gradients. `last`: whether no others come in this step."""
         scaled = [Offer(p, scale(g, weight)) for p, g in offers]
         buckets = fill_buckets(scaled, self._bucket_bytes)
+        hook = self._plain if self._is_plain() else self.hook
         for bucket in buckets:
             bucket.set_place(self._find_number(bucket), last=last and bucket is buckets[-1])
             whole = bucket.buffer()
-            future = self.hook.function(self.hook.state, bucket)
-            if not self.hook.overlaps:
+            future = hook.function(hook.state, bucket)
+            if not hook.overlaps:
                 # A hook that waits in a callback keeps a thread of gloo, which has two: with two buckets none is left.
                 self._wait(bucket, future)
                 future = None
             self._under_way.append((bucket, future))
-            self.traffic.note(whole.nbytes, self.hook.count(self.hook.state, whole))
+            self.traffic.note(whole.nbytes, hook.count(hook.state, whole))
 
     def _find_number(self, bucket: Bucket) -> int:
         key = tuple(map(id, bucket.parameters()))

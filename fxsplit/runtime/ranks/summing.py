@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from functools import cached_property
 
+import torch
+from torch import Tensor
+
 from fxsplit.errors import InputError
 from fxsplit.ir.facts.figures import show
 from fxsplit.runtime.job import Job
@@ -36,6 +39,7 @@ class Summing:
         self._world = world
         self._bucket_bytes = BUCKET_BYTES if bucket_bytes is None else bucket_bytes
         self._replicas: dict[int, Reducer] = {}
+        self._is_plain = False
 
     def __str__(self) -> str:
         return f"{self.choice.text} in buckets of {self._bucket_bytes:g} bytes"
@@ -56,7 +60,21 @@ class Summing:
         return Columns(self._world, self._make_reducer)
 
     def _make_reducer(self) -> Reducer:
-        return Reducer(self.choice.make(), bucket_bytes=self._bucket_bytes, traffic=self.traffic)
+        hook, is_plain = self.choice.make(), lambda: self._is_plain
+        return Reducer(hook, bucket_bytes=self._bucket_bytes, traffic=self.traffic, is_plain=is_plain)
+
+    def look_at(self, job: Job, weight: float, what: str) -> None:
+        """Decide with all ranks whether hooks see the gradients of a job, before any of them is added.
+
+        A hook that adds what it leaves out to the next step's gradients sees none of a step with one that is not finite
+        on any rank, as after an overflow under a GradScaler: such a number would stay for ever.
+        """
+        if self.choice.feeds_back and self.adds:
+            # What weighs nothing may be no number, and is left out.
+            sums = (gradient for parts in job.sums for part in parts for gradient in part.totals.values())
+            fine = not weight or all(map(is_finite, sums))
+            told = self._world.whole.gather(torch.tensor([float(fine)]), what)
+            self._is_plain = not all(map(float, told))
 
     def check_homes(self, homes: Homes) -> None:
         """Raise InputError for a hook that adds nothing by a plan, or for one of the user's that adds in two groups."""
@@ -112,6 +130,11 @@ class Summing:
         self.columns.settle(kept=kept)
         for reducer in self._replicas.values():
             reducer.settle(kept=kept)
+
+
+def is_finite(gradient: Tensor) -> bool:
+    """Return whether all numbers of a gradient, which may be sparse, are finite; the host waits for them."""
+    return bool((gradient.coalesce().values() if gradient.is_sparse else gradient).isfinite().all())
 
 
 def check_bucket_bytes(bucket_bytes: object) -> None:
