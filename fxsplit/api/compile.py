@@ -96,7 +96,7 @@ def compile(
     gradient_hook: over ranks, what adds the gradients of pipelines side by side, and of a stage's replicas:
         "allreduce", "fp16", "bf16", "powersgd", "topk" or "sketch", with options as in "topk{share=0.05}", or (state,
         hook) as torch's DDP takes it; a state of None becomes the process group. All but "allreduce" change what is
-        computed.
+        computed: `fxsplit.verify` says by how much.
     bucket_bytes: over ranks, how many bytes of gradients are added at a time (default: 25e6).
     dump: a folder for the IR's text before the first and after every pass (also FXSPLIT_DUMP).
     checkpoint: the earlier name of `recompute`, deprecated.
@@ -154,10 +154,16 @@ def choose_recompute(recompute: str | None, checkpoint: str | None) -> str:
     return checkpoint
 
 
-def recompile_like(pipe: Pipeline, model: nn.Module, loss_fn: LossFn | None, compress: str | None = None) -> Pipeline:
+def recompile_like(
+    pipe: Pipeline,
+    model: nn.Module,
+    loss_fn: LossFn | None,
+    compress: str | None = None,
+    gradient_hook: GradientHook | None = None,
+) -> Pipeline:
     """Return another model as a pipeline with the same options, to be compared with it; it measures its own costs.
 
-    Its cuts are exact, unless it is to `compress` them.
+    Its cuts are exact, unless it is to `compress` them, and so are its sums over ranks, unless `gradient_hook` adds.
 
     Raises InputError for a schedule whose weights change between microbatches.
     """
@@ -179,6 +185,6 @@ def recompile_like(pipe: Pipeline, model: nn.Module, loss_fn: LossFn | None, com
         deferred_batch_norm=False,
         inference=False,
         compress=compress,
-        gradient_hook=None,
+        gradient_hook=gradient_hook,
     )
     return Pipeline(pipe.compiler.recompile_like(model, options))

@@ -30,7 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "factory", metavar="MODULE:FACTORY", help="FACTORY() returns (model, args) or (model, args, kwargs)"
     )
-    parser.add_argument("--devices", type=int, default=2, metavar="N", help="CPU devices (default: %(default)s)")
+    parser.add_argument(
+        "--devices", type=int, metavar="N", help="CPU devices (default: 2; under torchrun each rank is a device)"
+    )
+    parser.add_argument(
+        "--pipelines", type=int, metavar="N", help="under torchrun: pipelines side by side (default: 1)"
+    )
+    parser.add_argument("--gradient-hook", type=take_text, metavar="HOOK", help="under torchrun: as in compile()")
     parser.add_argument("--n-microbatches", type=int, metavar="M", help="default: two a device, where rows allow")
     parser.add_argument(
         "--schedule", type=take_text, default="1F1B", metavar="NAME", help=f"one of {', '.join(RUNNABLE)}"
@@ -42,30 +48,63 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Print how the pipeline differs from the model; return 0 if it does not, and else 1.
 
-    Raises InputError for a factory that is none, and for a model that raises.
+    Under a launcher every rank runs this, and the first one prints. Raises InputError for a factory that is none, for
+    a model that raises, and for options that are for ranks where there are none.
     """
+    from fxsplit.cli.launched import join_ranks
+    from fxsplit.runtime.ranks.join import is_launched
+
+    if is_launched():
+        if arguments.devices is not None:
+            raise InputError(f"--devices {arguments.devices}: under a launcher each rank is a device, so leave it out")
+        with join_ranks(1 if arguments.pipelines is None else arguments.pipelines) as launched:
+            model, args, kwargs = _call_factory(arguments.factory)
+            own = launched.take_rows(model, args, kwargs)
+            return _verify(arguments, launched.devices, model, own.args, own.kwargs, quiet=not launched.leads)
+    for name in ("pipelines", "gradient_hook"):
+        if getattr(arguments, name) is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise InputError(f"{option} is for several ranks: torchrun --nproc-per-node=4 -m fxsplit verify ...")
+    devices = 2 if arguments.devices is None else arguments.devices
+    check_device_count(devices)
+    return _verify(arguments, ["cpu"] * devices, *_call_factory(arguments.factory))
+
+
+def _verify(
+    arguments: argparse.Namespace,
+    devices: Any,
+    model: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    quiet: bool = False,
+) -> int:
+    """Compile a model and verify it; print what is found, unless this is to be `quiet`; return the exit code."""
     from fxsplit.api.compile import compile
     from fxsplit.api.verify import verify
 
-    check_device_count(arguments.devices)
-    model, args, kwargs = _call_factory(arguments.factory)
     # Warnings are told below, each once: compiling a model twice says most of them twice.
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
             with compile(
                 model,
-                ["cpu"] * arguments.devices,
+                devices,
                 n_microbatches=arguments.n_microbatches,
                 schedule=arguments.schedule,
                 passes=arguments.passes,
+                gradient_hook=arguments.gradient_hook,
             ) as pipe:
-                pipe.compile_for(*args, **kwargs)
+                # Of pipelines side by side some have fewer rows, and ranks compile for one shape.
+                if pipe.compiler.team is None:
+                    pipe.compile_for(*args, **kwargs)
                 found = verify(pipe, args, kwargs)
         except FxsplitError:
             raise
         except Exception as error:  # most are the model's own, and nothing has been shown about its pipeline
             raise InputError(f"{arguments.factory}: {type(error).__name__}: {error}") from error
+    if quiet:
+        return 0 if found.equal else 1
     # Each warning once, on standard error: standard output may be JSON.
     for text in dict.fromkeys(str(w.message) for w in said if issubclass(w.category, UserWarning)):
         print(f"fxsplit verify: {text}", file=sys.stderr)
@@ -128,6 +167,7 @@ def describe(found: Verification) -> dict[str, Any]:
         "offending": [f"{d.kind} {d.name}" for d in found.offending],
         "differs_from_whole_batch": list(found.by_nature),
         "compression": None if found.compression is None else asdict(found.compression),
+        "gradient_hook": None if found.gradient_hook is None else asdict(found.gradient_hook),
     }
 
 
@@ -148,6 +188,8 @@ def _show(found: Verification) -> None:
     )
     if found.compression is not None:
         print(f"{found.compression}; all else is of exact cuts")
+    if found.gradient_hook is not None:
+        print(f"{found.gradient_hook}; all else is of exact sums")
     if found.by_nature:
         print(
             f"{len(found.by_nature)} values differ from the model on the whole batch by nature, as the unsplit model "

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxsplit
-from fxsplit.api.verify import disable_dropout
 from fxsplit.cli.main import main
 from fxsplit.cli.verify import _call_factory
 from fxsplit.errors import InputError
 from fxsplit.torch_internals.grad_sums import Share, Sums
+from fxsplit.torch_internals.no_dropout import disable_dropout
 from tests.models import FAST, Mlp
 
 MODELS = """

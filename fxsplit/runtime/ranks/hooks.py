@@ -9,6 +9,7 @@ change gradients; they are used where they are asked for.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -56,6 +57,27 @@ class Hook:
                     setattr(self.state, name, group)
         self._bound[:] = [group]
 
+    def copy_state(self) -> Any:
+        """Return a copy of the state, which knows no group that it was given here; raises InputError for none such."""
+        groups = {name: getattr(self.state, name) for name in GROUPS if hasattr(self.state, name)}
+        memo = {id(group): group for group in groups.values()}
+        try:
+            if not isinstance(self.state, powerSGD_hook.PowerSGDState):
+                made = copy.deepcopy(self.state, memo)
+            else:
+                # Its own way to be copied is for files: it loses the group, and warns of that.
+                made = object.__new__(type(self.state))
+                for name in (*getattr(self.state, "__slots__", ()), *getattr(self.state, "__dict__", ())):
+                    setattr(made, name, copy.deepcopy(getattr(self.state, name), memo))
+        except Exception as error:
+            raise InputError(
+                f"a gradient hook is tried with a copy of its state, and a {type(self.state).__name__} cannot be "
+                f"copied ({error}): give its class a __deepcopy__"
+            ) from error
+        for name, group in groups.items():
+            setattr(made, name, None if any(group is one for one in self._bound) else group)
+        return made
+
 
 class HookChoice:
     """The hook that a user means, which is made anew for each group of ranks.
@@ -67,6 +89,8 @@ class HookChoice:
     """
 
     def __init__(self, option: object = None) -> None:
+        self._is_warm = False
+        self.option = option
         if isinstance(option, tuple) and len(option) == 2 and callable(option[1]):
             state, function = option
             self.text = str(getattr(function, "__name__", type(function).__name__))
@@ -90,9 +114,16 @@ class HookChoice:
                 "group"
             )
 
+    def skip_warm_up(self) -> None:
+        """Let hooks compress from the first step on that leave some as they are, as PowerSGD does."""
+        self._is_warm = True
+
     def make(self) -> Hook:
         """Return a hook with a state of its own, or with that of the user's."""
-        return self._make()
+        hook = self._make()
+        if self._is_warm and isinstance(hook.state, powerSGD_hook.PowerSGDState):
+            hook.state.iter = hook.state.start_powerSGD_iter
+        return hook
 
 
 def _explain_hook(option: object) -> InputError:

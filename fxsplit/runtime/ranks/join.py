@@ -49,16 +49,21 @@ def _start(backend: str) -> None:
     dist.init_process_group(backend, store=named, rank=rank, world_size=n_ranks, timeout=limit)
 
 
+def join_default_group() -> torch.device:
+    """Make the default process group where there is none; return the device of this rank."""
+    device = find_own_device()
+    if not dist.is_initialized():
+        _start("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    return device
+
+
 def join_world(rows: Sequence[Sequence[int]] | None = None) -> World:
     """Return the ranks that run a pipeline with this one: all of the default group, or those of its row.
 
     The default process group is made where there is none. Pipelines of the same ranks share a world. Raises InputError
     for a rank that is in no row.
     """
-    device = find_own_device()
-    if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        _start(backend)
+    device = join_default_group()
     rows = [tuple(row) for row in rows or [range(dist.get_world_size())]]
     n_ranks = sum(map(len, rows))
     if n_ranks != dist.get_world_size():

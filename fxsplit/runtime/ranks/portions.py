@@ -61,7 +61,7 @@ def find_portion(occasion: Occasion, *, has_loss: bool, ended: bool) -> Portion:
     if not has_loss:
         return found
     if not loss.given_targets:
-        return _find_own(batch, found)
+        return find_own_portion(batch, found)
     count = loss.meaning.count
     if isinstance(count, Count):
         return found._replace(kind=Kind.COUNTED, counted=_count_labels(count, loss, batch.rows))
@@ -78,8 +78,8 @@ def _count_labels(count: Count, loss: BatchLoss, rows: Sequence[int]) -> float:
     return sum(count.find_divisor([target], n) for target, n in pieces)
 
 
-def _find_own(batch: Batch, found: Portion) -> Portion:
-    """Return what there is of a loss that the model computes itself."""
+def find_own_portion(batch: Batch, found: Portion) -> Portion:
+    """Return what there is of a loss that the model computes itself. `found` has the rows."""
     own = find_own_meaning(batch.program, len(batch.rows))
     if isinstance(own.count, Watch):
         return found._replace(kind=Kind.OTHER)

@@ -58,6 +58,24 @@ class Reducer:
         found = getattr(self.hook.state, "residuals", None)
         return found if isinstance(found, Residuals) else None
 
+    @property
+    def keeps(self) -> bool:
+        """Whether the hook has left something out that it keeps, and says what."""
+        return self.residuals is not None or bool(getattr(self.hook.state, "error_dict", None))
+
+    def get_left_out(self, parameter: Tensor) -> Tensor:
+        """Return what the hook has left out so far of the gradients of a parameter, in its shape."""
+        if self.residuals is not None:
+            return self.residuals.get(parameter)
+        # PowerSGD keeps it by the numbers of buckets.
+        for number, parameters in self._numbers.values():
+            if any(p is parameter for p in parameters) and number in self.hook.state.error_dict:
+                parts = torch.split(self.hook.state.error_dict[number], [p.numel() for p in parameters])
+                return next(part for p, part in zip(parameters, parts, strict=True) if p is parameter).view_as(
+                    parameter
+                )
+        return torch.zeros_like(parameter)
+
     def has_begun(self, parameter: Tensor) -> bool:
         """Return whether the gradient of a parameter is under way in this step."""
         return parameter in self._begun

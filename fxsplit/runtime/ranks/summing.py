@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import cached_property
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fxsplit.errors import InputError
@@ -117,6 +118,17 @@ class Summing:
                 # Hooks make the mean.
                 sums.totals.update({leaf: gradient * len(home) for leaf, gradient in found.items()})
 
+    def copy_option(self) -> object:
+        """Return the hook as compile() is told, with a state of its own, so that it can be tried."""
+        option = self.choice.option
+        if not isinstance(option, tuple) or option[0] is None:
+            return option
+        # One of the user's adds in one group alone.
+        made = next(iter(self._replicas.values()), None)
+        if self.columns.n_pipelines > 1:
+            made = self.columns.reducer
+        return (self.choice.make() if made is None else made.hook).copy_state(), option[1]
+
     def _find_reducer(self, stage: int, home: tuple[int, ...]) -> Reducer:
         """Return what adds gradients of the replicas of a stage, over the group that there is now."""
         reducer = self._replicas.get(stage)
@@ -124,6 +136,34 @@ class Summing:
             reducer = self._replicas[stage] = self._make_reducer()
         reducer.bind(self._world.open_team(tuple(sorted(home))))
         return reducer
+
+    def find_left_out(self, program: Program, weight: float) -> dict[Tensor, Tensor] | None:
+        """Return what hooks have left out so far of the sums for each weight of this rank; None where nothing is kept.
+
+        To be called on all ranks. weight: what this pipeline weighs among those side by side.
+        """
+        world, columns, trained = self._world, self.columns, program.list_trained()
+        found: dict[Tensor, Tensor] = {}
+        reducers = [*self._replicas.values(), *([columns.reducer] if columns.n_pipelines > 1 else [])]
+        if not any(reducer.keeps for reducer in reducers):
+            return None
+        for stage, reducer in self._replicas.items():
+            home = program.homes[stage]
+            leaves = program.replicas[stage][home.index(world.me)].list_leaves(trained[stage], 0)
+            team = world.open_team(tuple(sorted(home)))
+            for own, leaf in zip(trained[stage], leaves, strict=True):
+                left = reducer.get_left_out(leaf).clone()
+                dist.all_reduce(left, group=team)
+                if home[0] == world.me:
+                    found[own] = left
+        if columns.n_pipelines > 1:
+            for own in (w for w, _ in program.list_placed() if w.requires_grad):
+                # Hooks make the mean of all ranks.
+                left = columns.reducer.get_left_out(own) / columns.n_pipelines
+                left = left + found[own] * weight if own in found else left
+                dist.all_reduce(left, group=world.column_data)
+                found[own] = left
+        return found
 
     def settle(self, *, kept: bool) -> None:
         """End a step. `kept`: whether its gradients were applied; what hooks have left out counts then."""

@@ -1,0 +1,68 @@
+"""Commands that a launcher has started on several ranks: what the ranks run on, and what each of them is given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fxsplit.errors import InputError
+from fxsplit.ir.facts.call import Call, Inputs
+from fxsplit.runtime.microbatches import divide_rows
+from fxsplit.runtime.ranks.join import join_default_group
+
+SEED = 0
+"""What the ranks draw from, so that all of them build one model."""
+
+
+class Launched(NamedTuple):
+    """The devices to compile for, as `compile` takes them. row: the number of this rank's pipeline."""
+
+    devices: Any
+    row: int = 0
+    n_pipelines: int = 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank speaks for all of them."""
+        return dist.get_rank() == 0
+
+    def take_rows(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+        """Return the rows of a batch, which is that of all pipelines, that the pipeline of this rank has."""
+        if self.n_pipelines == 1:
+            return Call(args, dict(kwargs))
+        inputs, tensors = Inputs.of(model, args, dict(kwargs), None)
+        rows = divide_rows(inputs.count_rows(tensors), self.n_pipelines)
+        start = sum(rows[: self.row])
+        cuts = [spec.cut for spec in inputs.specs]
+        return inputs.make_call([c.narrow(t, start, rows[self.row]) for c, t in zip(cuts, tensors, strict=True)])
+
+
+@contextmanager
+def join_ranks(n_pipelines: int) -> Iterator[Launched]:
+    """Join the other ranks for the block, in so many pipelines side by side; all draw the same numbers then.
+
+    Raises InputError where the ranks do not divide into them.
+    """
+    started = not dist.is_initialized()
+    device = join_default_group()
+    try:
+        n = dist.get_world_size()
+        if not 1 <= n_pipelines <= n or n % n_pipelines:
+            raise InputError(f"--pipelines {n_pipelines} of {n} ranks: give a number that divides them")
+        # The factory runs on every rank, and models with other weights would be refused.
+        torch.manual_seed(SEED)
+        if n_pipelines == 1:
+            yield Launched("world")
+        else:
+            mesh = DeviceMesh(device.type, torch.arange(n).view(n_pipelines, -1), mesh_dim_names=("dp", "pp"))
+            yield Launched(mesh, mesh.get_local_rank("dp"), n_pipelines)
+    finally:
+        # A group of the caller's is the caller's to end.
+        if started:
+            dist.destroy_process_group()

@@ -1,0 +1,222 @@
+"""verify() over ranks: all prove one pipeline together, and measure what a gradient hook changes in one step."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+import fxsplit
+from fxsplit.api.verify import Verification
+from fxsplit.cli.main import main
+from fxsplit.errors import InputError, RanksDiffer
+from fxsplit.runtime.ranks.reducer import Reducer
+from tests.models import FAST, Mlp
+from tests.proof.test_replicas import chain
+from tests.ranks import ranks
+
+SHARES = [8, 6]
+
+
+def make_mesh(n: int) -> Any:
+    return init_device_mesh("cpu", (2, n // 2), mesh_dim_names=("dp", "pp"))
+
+
+def make_own_batch(mesh: Any) -> Tensor:
+    """Return the rows of this rank's pipeline, which are fewer in the second one."""
+    row = mesh.get_local_rank("dp")
+    return torch.randn(SHARES[row], 8, generator=torch.Generator().manual_seed(row))
+
+
+def compile_row(mesh: Any, model: nn.Module | None = None, **options: Any) -> Any:
+    torch.manual_seed(0)
+    options = {"passes": FAST, "n_microbatches": 3, "bucket_bytes": 500, **options}
+    return fxsplit.compile(Mlp(6) if model is None else model, mesh, **options)
+
+
+HOOKS = ["allreduce", "topk{share=0.2}", "sketch{share=0.2}", "torch's powersgd"]
+
+
+def measure(rank: int, n: int) -> dict[str, Verification]:
+    """Return what is found with each hook; one that was used before keeps what it has left out."""
+    mesh = make_mesh(n)
+    x = make_own_batch(mesh)
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    own = {"torch's powersgd": (state, powerSGD_hook.powerSGD_hook)}
+    found = {}
+    for name in HOOKS:
+        pipe = compile_row(mesh, gradient_hook=own.get(name, name), loss_fn=F.mse_loss)
+        if name.startswith("topk"):
+            pipe.step(x[:6], target=torch.ones(6, 3))
+            before = [left.clone() for _, left in pipe.compiler.team.summing.columns.reducer.residuals._left.values()]
+        found[name] = fxsplit.verify(pipe, x)
+        if name.startswith("topk"):
+            after = [left for _, left in pipe.compiler.team.summing.columns.reducer.residuals._left.values()]
+            assert before and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        pipe.close()
+    assert state.iter == 0 and not state.error_dict and state.process_group is None, "a copy was tried"
+    return found
+
+
+def test_verify_measures_what_hooks_change() -> None:
+    told = ranks(4, measure, limit_s=120)
+    assert all(one == told[0] for one in told), "all ranks return the same"
+    for name, found in told[0].items():
+        assert found.equal and found.stages == 2, name
+        assert {d.name for d in found.differences if d.kind == "gradient"} == dict(Mlp(6).named_parameters()).keys()
+        effect = found.gradient_hook
+        assert effect is not None
+        if name == "allreduce":
+            assert effect.gradient < 1e-12 and effect.worst < 1e-12 and effect.left is None
+        else:
+            assert 1e-2 < effect.gradient <= effect.worst, name
+            # What a hook has left out is what its gradients are off by.
+            assert effect.left == pytest.approx(effect.gradient, rel=1e-9) and effect.lost < 1e-12, name
+        assert effect.worst_name in dict(Mlp(6).named_parameters())
+    topk = str(told[0]["topk{share=0.2}"].gradient_hook)
+    assert topk.startswith("gradients added by topk{share=0.2}: off by ") and "is kept for later steps" in topk
+
+
+class Labelled(nn.Module):
+    """Returns its own loss, and has batch norm, whose statistics are each pipeline's own, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        logits = self.last(torch.tanh(self.norm(self.first(x))))
+        return {"loss": logits.square().mean(), "logits": logits}
+
+
+def verify_rows(rank: int, n: int) -> tuple[Verification, Verification, Verification]:
+    """Return what is found for a loss of the model's own, for a wrong sum, and for replicas with a hook."""
+    mesh = make_mesh(n)
+    x = make_own_batch(mesh)
+    torch.manual_seed(0)
+    with compile_row(mesh, Labelled(), gradient_hook="bf16") as pipe:
+        own = fxsplit.verify(pipe, x)
+    finish = Reducer.finish
+
+    def forget(reducer: Reducer, *args: Any) -> Any:
+        found = finish(reducer, *args)
+        return {p: g * 2 if p.shape == (3, 16) else g for p, g in found.items()}
+
+    Reducer.finish = forget  # type: ignore[method-assign, assignment]
+    with compile_row(mesh) as pipe:
+        wrong = fxsplit.verify(pipe, x)
+    Reducer.finish = finish  # type: ignore[method-assign]
+    options: dict[str, Any] = {"n_microbatches": 3, "gradient_hook": "topk{share=0.1}", "passes": chain((1, 2, 1))}
+    with fxsplit.compile(Mlp(6), "world", **options) as pipe:
+        replicas = fxsplit.verify(pipe, torch.ones(6, 8).cumsum(0))
+    return own, wrong, replicas
+
+
+def test_verify_over_a_mesh_and_over_replicas() -> None:
+    for own, wrong, replicas in ranks(4, verify_rows, limit_s=120):
+        assert own.equal and set(own.by_nature) >= {"norm.running_mean", "norm.running_var"}
+        rounded = own.gradient_hook
+        assert rounded is not None and 1e-6 < rounded.gradient < 5e-2
+        assert rounded.left is None and rounded.lost == rounded.gradient <= rounded.worst
+        assert [(d.kind, d.name) for d in wrong.offending] == [("gradient", "layers.5.weight")]
+        effect = replicas.gradient_hook
+        assert replicas.equal and replicas.stages == 3 and effect is not None
+        # Stages without replicas are exact, and nothing that the hook leaves out is lost.
+        assert 1e-3 < effect.gradient == pytest.approx(effect.left, rel=1e-9) and effect.lost < 1e-12
+
+
+class Locked:
+    """The state of a hook that cannot be copied."""
+
+    def __init__(self) -> None:
+        self.group = None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("it has a lock")
+
+
+def verify_line(rank: int, n: int) -> tuple[Verification, list[str]]:
+    """Return what is found for a pipeline of two ranks with compressed cuts, and what bad calls are answered."""
+    x, told = torch.ones(8, 8).cumsum(0) / 8, []
+    with compile_row("world", compress="int8", bucket_bytes=None) as pipe:
+        before = [p.detach().clone() for p in pipe.parameters()]
+        found = fxsplit.verify(pipe, x)
+        assert all(torch.equal(a, b) for a, b in zip(before, pipe.parameters(), strict=True)), "compiled for nothing"
+        pipe.compile_for(x)
+        assert fxsplit.verify(pipe, x).compression is not None
+        with pytest.raises(RanksDiffer, match=r"verify\(\) of pipeline 0") as differ:
+            fxsplit.verify(pipe, x) if rank else pipe.state_dict()
+        told.append(str(differ.value))
+        assert fxsplit.verify(pipe, x).equal, "the next call works"
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+    with (
+        compile_row(mesh, gradient_hook=(Locked(), print)) as pipe,
+        pytest.raises(InputError, match=r"a Locked cannot be copied \(it has a lock\): give its class a __deepcopy__"),
+    ):
+        fxsplit.verify(pipe, x)
+    return found, told
+
+
+def test_verify_over_a_line_of_ranks() -> None:
+    found = ranks(2, verify_line)
+    assert found[0][0] == found[1][0]
+    for one, told in found:
+        assert one.equal and one.stages == 2 and one.gradient_hook is None
+        assert one.compression is not None and 1e-5 < one.compression.gradient < 5e-2
+        assert len(told) == 1
+
+
+MODEL = """
+import torch
+from torch import nn
+
+def make():
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)), (torch.randn(11, 8),)
+"""
+
+
+def run_commands(rank: int, n: int, *given: list[str]) -> list[tuple[int, str, str]]:
+    """Run commands as under torchrun; return their exit codes, and what they print."""
+    told = []
+    for options in given:
+        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as error:
+            code = main(["verify", "launched_models:make", "--n-microbatches", "2", *options])
+        told.append((code, out.getvalue(), error.getvalue()))
+    return told
+
+
+BAD = {
+    "--devices 2": "--devices 2: under a launcher each rank is a device, so leave it out",
+    "--pipelines 3": "--pipelines 3 of 2 ranks: give a number that divides them",
+    "--gradient-hook fp16": "gradient_hook='fp16' adds gradients of pipelines side by side",
+}
+
+
+def test_the_command_under_a_launcher(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "launched_models.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    hook = ["--pipelines", "2", "--gradient-hook", "topk{share=0.1}", "--json"]
+    first, second = ranks(2, run_commands, hook, [], *(options.split() for options in BAD))
+    assert [code for code, _, _ in first] == [code for code, _, _ in second] == [0, 0, 2, 2, 2]
+    assert not any(out for _, out, _ in second), "the first rank prints"
+    told = json.loads(first[0][1])
+    assert told["equal"] and told["stages"] == 1
+    assert told["gradient_hook"]["how"] == "topk{share=0.1}" and 0 < told["gradient_hook"]["gradient"] < 1
+    assert told["gradient_hook"]["lost"] < 1e-12
+    assert "equal; " in first[1][1] and "2 stages" in first[1][1]
+    for said, *answers in zip(BAD.values(), first[2:], second[2:], strict=True):
+        assert all(said in error for _, _, error in answers), answers
+
+
+@pytest.mark.parametrize("option", [["--pipelines", "2"], ["--gradient-hook", "fp16"]])
+def test_options_of_the_command_for_ranks_alone(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "tests.api.test_compression:make_pair", *option]) == 2
+    assert f"{option[0]} is for several ranks: torchrun --nproc-per-node=4 -m fxsplit verify" in capsys.readouterr().err
