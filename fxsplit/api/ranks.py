@@ -28,7 +28,7 @@ from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.torch_devices import read_memory
 from fxsplit.ir.graph import IR, name_pass
 from fxsplit.ir.text import render_graph
-from fxsplit.runtime.ranks.agreement import Agreement, hash_text, sum_values
+from fxsplit.runtime.ranks.agreement import ALIKE, Agreement, hash_text, sum_values
 from fxsplit.runtime.ranks.holdings import Holdings, list_named
 from fxsplit.runtime.ranks.summing import Summing, check_bucket_bytes
 from fxsplit.runtime.ranks.world import COMPILE_LIMIT_S, World
@@ -40,6 +40,12 @@ GradientHook: TypeAlias = "str | tuple[Any, Callable[[Any, Any], Any]]"
 """What adds gradients over ranks: a name, or a state and a hook as torch's DDP takes them."""
 SEARCH = ("augment", "order", "partition")
 """The passes that search for a plan, which ranks that are told one need not run."""
+
+ALL_ALIKE = (
+    "All pipelines of a mesh compile together, with the same code and options, for one shape on all ranks: where "
+    "batches have other numbers of rows, pipe.eval().compile_for(x) compiles for one shape before the first of them"
+)
+"""What to look at where ranks of a mesh differ as they compile."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +128,7 @@ class Team:
         self.holdings = Holdings(world, self.label)
         # Of a mesh, the first rank of all plans for all pipelines.
         self._whole = world.whole
-        self._agreement = Agreement(world.whole)
+        self._agreement = Agreement(world.whole, ALIKE if len(world.rows) == 1 else ALL_ALIKE)
 
     @property
     def leads(self) -> bool:

@@ -88,11 +88,16 @@ def _sum_ends(tensor: Tensor, begin: int) -> int:
     return begin
 
 
-class Agreement:
-    """Compares what the ranks of a world are about to do."""
+ALIKE = "Every rank of a pipeline makes the same calls with the same batches and the same code"
+"""What to look at where ranks differ."""
 
-    def __init__(self, world: World) -> None:
+
+class Agreement:
+    """Compares what the ranks of a world are about to do. `advice` says what to look at where they differ."""
+
+    def __init__(self, world: World, advice: str = ALIKE) -> None:
         self._world = world
+        self._advice = advice
 
     def meet(self, things: dict[str, str | int], seed: int) -> int:
         """Return the first rank's seed, once all ranks have come here with the same things.
@@ -117,6 +122,6 @@ class Agreement:
                 continue
             odd, first = (sentence.format(texts[r].get(name, "nothing")) for r in (rank, 0))
             raise RanksDiffer(
-                f"rank {rank} {odd}; rank 0 {first}. Every rank of a pipeline makes the same calls with the same "
-                "batches and the same code. Nothing has been computed, and no gradient has changed"
+                f"rank {rank} {odd}; rank 0 {first}. {self._advice}. Nothing has been computed, and no gradient has "
+                "changed"
             )
