@@ -46,7 +46,8 @@ def restore(values: Sequence[Any], about: Sequence[Any]) -> tuple[list[Any], Seq
     half = len(values) // 2
     found = []
     for value, rest in zip(values[:half], values[half:], strict=True):
-        if rest is None:
+        # Of a gradient that there is not, what restores it may be there: without elements, it cannot be marked.
+        if rest is None or value is None:
             found.append(value)
         elif value.dtype is torch.int8:
             found.append(dequantize(value, rest))

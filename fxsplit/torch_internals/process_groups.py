@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -65,6 +66,13 @@ def count_groups() -> int:
 def count_groups_from(number: int) -> None:
     """Let the next group have this number for its name, by which its ranks find each other: the same on all of them."""
     _world.group_count = number
+
+
+def close_groups(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Let go of groups that nobody uses any more; of those that torch has let go of already there is nothing to do."""
+    for group in groups:
+        if group in _world.pg_map:
+            dist.destroy_process_group(group)
 
 
 def break_waits(group: dist.ProcessGroup) -> None:

@@ -21,6 +21,7 @@ from fxsplit.runtime.ranks.world import World
 from fxsplit.torch_internals.away import Away, Spot, is_away
 from fxsplit.torch_internals.elsewhere import bring_back, send_away
 from fxsplit.torch_internals.gradient_ledger import GradientLedger
+from fxsplit.torch_internals.process_groups import close_groups
 
 Fetch = Callable[[str, Tensor], Tensor]
 """Returns a tensor, which has a name, with its values."""
@@ -112,8 +113,13 @@ class Holdings:
         return self._world.tell(text if self.leads else None, what)
 
     def find_group(self) -> Any:
-        """Return the process group in which threads of all ranks save; made once, until a failure."""
+        """Return the process group in which threads of all ranks save; made once, until a failure.
+
+        To be called when no thread saves any more.
+        """
         if self._group is None or self._group[0] != self._world.epoch:
+            if self._group is not None:
+                close_groups([self._group[1]])
             self._group = self._world.epoch, self._world.open_group()
         return self._group[1]
 

@@ -129,11 +129,11 @@ class Layout:
             return [flatten(self._conform(self._whole[0][1], values[0], here))]
         numbers: list[int] = []
         found: dict[int, Tensor] = {}
-        absent = []
+        absent = set[int]()
         for i, (entry, value) in enumerate(zip(self.entries, values, strict=True)):
             if isinstance(entry, Slot):
                 if value is None:
-                    absent.append(i)
+                    absent.add(i)
                 found[i] = self._conform(entry.part, value, here)
             elif entry is not None or value is not None:
                 template = part_value(value, numbers, here)
@@ -149,7 +149,8 @@ class Layout:
             at = {i: pieces[0][begin : begin + len(ABSENT)] for i, begin in self._marked}
             whole = zip(self.large, pieces[bool(self.block_bytes) :], strict=True)
             at |= {i: piece.view(-1).view(torch.uint8)[: len(ABSENT)] for i, piece in whole}
-            for i in absent:
+            # A gradient without elements has no bytes, and is there at the other end.
+            for i in at.keys() & absent:
                 at[i][:] = torch.frombuffer(bytearray(ABSENT), dtype=torch.uint8)
         return pieces
 

@@ -24,7 +24,13 @@ from torch import Tensor
 from fxsplit.errors import RankError, RankTimeout
 from fxsplit.runtime.ranks.guard import Guard
 from fxsplit.torch_internals import accelerators
-from fxsplit.torch_internals.process_groups import find_host_backend, is_lost, is_timeout, read_timeout_s
+from fxsplit.torch_internals.process_groups import (
+    close_groups,
+    find_host_backend,
+    is_lost,
+    is_timeout,
+    read_timeout_s,
+)
 
 LIMIT_S = 600.0
 """How long a rank waits for another one, where the user's process group does not say otherwise."""
@@ -117,6 +123,7 @@ class World:
         self._limit = timedelta(seconds=self.limit_s)
         self.whole = self if whole is None else whole
         self._parts: list[World] = []
+        self._made: list[Any] = []
         self._make_groups()
         self._epoch = 0
         self._n_pipelines = 0
@@ -158,8 +165,11 @@ class World:
     def _renew(self) -> None:
         """Make all groups anew, of the whole mesh and of this rank's part of it."""
         for world in (self, *self._parts):
+            old, world._made = world._made, []
             world._make_groups()
             world._counts.clear()
+            # Each keeps threads and connections.
+            close_groups(old)
         self._epoch += 1
 
     def begin_pipeline(self, pipeline: object) -> str:
@@ -222,11 +232,17 @@ class World:
         """Return a group of the ranks at this rank's place in all rows; every rank makes those of all places."""
         limit = timedelta(seconds=self.limit_s)
         made = [dist.new_group(list(column), limit, backend=backend) for column in zip(*self.rows, strict=True)]
+        self._made.append(made[self.me])
         return made[self.me]
 
     def open_group(self) -> Any:
-        """Return one more group of all ranks on gloo, for what a thread does beside the pipeline; on all of them."""
-        return self._make_group(self.ranks, "gloo", self.limit_s)
+        """Return one more group of all ranks on gloo, for what a thread does beside the pipeline; on all of them.
+
+        The caller closes it: what the thread does goes on where the pipeline has failed.
+        """
+        group = self._make_group(self.ranks, "gloo", self.limit_s)
+        self._made.remove(group)
+        return group
 
     def _find_backend(self) -> str:
         """Return the name of the backend that brings tensors of this rank's device from rank to rank."""
@@ -241,7 +257,10 @@ class World:
         made = [
             dist.new_group([row[p] for p in places], timedelta(seconds=limit_s), backend=backend) for row in self.rows
         ]
-        return made[self.rows.index(self.ranks)]
+        own = made[self.rows.index(self.ranks)]
+        if own is not dist.GroupMember.NON_GROUP_MEMBER:
+            self._made.append(own)
+        return own
 
     def open_pairs(self, wanted: Iterable[tuple[int, int]]) -> None:
         """Make the pairs that are not there yet, of (source, receiver) in numbers of this pipeline; on every rank."""

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fxsplit.errors import InputError
+from fxsplit.runtime.compress import compress, restore
 from fxsplit.runtime.ranks.layout import Layout
 from fxsplit.runtime.ranks.sums import pack_gradient, unpack_gradients
 from fxsplit.runtime.ranks.values import build_value, part_value
@@ -125,6 +126,21 @@ def test_absent_gradients_are_absent_at_the_other_end(shapes: list[tuple[int, ..
         pieces = [piece.reshape(-1) for piece in first.pack(gradients, HERE)]
         again = Layout.parse(first.to_text()).unpack(pieces, HERE, gradients=True)
         assert [g is None for g in again] == [g is None for g in gradients]
+
+
+@pytest.mark.parametrize("how", ["bf16", "int8"])
+def test_absent_gradients_are_absent_where_cuts_are_compressed(how: str) -> None:
+    """What restores a value of bfloat16 has no elements, and so no bytes that could say that it is not there."""
+    values = [torch.randn(40, 30), torch.randn(2)]
+    short, wanted = compress(values, [True, True], how)
+    ahead = Layout.describe(short, wanted, HERE)
+    for gradients in ([None, None], [torch.randn(40, 30), None], [None, torch.randn(2)], values):
+        sent, _ = compress(gradients, [], how)
+        _, found = send(sent, [], ahead)
+        given, _ = restore(found, [])
+        expected, _ = restore(sent, [])
+        for one, other in zip(given, expected, strict=True):
+            assert (one is None) == (other is None) and (other is None or torch.equal(one, other))
 
 
 def test_other_shapes_and_kinds_are_refused() -> None:
