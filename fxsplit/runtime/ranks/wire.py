@@ -80,6 +80,7 @@ class Wire:
         self._posted: dict[Action, Posted] = {}
         self._sent: deque[tuple[Action, list[tuple[Any, Tensor]]]] = deque()
         self._arrived: set[Action] = set()
+        self._unproven: dict[int, list[Action]] = {}
 
     def open(self, key: Hashable, schedule: Schedule) -> None:
         """Begin a job of a schedule, in which layouts are those of a key."""
@@ -158,7 +159,8 @@ class Wire:
         for work in works:
             self._wait(work, what)
         self._post_ahead(source)
-        self._release(action)
+        # One without bytes, as of gradients that nobody wants, is there before its sender has done anything.
+        self._release(source, action, came=bool(works) or not self._told)
         values = layout.unpack(pieces, self.world.device, gradients=action.op == BACKWARD)
         if action.op == REDUCE:
             return Message(action, [self.codec.unpack(values, action)], None)
@@ -194,9 +196,14 @@ class Wire:
         pieces = layout.make_pieces(here)
         self._posted[action] = Posted(layout, pieces, [pair.receive(piece) for piece in pieces])
 
-    def _release(self, action: Action) -> None:
-        """Let go of what the sender of a message must have read before it sent that."""
-        self._arrived.update(self._route.read_before.get(action, ()))
+    def _release(self, source: int, action: Action, *, came: bool) -> None:
+        """Let go of what the sender of a message must have read before it sent that, once one from it has come."""
+        read = self._unproven.setdefault(source, [])
+        read += self._route.read_before.get(action, ())
+        if not came:
+            return
+        self._arrived.update(read)
+        read.clear()
         while self._sent and self._sent[0][0] in self._arrived:
             # A CPU has sent what has been read. Of an accelerator, to wait is what gives the memory back.
             if self._on_host:

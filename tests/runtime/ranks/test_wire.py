@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -165,6 +166,31 @@ def send_other_shapes(rank: int, n: int) -> tuple[str, float]:
 def test_a_shape_that_follows_from_values_is_refused_by_name_on_all_ranks() -> None:
     found = ranks(2, send_other_shapes)
     assert all("what is carried between ranks must follow from the shapes of the inputs" in r for r, _ in found), found
+
+
+def read_late(rank: int, n: int) -> list[float]:
+    """Train behind a frozen layer, where the second rank receives long after the first one has sent."""
+    receive = Wire.receive
+
+    def receive_late(self: Any, device: int, action: Any) -> Any:
+        time.sleep(0.05)
+        return receive(self, device, action)
+
+    if rank:
+        Wire.receive = receive_late  # type: ignore[method-assign]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 4096), nn.Linear(4096, 3))
+    model[0].requires_grad_(False)
+    # More than sockets hold, so that nothing is sent before it is received.
+    x, y = torch.ones(2048, 8), torch.zeros(2048, 3)
+    with fxsplit.compile(model, "world", example_inputs=x, passes=FAST, n_microbatches=4, loss_fn=F.mse_loss) as pipe:
+        return [float(pipe.step(x, target=y, timeout_s=10)) for _ in range(3)]
+
+
+def test_what_is_sent_stays_until_it_is_read_where_no_gradient_comes_back() -> None:
+    """A message without bytes was taken for proof that its sender had read those before it; they were never sent."""
+    losses = ranks(2, read_late)
+    assert losses[0] == losses[1] and len(set(losses[0])) == 1
 
 
 @pytest.mark.parametrize("gradient", [True, False])
