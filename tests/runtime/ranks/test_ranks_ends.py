@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 PROGRAM = '''
-import os, signal, sys, time
+import atexit, os, signal, sys, time
 import torch, torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
@@ -32,6 +32,16 @@ def nap(x):
 torch.fx.wrap("nap")
 
 rank, what = int(sys.argv[1]), sys.argv[2]
+
+class Knot:
+    """Refers to itself, so that only a search for cycles frees it, as Python's last one at the end of a program."""
+    def __init__(self):
+        self.own, self.freed = self, os.path.abspath(f"freed-{rank}")
+    def __del__(self, open=os.open, flags=os.O_CREAT | os.O_WRONLY):
+        open(self.freed, flags)
+
+knot = Knot()
+atexit.register(lambda: globals().pop("knot"))
 dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/store", rank=rank, world_size=2)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 8), Nap(), nn.Linear(8, 8), nn.Linear(8, 3))
@@ -93,6 +103,8 @@ def test_a_program_that_ends_between_steps_ends_the_others(what: str, said: str,
     assert out == out_1 and out.startswith("loss ")
     assert code == 1 and code_1 == {"raise": 1, "exit": 0, "kill": -signal.SIGKILL}[what], error_1
     assert said in error.splitlines()[-1], error
+    # To look for cycles in all that torch has loaded takes a second, and others wait for whoever ends with an error.
+    assert [(tmp_path / f"freed-{rank}").exists() for rank in range(2)] == [False, what == "exit"]
 
 
 @pytest.mark.parametrize("pressed_for", [[0, 1], [0]], ids=["all", "one"])
@@ -108,3 +120,4 @@ def test_an_interrupt_ends_every_rank(pressed_for: list[int], tmp_path: Path) ->
         assert out.count("\n") == 1, "no second step went well"
         assert code != 0
         assert ("KeyboardInterrupt" if rank in pressed_for else "RankError") in error.splitlines()[-1], error
+        assert not (tmp_path / f"freed-{rank}").exists(), "it ended soon"
