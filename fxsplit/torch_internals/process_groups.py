@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import Store, _world
 
 NO_TAG = 1 << 20
@@ -19,6 +21,37 @@ TIMED_OUT = ("timed out", "timeout")
 
 LOST = ("gloo", "NCCL", "pair closure")
 """What is in the errors of a group that is broken."""
+
+
+LOOK_S = 0.001
+"""How often it is looked whether threads have let go of tensors."""
+MOST_LENT = 64
+"""No more tensors are kept: others than threads may hold one for long."""
+_lent: list[Tensor] = []
+
+
+_count_holders: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
+"""Returns how many hold a tensor: Python for all its references, and each holder in C++."""
+
+
+def lend(*tensors: Tensor) -> None:
+    """Remember tensors that are given to a collective, for `wait_until_returned`, until others hold them no more.
+
+    A thread of gloo's lets go of them a while after the collective is over. It takes Python's lock for that, and where
+    Python is ending by then, the thread is ended in the middle, which ends the process by an abort.
+    """
+    _lent[:] = [*(t for t in _lent if _count_holders(t) > 1), *tensors][-MOST_LENT:]
+
+
+def wait_until_returned(limit_s: float) -> bool:
+    """Return whether nothing of torch's holds what was lent, as soon as that is so, or after a time."""
+    until = time.monotonic() + limit_s
+    while waits := any(_count_holders(tensor) > 1 for tensor in _lent):
+        if time.monotonic() > until:
+            break
+        # Python's lock is free meanwhile.
+        time.sleep(LOOK_S)
+    return not waits
 
 
 def read_timeout_s(group: Any, default_s: float) -> float:

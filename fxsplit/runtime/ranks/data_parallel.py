@@ -20,6 +20,7 @@ from fxsplit.runtime.ranks.portions import Portion, weigh_portion
 from fxsplit.runtime.ranks.reducer import Reducer
 from fxsplit.runtime.ranks.world import World, begin, sort_by_rank
 from fxsplit.torch_internals.grad_sums import Sums
+from fxsplit.torch_internals.process_groups import lend
 
 OTHERS = "the other pipelines, to add gradients"
 
@@ -79,6 +80,7 @@ class Columns:
         # What weighs nothing may be no number.
         found = (total * weight if weight else torch.zeros_like(total)).reshape(1)
         work: Any = begin(self._world.column_data.allreduce, [found])
+        lend(found)
         self._world.wait(work, "the other pipelines at the loss of all pipelines")
         return found.reshape(())
 
@@ -131,6 +133,7 @@ class Columns:
         """Return a tensor of host memory from every rank of this column, in the order of pipelines, all of one kind."""
         found = [torch.empty_like(tensor) for _ in self._world.rows]
         by_rank = sort_by_rank(found, [row[self._world.me] for row in self._world.rows])
+        lend(tensor, *found)
         self._world.wait(begin(self._world.column.allgather, [by_rank], [tensor]), f"the other pipelines at {what}")
         return found
 

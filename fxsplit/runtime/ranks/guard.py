@@ -21,10 +21,18 @@ from fxsplit.errors import RankError
 from fxsplit.runtime.ranks.board import Board
 from fxsplit.runtime.ranks.faults import Fault
 from fxsplit.runtime.ranks.watcher import Watcher
-from fxsplit.torch_internals.process_groups import break_waits, clone_store, count_groups, count_groups_from
+from fxsplit.torch_internals.process_groups import (
+    break_waits,
+    clone_store,
+    count_groups,
+    count_groups_from,
+    wait_until_returned,
+)
 
 BLAME_S = 2.0
 """How long a rank that has lost another one waits to learn why, before it says so itself."""
+REST_S = 0.5
+"""How long a process that ends waits for threads of torch's."""
 SEEN_S = 1.0
 """How long a rank whose program ends with an error lets the others read it: a launcher ends them all then."""
 
@@ -158,7 +166,13 @@ def _hear_of_ends() -> None:
         atexit.register(_end_soon)
 
     sys.excepthook = hear
-    atexit.register(_leave_all, None)
+    atexit.register(_end)
+
+
+def _end() -> None:
+    """Tell all other ranks that the program ends, and let threads of torch's come to rest before Python ends."""
+    _leave_all(None)
+    wait_until_returned(REST_S)
 
 
 def _end_soon() -> None:

@@ -13,6 +13,7 @@ from fxsplit.runtime.ranks.buckets import BUCKET_BYTES, Bucket, Offer, fill_buck
 from fxsplit.runtime.ranks.hooks import Hook, HookChoice
 from fxsplit.runtime.ranks.residuals import Residuals
 from fxsplit.runtime.ranks.traffic import Traffic
+from fxsplit.torch_internals.process_groups import lend
 
 Numbers = dict[tuple[int, ...], tuple[int, list[Tensor]]]
 
@@ -128,6 +129,7 @@ class Reducer:
         for bucket in buckets:
             bucket.set_place(self._find_number(bucket), last=last and bucket is buckets[-1])
             whole = bucket.buffer()
+            lend(whole)
             future = hook.function(hook.state, bucket)
             if not hook.overlaps:
                 # A hook that waits in a callback keeps a thread of gloo, which has two: with two buckets none is left.
@@ -157,6 +159,7 @@ class Reducer:
             return [], []
         flags = [[self._begun.get(p, False) for p, _ in offers], [g is not None for _, g in offers]]
         own = torch.tensor(flags, dtype=torch.uint8, device=offers[0].parameter.device)
+        lend(own)
         dist.all_reduce(own, dist.ReduceOp.MAX, group=self._group)
         early, late = own.bool().tolist()
         return early, late

@@ -14,6 +14,7 @@ from torch import Tensor
 from fxsplit.errors import InputError
 from fxsplit.runtime.ranks.buckets import Bucket
 from fxsplit.runtime.ranks.residuals import Residuals
+from fxsplit.torch_internals.process_groups import lend
 
 PRIME = 2**31 - 1
 """Hashes are of numbers below this prime, whose products fit into 64 bits."""
@@ -53,6 +54,7 @@ def sketch_hook(state: Sketch, bucket: Bucket) -> torch.futures.Future[Tensor]:
     where = hashes.estimate(cells, left.numel()).abs().topk(k).indices
     values = left[where]
     left[where] = 0.0
+    lend(cells, values)
     dist.all_reduce(values, group=state.group)
     state.sent_bytes = cells.nbytes + values.nbytes
     state.residuals.keep(bucket, left)

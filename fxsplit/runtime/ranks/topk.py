@@ -15,6 +15,7 @@ from torch import Tensor
 from fxsplit.errors import InputError
 from fxsplit.runtime.ranks.buckets import Bucket
 from fxsplit.runtime.ranks.residuals import Residuals
+from fxsplit.torch_internals.process_groups import lend
 
 
 class TopK:
@@ -51,6 +52,7 @@ def top_k_hook(state: TopK, bucket: Bucket) -> torch.futures.Future[Tensor]:
         step *= 2
     # The first rank has what was selected. What this one has is of no meaning then.
     for tensor in (where, values):
+        lend(tensor)
         dist.broadcast(tensor, group=state.group, group_src=0)
     state.sent_bytes = sum(t.nbytes for t in (*sent, *([where, values] if rank == 0 else [])))
     state.residuals.keep(bucket, left)

@@ -29,6 +29,7 @@ from fxsplit.torch_internals.process_groups import (
     find_host_backend,
     is_lost,
     is_timeout,
+    lend,
     read_timeout_s,
 )
 
@@ -338,6 +339,7 @@ class World:
 
     def _gather(self, found: list[Tensor], own: Tensor, what: str) -> None:
         """Fill tensors with those of all ranks, in the order of the pipeline."""
+        lend(own, *found)
         self.wait(begin(self._control.allgather, [sort_by_rank(found, self.ranks)], [own]), f"all ranks at {what}")
 
     def gather_texts(self, text: str, what: str) -> list[str]:
@@ -368,6 +370,7 @@ class World:
 
     def _broadcast(self, group: Any, tensor: Tensor, source: int, what: str, limit_s: float) -> None:
         work = begin(partial(dist.broadcast, tensor, self.ranks[source], group=group, async_op=True))
+        lend(tensor)
         self.wait(work, f"rank {source} at {what}", limit_s)
 
     def send_host(self, tensor: Tensor, to: int) -> Any:
