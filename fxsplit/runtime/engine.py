@@ -207,9 +207,11 @@ class Engine:
             sums = meeting.total(job)
             raise_lost_interrupt()
             # Last, so that a step that fails leaves every .grad as it was.
-            accumulate(sums, receipt)
             if stepper is None:
+                accumulate(sums, receipt, meeting.agree_to_add)
                 meeting.share_gradients()
+            else:
+                accumulate(sums, receipt)
         return result
 
     def _tie_stages(self, program: Program) -> list[Tie]:

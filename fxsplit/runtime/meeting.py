@@ -6,7 +6,7 @@ what the job has made when it ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -59,6 +59,12 @@ class Meeting(Protocol):
     def total(self, job: Job) -> Sums:
         """Return the sums of gradients of the weights that live in this process."""
 
+    def agree_to_add(self, leaves: Collection[Tensor]) -> None:
+        """Return once no process can fail any more before it adds its sums; `leaves` have no `.grad` of them yet.
+
+        Raises on every process what one of them raised.
+        """
+
     def share_gradients(self) -> None:
         """Let every process know which parameters have a gradient, once the sums have been added."""
 
@@ -90,6 +96,9 @@ class Alone:
     def total(self, job: Job) -> Sums:
         """Return the sums of gradients of all weights."""
         return job.total()
+
+    def agree_to_add(self, leaves: Collection[Tensor]) -> None:
+        """Do nothing: there is nobody else."""
 
     def share_gradients(self) -> None:
         """Do nothing: all parameters are here."""

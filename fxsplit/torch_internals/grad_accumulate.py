@@ -6,7 +6,7 @@ added it. So the hooks of all leaves take memory for one leaf's gradient more, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -42,11 +42,16 @@ class Receipt:
             error.add_note("with atomic=False a part of the step's gradients may be in .grad: set them to None")
 
 
-def accumulate(sums: Sums, receipt: Receipt | None = None) -> None:
+def accumulate(
+    sums: Sums,
+    receipt: Receipt | None = None,
+    confirm: Callable[[Collection[Tensor]], object] = lambda leaves: None,
+) -> None:
     """Add the sums to `.grad` as autograd would: in place where there is a `.grad`, and with the leaves' hooks.
 
     Where a hook raises, or an interrupt comes, every `.grad` is as it was, unless the receipt says that all was added.
-    The sums are empty afterwards.
+    So it is where `confirm` raises, which is called when nothing else can fail, with the leaves whose sums are left to
+    be added. The sums are empty afterwards.
     """
     receipt = receipt or Receipt()
     totals = sums.totals
@@ -69,6 +74,7 @@ def accumulate(sums: Sums, receipt: Receipt | None = None) -> None:
                     _hand_over(leaf, totals)
         earlier += [(leaf, None, None) for leaf in totals if leaf.grad is None]
         work = _plan_work(totals)
+        confirm(totals.keys())
         with torch.no_grad():
             call_all([*work, partial(setattr, receipt, "added", True)])
     totals.clear()

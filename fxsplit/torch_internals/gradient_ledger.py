@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Protocol
@@ -121,9 +121,13 @@ class GradientLedger:
         assert weight is not None, "a pipeline keeps its parameters"
         send_away(weight, Spot(entry.name, entry.rank, index, self), device)
 
-    def list_present(self) -> list[float]:
-        """Return, for each parameter, 1.0 where it is of this rank and has a gradient, and else 0.0."""
-        return [float(self._get_own(entry) is not None) for entry in self._entries]
+    def list_present(self, coming: Collection[Tensor] = ()) -> list[float]:
+        """Return, for each parameter, 1.0 where it is of this rank and has a gradient, and else 0.0.
+
+        coming: parameters of this rank that are about to have one.
+        """
+        soon = set(map(id, coming))
+        return [float(self._get_own(e) is not None or id(e.weight()) in soon) for e in self._entries]
 
     def share_present(self, found: Sequence[Sequence[float]] | None = None) -> None:
         """Let each parameter have a gradient on every rank where its own rank has one for it, and else none.
@@ -244,9 +248,25 @@ class GradientLedger:
         return [one[1:] for one in found]
 
 
-def call_after_backward(function: Callable[[], None]) -> None:
-    """Call a function once the backward that runs now has accumulated all gradients."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)
+class _AtTheEnd:
+    """What autograd calls at the end of a backward, and lets go of uncalled where that fails."""
+
+    def __init__(self, function: Callable[[], None], otherwise: Callable[[], None]) -> None:
+        self._function = function
+        self._otherwise: Callable[[], None] | None = otherwise
+
+    def __call__(self) -> None:
+        self._otherwise = None
+        self._function()
+
+    def __del__(self) -> None:
+        if self._otherwise is not None:
+            self._otherwise()
+
+
+def call_after_backward(function: Callable[[], None], otherwise: Callable[[], None]) -> None:
+    """Call a function once the backward that runs now has accumulated all gradients; `otherwise` where that fails."""
+    torch.autograd.Variable._execution_engine.queue_callback(_AtTheEnd(function, otherwise))
 
 
 @cache

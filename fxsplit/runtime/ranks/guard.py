@@ -86,6 +86,11 @@ class Guard:
         finally:
             self._watches = False
 
+    def fail(self, error: BaseException) -> None:
+        """Let all other ranks know of an error that was raised outside of what is watched over."""
+        if not self._watches:
+            self._settle(error)
+
     def renew(self, make_groups: Callable[[], None], limit_s: float) -> None:
         """Make the groups anew where they are of no use since a failure, on all ranks.
 

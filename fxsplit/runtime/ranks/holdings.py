@@ -7,7 +7,7 @@ there. All of them can be gathered, one after another.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -125,12 +125,21 @@ class Holdings:
 
     # Gradients
 
-    def share_gradients_of_step(self) -> None:
-        """Let every rank know which parameters have a gradient, at the end of a step that all ranks have met for."""
+    def tell_gradients(self, coming: Collection[Tensor]) -> list[list[float]]:
+        """Return which parameters have a gradient on each rank, or are about to have one, once all ranks come here.
+
+        To be called at the end of a step by all ranks, also those of other pipelines, which have the same parameters.
+        """
+        assert self._ledger is not None, "a step has a model"
+        whole, row = self._world.whole, self._world.rows.index(self._world.ranks)
+        mine = torch.tensor(self._ledger.list_present(coming), dtype=torch.float64)
+        found = whole.gather(mine, "the end of a step")
+        return [one.tolist() for one in found[row * len(self) : (row + 1) * len(self)]]
+
+    def share_gradients_of_step(self, told: Sequence[Sequence[float]]) -> None:
+        """Let every rank know which parameters have a gradient, of which all ranks have told."""
         if self._ledger is not None:
-            mine = torch.tensor(self._ledger.list_present(), dtype=torch.float64)
-            found = self._world.gather(mine, "the end of a step")
-            self._ledger.share_present([one.tolist() for one in found])
+            self._ledger.share_present(told)
 
     def share_gradients_of_backward(self) -> None:
         """Let every rank know which parameters have a gradient, once all have come to the end of a backward."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fxsplit.errors import InputError
+from fxsplit.errors import BackwardError, InputError
 from fxsplit.runtime.channels import Channels
 from fxsplit.runtime.job import Job
 from fxsplit.runtime.meeting import Occasion
@@ -62,6 +62,7 @@ class RankMeeting:
         self._joins = summing.columns.n_pipelines > 1 and occasion.call != "forward"
         self._weight: float | None = None
         self._alike = False
+        self._told: list[list[float]] = []
         self._what = f"the end of a {occasion.call}"
         self._last = occasion.batch.program.homes[-1]
         self._owner = self._find_devices(len(occasion.schedule.homes) - 1)
@@ -148,20 +149,33 @@ class RankMeeting:
             placed = self._occasion.batch.program.list_placed()
             leaves = [w for w, _ in placed if w.requires_grad]
             self._columns.reduce(sums, self._apart, leaves, self._weight)
-        if self._summing.adds:
+        if self._summing.adds and self._occasion.call == "backward":
             # A hook may have failed on some rank: nobody changes a gradient before all have theirs.
             self._world.whole.gather(torch.zeros(1), self._what)
         return sums
 
+    def agree_to_add(self, leaves: Collection[Tensor]) -> None:
+        """Return once all ranks, those of other pipelines too, are about to add their sums; no hook can fail then."""
+        self._told = self._holdings.tell_gradients(leaves)
+
     def share_gradients(self) -> None:
         """Let every rank know which parameters have a gradient."""
         self._summing.settle(kept=True)
-        self._holdings.share_gradients_of_step()
+        self._holdings.share_gradients_of_step(self._told)
 
     def share_gradients_after_backward(self) -> None:
         """Do so when autograd has accumulated all of them."""
         self._summing.settle(kept=True)
-        call_after_backward(self._holdings.share_gradients_of_backward)
+        call_after_backward(self._holdings.share_gradients_of_backward, self._tell_of_failure)
+
+    def _tell_of_failure(self) -> None:
+        """Tell the other ranks, which wait for the end of a backward, that it has failed here, in no code of ours."""
+        self._world.fail(
+            BackwardError(
+                "backward() failed where gradients are added to .grad, as in a gradient hook; its own error there says "
+                "why. Some gradients may have been added: set them to None"
+            )
+        )
 
     # Pipelines side by side
 

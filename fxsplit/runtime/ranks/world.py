@@ -193,6 +193,10 @@ class World:
         self._counts[what] += 1
         return self._counts[what] - 1
 
+    def fail(self, error: BaseException) -> None:
+        """Let all other ranks raise an error that this one has raised where nothing was watched over."""
+        self._guard.fail(error)
+
     def limit(self, limit_s: float) -> None:
         """Give up what is watched over so many seconds from now."""
         self._guard.limit(limit_s)

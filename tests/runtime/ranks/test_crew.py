@@ -116,6 +116,45 @@ def test_a_step_that_takes_too_long_ends_on_all_ranks() -> None:
         assert re.search(r"rank 0: .*forward of microbatch 0.*node", text)
 
 
+def fail_in_hook(rank: int, n: int, kind: str, call: str) -> tuple[str, str, bool]:
+    """Let a hook of a parameter fail on one rank; return what is raised there, and whether gradients are as before."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Layer(i) for i in range(3)))
+    pipe = fxsplit.compile(model, "world", example_inputs=X, passes=FAST, n_microbatches=4, loss_fn=loss_fn)
+    TROUBLE.update(where=("hook", rank) if rank == n - 1 else None, how="raise")
+    own = [p for p in pipe.local_parameters() if p.ndim == 2]
+    for p in own:
+        if kind == "before":
+            p.register_hook(lambda gradient: make_trouble("hook", rank))
+        else:
+            p.register_post_accumulate_grad_hook(lambda p: make_trouble("hook", rank))
+    raised: BaseException | None = None
+    try:
+        if call == "step":
+            pipe.step(X, target=Y)
+        else:
+            F.mse_loss(pipe(X)[:, :3], Y).backward()
+    except (ValueError, RuntimeError) as error:
+        raised = error
+    kept = all(p.grad is None for p in pipe.parameters())
+    TROUBLE.update(where=None)
+    pipe.zero_grad()
+    pipe.step(X, target=Y)
+    assert own and all(p.grad is not None for p in pipe.parameters())
+    return type(raised).__name__, str(raised), kept
+
+
+@pytest.mark.parametrize(("kind", "call"), [("before", "step"), ("behind", "step"), ("before", "backward")])
+def test_a_gradient_hook_that_fails_on_one_rank_fails_on_all(kind: str, call: str) -> None:
+    """The other ranks had added to `.grad`, or waited until the rank's next call, which failed as well."""
+    found = ranks(2, fail_in_hook, kind, call)
+    assert found[1][:2] == ("ValueError", "trouble")
+    assert found[0][0] == RankError.__name__
+    said = "rank 1 of 2 has raised ValueError" if call == "step" else "failed where gradients are added to .grad"
+    assert said in found[0][1]
+    assert call != "step" or all(kept for _, _, kept in found)
+
+
 def fail_again_and_again(rank: int, n: int, folder: str) -> tuple[int, int]:
     """Return how many files are open after two failures, and after six."""
     torch.manual_seed(0)
