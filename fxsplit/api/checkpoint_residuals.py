@@ -16,6 +16,7 @@ from fxsplit.api.checkpoint_optimizer import name_parameters
 from fxsplit.api.checkpoint_storage import RESIDUAL, FolderReader
 from fxsplit.api.ranks import Team
 from fxsplit.errors import FxsplitWarning, InputError
+from fxsplit.runtime.ranks.power_errors import PowerErrors
 from fxsplit.runtime.ranks.residuals import Residuals
 from fxsplit.torch_internals.away import is_away
 from fxsplit.torch_internals.user_lines import warn_user
@@ -102,11 +103,11 @@ def _warn(text: str) -> None:
     warn_user(text, FxsplitWarning)
 
 
-def _find_residuals(team: Team | None) -> Residuals | None:
+def _find_residuals(team: Team | None) -> Residuals | PowerErrors | None:
     """Return what the hook of a mesh has left out on this rank, where there are several pipelines and such a hook."""
     if team is None or team.summing.columns.n_pipelines == 1:
         return None
-    return team.summing.columns.reducer.residuals
+    return team.summing.columns.reducer.left_out
 
 
 def _list_own(model: nn.Module) -> list[tuple[str, Tensor]]:

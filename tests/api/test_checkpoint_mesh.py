@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
@@ -17,6 +18,7 @@ import fxsplit
 from fxsplit.api import checkpoint
 from fxsplit.errors import FxsplitWarning, RanksDiffer
 from fxsplit.formats.safetensors_reader import TensorFile
+from fxsplit.runtime.ranks.power_errors import PowerErrors
 from fxsplit.runtime.ranks.residuals import Residuals
 from tests.api.test_checkpoint_ranks import hash_state, merge
 from tests.checkpoints import read
@@ -55,8 +57,8 @@ class Run:
         return hash_state(read(self.model, self.optimizer))
 
     @property
-    def residuals(self) -> Residuals:
-        found = self.pipe.compiler.team.summing.columns.reducer.residuals  # type: ignore[union-attr]
+    def residuals(self) -> Residuals | PowerErrors:
+        found = self.pipe.compiler.team.summing.columns.reducer.left_out  # type: ignore[union-attr]
         assert found is not None
         return found
 
@@ -132,8 +134,58 @@ def test_a_mesh_saves_and_any_other_loads(tmp_path: Path) -> None:
     assert sorted(names) == sorted(f"residual.{row}.{name}" for row in (0, 1) for name, _ in model.named_parameters())
 
 
-def start_afresh(rank: int, n: int, folder: Path) -> str:
+def go_on_with_power(rank: int, n: int, folder: Path) -> tuple[float, float, float]:
+    """Save what PowerSGD has left out, load it elsewhere, and sum gradients there until it compresses again.
+
+    Returns how much was left, how much of it another run has, and how far what it applied and has left is from all.
+    """
     run = Run(n, 2, 0, "powersgd")
+    for number in range(5):
+        run.step(number)
+    fxsplit.save_checkpoint(folder, run.pipe, run.optimizer, step=5).wait()
+    dist.barrier()
+    left, other = run.sum_left(), Run(n, 2, 5, "powersgd")
+    for number in range(3):
+        other.step(number)  # what was left out before is forgotten
+    fxsplit.load_checkpoint(folder, other.pipe, other.optimizer)
+    same = max(float((value - left[name]).abs().max()) for name, value in other.sum_left().items())
+    unsplit = Mlp(6).double()
+    unsplit.load_state_dict(other.pipe.state_dict())
+    other.pipe.zero_grad()
+    for number in range(5, 9):
+        x, y = make_batch(number)
+        F.mse_loss(unsplit(x), y).backward()
+        other.pipe.step(x[other.own], target=y[other.own])
+    exact, after = {name: p.grad for name, p in unsplit.named_parameters()}, other.sum_left()
+    lost = 0.0
+    for name, weight in other.model.named_parameters():
+        own, whole = weight.grad, exact[name]
+        if name in left:
+            assert own is not None and whole is not None
+            lost = max(lost, float((own + after[name] - whole - left[name]).abs().max()))
+    run.pipe.close()
+    other.pipe.close()
+    return max(float(value.abs().max()) for value in left.values()), same, lost
+
+
+def test_what_powersgd_has_left_out_is_not_lost(tmp_path: Path) -> None:
+    for most, same, lost in ranks(4, go_on_with_power, tmp_path):
+        assert most > 1e-3 and same == 0.0 and lost < 1e-12
+
+
+class Own:
+    """The state of a hook of the user's, of which nobody else knows what it keeps."""
+
+    def __init__(self) -> None:
+        self.group = None
+
+
+def add_own(state: Own, bucket: Any) -> Any:
+    return default_hooks.allreduce_hook(state.group, bucket)  # type: ignore[arg-type]
+
+
+def start_afresh(rank: int, n: int, folder: Path) -> str:
+    run = Run(n, 2, 0, (Own(), add_own))
     for number in range(4):
         run.step(number)
     fxsplit.save_checkpoint(folder, run.pipe, run.optimizer, step=4).wait()
@@ -147,7 +199,7 @@ def start_afresh(rank: int, n: int, folder: Path) -> str:
 
 def test_what_is_not_kept_is_said_to_start_afresh(tmp_path: Path) -> None:
     for text in ranks(4, start_afresh, tmp_path):
-        assert text == "gradient_hook='powersgd' starts afresh: checkpoints do not hold what it keeps from step to step"
+        assert text == "gradient_hook='add_own' starts afresh: checkpoints do not hold what it keeps from step to step"
 
 
 def differ(rank: int, n: int, folder: Path) -> str:

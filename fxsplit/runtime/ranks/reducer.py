@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
 from fxsplit.runtime.ranks.buckets import BUCKET_BYTES, Bucket, Offer, fill_buckets
 from fxsplit.runtime.ranks.hooks import Hook, HookChoice
+from fxsplit.runtime.ranks.power_errors import PowerErrors
 from fxsplit.runtime.ranks.residuals import Residuals
 from fxsplit.runtime.ranks.traffic import Traffic
 from fxsplit.torch_internals.process_groups import lend
@@ -59,23 +62,13 @@ class Reducer:
         found = getattr(self.hook.state, "residuals", None)
         return found if isinstance(found, Residuals) else None
 
-    @property
-    def keeps(self) -> bool:
-        """Whether the hook has left something out that it keeps, and says what."""
-        return self.residuals is not None or bool(getattr(self.hook.state, "error_dict", None))
-
-    def get_left_out(self, parameter: Tensor) -> Tensor:
-        """Return what the hook has left out so far of the gradients of a parameter, in its shape."""
-        if self.residuals is not None:
-            return self.residuals.get(parameter)
-        # PowerSGD keeps it by the numbers of buckets.
-        for number, parameters in self._numbers.values():
-            if any(p is parameter for p in parameters) and number in self.hook.state.error_dict:
-                parts = torch.split(self.hook.state.error_dict[number], [p.numel() for p in parameters])
-                return next(part for p, part in zip(parameters, parts, strict=True) if p is parameter).view_as(
-                    parameter
-                )
-        return torch.zeros_like(parameter)
+    @cached_property
+    def left_out(self) -> Residuals | PowerErrors | None:
+        """What the hook has left out so far, parameter by parameter; None for a hook that does not say."""
+        state = self.hook.state
+        if isinstance(state, PowerSGDState) and state.use_error_feedback:
+            return PowerErrors(state, self._numbers)
+        return self.residuals
 
     def has_begun(self, parameter: Tensor) -> bool:
         """Return whether the gradient of a parameter is under way in this step."""
@@ -127,7 +120,10 @@ class Reducer:
         buckets = fill_buckets(scaled, self._bucket_bytes)
         hook = self._plain if self._is_plain() else self.hook
         for bucket in buckets:
-            bucket.set_place(self._find_number(bucket), last=last and bucket is buckets[-1])
+            number = self._find_number(bucket)
+            bucket.set_place(number, last=last and bucket is buckets[-1])
+            if isinstance(self.left_out, PowerErrors):
+                self.left_out.prepare(number, bucket)
             whole = bucket.buffer()
             lend(whole)
             future = hook.function(hook.state, bucket)

@@ -145,21 +145,21 @@ class Summing:
         world, columns, trained = self._world, self.columns, program.list_trained()
         found: dict[Tensor, Tensor] = {}
         reducers = [*self._replicas.values(), *([columns.reducer] if columns.n_pipelines > 1 else [])]
-        if not any(reducer.keeps for reducer in reducers):
+        if not any(reducer.left_out for reducer in reducers):
             return None
         for stage, reducer in self._replicas.items():
             home = program.homes[stage]
             leaves = program.replicas[stage][home.index(world.me)].list_leaves(trained[stage], 0)
             team = world.open_team(tuple(sorted(home)))
             for own, leaf in zip(trained[stage], leaves, strict=True):
-                left = reducer.get_left_out(leaf).clone()
+                left = _get_left_out(reducer, leaf).clone()
                 dist.all_reduce(left, group=team)
                 if home[0] == world.me:
                     found[own] = left
         if columns.n_pipelines > 1:
             for own in (w for w, _ in program.list_placed() if w.requires_grad):
                 # Hooks make the mean of all ranks.
-                left = columns.reducer.get_left_out(own) / columns.n_pipelines
+                left = _get_left_out(columns.reducer, own) / columns.n_pipelines
                 left = left + found[own] * weight if own in found else left
                 dist.all_reduce(left, group=world.column_data)
                 found[own] = left
@@ -170,6 +170,11 @@ class Summing:
         self.columns.settle(kept=kept)
         for reducer in self._replicas.values():
             reducer.settle(kept=kept)
+
+
+def _get_left_out(reducer: Reducer, parameter: Tensor) -> Tensor:
+    """Return what a hook has left out so far of the gradients of a parameter."""
+    return torch.zeros_like(parameter) if reducer.left_out is None else reducer.left_out.get(parameter)
 
 
 def is_finite(gradient: Tensor) -> bool:

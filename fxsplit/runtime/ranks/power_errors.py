@@ -1,0 +1,62 @@
+"""What PowerSGD has left out of gradients so far, parameter by parameter; torch keeps it by the numbers of buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxsplit.runtime.ranks.buckets import Bucket
+
+Numbers = Mapping[Any, tuple[int, Sequence[Tensor]]]
+"""Of each bucket so far its number and its parameters."""
+
+
+class PowerErrors:
+    """The errors in a PowerSGDState, which all ranks add to the gradients of their next step. `numbers` grows."""
+
+    def __init__(self, state: Any, numbers: Numbers) -> None:
+        self._errors: dict[int, Tensor] = state.error_dict
+        self._numbers = numbers
+        # Of parameters whose bucket has not come yet, with the parameter: identities of those that are gone are reused.
+        self._ahead: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def _find(self, parameter: Tensor) -> Tensor | None:
+        """Return what is left of a parameter's gradients, or None where nothing was left out so far."""
+        if id(parameter) in self._ahead:
+            return self._ahead[id(parameter)][1]
+        for number, parameters in self._numbers.values():
+            whole = self._errors.get(number)
+            if whole is not None:
+                for own, part in zip(parameters, torch.split(whole, [p.numel() for p in parameters]), strict=True):
+                    if own is parameter:
+                        return part
+        return None
+
+    def get(self, parameter: Tensor) -> Tensor:
+        """Return what is left of the gradients of a parameter, in its shape."""
+        found = self._find(parameter)
+        return torch.zeros_like(parameter) if found is None else found.view_as(parameter)
+
+    def has(self, parameter: Tensor) -> bool:
+        """Return whether anything of a parameter was left out so far."""
+        return self._find(parameter) is not None
+
+    def put(self, parameter: Tensor, left: Tensor) -> None:
+        """Let this be what is left of the gradients of a parameter, of which nothing is known since `clear`."""
+        self._ahead[id(parameter)] = parameter, left.reshape(-1)
+
+    def clear(self) -> None:
+        """Forget all that is left."""
+        self._errors.clear()
+        self._ahead.clear()
+
+    def prepare(self, number: int, bucket: Bucket) -> None:
+        """Let the hook find what is left of a bucket's parameters under the number of the bucket."""
+        found = [self._ahead.pop(id(p), (p, None))[1] for p in bucket.parameters()] if self._ahead else []
+        if any(left is not None for left in found):
+            pairs = zip(found, bucket.parameters(), strict=True)
+            # In its first steps the hook adds gradients as they are, and this stays until it compresses.
+            self._errors[number] = torch.cat([p.new_zeros(p.numel()) if e is None else e for e, p in pairs])
