@@ -146,8 +146,8 @@ def test_the_planner_prices_fewer_bytes(tmp_path: Any, capsys: pytest.CaptureFix
     costs = fxsplit.profile(Titan(width=64), torch.randint(11, (8, 5)), n_microbatches=4, device="cpu", repeats=1)
     path = str(tmp_path / "net.json")
     # Of equal times, so that the best cut lies in the middle whatever was measured.
-    equal = {"forward_ms": 10.0, "backward_ms": 20.0, "weight_ms": None}
-    replace(costs, nodes=tuple(replace(n, **equal) for n in costs.nodes)).save(path)
+    nodes = tuple(replace(n, forward_ms=10.0, backward_ms=20.0, weight_ms=None) for n in costs.nodes)
+    replace(costs, nodes=nodes).save(path)
     found = {}
     for how in ((), ("--compress", "bf16"), ("--compress", "int8")):
         assert cli.main(["plan", path, "--devices", "2", "--bandwidth", "1e5", "--json", *how]) == 0
