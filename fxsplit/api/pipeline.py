@@ -172,11 +172,13 @@ class Pipeline(WithExports):
             arguments or dicts of keyword arguments, which are read ahead by as many as keep all stages busy.
 
         Weights are to stay as they are meanwhile. What a batch raises, comes in its place; the stream is over then, as
-        it is after `close()`, or when nobody refers to it any more. Raises InputError for what is no such iterable.
+        it is after `close()`, or when nobody refers to it any more. Over ranks each batch runs by itself.
+        Raises InputError for what is no such iterable.
         """
         self._refuse_own_hooks("stream()")
         check_has_batches(batches)
-        return Stream(self._prepare_forward, batches)
+        # A rank runs one job at a time.
+        return Stream(self._prepare_forward if self.compiler.team is None else None, self.forward, batches)
 
     @leave_uncompiled
     @lose_no_interrupt

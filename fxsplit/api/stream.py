@@ -66,13 +66,12 @@ class _Begun(NamedTuple):
 class _Waiting(NamedTuple):
     """A batch that runs while the caller waits for its outputs, and that is not begun before."""
 
-    prepare: Prepare
+    run: Callable[..., Any]
     call: Call
 
     def finish(self) -> Any:
         """Return the outputs."""
-        batch, engine = self.prepare(self.call)
-        return batch.program.build_result(engine.forward(batch))
+        return self.run(*self.call.args, **self.call.kwargs)
 
     def give_up(self) -> None:
         """Do nothing, as nothing is under way."""
@@ -82,13 +81,14 @@ class _Waiting(NamedTuple):
 
 
 class Stream(Iterator[Any]):
-    """The outputs of a pipeline for `batches`, in their order; see Pipeline.stream. `prepare` is the pipeline's.
+    """The outputs of a pipeline for `batches`, in their order; see Pipeline.stream.
 
-    Threads that share a stream take turns.
+    prepare: the pipeline's; None where each batch is to run by itself. run: the pipeline's forward. Threads that share
+    a stream take turns.
     """
 
-    def __init__(self, prepare: Prepare, batches: Iterable[Any]) -> None:
-        self._prepare = prepare
+    def __init__(self, prepare: Prepare | None, run: Callable[..., Any], batches: Iterable[Any]) -> None:
+        self._prepare, self._run = prepare, run
         self._batches: Iterator[Any] = iter(batches)
         self._begun: deque[_Begun | _Waiting] = deque()
         # What reading or beginning a batch has raised, which comes after the outputs of the batches before it.
@@ -199,7 +199,7 @@ class Stream(Iterator[Any]):
                     self._ended = True
                     return
                 try:
-                    self._begun.append(_begin(self._prepare, inputs, first=not self._begun))
+                    self._begun.append(_begin(self._prepare, self._run, inputs, first=not self._begun))
                 except StopIteration as error:
                     self._error = _explain_stop(error)
                 except Exception as error:
@@ -227,13 +227,15 @@ def _give_no_gradients() -> Iterator[None]:
 
 
 # No method: an error in here must not know the stream, which keeps it for a while.
-def _begin(prepare: Prepare, inputs: Any, *, first: bool) -> _Begun | _Waiting:
+def _begin(prepare: Prepare | None, run: Callable[..., Any], inputs: Any, *, first: bool) -> _Begun | _Waiting:
     """Give a batch to the workers; `first` says that no other batch of the stream is under way."""
     call = parse_example_inputs(inputs, "a batch of stream()")
+    if prepare is None:
+        return _Waiting(run, call)
     with _give_no_gradients():
         batch, engine = prepare(call)
         if _runs_alone(batch.program):
-            return _Waiting(prepare, call)
+            return _Waiting(run, call)
         batch = _copy_uncounted(batch)
         writes = list(map(count_writes, batch.tensors))
         return _Begun(engine, batch, engine.begin_forward(batch, refresh=first), writes)

@@ -139,8 +139,8 @@ class RankCrew:
     def begin(self, course: Course) -> None:
         """Raise InputError: a rank runs one job at a time."""
         raise InputError(
-            "stream() and generate() keep several batches under way, which ranks do not yet: call pipe(x) in a loop, "
-            "or compile for the devices of one machine, fxsplit.compile(model, 2)"
+            "generate() keeps several batches under way, which ranks do not yet: compile for the devices of one "
+            "machine, fxsplit.compile(model, 2)"
         )
 
     def finish(self, course: Course, timeout_s: float | None = None) -> None:
