@@ -4,11 +4,12 @@ lines: an exception at every line (or every `--stride`-th) that steps, calls, co
 dropped: the same with exceptions that Python drops, as they come in a finaliser.
 first: the same in the first compile of a process, each in a process of its own (every tenth line by default).
 signals: real SIGINTs at random moments of first compiles, profiles, steps and commands.
+ranks: Ctrl-C on a training over three ranks and on their launcher, `--count` times (default: 5).
 
 Prints the counts. The exit code is 1 where any fault was found. `lost`: the interrupt did not arrive, or as another
 error. `changed`: model or torch are not what they were. `poisoned`: what comes next is wrong or fails. `hung`: it took
-longer than two seconds (a first compile: thirty, since it waits for what is being imported; under `first`, thirty more
-than the first compile without an interrupt took).
+longer than two seconds, a rank too (a first compile: thirty, since it waits for what is being imported; under `first`,
+thirty more than the first compile without an interrupt took).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -264,6 +266,42 @@ def hit_command(counts: Count, command: list[str], draw: random.Random) -> None:
     count_faults(counts, "command, signals", f"{seconds:.2f} s", faults)
 
 
+def find_state(process: int) -> str:
+    """Return the letter of a process's state, `X` of one that is gone."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
+
+
+def end_ranks(counts: Count, n: int, count: int) -> None:
+    """Press Ctrl-C on the example over n ranks, and print when each rank and the launcher were gone."""
+    root = Path(__file__).parents[1]
+    script = [str(root / "examples" / "train_digits.py"), "--steps", "1000000"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}", *script]
+    env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    for _ in range(count):
+        with subprocess.Popen(
+            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
+        ) as launcher:
+            assert launcher.stdout is not None
+            next(line for line in launcher.stdout if line.startswith("step 8 "))
+            children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text()
+            ranks, begin, ended = [int(number) for number in children.split()], time.monotonic(), dict[int, float]()
+            # As a terminal does: to all of them.
+            os.killpg(launcher.pid, signal.SIGINT)
+            while len(ended) < n and time.monotonic() < begin + FIRST_S:
+                gone = [rank for rank in ranks if rank not in ended and find_state(rank) in "ZX"]
+                ended |= dict.fromkeys(gone, time.monotonic() - begin)
+                time.sleep(0.005)
+            code = launcher.wait(WATCHDOG_S)
+            whole_s = time.monotonic() - begin
+        last_s = max(ended.values(), default=FIRST_S)
+        print(f"  ranks after {', '.join(f'{s:.2f}' for s in ended.values())} s, the launcher after {whole_s:.2f} s")
+        faults = [f"hung for {last_s:.1f} s"] * (len(ended) < n or last_s > 2.0) + ["lost: exit code 0"] * (code == 0)
+        count_faults(counts, f"{n} ranks", "a step", faults)
+
+
 def time_once(work: Callable[[], object]) -> float:
     """Return the seconds that a run takes."""
     begin = time.monotonic()
@@ -274,7 +312,7 @@ def time_once(work: Callable[[], object]) -> float:
 def main() -> int:
     """Run what is asked for, and print the counts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["lines", "dropped", "first", "signals"])
+    parser.add_argument("what", choices=["lines", "dropped", "first", "signals", "ranks"])
     scenes = f"of lines: {', '.join(SCENES)}; of signals: {', '.join(SIGNALLED)}"
     parser.add_argument("--scenes", nargs="*", help=scenes)
     parser.add_argument("--stride", type=int, help="every so manieth line (default: 1, of first compiles 10)")
@@ -294,6 +332,8 @@ def main() -> int:
     elif given.what == "first":
         assert callable(fxsplit.compile)  # loads the compiler, whose imports no interrupt reaches
         interrupt_first(counts, given.stride or 10, given.count, given.seed)
+    elif given.what == "ranks":
+        end_ranks(counts, 3, given.count or 5)
     else:
         send_signals(counts, given.scenes or SIGNALLED, given.count or 400, given.seed)
     for key in sorted(counts):
