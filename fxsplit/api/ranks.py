@@ -128,6 +128,7 @@ class Team:
         self.holdings = Holdings(world, self.label)
         # Of a mesh, the first rank of all plans for all pipelines.
         self._whole = world.whole
+        self._has_met = False
         self._agreement = Agreement(world.whole, ALIKE if len(world.rows) == 1 else ALL_ALIKE)
 
     @property
@@ -150,6 +151,7 @@ class Team:
         with self._whole.watch(COMPILE_LIMIT_S):
             call = f"compile number {self._whole.count('compile of ' + self.label)} of {self.label}"
             self._agreement.meet({"call": call, "program": program, "inputs": inputs}, 0)
+            self._has_met = True
             yield
 
     def all_have(self, graph: object | None) -> bool:
@@ -207,7 +209,8 @@ class Team:
 
     def _sum_weights(self, model: torch.nn.Module) -> str:
         """Return what pipelines of a mesh have alike that begin with the same weights; nothing for one pipeline."""
-        if len(self.world.rows) == 1 or lacks_values(model):
+        # Later each rank has those of its stages, which may be all of them or none.
+        if len(self.world.rows) == 1 or self._has_met or lacks_values(model):
             return ""
         return f" of checksum {sum_values([weight for _, weight in list_named(model)]):x}"
 
@@ -258,6 +261,8 @@ def make_machine(world: World) -> Machine:
     memory = read_memory(world.device)
     # Of a mesh, all pipelines have one plan: a place has the memory of the least of its column.
     with world.whole.watch():
+        # Others may have come to a call of a pipeline that there is already.
+        Agreement(world.whole).meet({"call": "the compile of another pipeline"}, 0)
         found = world.whole.gather(torch.tensor([memory], dtype=torch.float64), "the start")
     memory_of = {rank: float(one) for rank, one in zip(world.whole.ranks, found, strict=True)}
     told = [min(memory_of[rank] for rank in column) for column in zip(*world.rows, strict=True)]

@@ -35,6 +35,12 @@ from fxsplit.torch_internals.grad_leaves import make_mutable
 from fxsplit.torch_internals.rng import lend_draws
 from fxsplit.torch_internals.undo import Turn, leave_no_trace
 
+SPENT = (
+    "this pipeline's outputs have been backwarded already and their activations are freed: call the pipeline again, or "
+    "add the losses and call backward() once (retain_graph is not supported)"
+)
+"""What a second backward of one forward is told."""
+
 
 class Engine:
     """Runs batches on a crew, whose workers end with `close()` or with the last reference to the engine."""
@@ -235,15 +241,15 @@ class Engine:
         devices = [*(stream.device for stream in self._workers.streams), *(t.device for t in tensors)]
         # Autograd calls the backward where, of the caller's streams, only that on the outputs' device is current.
         queued = mark_caller(devices)
+        # The tape does not say: a rank may have none of the microbatches.
+        spent = False
 
         @lose_no_interrupt
         @leave_no_trace
         def backward(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-            if not tape:
-                raise BackwardError(
-                    "this pipeline's outputs have been backwarded already and their activations are freed: call the "
-                    "pipeline again, or add the losses and call backward() once (retain_graph is not supported)"
-                )
+            nonlocal spent
+            if spent:
+                raise BackwardError(SPENT)
             # Before anything has run. Of the first stage whole graphs are searched, and hooks keep the last one too.
             for (stage, m), saved in tape.items():
                 if isinstance(saved, Saved) and (stage or m == len(rows) - 1):
@@ -271,6 +277,7 @@ class Engine:
                 then.explain(error)
                 raise
             finally:
+                spent = True
                 tape.clear()
             of_inputs = join_returned(job, batch)
             # Autograd hands all results on as made on one stream of this thread, and each stage's node has another.

@@ -17,6 +17,7 @@ import fxsplit
 from fxsplit.errors import FxsplitError, InputError, RanksDiffer
 from fxsplit.torch_internals.away import is_away
 from tests.models import FAST, Mlp, Tied
+from tests.proof.test_replicas import chain
 from tests.ranks import ranks
 
 SHARES = [7, 5]
@@ -72,6 +73,22 @@ def train(rank: int, n: int, kind: str, call: str) -> float:
         for optimizer in optimizers:
             optimizer.step()
     return worst
+
+
+def evaluate_behind_one_stage(rank: int, n: int) -> float:
+    """Return how far evaluation is from the unsplit model, where one rank of each pipeline has all weights."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    torch.manual_seed(0)
+    model = nn.Sequential(Mlp(), nn.Dropout(0.1)).double()
+    unsplit, x = copy.deepcopy(model), make_batch()[0]
+    options: dict[str, Any] = {"n_microbatches": 2, "loss_fn": F.mse_loss, "example_inputs": x, "passes": chain((2,))}
+    with fxsplit.compile(model, mesh, **options) as pipe:
+        return float((pipe.eval()(x) - unsplit.eval()(x)).detach().abs().max())
+
+
+def test_a_mesh_evaluates_where_one_rank_has_all_weights() -> None:
+    """Ranks compared the weights that there were, of which the other rank had none by then."""
+    assert max(ranks(4, evaluate_behind_one_stage)) < 1e-12
 
 
 KINDS = [("mean", "step"), ("sum", "step"), ("tied", "step"), ("moved", "step"), ("mean", "forward")]
@@ -140,6 +157,8 @@ def act_alone(rank: int, n: int, how: str, folder: str) -> str:
         elif how == "compile" and rank < 2:
             pipe.eval()
             pipe(x)
+        elif how == "another" and rank < 2:
+            fxsplit.compile(Mlp().double(), mesh, **options)
         pipe.step(x, target=y)
     except (FxsplitError, RuntimeError, ValueError) as error:
         raised = str(error)
@@ -149,7 +168,7 @@ def act_alone(rank: int, n: int, how: str, folder: str) -> str:
     return raised
 
 
-@pytest.mark.parametrize("how", ["save", "compile", "group"])
+@pytest.mark.parametrize("how", ["save", "compile", "another", "group"])
 def test_what_one_pipeline_does_alone_is_named_and_all_go_on(how: str, tmp_path: Path) -> None:
     """A first call in evaluation ended the processes, and groups that only some ranks made kept all waiting."""
     for raised in ranks(4, act_alone, how, str(tmp_path)):
