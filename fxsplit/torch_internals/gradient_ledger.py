@@ -104,7 +104,7 @@ class GradientLedger:
         self._entries = [Entry(name, weakref.ref(weight), rank) for name, weight, rank in named]
         self._exchange = exchange
         self._me = me
-        hide_gradients_from_optimizers()
+        hide_gradients_from_optimizers(OwnGradient)
         _let_clipping_take_lists()
 
     def knows(self, named: Sequence[tuple[str, Tensor, int]]) -> bool:

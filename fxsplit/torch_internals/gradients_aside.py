@@ -1,7 +1,7 @@
 """Gradients that are away are put aside while an optimizer steps.
 
 Optimizers pass by parameters without a gradient, and so by those of other ranks. A closure that an optimizer calls runs
-a backward and may clip: it sees all gradients.
+a backward and may clip: it sees all gradients. Norms that an optimizer asks for itself are of gradients of this rank.
 """
 
 from __future__ import annotations
@@ -20,10 +20,21 @@ from fxsplit.torch_internals.elsewhere import Elsewhere
 
 
 @cache
-def hide_gradients_from_optimizers() -> None:
-    """Put gradients that are away aside whenever an optimizer steps, for as long as the process lives."""
-    register_optimizer_step_pre_hook(_put_aside)
-    register_optimizer_step_post_hook(_put_back)
+def hide_gradients_from_optimizers(own: type[Tensor]) -> None:
+    """Put gradients that are away aside whenever an optimizer steps, for as long as the process lives.
+
+    own: the class of gradients of this rank, by which ranks meet for norms; while an optimizer steps they are plain.
+    """
+    register_optimizer_step_pre_hook(partial(_put_aside, own))
+    register_optimizer_step_post_hook(partial(_put_back, own))
+
+
+def _mark(optimizer: Optimizer, before: type[Tensor], now: type[Tensor]) -> None:
+    """Let gradients of this rank that are of one class, and in a ledger, be of another."""
+    for group in optimizer.param_groups:
+        for weight in group["params"]:
+            if type(weight.grad) is before and hasattr(weight.grad, "place"):
+                weight.grad.__class__ = now
 
 
 def _list_away(optimizer: Optimizer) -> list[Elsewhere]:
@@ -31,12 +42,11 @@ def _list_away(optimizer: Optimizer) -> list[Elsewhere]:
     return [weight for group in optimizer.param_groups for weight in group["params"] if isinstance(weight, Elsewhere)]
 
 
-def _put_aside(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _put_aside(own: type[Tensor], optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Hide gradients that are away from an optimizer that is about to step; return its arguments."""
+    _mark(optimizer, own, Tensor)
     away = _list_away(optimizer)
-    if not away:
-        return None
-    if isinstance(optimizer, LBFGS):
+    if away and isinstance(optimizer, LBFGS):
         raise InputError(
             f"LBFGS makes one vector of all parameters, and {away[0].spot} is on rank {away[0].spot.rank}: use an "
             "optimizer that steps each parameter by itself, such as AdamW or SGD"
@@ -49,9 +59,9 @@ def _put_aside(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, An
 
     def call_with_gradients(closure: Callable[[], Any]) -> Any:
         # A closure runs forward and backward, and may clip.
-        _put_back(optimizer)
+        _put_back(own, optimizer)
         loss = closure()
-        _put_aside(optimizer, (), {})
+        _put_aside(own, optimizer, (), {})
         return loss
 
     if len(args) > 1 and callable(args[1]):
@@ -61,10 +71,11 @@ def _put_aside(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, An
     return None
 
 
-def _put_back(optimizer: Optimizer, *arguments: Any) -> None:
+def _put_back(own: type[Tensor], optimizer: Optimizer, *arguments: Any) -> None:
     """Show gradients again that were put aside."""
     for weight in _list_away(optimizer):
         weight.grad, weight.aside = weight.aside, None
+    _mark(optimizer, Tensor, own)
 
 
 def _is_light(state: dict[Any, Any]) -> bool:

@@ -18,12 +18,27 @@ from fxsplit.torch_internals.gradient_ledger import GradientLedger, OwnGradient
 from tests.ranks import ranks
 
 STEPS = 3
+
+
+class Lars(torch.optim.Optimizer):
+    """An optimizer that asks for the norm of each gradient, which is its own matter, and not one of all ranks."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    weight.sub_(weight.grad * weight.norm() / weight.grad.norm(), alpha=group["lr"])
+
+
 OPTIMIZERS: dict[str, Any] = {
     "AdamW fused": lambda weights: torch.optim.AdamW(weights, lr=0.1, fused=True),
     "AdamW foreach": lambda weights: torch.optim.AdamW(weights, lr=0.1, foreach=True),
     "Adam": lambda weights: torch.optim.Adam(weights, lr=0.1),
     "SGD": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9, nesterov=True),
     "RMSprop": lambda weights: torch.optim.RMSprop(weights, lr=0.01),
+    "Adafactor": lambda weights: torch.optim.Adafactor(weights, lr=0.1),
+    "Lars": lambda weights: Lars(weights, {"lr": 0.1}),
     "Adagrad": lambda weights: torch.optim.Adagrad(weights, lr=0.1),
 }
 
