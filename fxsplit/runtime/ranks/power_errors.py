@@ -18,8 +18,11 @@ class PowerErrors:
     """The errors in a PowerSGDState, which all ranks add to the gradients of their next step. `numbers` grows."""
 
     def __init__(self, state: Any, numbers: Numbers) -> None:
+        self._state = state
         self._errors: dict[int, Tensor] = state.error_dict
         self._numbers = numbers
+        # As it was before the step that is under way: one that fails is to leave nothing, and all ranks at one count.
+        self._before: tuple[int, list[dict[Any, Any]], Any] | None = None
         # Of parameters whose bucket has not come yet, with the parameter: identities of those that are gone are reused.
         self._ahead: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -52,6 +55,30 @@ class PowerErrors:
         """Forget all that is left."""
         self._errors.clear()
         self._ahead.clear()
+
+    @property
+    def _kept(self) -> list[dict[Any, Any]]:
+        """All that is kept by the numbers of buckets; the last are the thin matrices that the next step starts from."""
+        return [self._errors, self._ahead, self._state.p_memory_dict, self._state.q_memory_dict]
+
+    def begin(self) -> None:
+        """Begin a step, unless it has begun."""
+        if self._before is not None:
+            return
+        *replaced, written = self._kept
+        then = [*map(dict, replaced), {number: matrices.clone() for number, matrices in written.items()}]
+        self._before = self._state.iter, then, self._state.rng.get_state()
+
+    def settle(self, *, kept: bool) -> None:
+        """End a step. `kept`: whether its gradients were applied; otherwise all is as it was."""
+        before, self._before = self._before, None
+        if before is None or kept:
+            return
+        self._state.iter, then, draws = before
+        self._state.rng.set_state(draws)
+        for now, earlier in zip(self._kept, then, strict=True):
+            now.clear()
+            now.update(earlier)
 
     def prepare(self, number: int, bucket: Bucket) -> None:
         """Let the hook find what is left of a bucket's parameters under the number of the bucket."""

@@ -111,14 +111,16 @@ class Reducer:
         """End a step. `kept`: whether its gradients were applied; otherwise nothing of it is left."""
         self._under_way.clear()
         self._begun.clear()
-        if self.residuals is not None:
-            self.residuals.settle(kept=kept)
+        if self.left_out is not None:
+            self.left_out.settle(kept=kept)
 
     def _start(self, offers: Sequence[Offer], weight: float, *, last: bool = False) -> None:
         """Begin buckets with these gradients. `last`: whether no others come in this step."""
         scaled = [Offer(p, scale(g, weight)) for p, g in offers]
         buckets = fill_buckets(scaled, self._bucket_bytes)
         hook = self._plain if self._is_plain() else self.hook
+        if isinstance(self.left_out, PowerErrors):
+            self.left_out.begin()
         for bucket in buckets:
             number = self._find_number(bucket)
             bucket.set_place(number, last=last and bucket is buckets[-1])
