@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import warnings
+from math import floor
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ def main() -> None:
     parser.add_argument("--schedules", default=",".join(SCHEDULES), help="some of them, by name")
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--kinds", action="store_true", help="print what each peak is made of, too")
+    parser.add_argument("--live", action="store_true", help="print which storages each peak consists of, too")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -50,18 +52,25 @@ def main() -> None:
         for way in WAYS:
             cells = []
             for schedule in schedules:
-                pipe, peaks = run(network, schedule, way, given.microbatches, known)
+                pipe, peaks = run(network, schedule, way, given.microbatches, known, live=given.live)
                 # Tied weights stay together where versions are kept, and are then priced otherwise.
                 known = known or (None if schedule in ASYNCHRONOUS else pipe.costs)
                 said = list_said(pipe, given.microbatches)
-                cells.append(", ".join(f"{plan / peak.held:.2f}" for plan, peak in zip(said, peaks, strict=True)))
+                cells.append(", ".join(show_share(plan, peak.held) for plan, peak in zip(said, peaks, strict=True)))
                 lines += [f"\n{network}, {schedule}, recompute {way}", *list_kinds(pipe, peaks, said)]
             print(f"| {network} | {way} | {' | '.join(cells)} |", flush=True)
-    if given.kinds:
+    if given.kinds or given.live:
         print("\n".join(lines))
 
 
-def run(network: str, schedule: str, way: str, count: int, known: Costs | None) -> tuple[Pipeline, list[Peak]]:
+def show_share(plan: float, held: int) -> str:
+    """Return what the plan says over what was held; what is less than 1 is not rounded up to it."""
+    return f"{plan / held:.2f}" if plan >= held else f"{floor(100 * plan / held) / 100:.2f}"
+
+
+def run(
+    network: str, schedule: str, way: str, count: int, known: Costs | None, *, live: bool = False
+) -> tuple[Pipeline, list[Peak]]:
     """Return a pipeline of a network that has run steps, and the peak of each device in the last one."""
     torch.manual_seed(0)
     asynchronous = schedule in ASYNCHRONOUS
@@ -76,7 +85,7 @@ def run(network: str, schedule: str, way: str, count: int, known: Costs | None) 
     }
     pipe = fxsplit.compile(model, ["cpu"] * 2, example_inputs=x, **options)
     optimizer = torch.optim.Adam(model.parameters())
-    return pipe, measure_step(pipe, x, y, optimizer, asynchronous=asynchronous)[0]
+    return pipe, measure_step(pipe, x, y, optimizer, asynchronous=asynchronous, live=live)[0]
 
 
 def list_said(pipe: Pipeline, count: int) -> list[float]:
@@ -94,6 +103,8 @@ def list_kinds(pipe: Pipeline, peaks: list[Peak], said: list[float]) -> list[str
             f"  device {device}: {format_bytes(peak.held)} in {peak.action}, plan {format_bytes(plan)}; before it "
             f"{format_bytes(peak.before)}, of which sums of gradients {format_bytes(peak.sums)}"
         )
+        for one, times in sorted(peak.storages.items(), key=lambda pair: -pair[0].size * pair[1]):
+            lines.append(f"    {times} x {one.size} bytes of {one.action}: {one.maker}")
     for number, stage in enumerate(pipe.plan.stages):
         lines.append(
             f"  stage {number}, planned: always {format_bytes(stage.held_bytes)}, for each microbatch under way "

@@ -26,8 +26,11 @@ SOURCE = Path(__file__).with_name("counter.cpp")
 def start_counting() -> ctypes.CDLL:
     """Return the counter, which counts from the first call on."""
     counter = ctypes.CDLL(str(_compile()))
-    for name in ("count_live", "count_most", "find_slot"):
+    for name in ("count_live", "count_most", "find_slot", "stop_log"):
         getattr(counter, name).restype = ctypes.c_int64
+    counter.read_events.restype = ctypes.POINTER(ctypes.c_int64)
+    counter.read_maker.restype = ctypes.c_char_p
+    counter.read_maker.argtypes = [ctypes.c_int64]
     counter.find_slot.argtypes = [ctypes.c_void_p]
     counter.start_counting()
     return counter
@@ -48,7 +51,7 @@ def _compile() -> Path:
         command = [os.environ.get("CXX", "c++"), "-std=c++20", "-O2", "-shared", "-fPIC", str(SOURCE), "-o", str(rough)]
         abi = int(torch.compiled_with_cxx11_abi())
         command += [f"-I{torch_folder / 'include'}", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]
-        command += [f"-L{torch_folder / 'lib'}", "-lc10", f"-Wl,-rpath,{torch_folder / 'lib'}"]
+        command += [f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch_folder / 'lib'}"]
         subprocess.run(command, check=True)
         rough.rename(made)
     return made

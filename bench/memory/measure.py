@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from bench.memory.counter import find_slot, start_counting
+from bench.memory.live import Log, Storage, log_storages
 from bench.memory.order import RunAhead
 from fxsplit.api.compiled import get_mode
 from fxsplit.api.pipeline import Pipeline
@@ -27,13 +29,15 @@ from fxsplit.schedule.action import Action
 class Peak:
     """The most that a worker held, in an action: what it had before, of which sums of gradients, and what came on top.
 
-    `held` are all bytes of the worker's stages: weights, buffers, the optimizer's state, and what it allocated.
+    `held` are all bytes of the worker's stages: weights, buffers, the optimizer's state, and what it allocated. Where
+    that was asked for, `storages` are those that were made in the step.
     """
 
     held: int = 0
     sums: int = 0
     before: int = 0
     action: str = ""
+    storages: Counter[Storage] = field(default_factory=Counter)
 
 
 @dataclass
@@ -89,32 +93,37 @@ def watch_workers(first: int) -> Iterator[Watch]:
 
 
 def measure_step(
-    pipe: Pipeline, x: Tensor, y: Tensor, optimizer: torch.optim.Optimizer, *, asynchronous: bool
+    pipe: Pipeline, x: Tensor, y: Tensor, optimizer: torch.optim.Optimizer, *, asynchronous: bool, live: bool = False
 ) -> tuple[list[Peak], Watch]:
-    """Return the peak of every worker in a step that begins without gradients, and all that was seen."""
+    """Return the peak of every worker in a step that begins without gradients, and all that was seen.
+
+    live: find out which storages each peak consists of, too.
+    """
     # What earlier pipelines' workers have made, and nobody has let go yet, is not this one's: it has run nothing yet.
     gc.collect()
     counter = start_counting()
     earlier = [counter.count_live(device + 1) for device in range(len(pipe.plan.device_names))]
     peaks: dict[int, Peak] = {}
     optimizer.zero_grad()
-    # A first step makes the optimizer's state, and what is kept from step to step.
-    pipe.step(x, target=y, optimizer=optimizer if asynchronous else None)
+    # A first step makes the optimizer's state, and what is kept from step to step. It moves weights where versions of
+    # them are kept, and counts those for their worker.
+    with watch_workers(0):
+        pipe.step(x, target=y, optimizer=optimizer if asynchronous else None)
     if not asynchronous:
         optimizer.step()
     # A plan may have more stages than there are devices.
     for first in range(find_program(pipe).schedule(pipe.plan.n_microbatches).n_devices):
         optimizer.zero_grad()
-        with watch_workers(first) as watch:
+        with log_storages() if live else nullcontext(Log()) as log, watch_workers(first) as watch:
             pipe.step(x, target=y, optimizer=optimizer if asynchronous else None)
-        peaks[first] = watch.peaks[first]
+        peaks[first] = replace(watch.peaks[first], storages=log.storages.get(first, Counter()))
         if not asynchronous:
             optimizer.step()
     optimizer.zero_grad()
     program, found = find_program(pipe), []
     for device, peak in sorted(peaks.items()):
         more = count_static(program, device, optimizer) - earlier[device]
-        found.append(Peak(peak.held + more, peak.sums, peak.before + more, peak.action))
+        found.append(replace(peak, held=peak.held + more, before=peak.before + more))
     return found, watch
 
 

@@ -23,6 +23,7 @@ from fxsplit.ir.facts.detached import Detached
 from fxsplit.ir.facts.effects import CallEffects
 from fxsplit.ir.facts.example import Example
 from fxsplit.ir.facts.known_costs import KnownCosts
+from fxsplit.ir.facts.loss import Loss
 from fxsplit.ir.facts.meanings import ROWS, Meaning
 from fxsplit.ir.facts.pins import Pins
 from fxsplit.ir.facts.plan import Plan
@@ -111,6 +112,8 @@ def list_facts(
     facts: list[Fact] = [machine, workload]
     if pins is not None:
         facts.append(pins)
+    if options.loss_fn is not None:
+        facts.append(Loss(options.loss_fn))
     if known is not None:
         # The user's own profile must cover the model. One that a search has just measured, or that of the other mode,
         # serves where an operator is the same, and the rest is measured.

@@ -157,6 +157,8 @@ def _read_stage(index: int, data: dict[str, Any], names: list[str], *, held: boo
     data.setdefault("boundary_bytes", held * (data["in_bytes"] + data["out_bytes"]))
     # Nor do they know what is held in each action.
     known = "resting_bytes" in data
+    if known and "first_bytes" not in data:
+        data["first_bytes"] = data["whole_bytes"] + data["parameter_bytes"]
     data = {**dict.fromkeys(_HELD, 0.0), **data}
     if _number(data["weight_ms"], f"weight_ms of stage {index}") > backward:
         raise PlanError(f"weight_ms of stage {index} is {data['weight_ms']}, and it is part of backward_ms={backward}")
@@ -168,7 +170,8 @@ def _read_stage(index: int, data: dict[str, Any], names: list[str], *, held: boo
     )
     if known:
         return stage
-    spread = spread_activations(stage.kept_bytes, stage.boundary_bytes, recompute=stage.recompute, trains=True)
+    kept, between, weights = stage.kept_bytes, stage.boundary_bytes, stage.parameter_bytes
+    spread = spread_activations(kept, between, weights, recompute=stage.recompute, trains=True)
     return replace(stage, **vars(spread))
 
 

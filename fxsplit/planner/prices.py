@@ -27,7 +27,7 @@ from fxsplit.planner.moves import Move, Moves
 class Kind(NamedTuple):
     """What tells one kind of move from another: what it makes of times (speed, ms per byte) and of bytes.
 
-    `moments` is what the stage holds at once, and `resting`, `halfway` and `versions` are those of the one with most
+    `moments` is what the stage holds at once, and `resting`, `halfway`, `versions`, `sums` those of the one with most
     microbatches (see moments.py). They are known only where the number of stages is; else memory has no limit, or
     stages have nothing to hold. `last` tells whether the loss is computed behind the stage.
     """
@@ -41,6 +41,7 @@ class Kind(NamedTuple):
     resting: int
     halfway: int
     versions: int
+    sums: int
     recompute: bool
     last: bool
     capacity: float
@@ -74,6 +75,7 @@ class Kind(NamedTuple):
             resting=heaviest.resting,
             halfway=heaviest.halfway,
             versions=heaviest.versions,
+            sums=heaviest.sums,
             recompute=move.recompute,
             last=bool(moves.n_stages) and move.last,
             capacity=min(d.memory_bytes for d in devices),

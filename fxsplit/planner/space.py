@@ -9,6 +9,7 @@ The bound is of one moment of the stage: that with most microbatches (see moment
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,7 +21,8 @@ from numpy.typing import NDArray
 
 from fxsplit.ir.facts.antichains import Antichains
 from fxsplit.ir.facts.costs import Costs, NodeCost
-from fxsplit.ir.facts.course import LOSS_COPIES, LOSS_KEEPS, is_part_of_several
+from fxsplit.ir.facts.gradients_course import is_part_of_several
+from fxsplit.ir.facts.loss import LossCost
 from fxsplit.ir.facts.price import CostModel
 from fxsplit.ir.facts.stage_memory import WEIGHT_COPIES
 from fxsplit.ir.facts.states import States
@@ -67,10 +69,13 @@ def price_space(
         always = (weights - shared[:, 0]) * copies + buffers - shared[:, 1]
         return _sum_all(always, states, kinds, forwards=model.forwards)
     sums = _find_sums(costs, chains, splits=splits)
+    # Before there are sums of gradients there is one set of the weights' size less.
+    copies = copies + kinds["sums"] - 1.0
     always = (weights - sums.parameters) * copies + buffers - sums.buffers
     if costs.inference:
         return _sum_forwards(always, states, kinds, sums)
-    return _sum_training(always, states, kinds, sums, splits=splits)
+    loss = costs.find_loss(float(states.column("live_bytes")[-1]))
+    return _sum_training(always, states, kinds, sums, loss, splits=splits)
 
 
 def _sum_all(always: Floats, states: States, kinds: Mapping[str, Floats], *, forwards: bool) -> Space:
@@ -88,7 +93,9 @@ def _sum_forwards(always: Floats, states: States, kinds: Mapping[str, Floats], s
     return Space(start, at_rest, always, Needs(sums.far, np.zeros(len(states))))
 
 
-def _sum_training(always: Floats, states: States, kinds: Mapping[str, Floats], sums: _Sums, *, splits: bool) -> Space:
+def _sum_training(
+    always: Floats, states: States, kinds: Mapping[str, Floats], sums: _Sums, loss: LossCost, *, splits: bool
+) -> Space:
     """Return the tables of a moment in which one microbatch runs backward, and others rest or are halfway.
 
     A microbatch at rest has what the stage was given, keeps, and gives without keeping it. The one in hand has that
@@ -103,13 +110,13 @@ def _sum_training(always: Floats, states: States, kinds: Mapping[str, Floats], s
     arrived = np.zeros_like(gradients) if splits else gradients
     end = low + keeping * sums.unkept + arrived
     # The loss is computed behind the last stage, and keeps what it needs of the outputs.
-    loss, at_end = float(live[-1]), LOSS_KEEPS if splits else LOSS_KEEPS + LOSS_COPIES + 1.0
-    own, again = (keeping - 1.0) * LOSS_KEEPS + at_end, resting * (1.0 + LOSS_KEEPS)
+    at_end = loss.kept_bytes + (0.0 if splits else loss.backward_peak_bytes)
+    own, again = (keeping - 1.0) * loss.kept_bytes + at_end, resting * loss.kept_bytes + arrived[-1]
     last = kinds["last"][:, 0] > 0
-    end[last, -1] = (low[:, -1:] + np.where(recompute, again * loss + arrived[-1], own * loss))[last, 0]
+    end[last, -1] = (low[:, -1:] + np.where(recompute, again, own))[last, 0]
     # What the sums have of the microbatch in hand; at the end all that they may have.
     freed = kept + arrived + sums.waiting * splits
-    freed[-1] = freed[-1] - arrived[-1] + max(at_end * loss, float(arrived[-1]))
+    freed[-1] = freed[-1] - arrived[-1] + max(at_end, float(arrived[-1]))
     # A value that only passes through is among those that the stage was given.
     start = low + keeping * sums.unkept - (resting + halfway + 1.0) * live
     return Space(start, end, low, Needs(sums.far, freed))
@@ -131,7 +138,7 @@ def _find_sums(costs: Costs, chains: Antichains, *, splits: bool) -> _Sums:
             late = (max(n.waiting_bytes, _find_own_gradient(costs, n)) for n in nodes if n.late_peak_bytes > 0)
             waits[i] = sum(n.kept_bytes for n in nodes), sum(late)
     waited = fit(kernel.prefix_sums, len(chains))(chains.parent, chains.last, waits)
-    shared, unkept = _sum_ties(costs, chains), sum_live_values(costs, chains, costs.find_unkept)
+    shared, unkept = _sum_ties(costs, chains), sum_live_values(costs, chains, costs.find_surely_unkept)
     return _Sums(*(np.ascontiguousarray(a) for a in (*shared.T, unkept, *waited.T, of_block[added])))
 
 
@@ -154,13 +161,18 @@ def _sum_ties(costs: Costs, chains: Antichains) -> NDArray[np.float64]:
 def _list_far(costs: Costs, *, splits: bool) -> dict[str, float]:
     """Return what there is at least, by node, while the node runs: activations up to it, and what it allocates.
 
-    A stage has all that the node's ancestors keep but for what earlier stages have. Without backwards nothing is kept.
+    A stage has all that the node's ancestors keep but for what earlier stages have, and for what only nodes keep that
+    have run backward. Without backwards nothing is kept.
     """
     if costs.inference:
         return {n.name: n.forward_peak_bytes or 0.0 for n in costs.nodes}
     position = {node.name: i for i, node in enumerate(costs.nodes)}
     several = {n.inputs[0] for n in costs.nodes if is_part_of_several(n)}
-    kept = np.array([n.kept_bytes for n in costs.nodes], np.float64)
+    kept = np.array([n.kept_bytes - n.kept_for_bytes for n in costs.nodes], np.float64)
+    kept_for: dict[str, list[NodeCost]] = defaultdict(list)
+    for node in costs.nodes:
+        if node.kept_for_bytes:
+            kept_for[node.kept_for].append(node)
     # The ancestors of each node and the node itself, as packed bits.
     before = np.zeros((len(costs.nodes), -(-len(costs.nodes) // 8)), np.uint8)
     found = {}
@@ -169,6 +181,11 @@ def _list_far(costs: Costs, *, splits: bool) -> dict[str, float]:
             if name in position:
                 before[i] |= before[position[name]]
         before[i, i // 8] |= 128 >> i % 8
+        for owner in kept_for[node.name]:
+            place = position[owner.name]
+            # Where it is sure that the owner is in this stage, or in an earlier one.
+            if before[i, place // 8] & 128 >> place % 8:
+                kept[i] += owner.kept_for_bytes
         there = float(kept @ np.unpackbits(before[i], count=kept.size))
         # Gradients of several outputs, which wait for the node, may be most of what it allocates.
         allocates = 0.0 if node.name in several else _find_allocated(node, splits=splits)

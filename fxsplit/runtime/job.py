@@ -244,16 +244,16 @@ class Job:
         needed = self._take_gradients(action, device, stream)
         key = action.stage, action.microbatch
         replica, sums = self._replicas[action.stage][action.replica], self.sums[action.stage][action.replica]
-        with self._context.leave_autocast(), replica.use_version(action.version):
+        with self._context.leave_autocast(), replica.use_version(action.version, catches=True):
             saved, gradients = self._restore(action, needed)
             trained = replica.list_leaves(self.work.trained[action.stage], action.version)
             # A node that has hooks would run them in both parts of a backward.
-            split = action.op == INPUT_GRADIENT and not self._hooked[action.stage]
             first = len(sums.totals) < len(trained)
-            finder = replica.branches if split else None
+            finder = replica.branches if action.op == INPUT_GRADIENT and not self._hooked[action.stage] else None
             self.catch.add(saved.extra)
             zeros = self._program.keeps_zeros
             of_inputs, shares, later = backward(saved, gradients, trained, first, finder, sums, keeps_zeros=zeros)
+            shares = replica.key_shares(shares)
             if action.op == BACKWARD:
                 # Dropped before the next action, or memory would hold one microbatch more than the schedule says.
                 del self.work.tape[key]

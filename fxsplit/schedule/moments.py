@@ -40,7 +40,9 @@ class Turn(NamedTuple):
 
 def follow_device(schedule: Schedule, device: int, outstanding: list[tuple[Action, ...]]) -> Iterator[Turn]:
     """Yield each action of a device; `outstanding` is what may wait to be taken when each begins."""
-    held = {stage: Moment() for stage, home in enumerate(schedule.homes) if device in home}
+    # Before the first backward there are no sums of gradients, nor behind a step.
+    first = Moment(sums=1 - schedule.trains)
+    held = {stage: first for stage, home in enumerate(schedule.homes) if device in home}
     # The versions of the weights after the last action of each stage and replica.
     seen: dict[tuple[int, int], int] = {}
     rows = zip(schedule.actions[device], schedule.versions(device), outstanding, strict=True)
@@ -57,6 +59,19 @@ def follow_device(schedule: Schedule, device: int, outstanding: list[tuple[Actio
             own = own._replace(resting=own.resting - 1)
         # Sums over replicas and transfers take no memory of their own.
         during = {**held, action.stage: own._replace(during=DURING.get(action.op, ""))}
+        one = action.stage, action.replica
+        further = versions - seen.get(one, 1)
+        # A step writes to other memory where its weights are still to be read, and takes the sums.
+        if action.op == STEP:
+            during[action.stage] = during[action.stage]._replace(versions=own.versions + max(further, 0))
+            own = own._replace(sums=0)
+        elif action.op == BACKWARD and not own.sums:
+            during[action.stage] = during[action.stage]._replace(during="first_bytes")
+            own = own._replace(sums=1)
+        elif action.op == INPUT_GRADIENT:
+            # What of a divided backward makes which sums is not followed.
+            during[action.stage] = during[action.stage]._replace(sums=1)
+            own = own._replace(sums=1)
         if action.op == FORWARD and schedule.trains:
             own = own._replace(resting=own.resting + 1)
         if action.op == INPUT_GRADIENT:
@@ -65,8 +80,7 @@ def follow_device(schedule: Schedule, device: int, outstanding: list[tuple[Actio
             own = own._replace(sent=own.sent + 1)
         elif action.op in GRADIENTS:
             own = own._replace(sent_gradients=own.sent_gradients + 1)
-        one = action.stage, action.replica
-        own = own._replace(versions=own.versions + versions - seen.get(one, 1))
+        own = own._replace(versions=own.versions + further)
         seen[one] = versions
         held = {**held, action.stage: own}
         yield Turn(action, during, held)

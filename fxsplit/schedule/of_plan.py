@@ -17,9 +17,6 @@ from fxsplit.schedule.memory import Footprint
 from fxsplit.schedule.schedule import Homes, Schedule
 from fxsplit.schedule.simulate import Times
 
-NUMBERS_BYTES = 4096.0
-"""What a stage holds in single numbers, at most: losses and their weights, and what stands for summed gradients."""
-
 
 def find_replicas(plan: Plan) -> Homes | None:
     """Return the devices of each stage if some stage has several, which are its replicas; else None."""
@@ -112,7 +109,7 @@ def read_footprints(plan: Plan) -> list[Footprint]:
     """Return what each stage of a plan holds, in bytes."""
     return [
         Footprint(
-            held_bytes=s.held_bytes + NUMBERS_BYTES * s.weighed,
+            held_bytes=s.held_bytes,
             parameter_bytes=s.parameter_bytes,
             step_bytes=s.step_bytes,
             **{figure.name: getattr(s, figure.name) for figure in fields(MicrobatchMemory)},

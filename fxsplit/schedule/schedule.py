@@ -5,6 +5,7 @@ What needs times is in `simulate.py` and `memory.py`.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -128,22 +129,23 @@ class Schedule:
     def versions(self, device: int) -> list[int]:
         """Return, after each of a device's actions, how many versions of its weights the action's stage keeps there.
 
-        Kept are the versions that microbatches under way use, and the newest version.
+        Kept are the versions that actions to come read, and the newest version.
         """
+        left: dict[tuple[int, int], Counter[int]] = {}
+        for action in self.actions[device]:
+            if action.op in COMPUTES:
+                left.setdefault((action.stage, action.replica), Counter())[action.version] += 1
         newest: dict[tuple[int, int], int] = {}
-        used: dict[tuple[int, int], list[int]] = {}
         found = []
         for action in self.actions[device]:
             place = action.stage, action.replica
-            using = used.setdefault(place, [])
-            if action.op == FORWARD:
-                # One entry for each microbatch under way: a version is dropped with the last that uses it.
-                using.append(action.version)
-            elif action.op in RELEASES:
-                using.remove(action.version)
-            elif action.op == STEP:
+            if action.op == STEP:
                 newest[place] = action.version
-            found.append(len({newest.get(place, 0), *using}))
+            elif action.op in COMPUTES:
+                left[place][action.version] -= 1
+            now = newest.get(place, 0)
+            # Versions after the newest one have not been made yet.
+            found.append(len({now, *(v for v, count in left.get(place, {}).items() if count and v < now)}))
         return found
 
     def weight_versions(self) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
@@ -63,9 +63,13 @@ def is_caught(leaf: Tensor) -> bool:
 
 
 class Catch:
-    """The hooks on large leaves that hand gradients to sums; none is left when the block of `watch` ends."""
+    """The hooks on large leaves that hand gradients to sums; none is left when the block of `watch` ends.
 
-    def __init__(self) -> None:
+    `key_of` has what the sums know a leaf by, where that is not the leaf itself.
+    """
+
+    def __init__(self, key_of: Mapping[Tensor, Tensor] | None = None) -> None:
+        self._key_of = key_of or {}
         self._watched: dict[int, Tensor] = {}
         self._ended = False
         # Several threads may meet a leaf of the loss at a time.
@@ -115,15 +119,16 @@ class Catch:
         # Autograd refuses another layout than the gradient's.
         if gradient.layout is not torch.strided:
             return None
-        total = sums.totals.get(leaf)
+        key = self._key_of.get(leaf, leaf)
+        total = sums.totals.get(key)
         # Asked before anything else refers to the gradient.
         unshared = _is_unshared(gradient)
         if total is None or total.layout is not torch.strided:
-            sums.add([(leaf, gradient, unshared)])
-        elif total is not leaf.grad and unshared and gradient.is_cpu and gradient.stride() == total.stride():
+            sums.add([(key, gradient, unshared)])
+        elif total is not key.grad and unshared and gradient.is_cpu and gradient.stride() == total.stride():
             # The same number, in the newer memory. To let go of the newest, again and again, lets glibc give its pages
             # back each time, and get them anew from the kernel: half as much processor time again on large layers.
-            sums.totals[leaf] = gradient.add_(total)
+            sums.totals[key] = gradient.add_(total)
         else:
             total.add_(gradient)
         _target.caught.add(id(leaf))

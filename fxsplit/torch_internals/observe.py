@@ -23,6 +23,9 @@ from fxsplit.torch_internals.rng import can_draw, notice_draws
 from fxsplit.torch_internals.thread_modes import enter_saved_hooks
 from fxsplit.torch_internals.words import is_refusal_of_hooks
 
+JOINS = ("CatBackward0", "StackBackward0")
+"""What autograd calls the backwards that return parts of a gradient."""
+
 CUTS = ("detach_", "requires_grad_")
 """Methods that write to what autograd knows of a tensor, and not to its memory."""
 
@@ -38,6 +41,8 @@ class Observation:
     is_container: whether it made a container of tensors, such as the parts of a split.
     output_bytes, gradient_bytes: of its tensor, and of the gradient that returns for the tensor (0 where none does).
     kept_bytes: what autograd keeps of its memory for backward, parameters aside.
+    written_bytes: of the model's buffers that it wrote.
+    kept_for, kept_for_bytes: the part of that which only later nodes keep, and the first of these nodes.
     owners: the nodes whose memory its value lies in. `x.view(-1)` has the owners of `x`; a node that made new memory
         is its own owner.
     mutates: the owners of the memory that it wrote to in place.
@@ -47,6 +52,9 @@ class Observation:
     is_turned: whether its tensor lies in memory in another order than that of its dimensions.
     is_read_turned: whether a node makes a view of its tensor in which the order is another one, as a transpose does.
         The gradient that comes back from there is in another order too.
+    is_joined: whether its tensor was joined from several, as by a concatenation, whose backward returns parts of the
+        gradient that it was given.
+    is_read_joined: whether a node reads its tensor to join it with others: its gradient comes back as such a part.
     """
 
     text: str = "none"
@@ -62,6 +70,11 @@ class Observation:
     unkept_bytes: int = 0
     is_turned: bool = False
     is_read_turned: bool = False
+    is_joined: bool = False
+    is_read_joined: bool = False
+    kept_for: str = ""
+    kept_for_bytes: int = 0
+    written_bytes: int = 0
 
 
 class ObservingInterpreter(Interpreter):
@@ -103,14 +116,18 @@ class ObservingInterpreter(Interpreter):
             self._visit(n, call, args, kwargs)
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         before = [t._version for t in tensors]
-        buffers = Snapshot(t for t in tensors if get_storage_id(t) in self._buffers)
+        held = list(call.buffers()) if isinstance(call, nn.Module) else []
+        buffers = Snapshot({id(t): t for t in (*tensors, *held) if get_storage_id(t) in self._buffers}.values())
         with notice_draws() as drew:
             value, saved = self._run_and_list_saved(n, tensors)
         # Views and writes are told by memory: two values with one storage are in one memory.
         seen = _describe(value)
         written = [t for t, version in zip(tensors, before, strict=True) if t._version != version]
         # Batch norm's kernels write running statistics and count no version, so values are compared as well.
-        written += buffers.changed()
+        changed = buffers.changed()
+        seen.written_bytes = sum(t.nbytes for t in changed)
+        # Those inside of a module are its own affair.
+        written += [t for t in changed if any(t is given for given in tensors)]
         written += tensors[:1] if n.op == "call_method" and n.target in CUTS else []
         seen.mutates = tuple(dict.fromkeys(self._owners.get(get_storage_id(t), n.name) for t in written))
         # A weight that is fetched draws nothing: if a generator moved, another thread drew.
@@ -133,8 +150,8 @@ class ObservingInterpreter(Interpreter):
             self.seen[name].storage_bytes = sum(s.nbytes() for key, s in storages.items() if key not in self._weights)
             self.seen[name].unkept_bytes = sum(s.nbytes() for key, s in storages.items() if key not in there)
 
-    def note_turned(self) -> None:
-        """Note which tensors are read in another order of memory than their own, so that gradients arrive in it."""
+    def note_layouts(self) -> None:
+        """Note which gradients arrive in another order of memory than their tensors have, or in a larger one's."""
         # From the last node on, since a gradient that is turned stays so in nodes that hand it on, or that compute
         # element by element. Operators with weights make a new one.
         for node in reversed(self._nodes):
@@ -143,6 +160,7 @@ class ObservingInterpreter(Interpreter):
                 view = self.seen[reader.name]
                 shares = bool(set(view.owners) & set(seen.owners))
                 hands_on = shares or (view.text == seen.text and not _has_weights(self._gm, reader))
+                seen.is_read_joined |= (view.is_joined and not shares) or (hands_on and view.is_read_joined)
                 seen.is_read_turned |= (shares and view.is_turned != seen.is_turned) or (
                     hands_on and view.is_read_turned
                 )
@@ -173,9 +191,15 @@ class ObservingInterpreter(Interpreter):
                 continue
             self._kept.add(key)
             self._alive.append(storage)
-            owner = self.seen.get(self._owners.get(key, n.name))
-            if owner is not None:
-                owner.kept_bytes += storage.nbytes()
+            name = self._owners.get(key, n.name)
+            owner = self.seen.get(name)
+            if owner is None:
+                continue
+            owner.kept_bytes += storage.nbytes()
+            # Of several later nodes the first one runs backward last.
+            if name != n.name:
+                owner.kept_for = owner.kept_for or n.name
+                owner.kept_for_bytes += storage.nbytes()
 
 
 def observe(
@@ -202,7 +226,7 @@ def observe(
         # The graph gets clones, because autograd refuses to write in place to a leaf.
         result = observer.run(*(leaf.clone() for leaf in leaves))
         observer.note_unkept()
-        observer.note_turned()
+        observer.note_layouts()
         # A tensor from a closure would be trained by the model and by no stage.
         known = {id(t) for t in (*own.parameters(), *own.buffers(), *leaves)}
         outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
@@ -214,6 +238,11 @@ def observe(
             "torch.fx.wrap"
         )
     return observer.seen
+
+
+def _is_joined(value: Tensor) -> bool:
+    """Return whether autograd knows a tensor as one that was joined from several."""
+    return value.grad_fn is not None and value.grad_fn.name() in JOINS
 
 
 def _has_weights(gm: nn.Module, node: fx.Node) -> bool:
@@ -237,6 +266,7 @@ def _describe(value: Any) -> Observation:
     if isinstance(value, Tensor):
         size = value.numel() * value.element_size()
         turned = value.layout is torch.strided and not value.is_contiguous()
-        return Observation(describe_tensor(value), False, size, size if value.requires_grad else 0, is_turned=turned)
+        text, gradient = describe_tensor(value), size if value.requires_grad else 0
+        return Observation(text, False, size, gradient, is_turned=turned, is_joined=_is_joined(value))
     leaves = pytree.tree_leaves(value)
     return Observation(type(value).__name__, is_container=any(isinstance(leaf, Tensor) for leaf in leaves))

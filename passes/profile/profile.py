@@ -19,6 +19,7 @@ from fxsplit.ir.facts.effects import Effects, observe_effects
 from fxsplit.ir.facts.example import Example
 from fxsplit.ir.facts.forward_costs import keep_forwards
 from fxsplit.ir.facts.known_costs import KnownCosts
+from fxsplit.ir.facts.loss import Loss
 from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.facts.measured import Measured
 from fxsplit.ir.facts.stages import list_weights
@@ -33,6 +34,7 @@ from fxsplit.passes.profile.time_in_step import (
     list_turns,
     time_nodes,
 )
+from fxsplit.passes.profile.weigh_loss import weigh_loss
 from fxsplit.torch_internals import accelerators
 from fxsplit.torch_internals.dependences import list_node_weights
 from fxsplit.torch_internals.grad_catch import is_caught
@@ -97,8 +99,7 @@ class Profile:
 
         effects = observe_effects(ir, visit, parameters_together=self.tied == "together")
         # What an operator allocates backward depends on the order of memory in which its gradient arrives.
-        turned = {name for name, seen in effects.nodes.items() if seen.is_read_turned}
-        signatures = {name: key + ", gradient turned" * (name in turned) for name, key in signatures.items()}
+        signatures = {name: key + _describe_gradient(effects.nodes[name]) for name, key in signatures.items()}
         # Times measured before are used by signature, whichever node they were measured at.
         times = dict(known.times) if known else {}
         # Reversed, so that the first node with a signature is the one that is kept.
@@ -108,10 +109,7 @@ class Profile:
             _check_known(known, first, device.type, trains=trains)
         if first:
             if one_by_one:
-                once = {
-                    name: replace(calls[name], writes=bool(effects.nodes[name].mutates), turned=name in turned)
-                    for name in first.values()
-                }
+                once = {name: _tell_effects(calls[name], effects.nodes[name]) for name in first.values()}
                 alone = partial(time_alone, once, device, self.repeats, trains=trains)
                 measured = _measure(ir.gm, machine, len(once), alone, trains=trains)
             else:
@@ -125,7 +123,21 @@ class Profile:
         found = known.costs.environment if known and not first else accelerators.describe(device)
         hardware = {key: found[key] for key in HARDWARE if key in found}
         costs = _build_costs(ir, effects, signatures, times, self.tied, hardware)
+        loss = ir.get(Loss)
+        if trains and loss is not None and len(costs.outputs) == 1:
+            weighed = weigh_loss(loss.function, ir.gm, effects.nodes[costs.outputs[0]].text)
+            costs = replace(costs, loss=weighed)
         return ir.learn(costs if trains else keep_forwards(costs), effects)
+
+
+def _describe_gradient(seen: Observation) -> str:
+    """Return what a signature says of how the gradient of a value arrives; nothing where it is as the value is."""
+    return ", gradient turned" * seen.is_read_turned + ", gradient in parts" * seen.is_read_joined
+
+
+def _tell_effects(call: Call, seen: Observation) -> Call:
+    """Return a call with what is known of its effects, and of its gradient."""
+    return replace(call, writes=bool(seen.mutates), turned=seen.is_read_turned, joined=seen.is_read_joined)
 
 
 def _check_known(known: KnownCosts, unknown: dict[str, str], kind: str, *, trains: bool) -> None:
@@ -209,6 +221,7 @@ def _build_costs(
                 holders[get_storage_id(weight)].append(node.name)
                 weight_of[get_storage_id(weight)] = weight
             cost = _build_node_cost(node, held, seen, key, times.get(key, NOTHING))
+            cost = replace(cost, lies_in=find_owner(effects.nodes, node.name))
             if find_slot(node.target) is not None:
                 # What the operator returns of a microbatch, its stage keeps of every one.
                 cost = replace(cost, buffer_bytes=cost.output_bytes * n_microbatches)
@@ -252,6 +265,9 @@ def _build_node_cost(node: fx.Node, held: Sequence[Tensor], seen: Observation, k
         output_bytes=seen.output_bytes,
         gradient_bytes=seen.gradient_bytes,
         kept_bytes=seen.kept_bytes,
+        kept_for=seen.kept_for,
+        kept_for_bytes=seen.kept_for_bytes,
+        written_bytes=seen.written_bytes,
         # A frozen parameter gets no gradient and no optimizer state, as a buffer.
         parameter_bytes=sum(count_bytes(w) for w in held if w.requires_grad),
         buffer_bytes=sum(count_bytes(w) for w in held if not w.requires_grad),
@@ -262,6 +278,15 @@ def _build_node_cost(node: fx.Node, held: Sequence[Tensor], seen: Observation, k
         handed_bytes=sum(count_bytes(w) for w in held if w.requires_grad and not is_caught(w)),
         **times._asdict(),
     )
+
+
+def find_owner(nodes: Mapping[str, Observation], name: str) -> str:
+    """Return the node in whose tensor's memory all of a value lies, as a view does; empty for a value of its own."""
+    owners = nodes[name].owners
+    # Of several tensors that a node has made, each has memory of its own.
+    if len(owners) != 1 or owners[0] == name or nodes[owners[0]].is_container:
+        return ""
+    return owners[0]
 
 
 def find_module_path(node: fx.Node) -> str:

@@ -36,7 +36,7 @@ class Call:
     """What a node calls (a module, a function, or the name of a method), on tensors that may have shapes alone.
 
     writes: whether the call writes to its arguments in place. turned: whether the gradient of what it returns arrives
-        in another order of memory (see Observation.is_read_turned).
+        in another order of memory (see Observation.is_read_turned). joined: whether it arrives as a part of another.
     """
 
     target: Any
@@ -44,6 +44,7 @@ class Call:
     kwargs: dict[str, Any]
     writes: bool = False
     turned: bool = False
+    joined: bool = False
 
 
 def time_alone(
@@ -112,7 +113,7 @@ def _time(call: Call, device: torch.device, turns: Sequence[bool], repeats: int)
     for halved in turns:
         run(halved)
     times = take_medians(forward, backward, halves, repeats)
-    weight = Weight(is_turned=call.turned)
+    weight = Weight(is_turned=call.turned, is_joined=call.joined)
     run(weight=weight)
     while weight.is_unfinished:
         run(weight=weight)

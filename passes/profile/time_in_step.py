@@ -57,7 +57,9 @@ class Sweep(Interpreter):
         self.forwards: dict[str, list[Span]] = defaultdict(list)
         self.backwards: dict[str, list[Span]] = defaultdict(list)
         self.halves: dict[str, list[Halves]] = defaultdict(list)
-        self.weights = {name: Weight(is_turned=seen[name].is_read_turned) for name in timed}
+        self.weights = {
+            name: Weight(is_turned=seen[name].is_read_turned, is_joined=seen[name].is_read_joined) for name in timed
+        }
         self._weighing = False
         self._seen = seen
         self._timed = timed

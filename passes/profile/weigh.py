@@ -19,9 +19,9 @@ from fxsplit.torch_internals.grad_split import Branch, collect_weight_backwards,
 from fxsplit.torch_internals.layouts import list_parts
 
 Tensors = Sequence[Tensor]
-REVERSED, CHANNELS_LAST = "reversed", "channels last"
+REVERSED, CHANNELS_LAST, PART = "reversed", "channels last", "part"
 Layout = torch.memory_format | str
-"""In which order of memory a gradient arrives: in its output's, contiguous, or with its dimensions turned."""
+"""In which order of memory a gradient arrives: its output's, contiguous, with its dimensions turned, or as a part."""
 
 
 @dataclass
@@ -35,10 +35,13 @@ class Weight:
     waiting_bytes: float = 0.0
     lent_bytes: float | None = None
     is_turned: InitVar[bool] = False
+    is_joined: InitVar[bool] = False
 
-    def __post_init__(self, is_turned: bool) -> None:
+    def __post_init__(self, is_turned: bool, is_joined: bool) -> None:
         # Whether its gradient arrives in another order of memory than it has itself, as from what reads it transposed.
         self._is_turned = is_turned
+        # Whether it arrives as a part of a larger one, as from what is joined of several.
+        self._is_joined = is_joined
         # The ways in which the backward is still to be run: with gradients of a layout, in halves or whole. None before
         # the first is seen.
         self._ways: list[tuple[Layout, bool]] | None = None
@@ -70,6 +73,7 @@ class Weight:
             layouts: list[Layout] = [torch.preserve_format, torch.contiguous_format]
             layouts = layouts if not all(t.is_contiguous() for t in outputs) else layouts[:1]
             layouts += [REVERSED, CHANNELS_LAST] if self._is_turned else []
+            layouts += [PART] if self._is_joined else []
             # Where no gradient can be left for later, the first half is all of the backward.
             self._ways = [(layout, halved) for layout in layouts for halved in ([True, False] if nodes else [True])]
         layout, halved = self._ways.pop()
@@ -79,7 +83,7 @@ class Weight:
         made = self._note_whole(outputs, leaves, layout)
         # Where no gradient can be left for later, this is the first half too.
         if not nodes:
-            self._note_early(made, made.gradients)
+            self._note_early(made, made.gradients, layout)
 
     def _note_whole(self, outputs: Tensors, leaves: Tensors, layout: Layout) -> Counted:
         """Run the operator's backward whole; note what it allocates, and what it returns in memory that it was given.
@@ -95,14 +99,16 @@ class Weight:
             self.lent_bytes = lent if self.lent_bytes is None else min(self.lent_bytes, lent)
         return made
 
-    def _note_early(self, made: Counted, first: Sequence[Tensor | None]) -> None:
+    def _note_early(self, made: Counted, first: Sequence[Tensor | None], layout: Layout) -> None:
         """Note what a first half allocates, and what is held until the second; `first` are gradients of inputs."""
         # What one branch waits with may be a view of what another one does.
         waiting = [part for t in made.gradients[len(first) :] if t is not None for part in list_parts(t)]
         # Where a gradient is a part of a larger one, as that of a value that was concatenated, it keeps all of that.
         waiting += [t for t in first if t is not None and is_part(t)]
         storages = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in waiting}
-        self.waiting_bytes = max(self.waiting_bytes, sum(storages.values()))
+        # Of which larger gradient one is a part, the graph of the stage tells.
+        if layout != PART:
+            self.waiting_bytes = max(self.waiting_bytes, sum(storages.values()))
         self.halved_peak_bytes = max(self.halved_peak_bytes, made.peak_bytes)
 
     def _note_halves(self, outputs: Tensors, leaves: Tensors, nodes: Mapping[Any, Branch], layout: Layout) -> None:
@@ -114,7 +120,7 @@ class Weight:
         first = [leaf for leaf in leaves if id(leaf) not in late]
         edges = [edge for branch in nodes.values() for edge in branch.edges]
         made = count_backward(outputs, [*first, *edges], layout)
-        self._note_early(made, made.gradients[: len(first)])
+        self._note_early(made, made.gradients[: len(first)], layout)
         for left in collect_weight_backwards(dict(nodes), made.gradients[len(first) :]):
             with torch.no_grad(), count_allocations() as later:
                 gradients = left.run()
@@ -158,6 +164,11 @@ def _make_seed(output: Tensor, layout: Layout) -> Tensor:
     """Return a gradient of ones for an output."""
     if isinstance(layout, torch.memory_format):
         return torch.ones_like(output, memory_format=layout)
+    if layout == PART and output.ndim:
+        # Joined with another one, and along a dimension in which a part does not lie in one piece.
+        dim = min(1, output.ndim - 1)
+        return torch.ones_like(torch.cat([output.detach()] * 2, dim)).narrow(dim, 0, output.shape[dim])
+    # A number has no order.
     dims = list(range(output.ndim))
     # For each dimension of the memory, the one of the output that lies there.
     order = dims[::-1] if layout == REVERSED else dims[:1] + dims[2:] + dims[1:2]

@@ -59,6 +59,15 @@ def draw_costs(r: random.Random) -> Costs:
                 **(figures if weighed else {}),  # type: ignore[arg-type]
             )
         )
+    # Some memory is kept for later nodes alone, and some values are views.
+    for i, one in enumerate(nodes[:-1] if weighed else ()):
+        if r.random() < 0.4:
+            later = r.choice(names[i + 1 :])
+            nodes[i] = replace(one, kept_for=later, kept_for_bytes=r.randint(0, int(one.kept_bytes)))
+    for i, one in enumerate(nodes if weighed else ()):
+        owners = [n for n in one.inputs if n == "x" or not nodes[names.index(n)].lies_in]
+        if owners and r.random() < 0.25:
+            nodes[i] = replace(one, lies_in=r.choice(owners))
     tied = []
     if r.random() < 0.5:
         users = r.sample(range(len(nodes)), r.randint(2, len(nodes)))

@@ -28,7 +28,9 @@ def test_states_of_the_diamond() -> None:
     assert below == [[], [0], [1], [1], [2, 3], [4]]
 
 
-@pytest.mark.parametrize("figure", [f.name for f in fields(NodeCost) if f.type == "float"])
+@pytest.mark.parametrize(
+    "figure", [f.name for f in fields(NodeCost) if f.type == "float" and f.name != "kept_for_bytes"]
+)
 @pytest.mark.parametrize("max_states", [100_000, 3, 1])
 def test_whole_numbers_may_be_larger_than_those_of_numpy(figure: str, max_states: int) -> None:
     """A profile with 2**70 in it was read, and ended in numpy's own error."""

@@ -48,7 +48,17 @@ def test_bytes_of_what_is_made_and_kept() -> None:
     model = Layers()
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     seen = observe(trace(model), [x()])
-    assert seen["x"] == Observation("float32[4, 8]", False, FLOATS, 0, FLOATS, ("x",), storage_bytes=FLOATS)
+    assert seen["x"] == Observation(
+        "float32[4, 8]",
+        False,
+        FLOATS,
+        0,
+        FLOATS,
+        ("x",),
+        storage_bytes=FLOATS,
+        kept_for="linear",
+        kept_for_bytes=FLOATS,
+    )
     assert seen["linear"] == Observation(
         "float32[4, 8]", False, FLOATS, FLOATS, 0, ("linear",), storage_bytes=FLOATS, unkept_bytes=FLOATS
     )
@@ -142,3 +152,22 @@ def test_tensors_that_are_read_in_another_order_of_memory() -> None:
     assert [name for name, found in seen.items() if found.is_read_turned] == ["first", "tanh"]
     assert seen["t"].is_turned and not seen["tanh"].is_turned
     assert seen["t"].storage_bytes == FLOATS == seen["tanh"].storage_bytes
+
+
+def test_who_keeps_a_tensor_and_who_joins_it() -> None:
+    """The output of a convolution that is joined with others gets a part of a gradient, and copies it."""
+
+    class Joins(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+        def forward(self, given: Tensor) -> Tensor:
+            made = self.first(given)
+            return torch.cat([torch.tanh(made + 1).view(4, 8), self.norm(made)], 1)
+
+    seen = observe(fx.symbolic_trace(Joins()), [x()])
+    assert [name for name, found in seen.items() if found.is_read_joined] == ["first", "add", "tanh", "view", "norm"]
+    assert (seen["first"].kept_for, seen["first"].kept_for_bytes) == ("norm", FLOATS)
+    assert (seen["tanh"].kept_for, seen["tanh"].kept_bytes) == ("", FLOATS)
+    assert seen["norm"].written_bytes == 2 * 8 * 4 + 8 and seen["norm"].mutates == ()

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fxsplit.errors import BrokenFact, ProfileError
 from fxsplit.ir.facts.compress import count_sent_bytes
-from fxsplit.ir.facts.costs_text import check_node, list_rows
-from fxsplit.ir.facts.figures import as_list, check_record, is_count, show
+from fxsplit.ir.facts.costs_check import check_costs
+from fxsplit.ir.facts.costs_text import list_rows
+from fxsplit.ir.facts.figures import as_list, is_count, show
+from fxsplit.ir.facts.loss import LossCost
 from fxsplit.ir.files import explain_unreadable, write_whole
 from fxsplit.ir.graph import IR, Fact
 
@@ -24,13 +26,16 @@ if TYPE_CHECKING:  # planning from a profile needs no torch
     from torch import fx
 
 FORMAT = "fxsplit-profile"
-VERSION = 3
-EARLIER = (2, 1)
-"""Versions read too: files of version 1 do not say what nodes allocate, those of version 2 no dtypes and shapes."""
+VERSION = 4
+EARLIER = (3, 2, 1)
+"""Versions read too: files of version 1 do not say what nodes allocate, those of version 2 no dtypes and shapes.
+
+Those of version 3 do not say which nodes keep memory of others: a plan then counts it for longer.
+"""
 HARDWARE = ("device", "capability", "clock")
 """The entries of `environment` that tell the accelerator measured on: its name, what it can do, how fast it ran."""
 _PEAKS = ("forward_peak_bytes", "backward_peak_bytes", "halved_peak_bytes", "late_peak_bytes")
-MEMORY = (*_PEAKS, "waiting_bytes", "lent_bytes", "unkept_bytes", "handed_bytes", "storage_bytes")
+MEMORY = (*_PEAKS, "waiting_bytes", "lent_bytes", "unkept_bytes", "handed_bytes", "storage_bytes", "written_bytes")
 """What of a node is known only where it was measured what operators allocate."""
 UNSTEADY, LEAST_MS = 0.15, 5.0
 """From which spread on a profile is called unsteady, if its nodes take so long together: less makes no difference."""
@@ -63,6 +68,9 @@ class NodeCost:
     - `unkept_bytes` is the memory of its output that no backward keeps, `storage_bytes` all memory that its output lies
       in, `handed_bytes` the part of `parameter_bytes` whose gradients are small, and are added to their sums at the end
       of a stage's backward
+    - `kept_for_bytes` are the part of `kept_bytes` that only later nodes keep, of which `kept_for` is the first: it is
+      free once that node has run backward. `lies_in` is the node in whose memory the output lies, as that of a view
+    - `written_bytes` are of the buffers that the node writes, as a batch norm its running statistics
     - `made` is the dtype and shape of its output, as `float32[8, 64]`, or another type's name; empty where unknown
     """
 
@@ -93,6 +101,10 @@ class NodeCost:
     unkept_bytes: float = 0.0
     handed_bytes: float = 0.0
     storage_bytes: float = 0.0
+    written_bytes: float = 0.0
+    kept_for: str = ""
+    kept_for_bytes: float = 0.0
+    lies_in: str = ""
     made: str = ""
 
     @property
@@ -141,7 +153,8 @@ class Costs(Fact):
     between them (both as in Effects). `rows` is the microbatch size and `device_kind` the hardware, as in torch ("cpu",
     "cuda"). `exchanges` are tensors of another tool's backward graph. `inference` says that these are the costs of
     forwards alone (see `keep_forwards`). `compress` is how values that cross cuts are compressed, which is no part of a
-    file (see compress.py). `tied` are parameters that several nodes hold.
+    file (see compress.py). `tied` are parameters that several nodes hold. `loss` is what the loss takes that was behind
+    the model when it was measured, None for one that nobody has measured.
     """
 
     nodes: tuple[NodeCost, ...]
@@ -156,6 +169,7 @@ class Costs(Fact):
     inference: bool = False
     compress: str = ""
     tied: tuple[Tie, ...] = ()
+    loss: LossCost | None = None
 
     made_by: ClassVar[str] = "profile"
 
@@ -232,6 +246,14 @@ class Costs(Fact):
         known = self.weighed and name in self.by_name
         return min(output_bytes, self.by_name[name].unkept_bytes) if known else output_bytes
 
+    def find_surely_unkept(self, name: str, output_bytes: float) -> float:
+        """Return how many bytes of a value no backward keeps, whichever other values are there: none of a view's."""
+        return 0.0 if name in self.by_name and self.by_name[name].lies_in else self.find_unkept(name, output_bytes)
+
+    def find_loss(self, outputs_bytes: float) -> LossCost:
+        """Return what the loss takes of outputs of so many bytes, as it was measured, or as is assumed."""
+        return LossCost.assume(outputs_bytes) if self.loss is None else self.loss
+
     def sum_live(self, inside: Collection[str]) -> tuple[float, float, float]:
         """Return the bytes of values, of gradients, and of both as sent, over a cut behind the nodes `inside`."""
         forward = backward = sent = 0.0
@@ -266,33 +288,7 @@ class Costs(Fact):
 
     def check(self) -> None:
         """Raise ProfileError, naming the place, unless names are unique, inputs come earlier and figures are sane."""
-        known: set[str] = set()
-        # `known` grows node by node, so an input that is made later is found too: the order must be topological.
-        records: list[InputCost | NodeCost] = [*self.inputs, *self.nodes]
-        for record in records:
-            what = f"{'input' if isinstance(record, InputCost) else 'node'} {show(record.name)}"
-            check_record(what, record)
-            if record.name in known:
-                raise ProfileError(f"{what} stands twice in the profile: names must be unique")
-            if isinstance(record, NodeCost):
-                check_node(record, known)
-            known.add(record.name)
-        for number, exchange in enumerate(self.exchanges):
-            check_record(f"exchange {number}", exchange)
-            if not exchange.nodes:
-                raise ProfileError(f"exchange {number} has no nodes: give those that make or read the tensor")
-        for number, tie in enumerate(self.tied):
-            check_record(f"tied parameter {number}", tie)
-        # What constraints name must be there too, or a misspelt name would drop a constraint in silence.
-        made = known - {i.name for i in self.inputs}
-        constraints = (*self.together, *self.ordered, *(e.nodes for e in self.exchanges), *(t.nodes for t in self.tied))
-        # An input may be an output as it is, and is no node that could be kept together with others.
-        named = [(self.outputs, known), *((names, made) for names in constraints)]
-        for name, among in ((name, among) for names, among in named for name in names):
-            if not isinstance(name, str) or name not in among:
-                raise ProfileError(
-                    f"the profile refers to {show(name)}, which is none of its nodes: profile the model again"
-                )
+        check_costs(self)
 
     def verify(self, ir: IR) -> None:
         """Raise BrokenFact unless the costs describe exactly the graph of `ir`."""
@@ -328,6 +324,7 @@ class Costs(Fact):
         head |= {"environment": self.environment, "outputs": self.outputs}
         head |= {"together": self.together, "ordered": self.ordered}
         head |= {"inference": True} if self.inference else {}
+        head |= {"loss": asdict(self.loss)} if self.loss else {}
         lists = {"inputs": [asdict(i) for i in self.inputs], "nodes": [_to_record(n) for n in self.nodes]}
         lists |= {"exchanges": [asdict(e) for e in self.exchanges]} if self.exchanges else {}
         lists |= {"tied": [asdict(t) for t in self.tied]} if self.tied else {}
@@ -368,6 +365,7 @@ class Costs(Fact):
                 environment={str(k): str(v) for k, v in data["environment"].items()},
                 exchanges=tuple(Exchange(e["output_bytes"], as_list(e["nodes"])) for e in data.get("exchanges", ())),
                 inference=bool(data.get("inference", False)),
+                loss=LossCost(**data["loss"]) if data.get("loss") else None,
                 tied=tuple(
                     Tie(t["parameter_bytes"], t["buffer_bytes"], as_list(t["nodes"])) for t in data.get("tied", ())
                 ),
@@ -385,7 +383,7 @@ class Costs(Fact):
         return "\n".join(list_rows(self))
 
 
-_SELDOM = ("forward_launch_ms", "backward_launch_ms", *MEMORY[1:], "made")
+_SELDOM = ("forward_launch_ms", "backward_launch_ms", *MEMORY[1:], "kept_for", "kept_for_bytes", "lies_in", "made")
 
 
 def _to_record(node: NodeCost) -> dict[str, Any]:

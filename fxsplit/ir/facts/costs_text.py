@@ -1,12 +1,8 @@
-"""Costs as text, and what is said of a node that is none. Costs themselves call this file, which does not know them."""
+"""Costs as text. Costs themselves call this file, which does not know them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
-
-from fxsplit.errors import ProfileError
-from fxsplit.ir.facts.figures import show
 
 
 def list_rows(costs: Any) -> list[str]:
@@ -26,18 +22,3 @@ def list_rows(costs: Any) -> list[str]:
         rows.append(f"measured: {len(set(calls))} operators, for {len(calls)} nodes that call one of them alike")
     rows += [f"measured on: {costs.hardware}"] if costs.hardware else []
     return rows
-
-
-def check_node(node: Any, known: Collection[str]) -> None:
-    """Raise ProfileError unless a node reads what is `known` before it, and its backward holds its part for weights."""
-    for name in node.inputs:
-        if name not in known:
-            raise ProfileError(
-                f"node {show(node.name)} reads {show(name)}, which no earlier node or input makes: "
-                "the profile is incomplete or has a cycle; profile the model again"
-            )
-    if node.late_ms > node.backward_ms:
-        raise ProfileError(
-            f"node {node.name!r} has weight_ms={node.weight_ms}, which is part of backward_ms={node.backward_ms}: "
-            "give at most that"
-        )

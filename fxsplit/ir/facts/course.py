@@ -3,32 +3,25 @@
 The forward runs the nodes in the order of the graph, the backward runs theirs in the reverse order, as torch's engine
 does. What a node allocates was measured, and what lives between nodes follows from who reads what:
 
-- what autograd keeps of a node is there from its forward to its backward
-- a value that nothing keeps is there until the last node that reads it has run
+- what autograd keeps of a node is there from its forward to its backward; where only later nodes keep it, to the
+  backward of the first of these
+- a value that nothing keeps is there until the last node that reads it, or a view of it, has run. Views take no memory
 - the gradient of a value is there from the backward of the last node that reads it to that of the node that made it. A
   node may return the gradient that it was given, or parts of it, and then the two are one piece of memory
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from fxsplit.ir.facts.costs import Costs, NodeCost
+from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.edges import list_crossed
-
-LOSS_COPIES = 1.0
-"""What the backward of a loss allocates, in sizes of the model's outputs, besides the gradient that it returns.
-
-No profile knows the loss. That of a cross entropy is the gradient of a logarithm for each output.
-"""
-
-
-LOSS_KEEPS = 1.0
-"""What a loss keeps for its backward, in sizes of the model's outputs: these, or what a softmax makes of them."""
-
+from fxsplit.ir.facts.gradients_course import BackwardGradients, find_ties, runs_nothing
+from fxsplit.ir.facts.loss import NO_LOSS
 
 TOGETHER_BYTES = 1 << 16
 """Gradients of weights that were put off are added to their sums together, up to so many bytes."""
@@ -40,7 +33,8 @@ class MicrobatchMemory:
 
     resting_bytes: between its forward and its backward. halfway_bytes: between the two halves of a divided backward.
     forward_bytes, whole_bytes, early_bytes, late_bytes: at most, while its forward, its backward, or the first or
-    the second half of that run. sent_bytes, sent_gradient_bytes: values, and gradients, that it has made for other
+    the second half of that run. first_bytes: the same of a whole backward that finds no sums of gradients and makes
+    them, which then count too. sent_bytes, sent_gradient_bytes: values, and gradients, that it has made for other
     stages and that it does not hold by itself, until they are taken.
     """
 
@@ -48,6 +42,7 @@ class MicrobatchMemory:
     halfway_bytes: float = 0.0
     forward_bytes: float = 0.0
     whole_bytes: float = 0.0
+    first_bytes: float = 0.0
     early_bytes: float = 0.0
     late_bytes: float = 0.0
     sent_bytes: float = 0.0
@@ -85,70 +80,49 @@ def follow_stage(
         at_rest = stage.taken_bytes + stage.unkept_outputs
         sent = stage.made_bytes + stage.passed_bytes
         return MicrobatchMemory(resting_bytes=at_rest, forward_bytes=min(kept, light), sent_bytes=sent)
-    loss, taken = stage.given_bytes * last, stage.taken_bytes
+    loss, taken = costs.find_loss(stage.given_bytes) if last else NO_LOSS, stage.taken_bytes
+    # Of the outputs it keeps those that nothing else does, and those that nothing keeps are freed behind it.
+    loss_keeps = loss.kept_bytes + stage.unkept_outputs * loss.keeps_outputs
     # A stage that recomputes holds the outputs of the model as any other stage holds what it gives.
     ends = last and not recompute
     backward, gradients = stage.run_backward(ends=ends, divided=False)
+    first, _ = stage.run_backward(ends=ends, divided=False, sums=True)
     early, _ = stage.run_backward(ends=ends, divided=True)
     # What the loss keeps is freed with all the rest.
-    early += LOSS_KEEPS * loss * ends
-    halfway = stage.find_halfway(ends=ends) + LOSS_KEEPS * loss * ends
+    early += loss_keeps * ends
+    halfway = stage.find_halfway(ends=ends) + loss_keeps * ends
     late = halfway + stage.find_late()
     if not stage.waits:
         # Nothing is left for later, so that the first half is all of the backward, and frees all.
         early, late = backward, taken + (0.0 if ends else stage.unkept_outputs + stage.kept_outputs)
         halfway = late
-    # The loss keeps what it needs of the outputs, and those that nothing keeps are freed behind it.
-    resting = taken + stage.kept_bytes + (LOSS_KEEPS * loss if last else stage.unkept_outputs)
-    forward = max(kept, taken + stage.kept_bytes + stage.unkept_outputs + (LOSS_KEEPS + LOSS_COPIES) * loss)
-    losing = taken + stage.kept_bytes + (LOSS_KEEPS + LOSS_COPIES + 1.0) * loss
+    resting = taken + stage.kept_bytes + (loss_keeps if last else stage.unkept_outputs)
+    forward = max(kept, taken + stage.kept_bytes + stage.unkept_outputs + loss.forward_peak_bytes)
+    losing = taken + stage.kept_bytes + loss_keeps + loss.backward_peak_bytes
     sent = 0.0
     if recompute:
         # The outputs of the model are the start of the loss's own graph.
-        forward = max(min(light, kept), taken + (1.0 + LOSS_KEEPS + LOSS_COPIES) * loss)
-        resting = taken + (1.0 + LOSS_KEEPS) * loss
+        outputs = stage.own_outputs * last
+        forward = max(min(light, kept), taken + outputs + loss.forward_peak_bytes)
+        resting = taken + outputs + loss.kept_bytes
         # The gradients of the outputs are there, while the forward runs once more.
-        losing = max(taken + (2.0 + LOSS_KEEPS + LOSS_COPIES) * loss, kept + stage.given_gradients)
+        losing = max(resting + loss.backward_peak_bytes, kept + stage.given_gradients)
         sent = 0.0 if last else stage.made_bytes
         # The outputs that the loss was computed from are there until the weights' gradients are.
-        early += loss
+        early += outputs
+    # Who runs a forward again keeps what its buffers were, until that is over.
+    again = stage.written_bytes * recompute
     return MicrobatchMemory(
-        resting_bytes=resting,
-        halfway_bytes=halfway,
-        forward_bytes=forward,
-        whole_bytes=max(backward, losing),
-        early_bytes=max(early, losing),
-        late_bytes=late,
+        resting_bytes=resting + again,
+        halfway_bytes=halfway + again,
+        forward_bytes=forward + again,
+        whole_bytes=max(backward, losing) + again,
+        first_bytes=max(first, losing) + again,
+        early_bytes=max(early, losing) + again,
+        late_bytes=late + again,
         sent_bytes=sent,
         sent_gradient_bytes=gradients,
     )
-
-
-def runs_nothing(node: NodeCost) -> bool:
-    """Return whether a node only fetches an attribute."""
-    return node.op.startswith("get_attr")
-
-
-def is_part_of_several(node: NodeCost) -> bool:
-    """Return whether a node only fetches one of several values that another one has made."""
-    return node.op == "call_function:getitem" and bool(node.inputs)
-
-
-@dataclass(eq=False)
-class _Memory:
-    """One piece of memory with gradients: its bytes, how many gradients lie in it, and whether others hold it too."""
-
-    size: float
-    holders: int = 1
-    foreign: bool = False
-
-
-@dataclass
-class _Gradient:
-    """The gradient of a value that has arrived so far: where it lies, and whether it may be added to in place."""
-
-    memory: _Memory
-    owned: bool
 
 
 class _Stage:
@@ -172,17 +146,29 @@ class _Stage:
         self.taken_bytes = sum(size_of[name] for name in crossings.taken)
         self.passed_bytes = sum(size_of[name] for name in crossings.given if name not in position)
         self.made_bytes = sum(max(size_of[name], costs.by_name[name].storage_bytes) for name in self._made)
+        # In whose memory each of these lies, and what that takes. A view of what the stage takes is held with that.
+        owners = [costs.by_name[name].lies_in or name for name in self._made]
+        held = [costs.by_name[name] for name in dict.fromkeys(owners) if name in position]
         self.given_bytes = sum(size_of[name] for name in crossings.given)
         self.given_gradients = sum(self._gradient_bytes[name] for name in crossings.given)
         self.kept_bytes = float(sum(n.kept_bytes for n in self._nodes))
-        unkept = {name: costs.find_unkept(name, size_of[name]) for name in self._made}
-        self.unkept_outputs = sum(unkept.values())
-        self._kept_outputs = {name: size_of[name] - unkept[name] for name in self._made}
+        self.unkept_outputs = sum(owner.unkept_bytes for owner in held)
+        self._kept_outputs = {
+            owner.name: min(max(owner.storage_bytes - owner.unkept_bytes, 0.0), owner.kept_bytes) for owner in held
+        }
+        self.own_outputs = sum(max(owner.storage_bytes, owner.unkept_bytes) for owner in held)
         self.kept_outputs = sum(self._kept_outputs.values())
+        # Until when the memory of a value is there, which views of it may read later.
+        self._memory_end = dict(self._end)
+        for node in self._nodes:
+            if node.lies_in in position:
+                self._memory_end[node.lies_in] = max(self._memory_end[node.lies_in], self._end[node.name])
+        self.written_bytes = sum(n.written_bytes for n in self._nodes)
         self.waits = any(n.late_peak_bytes > 0 for n in self._nodes)
         # Filled by a backward: what is there between its halves, gradients for other stages aside.
         self._waiting = 0.0
-        self._ties = _find_ties(costs, position)
+        self._ties = find_ties(costs, position)
+        self._position = position
 
     def find_halfway(self, *, ends: bool) -> float:
         """Return what the stage holds between the halves of the backward that has run last."""
@@ -201,23 +187,27 @@ class _Stage:
         for i, node in enumerate(self._nodes):
             kept = node.kept_bytes if keeps else 0.0
             size = node.unkept_bytes if keeps else max(node.storage_bytes, node.unkept_bytes)
+            if node.lies_in:
+                size = 0.0
             peak = max(peak, now + max(node.forward_peak_bytes or 0.0, kept))
             now += kept
             # What nobody reads is gone at once.
-            if self._end[node.name] > i:
+            end = self._memory_end[node.name]
+            if end > i:
                 now += size
-                ends[self._end[node.name]] = ends.get(self._end[node.name], 0.0) + size
+                ends[end] = ends.get(end, 0.0) + size
             now -= ends.pop(i, 0.0)
         return max(peak, now)
 
-    def run_backward(self, *, ends: bool, divided: bool) -> tuple[float, float]:
+    def run_backward(self, *, ends: bool, divided: bool, sums: bool = False) -> tuple[float, float]:
         """Return the most that the stage holds while its backward runs, and the gradients that it gives.
 
         ends: the gradients of the outputs are autograd's own, as those that a loss makes. divided: leave the gradients
-            of weights for later, and free nothing.
+            of weights for later, and free nothing. sums: count the sums of gradients, which this backward makes.
         """
-        run = _Backward(self._costs, self._gradient_bytes)
-        kept, small, waiting = self.kept_bytes, 0.0, 0.0
+        run = BackwardGradients(self._costs, self._gradient_bytes)
+        kept, small, waiting, summed = self.kept_bytes, 0.0, 0.0, 0.0
+        freed, made = self._list_freed(), self._list_summed() if sums else {}
         for name, end in self._end.items():
             if end == len(self._nodes) and self._gradient_bytes[name]:
                 run.start(name, foreign=not ends)
@@ -230,132 +220,47 @@ class _Stage:
             allocates = node.halved_peak_bytes if waits else node.backward_peak_bytes
             # Gradients of several outputs count as allocated by the node that made these.
             allocates = max(allocates - run.find_pending(node.name), 0.0)
+            peak = max(peak, fixed + kept + run.bytes + small + waiting + summed + allocates)
             small += node.handed_bytes
-            peak = max(peak, fixed + kept + run.bytes + small + waiting + allocates)
+            summed += made.get(i, 0.0)
             more = run.hand_back(node)
             more += self._ties.more.get(i, 0.0)
             run.bytes += self._ties.change.get(i, 0.0)
-            peak = max(peak, fixed + kept + run.bytes + more + small + waiting)
+            peak = max(peak, fixed + kept + run.bytes + more + small + waiting + summed)
             waiting += run.leave(node, waits=waits)
             if not divided:
-                kept -= node.kept_bytes
-                if not ends:
+                for bytes_, held in freed[i]:
+                    kept -= bytes_
                     # Handed on, and so held by the stage itself.
-                    fixed += min(self._kept_outputs.get(node.name, 0.0), node.kept_bytes)
+                    fixed += 0.0 if ends else held
         gradients = run.find_left()
         self._waiting = waiting + sum(run.left_behind.values()) + max(run.bytes - run.find_left(own=True), 0.0)
         return peak, gradients
 
+    def _list_freed(self) -> Mapping[int, list[tuple[float, float]]]:
+        """Return what is freed behind the backward of each node, by its place: kept bytes, and those then held on."""
+        found: dict[int, list[tuple[float, float]]] = defaultdict(list)
+        for i, node in enumerate(self._nodes):
+            held = self._kept_outputs.get(node.name, 0.0)
+            # Where a later stage keeps it, this one has it for itself.
+            later = node.kept_for_bytes if node.kept_for in self._position else 0.0
+            found[self._position.get(node.kept_for, i)].append((later, min(held, later)))
+            found[i].append((node.kept_bytes - later, max(held - later, 0.0)))
+        return found
 
-class _Backward:
-    """The gradients of values that are there while a backward runs; `bytes` are in memory of its own."""
+    def _list_summed(self) -> Mapping[int, float]:
+        """Return the bytes of the sums that are made behind the backward of each node, by its place.
 
-    def __init__(self, costs: Costs, sizes: Mapping[str, float]) -> None:
-        self.bytes = 0.0
-        self._costs = costs
-        self._sizes = sizes
-        self._found: dict[str, _Gradient] = {}
-        # Foreign memory that weights wait with, and have for themselves when the first half is over; by its object.
-        self.left_behind: dict[_Memory, float] = {}
-        # The gradients of several outputs of a node, which wait for it.
-        self._pending: dict[str, list[_Memory]] = {}
-
-    def start(self, name: str, *, foreign: bool) -> None:
-        """Let the gradient of a value arrive from behind the stage; the memory of a `foreign` one counts already."""
-        size = self._sizes[name]
-        self._found[name] = _Gradient(_Memory(size, 1, foreign), owned=False)
-        self.bytes += 0.0 if foreign else size
-
-    def find_pending(self, name: str) -> float:
-        """Return the bytes of gradients that wait for a node with several outputs."""
-        return sum(memory.size for memory in self._pending.get(name, ()))
-
-    def find_left(self, *, own: bool = False) -> float:
-        """Return the bytes of all gradients that are there, each memory once; of its `own` memory alone if asked."""
-        left = {id(g.memory): g.memory for g in self._found.values()}
-        return sum(m.size for m in left.values() if not (own and m.foreign))
-
-    def hand_back(self, node: NodeCost) -> float:
-        """Let the gradients that a node's backward returns arrive; return what is there for a moment besides."""
-        arrived, most = self._found.get(node.name), 0.0
-        reads = [name for name in dict.fromkeys(node.inputs) if self._sizes.get(name)]
-        lends = arrived is not None and 0 < node.lent_bytes >= sum(self._sizes[name] for name in reads)
-        for name in reads:
-            maker = self._costs.by_name.get(name)
-            # A parameter's gradient goes to its sum at once.
-            if maker is not None and runs_nothing(maker):
-                continue
-            if lends and arrived is not None:
-                memory = arrived.memory
-                memory.holders += 1
-            else:
-                memory = _Memory(self._sizes[name])
-                self.bytes += memory.size
-            most = max(most, self._add(name, memory, owned=not lends))
-        return most
-
-    def _add(self, name: str, memory: _Memory, *, owned: bool) -> float:
-        """Add a gradient to what has arrived for a value; return what the sum takes for a moment besides."""
-        before = self._found.get(name)
-        if before is None:
-            self._found[name] = _Gradient(memory, owned)
-            return 0.0
-        # torch's engine adds to a gradient that nothing else shares memory with, and else makes a third tensor.
-        if before.owned:
-            self._release(memory)
-            return 0.0
-        made = _Memory(self._sizes[name])
-        self._found[name] = _Gradient(made, owned=True)
-        self.bytes += made.size
-        freed = self._release(memory) + self._release(before.memory)
-        return freed
-
-    def leave(self, node: NodeCost, *, waits: bool) -> float:
-        """Let a node's own gradient go, unless its weights wait with it; return what waits besides what is counted."""
-        for memory in self._pending.pop(node.name, ()):
-            self._release(memory)
-        arrived = self._found.pop(node.name, None)
-        if arrived is None:
-            return node.waiting_bytes if waits else 0.0
-        if waits:
-            # It stays in memory, whose bytes go on to count. Others let go of theirs when the first half is over.
-            if arrived.memory.foreign:
-                self.left_behind[arrived.memory] = arrived.memory.size
-            return max(node.waiting_bytes - arrived.memory.size, 0.0)
-        if is_part_of_several(node):
-            self._pending.setdefault(node.inputs[0], []).append(arrived.memory)
-            return 0.0
-        self._release(arrived.memory)
-        return 0.0
-
-    def _release(self, memory: _Memory) -> float:
-        """Let one gradient go; return how many bytes that frees."""
-        memory.holders -= 1
-        freed = 0.0 if memory.holders or memory.foreign else memory.size
-        self.bytes -= freed
-        return freed
-
-
-class _Ties(NamedTuple):
-    """Gradients of parameters that several nodes of a stage use, by the place of a node whose backward has just run.
-
-    change: what is there from then on. more: what is there for a moment, where two gradients make a third one.
-    """
-
-    change: Mapping[int, float]
-    more: Mapping[int, float]
-
-
-def _find_ties(costs: Costs, position: Mapping[str, int]) -> _Ties:
-    """Return what gradients of tied parameters take: autograd adds up those of all users before they go to the sum."""
-    change: dict[int, float] = {}
-    more: dict[int, float] = {}
-    for tie in costs.tied:
-        size, places = tie.parameter_bytes, sorted(position[name] for name in tie.nodes if name in position)
-        if len(places) > 1:
-            first, *others, last = places
-            change[last] = change.get(last, 0.0) + size
-            change[first] = change.get(first, 0.0) - size
-            for place in (first, *others):
-                more[place] = more.get(place, 0.0) + size
-    return _Ties(change, more)
+        Small ones are made of what is handed over at the end, which counts anyway.
+        """
+        found: dict[int, float] = defaultdict(float)
+        for i, node in enumerate(self._nodes):
+            place = i
+            # A parameter that is fetched gets its gradient from those who read it.
+            if runs_nothing(node):
+                readers = (r for r in self._costs.value_of[node.name][3] if r in self._position)
+                place = max((self._position[r] for r in readers), default=i)
+            found[place] += max(node.parameter_bytes - node.handed_bytes, 0.0)
+        for place, size in self._ties.again.items():
+            found[place] -= size
+        return found

@@ -81,7 +81,7 @@ class Effects(Fact):
         return "\n".join([*lines, *(f"ordered: {a} before {b}" for a, b in self.ordered)])
 
 
-SIZES = ("text", "output_bytes", "gradient_bytes", "kept_bytes", "unkept_bytes")
+SIZES = ("text", "output_bytes", "gradient_bytes", "kept_bytes", "kept_for", "kept_for_bytes", "unkept_bytes")
 """What of an observation depends on the dtypes that a device computes in."""
 
 

@@ -17,7 +17,8 @@ class Moment(NamedTuple):
     during: the figure that says what the microbatch in hand takes (see MicrobatchMemory), empty between two actions.
     resting, halfway: how many others lie between forward and backward, and between the halves of a divided backward.
     versions: how many versions of its weights there are besides the first. sent, sent_gradients: how many values, and
-    gradients, the stage has made for others that may not have taken them yet.
+    gradients, the stage has made for others that may not have taken them yet. sums: 1 if the sums of its gradients are
+    there, which what a stage always holds counts, and 0 where a step has just taken them.
     """
 
     during: str = ""
@@ -26,6 +27,7 @@ class Moment(NamedTuple):
     versions: int = 0
     sent: int = 0
     sent_gradients: int = 0
+    sums: int = 1
 
 
 Moments = tuple[Moment, ...]
@@ -66,7 +68,7 @@ def count_moving(stage: Figures, moment: Moment) -> float:
     """Return what a stage holds in a moment, besides what it always holds, in bytes."""
     found = moment.resting * stage.resting_bytes + moment.halfway * stage.halfway_bytes
     found += moment.sent * stage.sent_bytes + moment.sent_gradients * stage.sent_gradient_bytes
-    found += moment.versions * stage.parameter_bytes
+    found += (moment.versions + moment.sums - 1) * stage.parameter_bytes
     during: float = getattr(stage, moment.during) if moment.during else 0.0
     return found + during
 
@@ -107,5 +109,5 @@ def assume_moments(in_flight: int, versions: int, *, splits: bool, trains: bool)
 def choose_heaviest(moments: Sequence[Moment]) -> Moment:
     """Return the moment with most microbatches, of those in which a microbatch runs backward if there is any."""
     # A backward has activations and gradients at a time.
-    backward = [m for m in moments if m.during in ("whole_bytes", "early_bytes")]
-    return max(backward or moments, key=lambda m: (m.resting + m.halfway, m.versions, m.sent_gradients))
+    backward = [m for m in moments if m.during in ("whole_bytes", "first_bytes", "early_bytes")]
+    return max(backward or moments, key=lambda m: (m.resting + m.halfway, m.versions, m.sums, m.sent_gradients))

@@ -100,16 +100,12 @@ class StagePlan:
     halfway_bytes: float = 0.0
     forward_bytes: float = 0.0
     whole_bytes: float = 0.0
+    first_bytes: float = 0.0
     early_bytes: float = 0.0
     late_bytes: float = 0.0
     sent_bytes: float = 0.0
     sent_gradient_bytes: float = 0.0
     step_bytes: float = 0.0
-
-    @property
-    def weighed(self) -> bool:
-        """Whether it is known what the stage's nodes allocate: else its actions hold its activations, and no more."""
-        return self.forward_bytes > self.kept_bytes + self.boundary_bytes or self.working_bytes > 0
 
     @property
     def memory_kinds(self) -> dict[str, float]:

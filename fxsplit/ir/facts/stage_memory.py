@@ -23,6 +23,13 @@ Where a step begins with a `.grad`, that is a third copy, which plans do not cou
 STEP_COPIES = 2.0
 """What an optimizer allocates while it steps, in sizes of the largest node's parameters: what Adam does on a CPU."""
 
+NUMBERS_BYTES = 4096.0
+"""What a stage that trains holds in single numbers, at most.
+
+These are losses and their weights, and what stands for gradients that were added to their sums. They are not counted
+where it is not known what operators allocate.
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory(MicrobatchMemory):
@@ -77,10 +84,12 @@ def measure_stage(
     # Nobody knows what the stages of another tool's model allocate.
     if forwards and costs.weighed:
         held = follow_stage(costs, names, crossings, recompute=recompute, last=last and not costs.inference)
+        numbers = 0.0 if costs.inference else NUMBERS_BYTES
     else:
-        held = spread_activations(kept, boundary, recompute=recompute, trains=not costs.inference)
+        numbers = 0.0
+        held = spread_activations(kept, boundary, parameters, recompute=recompute, trains=not costs.inference)
     of_costs[key] = StageMemory(
-        held_bytes=parameters * (WEIGHT_COPIES + optimizer_factor) + buffers,
+        held_bytes=parameters * (WEIGHT_COPIES + optimizer_factor) + buffers + numbers,
         parameter_bytes=parameters,
         optimizer_bytes=parameters * optimizer_factor,
         buffer_bytes=buffers,
@@ -122,26 +131,32 @@ def fill_peak(stage: StageMemory, moments: Sequence[Moment], *, recompute: bool)
     fullest = find_fullest(stage, moments)
     moving, versions = count_moving(stage, fullest), fullest.versions * stage.parameter_bytes
     in_hand = getattr(stage, fullest.during) if fullest.during else 0.0
+    # Sums that the action makes itself are among those that the stage always holds.
+    in_hand -= (1 - fullest.sums) * stage.parameter_bytes
     # A stage that recomputes has the activations of the microbatch in hand alone, and those between two halves.
     activations = fullest.halfway * min(stage.kept_bytes, stage.halfway_bytes) + min(stage.kept_bytes, in_hand)
     if not recompute:
         activations += fullest.resting * min(stage.kept_bytes, stage.resting_bytes)
-    # What is neither kept nor handed on goes with the action.
-    working = max(in_hand - stage.kept_bytes - stage.boundary_bytes, 0.0)
+    # What is neither kept nor handed on goes with the action. Single numbers count with that.
+    weights = stage.parameter_bytes * WEIGHT_COPIES + stage.optimizer_bytes
+    numbers = max(stage.held_bytes - weights - stage.buffer_bytes, 0.0)
+    working = max(in_hand - stage.kept_bytes - stage.boundary_bytes, 0.0) + numbers
     return replace(
         stage,
         memory_bytes=stage.held_bytes + moving,
         versions_bytes=versions,
         activations_bytes=activations,
-        boundaries_bytes=max(moving - versions - activations - working, 0.0),
+        boundaries_bytes=max(moving + numbers - versions - activations - working, 0.0),
         working_bytes=working,
     )
 
 
-def spread_activations(kept: float, boundary: float, *, recompute: bool, trains: bool) -> MicrobatchMemory:
+def spread_activations(
+    kept: float, boundary: float, parameters: float, *, recompute: bool, trains: bool
+) -> MicrobatchMemory:
     """Return what is held of a microbatch where no more is known than its activations and boundary values.
 
-    All of them are there in each action.
+    All of them are there in each action, and in the first backward all sums of gradients.
     """
     whole = kept + boundary
     return MicrobatchMemory(
@@ -149,6 +164,7 @@ def spread_activations(kept: float, boundary: float, *, recompute: bool, trains:
         halfway_bytes=whole,
         forward_bytes=whole,
         whole_bytes=whole,
+        first_bytes=whole + parameters,
         early_bytes=whole,
         late_bytes=whole,
     )

@@ -109,8 +109,11 @@ class Replica:
         copied.data = own.data.to(self._here, non_blocking=True, copy=True) if values is None else values
         return copied.requires_grad_(own.requires_grad)
 
-    def use_version(self, version: int) -> AbstractContextManager[Any]:
-        """Return a context in which the stage has the weights of a version. A replica has one version."""
+    def use_version(self, version: int, *, catches: bool = False) -> AbstractContextManager[Any]:
+        """Return a context in which the stage has the weights of a version. A replica has one version.
+
+        catches: whether a backward runs in it, whose large gradients go to their sums at once.
+        """
         return NO_CONTEXT
 
     def list_leaves(self, trained: Sequence[Tensor], version: int) -> list[Tensor]:
@@ -118,6 +121,10 @@ class Replica:
         if not self._owner_of:
             return list(trained)
         return [self._copies.get(weight, weight) for weight in trained]
+
+    def key_shares(self, shares: list[Share]) -> list[Share]:
+        """Return the shares of leaves under what the replica's sums know these leaves by: here by themselves."""
+        return shares
 
     def list_own(self, trained: Sequence[Tensor]) -> list[Tensor]:
         """Return those of the model's weights that this replica itself computes with, and not with copies."""

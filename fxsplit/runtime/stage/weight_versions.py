@@ -25,9 +25,11 @@ from fxsplit.runtime.streams import hand_over
 from fxsplit.schedule import Schedule
 from fxsplit.schedule.action import COMPUTES, Action
 from fxsplit.torch_internals.grad_accumulate import accumulate
+from fxsplit.torch_internals.grad_catch import Catch
 from fxsplit.torch_internals.grad_leaves import unmute
-from fxsplit.torch_internals.grad_sums import Sums
+from fxsplit.torch_internals.grad_sums import Share, Sums
 from fxsplit.torch_internals.interpret import get_storage_id
+from fxsplit.torch_internals.thread_modes import NO_CONTEXT
 from fxsplit.torch_internals.undo import Turn, undo_after
 
 
@@ -94,22 +96,29 @@ class VersionedReplica(Replica):
         self._weights = {weight: None for _, _, weight in self._slots}
         self._newest = 0
         self._leaves: dict[int, dict[Tensor, Tensor]] = {}
+        # A step sums gradients of leaves of several versions. Each weight has one sum, and its key takes no memory.
+        self._keys: dict[Tensor, Tensor] = {weight: torch.empty(0) for weight in self._weights}
+        self._owner_of = {key: weight for weight, key in self._keys.items()}
+        self._key_of: dict[Tensor, Tensor] = {}
         self._add_version(0)
 
     @contextmanager
-    def use_version(self, version: int) -> Iterator[None]:
+    def use_version(self, version: int, *, catches: bool = False) -> Iterator[None]:
         """Let the stage's modules hold the leaves of a version for the block, which is one action."""
         leaves = self._leaves[version]
+        # Only for the action: a hook keeps its leaf, and so a version that is over.
+        catch = Catch(self._key_of).watch(leaves.values()) if catches else NO_CONTEXT
 
         def put_back() -> None:
             for held, name, weight in self._slots:
                 held[name] = weight
 
-        with undo_after(put_back):
+        with undo_after(put_back), catch:
             for held, name, weight in self._slots:
                 held[name] = leaves[weight]  # type: ignore[assignment]  # modules compute with any tensor
             yield
         self._left[version] -= 1
+        self._forget_versions()
 
     def list_leaves(self, trained: Sequence[Tensor], version: int) -> list[Tensor]:
         """Return the leaves of a version, and after them the weights themselves.
@@ -119,6 +128,10 @@ class VersionedReplica(Replica):
         leaf_of = self._leaves[version]
         leaves = [leaf_of.get(weight, weight) for weight in trained]
         return [*leaves, *(weight for weight in trained if weight in leaf_of)]
+
+    def key_shares(self, shares: list[Share]) -> list[Share]:
+        """Return the shares of leaves under what the sums know their weights by, whichever version they are of."""
+        return [(self._key_of.get(leaf, leaf), gradient, unshared) for leaf, gradient, unshared in shares]
 
     def step(self, action: Action, sums: Sums) -> None:
         """Let the optimizer make a new version of the weights, from the newest one and these sums of gradients.
@@ -140,12 +153,16 @@ class VersionedReplica(Replica):
         self._add_version(action.version)
 
     def _add_version(self, version: int) -> None:
-        """Make the model's weights as they are now a version, and forget the versions that no action will read."""
+        """Make the model's weights as they are now a version."""
         self._newest = version
         # `.data` is a tensor of its own on the same memory: a leaf that the optimizer does not know.
         self._leaves[version] = {w: w.data.requires_grad_(w.requires_grad) for w in self._weights}
-        self._leaves = {v: leaves for v, leaves in self._leaves.items() if v == version or self._left[v] > 0}
-        self._owner_of = {leaf: w for leaves in self._leaves.values() for w, leaf in leaves.items()}
+        self._forget_versions()
+
+    def _forget_versions(self) -> None:
+        """Let go of the versions that no action will read, but for the newest one."""
+        self._leaves = {v: leaves for v, leaves in self._leaves.items() if v == self._newest or self._left[v] > 0}
+        self._key_of = {leaf: self._keys[w] for leaves in self._leaves.values() for w, leaf in leaves.items()}
 
     def _move_weights(self) -> None:
         """Move the model's weights to other memory. Those that share memory go on sharing it."""
@@ -155,6 +172,13 @@ class VersionedReplica(Replica):
         for weight in self._weights:
             key = get_storage_id(weight)
             # Whole storages are moved, since weights may be views of one, as those of an LSTM are.
-            storage = moved[key] = moved[key] if key in moved else weight.untyped_storage().clone()
+            storage = moved[key] = moved[key] if key in moved else _copy_storage(weight)
             elsewhere = torch.empty(0, dtype=weight.dtype, device=weight.device)
             weight.data = elsewhere.set_(storage, weight.storage_offset(), weight.shape, weight.stride())
+
+
+def _copy_storage(weight: Tensor) -> UntypedStorage:
+    """Return a copy of the memory that a weight lies in, from the allocator that all tensors have theirs from."""
+    # A storage that is cloned as such passes over an allocator that was set for tensors.
+    whole = torch.empty(0, dtype=torch.uint8, device=weight.device).set_(weight.untyped_storage())
+    return whole.clone().untyped_storage()

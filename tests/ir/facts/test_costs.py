@@ -53,7 +53,7 @@ def edited(path: Path, change: Any) -> Path:
     ("change", "message"),
     [
         (lambda d: d.update(format="else"), "is not a profile"),
-        (lambda d: d.update(version=99), "has version 99, this fxsplit reads 3, 2, 1"),
+        (lambda d: d.update(version=99), "has version 99, this fxsplit reads 4, 3, 2, 1"),
         (lambda d: d.pop("rows"), "is a damaged profile: 'rows'"),
         (lambda d: d["nodes"][0].pop("kept_bytes"), "is a damaged profile"),
         (lambda d: d["nodes"][0].update(forward_ms=-1), "forward_ms=-1: give a finite number"),

@@ -152,3 +152,39 @@ def test_a_plan_that_was_written_and_read_is_the_same_text() -> None:
     found = Planner(costs).plan(*lay_out(Machine.planned(2)), Options())
     text = json.dumps(plan_to_dict(found))
     assert json.dumps(plan_to_dict(parse_plan(json.loads(text), "a plan"))) == text
+
+
+def test_what_later_nodes_keep_is_free_behind_their_backward() -> None:
+    """The output of a was counted until its own backward, where b alone keeps it."""
+    nodes = (kept("a", ["x"], backward_peak_bytes=50), made("b", ["a"], backward_peak_bytes=4))
+    until_own, until_b = (
+        follow(chain(replace(nodes[0], kept_for=name, kept_for_bytes=size), nodes[1], kept("c", ["b"])), "ab", "c")[0]
+        for name, size in (("", 0.0), ("b", 4.0))
+    )
+    assert until_b.whole_bytes == until_own.whole_bytes - 4
+    assert until_b.resting_bytes == until_own.resting_bytes
+
+
+def test_a_view_takes_no_memory_besides_what_it_looks_at() -> None:
+    nodes = [made("a", ["x"]), made("b", ["a"]), made("c", ["a", "b"]), made("d", ["c"])]
+    own, view = (
+        follow(chain(nodes[0], replace(nodes[1], lies_in=owner), *nodes[2:]), "abc", "d")[0] for owner in ("", "a")
+    )
+    assert own.forward_bytes == 2 + 4 + 4 + 4 and view.forward_bytes == 2 + 4 + 4
+    given = follow(chain(nodes[0], replace(nodes[1], lies_in="a"), made("c", ["b"])), "ab", "c")[0]
+    assert given.resting_bytes == 2 + 4, "what is given on is held, wherever it lies"
+
+
+def test_the_first_backward_makes_the_sums_of_gradients() -> None:
+    """They were counted from the start of a step."""
+    figures = {"parameter_bytes": 10, "backward_peak_bytes": 14}
+    costs = chain(*(kept(n, [before], **figures) for n, before in zip("abc", "xab", strict=True)))
+    first, _ = follow(costs, "ab", "c")
+    # While a runs backward the sum of b is there.
+    assert first.first_bytes == first.whole_bytes + 10
+
+
+def test_who_recomputes_keeps_what_its_buffers_were() -> None:
+    costs = chain(kept("a", ["x"], written_bytes=3, buffer_bytes=3), kept("b", ["a"]))
+    plain, again = (follow(costs, "a", "b", recompute=way)[0] for way in (False, True))
+    assert plain.resting_bytes == 2 + 4 and again.resting_bytes == 2 + 3

@@ -13,6 +13,7 @@ from fxsplit.ir.facts.machine import Device
 from fxsplit.runtime.stage.weight_versions import Stepper, VersionedReplica, make_stepper
 from fxsplit.schedule import generate
 from fxsplit.schedule.action import Action
+from fxsplit.torch_internals.grad_catch import differentiate_into
 from fxsplit.torch_internals.grad_sums import Sums
 from tests.runtime.stage.one_stage import CPU, trace_stage
 
@@ -41,7 +42,7 @@ def versions(layer: Layer, *row: str, lr: float = 1.0) -> VersionedReplica:
 
 def step(replica: VersionedReplica, text: str, *shares: tuple[Tensor, float]) -> None:
     sums = Sums()
-    sums.add([(leaf, torch.full((2,), value), True) for leaf, value in shares])
+    sums.add(replica.key_shares([(leaf, torch.full((2,), value), True) for leaf, value in shares]))
     replica.step(Action.parse(text), sums)
 
 
@@ -92,6 +93,27 @@ def test_gradients_of_several_versions_make_one_step() -> None:
     (new,) = replica.list_leaves([layer.a], 1)[:1]
     step(replica, "0STEP1v2", (old, 0.25), (new, 0.5))
     assert layer.a.tolist() == [0.25, 1.25]
+
+
+def test_a_weight_has_one_sum_whichever_version_its_gradients_are_of() -> None:
+    """Each version had a sum of its own, and a whole set of gradients was held until the end of a backward."""
+    width = 128
+    layer = nn.Linear(width, width, bias=False)
+    stage = trace_stage(nn.Sequential(layer))
+    actions = [Action.parse(text) for text in ("0F0", "0F1v1", "0STEP0v1", "0B0", "0B1v1")]
+    stepper = Stepper(torch.optim.SGD(layer.parameters(), lr=1.0))
+    places = {id(layer.weight): CPU}
+    replica, sums = VersionedReplica(stage, Device("cpu:0", CPU), places, actions, stepper), Sums()
+    for version in range(2):
+        # As workers run backward.
+        with replica.use_version(version, catches=True), torch.autograd.set_multithreading_enabled(False):
+            (leaf,) = replica.list_leaves([layer.weight], version)[:1]
+            loss = replica.stage.module(torch.ones(1, width)).sum()
+            _, caught = differentiate_into(sums, [loss], [torch.ones(())], [leaf])
+        assert caught == {id(leaf)} and not leaf._backward_hooks
+        assert [total.tolist() for total in sums.totals.values()] == [[[version + 1.0] * width] * width]
+        if not version:
+            replica.step(actions[2], Sums())
 
 
 def test_a_weight_that_is_read_past_its_module_is_refused() -> None:

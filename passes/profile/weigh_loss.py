@@ -1,0 +1,99 @@
+"""Weigh the loss: what it keeps of the model's outputs, and what it and its backward allocate.
+
+No target is known when a model is compiled, and to call a function of the user's on made-up ones might do anything. So
+torch's own losses are weighed, on outputs and targets of the right shapes, and nothing is found out about others.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage, fx, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from fxsplit.ir.facts.loss import LossCost
+from fxsplit.torch_internals.allocations import count_allocations
+
+MOST_BYTES = 1 << 28
+"""Of larger outputs some rows are weighed, and what that finds is multiplied."""
+_TENSOR = re.compile(r"(float\w*|bfloat16)\[([\d, ]+)\]")
+
+
+def weigh_loss(function: Callable[..., Any], gm: fx.GraphModule, made: str) -> LossCost | None:
+    """Return what a loss takes of the output of a graph, `made` such as `float32[8, 10]`; None where nobody knows.
+
+    That is so of a loss that is not torch's own, and of several outputs. Nothing of it is left behind.
+    """
+    found = _TENSOR.fullmatch(made)
+    if found is None or not isinstance(gm.graph.output_node().args[0], fx.Node) or not is_of_torch(function):
+        return None
+    dtype, shape = getattr(torch, found[1]), [int(size) for size in found[2].split(",")]
+    size = prod(shape) * dtype.itemsize
+    rows = max(1, min(shape[0], shape[0] * MOST_BYTES // max(size, 1)))
+    if not size or size // shape[0] * rows > MOST_BYTES:
+        return None
+    times = shape[0] / rows
+    outputs = (rows, *shape[1:])
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tried = [_try_target(function, torch.rand(outputs, dtype=dtype), target) for target in _list_targets(outputs)]
+    weighed = [one for one in tried if one is not None]
+    if not weighed:
+        return None
+    # A cross entropy takes classes and probabilities, and the one that is given may need more.
+    return LossCost(
+        times * max(one.kept_bytes for one in weighed),
+        times * max(one.forward_peak_bytes for one in weighed),
+        times * max(one.backward_peak_bytes for one in weighed),
+        any(one.keeps_outputs for one in weighed),
+    )
+
+
+def is_of_torch(function: Callable[..., Any]) -> bool:
+    """Return whether a loss is a function or a module of torch's own, without hooks; perhaps with some arguments."""
+    while isinstance(function, partial):
+        function = function.func
+    if isinstance(function, nn.Module):
+        hooked = function._forward_hooks or function._forward_pre_hooks or function._backward_hooks
+        return type(function).__module__.startswith("torch.nn.") and not hooked
+    return str(getattr(function, "__module__", None)).startswith("torch.nn.")
+
+
+def _list_targets(shape: tuple[int, ...]) -> Iterator[Tensor]:
+    """Yield targets that losses take beside outputs of a shape: like these, or of classes."""
+    yield torch.rand(shape)
+    if len(shape) > 1:
+        yield torch.zeros(shape[:1] + shape[2:], dtype=torch.int64)
+
+
+def _try_target(function: Callable[..., Any], outputs: Tensor, target: Tensor) -> LossCost | None:
+    """Return what a loss takes of some outputs and a target; None where it does not take such a target."""
+    outputs, saved = outputs.requires_grad_(), dict[int, UntypedStorage]()
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage._cdata] = storage
+        return tensor
+
+    try:
+        with torch.enable_grad(), saved_tensors_hooks(keep, lambda kept: kept), count_allocations() as forward:
+            loss = function(outputs, target)
+        # Its own memory is kept too: what mse_loss returns has room for all elements.
+        keep(loss)
+        # What it keeps counts beside, so it is not to be freed meanwhile.
+        with count_allocations() as backward:
+            torch.autograd.grad(loss, outputs, retain_graph=True)
+    except Exception:  # a loss may raise anything at a target that it is not made for
+        return None
+    if forward.peak_bytes is None or backward.peak_bytes is None or loss.ndim:
+        return None
+    keeps_outputs = saved.pop(outputs.untyped_storage()._cdata, None) is not None
+    saved.pop(target.untyped_storage()._cdata, None)
+    kept = sum(storage.nbytes() for storage in saved.values())
+    return LossCost(float(kept), float(forward.peak_bytes), float(backward.peak_bytes), keeps_outputs)
