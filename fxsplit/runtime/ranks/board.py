@@ -50,13 +50,14 @@ class Board:
         """Return the failure of this turn, or None where none is posted within a time."""
         return _look_until(self.read, limit_s)
 
-    def gather(self, number: int, limit_s: float) -> list[int] | None:
-        """Return the numbers with which all ranks have come here in this turn, as soon as they have; None after a time.
+    def gather(self, number: int, limit_s: float, where: str = "here") -> list[int] | None:
+        """Return the numbers with which all ranks have come to a place in this turn, as soon as they have; None after
+        a time.
 
         None where a failure is posted meanwhile: one of them will not come.
         """
-        self._store.set(self._key(f"here/{self.me}"), str(number))
-        keys = [self._key(f"here/{rank}") for rank in range(self.n_ranks)]
+        self._store.set(self._key(f"{where}/{self.me}"), str(number))
+        keys = [self._key(f"{where}/{rank}") for rank in range(self.n_ranks)]
         _look_until(lambda: self._store.check(keys) or self.read(), limit_s)
         return [int(self._store.get(key)) for key in keys] if self._store.check(keys) else None
 

@@ -104,7 +104,13 @@ class Guard:
             raise RankError(f"rank {self._board.me} has waited for all ranks to go on after a failure")
         # Only some ranks may have made a group before they failed, and the next one would have two names.
         count_groups_from(max(counts))
-        make_groups()
+        try:
+            make_groups()
+        except RuntimeError as error:
+            raise RankError(f"the groups of ranks are not made anew: {str(error).splitlines()[0]}") from error
+        # One that went on at once and failed would leave others in the middle of theirs, where nothing wakes them.
+        if self._board.gather(0, limit_s, "made") is None:
+            raise RankError(f"rank {self._board.me} has waited for all ranks to make their groups anew")
         self._is_broken = False
 
     def limit(self, limit_s: float) -> None:

@@ -211,9 +211,8 @@ class World:
     def _list_groups(self) -> list[Any]:
         """Return the groups in which this rank may wait."""
         own = [self._control, self._patient, *([self._data] if self._data is not self._control else [])]
-        own += self._pair_groups
         own += [*dict.fromkeys([self.column, self.column_data])] if len(self.rows) > 1 else []
-        own += [team for team in self._teams.values() if team is not None]
+        own += [*self._pair_groups, *(team for team in self._teams.values() if team is not None)]
         return [*own, *(group for part in self._parts for group in part._list_groups())]
 
     def _make_groups(self) -> None:
@@ -291,6 +290,8 @@ class World:
         if members not in self._teams:
             group = self._make_group([self.ranks[m] for m in members], self._find_backend(), self.limit_s)
             self._teams[members] = group if self.me in members else None
+            # Nothing wakes who makes a group: no rank goes on, and may fail, before all have made theirs.
+            self.gather(torch.zeros(1), "a new group")
         return self._teams[members]
 
     def get_pair(self, source: int, to: int) -> Pair:

@@ -1,11 +1,15 @@
-"""Ranks whose programs end tell the others, and do not wait for those that end as well."""
+"""Ranks whose programs end tell the others, and do not wait for those that end as well; all make groups anew at once."""
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
+from fxsplit.errors import RankError
 from fxsplit.runtime.ranks.board import Board
 from fxsplit.runtime.ranks.guard import Guard
+from fxsplit.torch_internals.process_groups import clone_store
 from tests.ranks import ranks
 
 
@@ -27,3 +31,49 @@ def leave_together(rank: int, n: int) -> list[bool]:
 def test_ranks_that_are_all_interrupted_do_not_wait_for_each_other() -> None:
     """The first one waits, and sees that the others have read why it ends."""
     assert sorted(ranks(3, leave_together)) == [[], [], [True]]
+
+
+def renew_one_after_another(rank: int, n: int) -> bool:
+    """Return whether all ranks had made their groups when this one went on, of which each takes longer than the last."""
+    guard = Guard("test", rank, n, list, str)
+    with pytest.raises(ValueError, match="trouble"), guard.watch(30):
+        raise ValueError("trouble")
+    store = clone_store()
+
+    def make() -> None:
+        time.sleep(0.2 * rank)
+        store.set(f"made/{rank}", "1")
+
+    with guard.watch(30):
+        guard.renew(make, 30)
+        made = store.check([f"made/{other}" for other in range(n)])
+    guard.rest()
+    return made
+
+
+def test_no_rank_goes_on_after_a_failure_before_all_have_made_their_groups() -> None:
+    """It might fail at once, and leave others in the middle of making theirs, where nothing wakes them."""
+    assert ranks(3, renew_one_after_another) == [True, True, True]
+
+
+def renew_in_vain(rank: int, n: int) -> str:
+    """Return what is raised where rank 1 cannot make its groups."""
+    guard = Guard("test", rank, n, list, str)
+    with pytest.raises(ValueError, match="trouble"), guard.watch(30):
+        raise ValueError("trouble")
+
+    def make() -> None:
+        if rank == 1:
+            raise RuntimeError("Connection closed by peer")
+
+    with pytest.raises(RankError) as caught, guard.watch(30):
+        guard.renew(make, 30)
+    guard.rest()
+    return str(caught.value)
+
+
+def test_all_ranks_raise_what_one_cannot_make() -> None:
+    """Those that have made their own groups do not wait for it until a limit has passed."""
+    first, second, third = ranks(3, renew_in_vain, limit_s=20)
+    assert second == "the groups of ranks are not made anew: Connection closed by peer"
+    assert first == third and second in first
