@@ -13,6 +13,8 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
+from multiprocessing import parent_process
+from multiprocessing.util import Finalize
 from types import TracebackType
 
 from torch.distributed import DistError, ProcessGroup
@@ -178,6 +180,17 @@ def _hear_of_ends() -> None:
 
     sys.excepthook = hear
     atexit.register(_end)
+    if parent_process() is not None:
+        # A process that multiprocessing has started runs neither of these.
+        Finalize(None, _end_started, exitpriority=0)
+
+
+def _end_started() -> None:
+    """Tell all other ranks that the function has ended for which multiprocessing has started this process, and how."""
+    error = sys.exc_info()[1]
+    # torch's spawn() leaves with a number once it has noted an error.
+    _leave_all(error.__context__ if isinstance(error, SystemExit) else error)
+    wait_until_returned(REST_S)
 
 
 def _end() -> None:

@@ -1,14 +1,16 @@
-"""Ranks whose programs end tell the others, and do not wait for those that end as well; all make groups anew at once."""
+"""Ranks whose programs end tell the others, and do not wait for those that end as well; all make groups together."""
 
 from __future__ import annotations
 
+import sys
 import time
+from contextlib import suppress
 
 import pytest
 
 from fxsplit.errors import RankError
 from fxsplit.runtime.ranks.board import Board
-from fxsplit.runtime.ranks.guard import Guard
+from fxsplit.runtime.ranks.guard import Guard, _end_started
 from fxsplit.torch_internals.process_groups import clone_store
 from tests.ranks import ranks
 
@@ -34,7 +36,7 @@ def test_ranks_that_are_all_interrupted_do_not_wait_for_each_other() -> None:
 
 
 def renew_one_after_another(rank: int, n: int) -> bool:
-    """Return whether all ranks had made their groups when this one went on, of which each takes longer than the last."""
+    """Return whether all ranks had made their groups when this one went on; each takes longer than the last."""
     guard = Guard("test", rank, n, list, str)
     with pytest.raises(ValueError, match="trouble"), guard.watch(30):
         raise ValueError("trouble")
@@ -77,3 +79,36 @@ def test_all_ranks_raise_what_one_cannot_make() -> None:
     first, second, third = ranks(3, renew_in_vain, limit_s=20)
     assert second == "the groups of ranks are not made anew: Connection closed by peer"
     assert first == third and second in first
+
+
+def go_on_alone(rank: int, n: int, how: str) -> str:
+    """Return what rank 0 is told that goes on after a failure, where the functions of the other ranks end."""
+    guard = Guard("test", rank, n, list, str)
+    with pytest.raises(ValueError, match="trouble"), guard.watch(30):
+        raise ValueError("trouble")
+    guard.rest()
+    if rank != 0:
+        # As in a process of torch's spawn(), which ends it with a number once it has noted the error.
+        with suppress(SystemExit):
+            try:
+                if how == "raises":
+                    raise KeyError("lost")
+            except KeyError:
+                try:
+                    sys.exit(1)
+                finally:
+                    _end_started()
+        return ""
+    with pytest.raises(RankError) as caught, guard.watch(30):
+        guard.renew(lambda: None, 30)
+    guard.rest()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [("returns", "RankError: its program has ended, and it makes no more calls"), ("raises", "KeyError: 'lost'")],
+)
+def test_a_rank_that_goes_on_learns_that_functions_of_other_processes_have_ended(how: str, told: str) -> None:
+    """multiprocessing does not run what a program has noted for its end, and the groups are broken since a failure."""
+    assert ranks(2, go_on_alone, how, limit_s=20)[0] == f"rank 1 of 2 has raised {told}"
