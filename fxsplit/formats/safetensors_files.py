@@ -71,9 +71,10 @@ class WeightFiles:
         weight has several, or as transformers finds them. A tied weight that the files hold several times comes first.
         extra: what becomes of a tensor that the model does not have, and does not name as one to be ignored.
         Raises InputError, before anything is loaded, naming a weight that no file holds, or holds in another shape or
-        dtype; and a tensor that the model does not have, if `extra` says so.
+        dtype; a tensor that the model does not have, if `extra` says so; and a dtype that no weight of the model has.
         """
         state = {k: w for k, w in model.state_dict(keep_vars=True).items() if isinstance(w, Tensor)}
+        self._check_dtype(model, state)
         names = name_weights(state)
         with self._opened() as files, torch.no_grad():
             # All checks come before the first weight changes: a model is loaded whole or not at all.
@@ -194,6 +195,15 @@ class WeightFiles:
                         f"{self.path.name}: untie them, or save the checkpoint again from a model that has them tied"
                     )
         return held
+
+    def _check_dtype(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
+        """Raise InputError for a dtype to convert to that no weight of the model has: weights keep their own."""
+        own = sorted({str(w.dtype) for w in state.values() if _is_convertible(w.dtype)})
+        if self._dtype is not None and own and str(self._dtype) not in own:
+            raise InputError(
+                f"dtype={self._dtype}: the weights of {type(model).__name__} are {' and '.join(own)}, and loading does "
+                f"not change that: give dtype={own[0]}, or build the model in {self._dtype}"
+            )
 
     def _check_kind(self, recipe: Recipe, name: str, found: Tensor, weight: Tensor) -> None:
         """Raise InputError unless what the files hold is of the weight's shape, and of its dtype or convertible to it.

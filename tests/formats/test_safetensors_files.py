@@ -90,8 +90,12 @@ def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
         dtypes = r"'layers.0.weight' is torch.float16 .* in half.safetensors and torch.float32 .*dtype=torch.float32 "
         with pytest.raises(InputError, match=dtypes):
             pipe.load_weights(saved("half.safetensors", halved))
-        with pytest.raises(InputError, match=dtypes):
-            pipe.load_weights(tmp_path / "half.safetensors", dtype=torch.float64)
+        # Files of the model's own dtype too: nothing would become what was asked for.
+        saved("same.safetensors", state)
+        for file in ("half.safetensors", "same.safetensors"):
+            match = r"dtype=torch.float64: the weights of Mlp are torch.float32, .* give dtype=torch.float32, or build"
+            with pytest.raises(InputError, match=match):
+                pipe.load_weights(tmp_path / file, dtype=torch.float64)
         for name, value in before.items():
             assert torch.equal(model.state_dict()[name], value)
         changed = {k: v + 1 for k, v in state.items()}
