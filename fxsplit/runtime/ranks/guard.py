@@ -181,7 +181,7 @@ def _hear_of_ends() -> None:
     sys.excepthook = hear
     atexit.register(_end)
     if parent_process() is not None:
-        # A process that multiprocessing has started runs neither of these.
+        # A process that multiprocessing has started calls no hook for an error, and a forked one nothing at its end.
         Finalize(None, _end_started, exitpriority=0)
 
 

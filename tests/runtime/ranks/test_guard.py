@@ -110,5 +110,5 @@ def go_on_alone(rank: int, n: int, how: str) -> str:
     [("returns", "RankError: its program has ended, and it makes no more calls"), ("raises", "KeyError: 'lost'")],
 )
 def test_a_rank_that_goes_on_learns_that_functions_of_other_processes_have_ended(how: str, told: str) -> None:
-    """multiprocessing does not run what a program has noted for its end, and the groups are broken since a failure."""
+    """A forked process does not run what is noted for a program's end, and the groups are broken since a failure."""
     assert ranks(2, go_on_alone, how, limit_s=20)[0] == f"rank 1 of 2 has raised {told}"
