@@ -25,9 +25,10 @@ from fxsplit.ir.facts.call import Call, Inputs
 from fxsplit.ir.facts.chunks import Chunks
 from fxsplit.runtime.program import Batch
 from fxsplit.runtime.ranks.holdings import list_named
+from fxsplit.runtime.ranks.messages import begin
 from fxsplit.runtime.ranks.portions import Kind, Portion, find_own_portion
 from fxsplit.runtime.ranks.summing import Summing
-from fxsplit.runtime.ranks.world import COMPILE_LIMIT_S, begin
+from fxsplit.runtime.ranks.world import COMPILE_LIMIT_S
 from fxsplit.torch_internals.away import is_away
 from fxsplit.torch_internals.elsewhere import bring_back
 

@@ -16,9 +16,10 @@ from torch import Tensor
 from fxsplit.errors import InputError, RanksDiffer
 from fxsplit.runtime.ranks.agreement import N_NUMBERS, hash_text
 from fxsplit.runtime.ranks.buckets import Offer
+from fxsplit.runtime.ranks.messages import begin, sort_by_rank
 from fxsplit.runtime.ranks.portions import Portion, weigh_portion
 from fxsplit.runtime.ranks.reducer import Reducer
-from fxsplit.runtime.ranks.world import World, begin, sort_by_rank
+from fxsplit.runtime.ranks.world import World
 from fxsplit.torch_internals.grad_sums import Sums
 from fxsplit.torch_internals.process_groups import lend
 

@@ -1,0 +1,70 @@
+"""Messages: how a rank begins to send and to receive, by tensors and by texts, and what is raised where it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxsplit.errors import RankError
+
+
+def begin(operation: Callable[..., Any], *args: Any) -> Any:
+    """Begin an operation of a process group, and return what can be waited for.
+
+    Raises RankError where the group is broken, as it is once another rank has failed.
+    """
+    try:
+        return operation(*args)
+    except RuntimeError as error:
+        raise explain_loss(error) from error
+
+
+def explain_loss(error: RuntimeError) -> RankError:
+    """Return the error to raise where an operation could not begin."""
+    return RankError(f"the connection to another rank is lost: {str(error).splitlines()[0]}")
+
+
+def pack_text(text: str) -> Tensor:
+    """Return a text as bytes that ranks can send; an empty one as a space, since there is always something to send."""
+    return torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
+
+
+def unpack_text(packed: Tensor) -> str:
+    """Return the text in such bytes."""
+    return packed.numpy().tobytes().decode()
+
+
+def sort_by_rank(tensors: Sequence[Tensor], ranks: Sequence[int]) -> list[Tensor]:
+    """Return the tensors of some ranks in rising order of these, as torch numbers the ranks of a group.
+
+    A pipeline or a mesh may have them in another order.
+    """
+    return [tensors[i] for i in sorted(range(len(ranks)), key=ranks.__getitem__)]
+
+
+class Pair:
+    """What brings tensors from one rank to another one, in the order in which they are sent, and nothing back.
+
+    link: a process group, or a backend of one, in which `source` and `to` are numbers of ranks.
+    """
+
+    def __init__(self, link: Any, source: int, to: int) -> None:
+        self._link, self._source, self._to = link, source, to
+
+    def send(self, tensor: Tensor) -> Any:
+        """Begin to send a dense tensor; return what can be waited for. Raises RankError if that rank is lost."""
+        # Not by `begin`, as this runs for every message.
+        try:
+            return self._link.send([tensor], self._to, 0)
+        except RuntimeError as error:
+            raise explain_loss(error) from error
+
+    def receive(self, tensor: Tensor) -> Any:
+        """Begin to receive a tensor; return what can be waited for. The order is all that tells which one it is."""
+        try:
+            return self._link.recv([tensor], self._source, 0)
+        except RuntimeError as error:
+            raise explain_loss(error) from error
