@@ -12,13 +12,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from fxsplit.torch_internals.grad_leaves import OwnHook
 from fxsplit.torch_internals.grad_sums import Sums, differentiate, owns_its_memory
 from fxsplit.torch_internals.undo import undo_after
 
@@ -96,7 +97,7 @@ class Catch:
                 # come first: they are muted, and would not be called with what comes behind this one.
                 if leaf._backward_hooks is None:
                     leaf._backward_hooks = OrderedDict()
-                leaf._backward_hooks[id(self)] = partial(self._take, leaf)
+                leaf._backward_hooks[id(self)] = OwnHook(self._take, leaf)
         # A thread that was given up may come here when nobody takes its hooks away any more.
         if self._ended:
             self._remove()
@@ -156,7 +157,7 @@ def _count_holders() -> tuple[int, int]:
         found.append((sys.getrefcount(gradient), gradient._use_count()))
 
     leaf = torch.ones(2, device="cpu", requires_grad=True)
-    leaf._backward_hooks = OrderedDict({0: partial(take, leaf)})
+    leaf._backward_hooks = OrderedDict({0: OwnHook(take, leaf)})
     with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
         root = leaf.exp().sum()
     differentiate([root], [torch.ones_like(root)], [leaf])

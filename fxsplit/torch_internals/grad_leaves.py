@@ -112,6 +112,10 @@ class _MutableHook:
         return hash(self._hook)
 
 
+class OwnHook(partial[Any]):
+    """A gradient hook of fxsplit's own, which sees the gradient of each microbatch and is not muted."""
+
+
 @contextmanager
 def mute(leaves: Iterable[Tensor], kinds: Sequence[str] = BOTH) -> Iterator[None]:
     """Let the leaves' gradient hooks do nothing in backwards of this thread inside the block, which it runs itself.
@@ -158,7 +162,7 @@ def make_mutable(leaf: Tensor) -> None:
         hooks = some or {}
         # Autograd reads this very dictionary; the handle of a hook knows the hook by its key.
         for key, hook in list(hooks.items()):
-            if type(hook) is not _MutableHook:
+            if type(hook) not in (_MutableHook, OwnHook):
                 hooks[key] = _MutableHook(hook, kind)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 import threading
@@ -14,9 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import fxsplit
 from fxsplit.torch_internals import grad_catch
 from fxsplit.torch_internals.grad_catch import Catch, differentiate_into
+from fxsplit.torch_internals.grad_leaves import mute
 from fxsplit.torch_internals.grad_sums import Sums
+from tests.models import FAST
 
 
 @pytest.fixture(autouse=True)
@@ -151,6 +155,50 @@ def test_hooks_of_the_users_stay_and_others_do_not() -> None:
     assert not plain._backward_hooks and list(hooked._backward_hooks or {}) == [handle.id]
     torch.autograd.backward((plain * hooked).sum())
     assert plain.grad is not None and torch.equal(plain.grad, hooked) and len(seen) == 1
+
+
+def test_to_mute_hooks_of_the_users_leaves_it_to_catch() -> None:
+    """The leaves of a loss are muted after they are watched, those of a stage before."""
+    watched, seen, sums = leaf(99, 99), list[Tensor](), Sums()
+    watched.register_hook(seen.append)
+    with Catch().watch([watched]), mute([watched]):
+        _, caught = run(sums, watched.exp().sum(), [watched])
+    assert caught == {id(watched)} and not seen
+    assert torch.equal(sums.totals[watched], watched.exp())
+
+
+class Scaled(nn.Module):
+    """A loss with a large parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Linear(99, 99).double()
+
+    def forward(self, outputs: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(self.scale(outputs), target)
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_gradients_of_a_loss_are_caught_too(recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were muted with the hooks of the user's, and a device had one more of them than the unsplit model."""
+    caught: list[Tensor] = []
+    take = Catch._take
+
+    def note(self: Catch, leaf: Tensor, gradient: Tensor) -> Tensor | None:
+        caught.append(leaf)
+        return take(self, leaf, gradient)
+
+    monkeypatch.setattr(Catch, "_take", note)
+    loss, model = Scaled(), nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 99)).double()
+    x, y = torch.randn(8, 4).double(), torch.randn(8, 99).double()
+    wanted = copy.deepcopy((model, loss))
+    options: Any = {"n_microbatches": 4, "passes": FAST, "recompute": recompute}
+    with fxsplit.compile(model, 2, example_inputs=x, loss_fn=loss, **options) as pipe:
+        pipe.step(x, target=y)
+    assert [one for one in caught if one is loss.scale.weight] == [loss.scale.weight] * 4
+    wanted[1](wanted[0](x), y).backward()
+    for a, b in zip(loss.parameters(), wanted[1].parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-10)
 
 
 def test_a_backward_of_the_users_own_is_left_alone() -> None:
