@@ -49,6 +49,8 @@ def set_storage(tensor: Toy, source: Any, offset: int = 0, shape: Any = None, st
     """Return what `tensor.set_(storage, ...)` returns; the tensor itself stays, as no test looks at it again."""
     if not isinstance(source, ToyStorage):
         return torch.Tensor.set_(tensor, source, offset, shape, stride)
+    if shape is None:
+        shape, stride = (source.nbytes() // tensor.element_size(),), (1,)
     return view_storage(source, tensor, offset, shape, stride)
 
 
