@@ -25,7 +25,7 @@ from fxsplit.ir.facts.call import Call, Inputs
 from fxsplit.ir.facts.chunks import Chunks
 from fxsplit.runtime.program import Batch
 from fxsplit.runtime.ranks.holdings import list_named
-from fxsplit.runtime.ranks.messages import begin
+from fxsplit.runtime.ranks.messages import begin_collective
 from fxsplit.runtime.ranks.portions import Kind, Portion, find_own_portion
 from fxsplit.runtime.ranks.summing import Summing
 from fxsplit.runtime.ranks.world import COMPILE_LIMIT_S
@@ -167,4 +167,5 @@ class Ranks:
         world = self._team.world
         options = dist.AllreduceOptions()
         options.reduceOp = op
-        world.wait(begin(world.column.allreduce, [tensor], options), f"the other pipelines at {WHAT}")
+        work = begin_collective([tensor], world.column.allreduce, [tensor], options)
+        world.wait(work, f"the other pipelines at {WHAT}")

@@ -16,12 +16,11 @@ from torch import Tensor
 from fxsplit.errors import InputError, RanksDiffer
 from fxsplit.runtime.ranks.agreement import N_NUMBERS, hash_text
 from fxsplit.runtime.ranks.buckets import Offer
-from fxsplit.runtime.ranks.messages import begin, sort_by_rank
+from fxsplit.runtime.ranks.messages import begin_collective, sort_by_rank
 from fxsplit.runtime.ranks.portions import Portion, weigh_portion
 from fxsplit.runtime.ranks.reducer import Reducer
 from fxsplit.runtime.ranks.world import World
 from fxsplit.torch_internals.grad_sums import Sums
-from fxsplit.torch_internals.process_groups import lend
 
 OTHERS = "the other pipelines, to add gradients"
 
@@ -80,8 +79,7 @@ class Columns:
         """Return the sum of a number of all pipelines, each times its weight."""
         # What weighs nothing may be no number.
         found = (total * weight if weight else torch.zeros_like(total)).reshape(1)
-        work: Any = begin(self._world.column_data.allreduce, [found])
-        lend(found)
+        work: Any = begin_collective([found], self._world.column_data.allreduce, [found])
         self._world.wait(work, "the other pipelines at the loss of all pipelines")
         return found.reshape(())
 
@@ -134,8 +132,8 @@ class Columns:
         """Return a tensor of host memory from every rank of this column, in the order of pipelines, all of one kind."""
         found = [torch.empty_like(tensor) for _ in self._world.rows]
         by_rank = sort_by_rank(found, [row[self._world.me] for row in self._world.rows])
-        lend(tensor, *found)
-        self._world.wait(begin(self._world.column.allgather, [by_rank], [tensor]), f"the other pipelines at {what}")
+        work: Any = begin_collective([tensor, *found], self._world.column.allgather, [by_rank], [tensor])
+        self._world.wait(work, f"the other pipelines at {what}")
         return found
 
     def _find_reducer(self) -> Reducer:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fxsplit.errors import RankError
+from fxsplit.torch_internals.process_groups import lend
 
 
 def begin(operation: Callable[..., Any], *args: Any) -> Any:
@@ -20,6 +21,12 @@ def begin(operation: Callable[..., Any], *args: Any) -> Any:
         return operation(*args)
     except RuntimeError as error:
         raise explain_loss(error) from error
+
+
+def begin_collective(tensors: Sequence[Tensor], operation: Callable[..., Any], *args: Any) -> Any:
+    """Begin an operation in which all ranks of a group take part, as `begin` does; `tensors` are all that it holds."""
+    lend(*tensors)
+    return begin(operation, *args)
 
 
 def explain_loss(error: RuntimeError) -> RankError:

@@ -23,14 +23,13 @@ from torch import Tensor
 
 from fxsplit.errors import RankError, RankTimeout
 from fxsplit.runtime.ranks.guard import Guard
-from fxsplit.runtime.ranks.messages import Pair, begin, pack_text, sort_by_rank, unpack_text
+from fxsplit.runtime.ranks.messages import Pair, begin, begin_collective, pack_text, sort_by_rank, unpack_text
 from fxsplit.torch_internals import accelerators
 from fxsplit.torch_internals.process_groups import (
     close_groups,
     find_host_backend,
     is_lost,
     is_timeout,
-    lend,
     read_timeout_s,
 )
 
@@ -286,8 +285,9 @@ class World:
 
     def _gather(self, found: list[Tensor], own: Tensor, what: str) -> None:
         """Fill tensors with those of all ranks, in the order of the pipeline."""
-        lend(own, *found)
-        self.wait(begin(self._control.allgather, [sort_by_rank(found, self.ranks)], [own]), f"all ranks at {what}")
+        by_rank = sort_by_rank(found, self.ranks)
+        work = begin_collective([own, *found], self._control.allgather, [by_rank], [own])
+        self.wait(work, f"all ranks at {what}")
 
     def gather_texts(self, text: str, what: str) -> list[str]:
         """Return the text of every rank."""
@@ -316,8 +316,8 @@ class World:
         self._broadcast(self._control if on_host else self._data, tensor, source, what, self.limit_s)
 
     def _broadcast(self, group: Any, tensor: Tensor, source: int, what: str, limit_s: float) -> None:
-        work = begin(partial(dist.broadcast, tensor, self.ranks[source], group=group, async_op=True))
-        lend(tensor)
+        broadcast = partial(dist.broadcast, group=group, async_op=True)
+        work = begin_collective([tensor], broadcast, tensor, self.ranks[source])
         self.wait(work, f"rank {source} at {what}", limit_s)
 
     def send_host(self, tensor: Tensor, to: int) -> Any:
