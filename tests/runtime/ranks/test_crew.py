@@ -6,6 +6,7 @@ import gc
 import os
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,11 @@ def fail_in_hook(rank: int, n: int, kind: str, call: str) -> tuple[str, str, boo
     """Let a hook of a parameter fail on one rank; return what is raised there, and whether gradients are as before."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Layer(i) for i in range(3)))
-    pipe = fxsplit.compile(model, "world", example_inputs=X, passes=FAST, n_microbatches=4, loss_fn=loss_fn)
+    costs = fxsplit.profile(model, X, n_microbatches=4, device="cpu", repeats=1)
+    # Of equal times, so that both ranks have weights: by measured ones a stage may be one that has none.
+    nodes = tuple(replace(n, forward_ms=1.0, backward_ms=2.0, weight_ms=None) for n in costs.nodes)
+    options: Any = {"passes": FAST, "n_microbatches": 4, "loss_fn": loss_fn, "costs": replace(costs, nodes=nodes)}
+    pipe = fxsplit.compile(model, "world", example_inputs=X, **options)
     TROUBLE.update(where=("hook", rank) if rank == n - 1 else None, how="raise")
     own = [p for p in pipe.local_parameters() if p.ndim == 2]
     for p in own:
