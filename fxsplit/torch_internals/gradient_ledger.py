@@ -22,6 +22,7 @@ from fxsplit.errors import InputError, RanksDiffer
 from fxsplit.torch_internals.away import Away, Spot, is_away, make_away
 from fxsplit.torch_internals.elsewhere import Elsewhere, send_away
 from fxsplit.torch_internals.gradients_aside import hide_gradients_from_optimizers
+from fxsplit.torch_internals.optimizer_loads import note_names
 
 aten = torch.ops.aten
 NORMS = aten._foreach_norm.Scalar
@@ -105,6 +106,7 @@ class GradientLedger:
         self._exchange = exchange
         self._me = me
         hide_gradients_from_optimizers(OwnGradient)
+        note_names((name, weight) for name, weight, _ in named)
         _let_clipping_take_lists()
 
     def knows(self, named: Sequence[tuple[str, Tensor, int]]) -> bool:

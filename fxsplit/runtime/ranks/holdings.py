@@ -21,6 +21,7 @@ from fxsplit.runtime.ranks.world import World
 from fxsplit.torch_internals.away import Away, Spot, is_away
 from fxsplit.torch_internals.elsewhere import bring_back, send_away
 from fxsplit.torch_internals.gradient_ledger import GradientLedger
+from fxsplit.torch_internals.optimizer_loads import note_arrival, watch_loads
 from fxsplit.torch_internals.process_groups import close_groups
 
 Fetch = Callable[[str, Tensor], Tensor]
@@ -40,6 +41,7 @@ class Holdings:
         self._owners: dict[str, int] = {}
         self._ledger: GradientLedger | None = None
         self._group: tuple[int, Any] | None = None
+        watch_loads()
 
     # What a plan wants
 
@@ -77,6 +79,7 @@ class Holdings:
                     self._send(by_name[name], to)
                 elif to == me:
                     bring_back(by_name[name], self._receive(by_name[name], source))
+                    note_arrival(by_name[name])
 
     def _send(self, weight: Tensor, to: int) -> None:
         """Send the values of a weight to another rank; there may be none yet."""
