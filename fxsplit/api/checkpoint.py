@@ -19,15 +19,23 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fxsplit.api.checkpoint_optimizer import give_optimizer, plan_optimizer, read_optimizer
+from fxsplit.api.checkpoint_optimizer import describe_groups, give_optimizer, plan_optimizer, read_optimizer
 from fxsplit.api.checkpoint_residuals import give_residuals, plan_residuals, read_residuals
-from fxsplit.api.checkpoint_storage import MODEL, RANDOM, FolderReader, FolderWriter, load_tensors, save_tensors
-from fxsplit.api.checkpoint_weights import check_model, make_room, read_model
+from fxsplit.api.checkpoint_storage import (
+    MODEL,
+    RANDOM,
+    FolderReader,
+    FolderWriter,
+    check_training,
+    load_tensors,
+    save_tensors,
+)
+from fxsplit.api.checkpoint_weights import check_model, make_room, read_model, refuse_away
 from fxsplit.api.compiled import get_mode
 from fxsplit.api.pipeline import Pipeline
 from fxsplit.api.ranks import Team
 from fxsplit.api.saving import Saving, wait_for_saving
-from fxsplit.errors import FxsplitError, InputError
+from fxsplit.errors import ElsewhereError, FxsplitError, InputError
 from fxsplit.formats.checkpoint_folder import (
     COSTS,
     MANIFEST,
@@ -37,9 +45,9 @@ from fxsplit.formats.checkpoint_folder import (
     list_checkpoints,
     make_token,
     read_manifest,
-    remove_older,
 )
 from fxsplit.formats.plan_json import save_plan
+from fxsplit.formats.typed_json import Notes, encode
 from fxsplit.ir.facts.figures import is_count, show
 from fxsplit.ir.interrupts import lose_no_interrupt
 from fxsplit.runtime.ranks.agreement import hash_text
@@ -54,7 +62,7 @@ class Restored:
     """What was loaded: the checkpoint's step, what was given as extra=, and its path."""
 
     step: int
-    extra: dict[str, Any]
+    extra: dict[Any, Any]
     path: Path
 
 
@@ -66,7 +74,7 @@ def save_checkpoint(
     optimizer: Optimizer | None = None,
     *,
     step: int,
-    extra: Mapping[str, Any] | None = None,
+    extra: Mapping[Any, Any] | None = None,
     keep: int | None = None,
 ) -> Saving:
     """Save a pipeline, or a model, with its optimizer as `folder/step-N`, while training goes on.
@@ -74,13 +82,16 @@ def save_checkpoint(
     All values are copied to host memory before this returns; a thread writes them. One checkpoint is written at a time:
     a second call waits for the first. `wait()` of what is returned waits for this one, and the end of the process does.
     The checkpoint is complete, or it is not there: a process that is killed leaves the one before as the latest.
+    Several threads and processes may save to one folder.
 
-    step: how many steps were made, a number that loading returns. extra: what else is to be kept, as JSON knows it,
-    such as a scheduler's state_dict(). keep: how many of the newest checkpoints stay in the folder (default: all).
+    step: how many steps were made, a number that loading returns. extra: what else is to be kept, such as a
+    scheduler's state_dict(): numbers, texts, None, lists, tuples, dicts with any of these as keys, and tensors. keep:
+    how many checkpoints stay in the folder (default: all): this one, and those that were saved last before.
 
     Over ranks each rank of all pipelines calls this, and each writes what it has; all hosts share the folder. The state
-    of torch's random numbers on the CPU is saved too, that of the first rank. Raises InputError for what no checkpoint
-    holds, and what stopped the one before.
+    of torch's random numbers on the CPU is saved too, that of the first rank, and so is its `extra`. Raises InputError
+    for what no checkpoint holds, ElsewhereError for a model of which other ranks have a part and which is no pipeline,
+    and what stopped the save before of this thread.
     """
     if not is_count(step):
         raise InputError(f"step={show(step)}: give how many steps were made, such as 7")
@@ -88,30 +99,48 @@ def save_checkpoint(
         raise InputError(f"keep={show(keep)}: give how many checkpoints are to stay, such as 3, or None for all")
     if not isinstance(folder, (str, os.PathLike)):
         raise InputError(f"folder={show(folder)}: give the path of a folder")
-    _get_model(model)
-    what = f"saves to {os.fspath(folder)!r}"
+    own, told = _get_model(model), _encode_extra(extra)
+    what = f"saves to {os.fspath(folder)!r}, with {describe_groups(own, optimizer)}"
+    path, over_ranks = _make_absolute(folder), _get_team(model) is not None
     # Also the pipelines of a mesh that write nothing: groups of ranks are made by all of them, or by none.
     with _meet(model, f"save_checkpoint(step={step})", what, side_by_side=True) as holdings:
         # What is copied now takes the memory that the one before has until it is written.
-        wait_for_saving()
+        wait_for_saving(model, over_ranks=over_ranks)
         # Batches of a stream may write to buffers.
         with _keep_idle(model):
-            staged, manifest = _stage(model, optimizer, step, dict(extra or {}))
-            staged |= read_residuals(_get_model(model), _get_team(model))
+            staged, manifest = _stage(model, optimizer, step, told)
+            staged |= read_residuals(own, _get_team(model))
         token = make_token() if holdings is None else holdings.tell(make_token(), "a checkpoint")
+        new = NewCheckpoint(path, step, token)
+        if holdings is None or holdings.leads:
+            new.check_place()
+            # Generators of ranks are alike, or each rank has its own reasons.
+            staged[CPU] = torch.get_rng_state()
         group = None if holdings is None else holdings.find_group()
-    # Generators of ranks are alike, or each rank has its own reasons.
-    if holdings is None or holdings.leads:
-        staged[CPU] = torch.get_rng_state()
-    new = NewCheckpoint(Path(folder), step, token)
-    complete = partial(_complete, new, manifest, _list_texts(model), keep)
+    complete = partial(_complete, new, manifest, _list_texts(model), keep, [*read_model(own, filled=False).kinds])
     writer = FolderWriter(new, 1 if holdings is None else len(holdings), complete)
     write = partial(_write, new, partial(save_tensors, staged, writer, group))
-    saving = Saving(new.path, write if holdings is None or holdings.writes else _leave_to_others)
+    writes = holdings is None or holdings.writes
+    saving = Saving(new.path, write if writes else _leave_to_others, model, over_ranks=over_ranks)
     saving.start()
-    if isinstance(model, Pipeline):
-        model.saving = saving
     return saving
+
+
+def _encode_extra(extra: Mapping[Any, Any] | None) -> tuple[Any, Notes]:
+    """Return what is given as extra= for JSON, as it is now."""
+    if not isinstance(extra, (Mapping, type(None))):
+        raise InputError(f"extra={show(extra)}: give a dict, such as {{'scheduler': scheduler.state_dict()}}")
+    return encode(extra if isinstance(extra, dict) else dict(extra or {}), "extra")
+
+
+def _make_absolute(folder: str | os.PathLike[str]) -> Path:
+    """Return the path of a folder, which the program may look at from another one by the time it is written."""
+    try:
+        return Path(folder).absolute()
+    except OSError as error:
+        raise InputError(
+            f"folder={os.fspath(folder)!r}: the current folder is gone ({error.strerror}): give the whole path"
+        ) from error
 
 
 def _leave_to_others() -> None:
@@ -132,11 +161,13 @@ def _get_team(model: nn.Module) -> Team | None:
 
 
 def _stage(
-    model: nn.Module, optimizer: Optimizer | None, step: int, extra: dict[str, Any]
+    model: nn.Module, optimizer: Optimizer | None, step: int, extra: tuple[Any, Notes]
 ) -> tuple[dict[str, Tensor], Manifest]:
     """Return copies in host memory of all that this process saves, and what the checkpoint says of itself."""
     own, team = _get_model(model), _get_team(model)
     state = read_model(own)
+    if team is None:
+        refuse_away(own, state, "save")
     groups, kept = ([], {}) if optimizer is None else read_optimizer(own, optimizer)
     manifest = Manifest(
         step,
@@ -144,12 +175,11 @@ def _stage(
         tied=state.tied,
         optimizer=None if optimizer is None else type(optimizer).__name__,
         groups=groups,
-        extra=extra,
+        extra=extra[0],
+        extra_notes=extra[1],
         gradient_hook=None if team is None else team.summing.kept_hook,
         versions={"torch": torch.__version__, "python": platform.python_version()},
     )
-    # What JSON has no words for is refused here, and not in the thread.
-    manifest.to_text()
     named = {f"{MODEL}{name}": weight.detach() for name, weight in state.own.items()} | kept
     return {name: _copy_to_host(value) for name, value in named.items()}, manifest
 
@@ -206,15 +236,23 @@ def _complete(
     manifest: Manifest,
     texts: list[Callable[[Path], None]],
     keep: int | None,
+    weights: list[str],
     files: list[str],
+    kinds: dict[str, str],
 ) -> None:
-    """Write what is beside the tensors, and put the checkpoint in its place."""
+    """Write what is beside the tensors, and put the checkpoint in its place.
+
+    weights: the names of all weights. files: the names of all ranks' files. kinds: the tensors in these files.
+    """
+    missing = next((name for name in weights if f"{MODEL}{name}" not in kinds), None)
+    if missing is not None:
+        raise ElsewhereError(
+            f"none of the ranks that save has the values of {missing!r}: save the pipeline that was compiled last"
+        )
     for write in texts:
         write(new.beside)
-    new.complete(replace(manifest, files=files))
-    new.clear_others()
-    if keep is not None:
-        remove_older(new.path.parent, keep)
+    training = {name: kind for name, kind in kinds.items() if not name.startswith(MODEL)}
+    new.complete(replace(manifest, files=files, training=training), keep)
 
 
 def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
@@ -237,37 +275,51 @@ def load_checkpoint(
     random numbers on the CPU go on as they would have.
 
     Over ranks every rank calls this, and reads what it has. Raises InputError, before anything changes, for a folder
-    without a complete checkpoint, and where model or optimizer are not as they were.
+    without a complete checkpoint, for one in which something is not as it was written, and where model or optimizer are
+    not as they were. Raises ElsewhereError for a model of which other ranks have a part and which is no pipeline.
     """
     found = _find(path)
     own = _get_model(model)
     manifest = read_manifest(found)
     goal = f"loads {found.name} with a manifest of hash {hash_text(manifest.to_text()):x}"
     with _meet(model, "load_checkpoint()", goal, side_by_side=True), _keep_idle(model):
-        reader = FolderReader(found, manifest.files)
+        reader, where = FolderReader(found, manifest.files), repr(str(found))
+        check_training(reader.kinds, manifest.training, where)
         state = read_model(own, filled=False)
-        where = repr(str(found))
+        if _get_team(model) is None:
+            refuse_away(own, state, "load")
         stored = check_model(state, reader.kinds, manifest.tied, where)
-        plan = None if optimizer is None else plan_optimizer(own, optimizer, manifest, reader.kinds, where)
+        plan = None if optimizer is None else plan_optimizer(own, optimizer, manifest, reader, where)
         trains, team = optimizer is not None, _get_team(model)
         left = plan_residuals(own, team, reader, manifest.gradient_hook, where, trains=trains)
-        names = [*(plan.values if plan else ()), *left.values, *([CPU] if CPU in reader.kinds else ())]
-        values = reader.read_all(names)
+        values = reader.read_all([*left.values, *([CPU] if CPU in reader.kinds else ())])
+        if random_state and CPU in values:
+            _check_random(values[CPU], where)
         make_room(state, _list_places(model))
         targets = {f"{MODEL}{stored[name]}": weight.detach() for name, weight in state.own.items()}
         with torch.no_grad():
             load_tensors(targets | (plan.make_targets() if plan else {}), reader)
         if optimizer is not None and plan is not None:
-            give_optimizer(own, optimizer, plan, values)
+            give_optimizer(own, optimizer, plan)
         give_residuals(own, team, left, values)
     if random_state and CPU in values:
         torch.set_rng_state(values[CPU])
-    return Restored(manifest.step, manifest.extra, found)
+    return Restored(manifest.step, manifest.make_extra(), found)
 
 
 def _keep_idle(model: nn.Module) -> AbstractContextManager[None]:
     """Return a block in which no batch of a pipeline runs, after waiting for those that are under way."""
     return model.keep_idle() if isinstance(model, Pipeline) else nullcontext()
+
+
+def _check_random(state: Tensor, where: str) -> None:
+    """Raise InputError for what is no state of torch's random numbers on the CPU."""
+    try:
+        torch.Generator().set_state(state)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(
+            f"{CPU!r} in {where} is no state of random numbers of this torch ({error}): load with random_state=False"
+        ) from error
 
 
 def _find(path: str | os.PathLike[str]) -> Path:

@@ -7,7 +7,8 @@ and what is kept of its own parameters.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,11 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fxsplit.api.checkpoint_storage import JSON, OPTIMIZER
+from fxsplit.api.checkpoint_storage import JSON, OPTIMIZER, TYPED, FolderReader
 from fxsplit.api.checkpoint_weights import check_plain
 from fxsplit.errors import InputError
 from fxsplit.formats.checkpoint_folder import Group, Manifest
+from fxsplit.formats.typed_json import decode, encode
 from fxsplit.ir.facts.figures import show
+from fxsplit.runtime.ranks.agreement import hash_text
 from fxsplit.torch_internals.away import is_away
 
 OF_THE_MACHINE = {"foreach", "fused", "capturable", "differentiable"}
@@ -34,18 +37,31 @@ def name_parameters(model: nn.Module) -> dict[int, str]:
     return found
 
 
-def read_optimizer(model: nn.Module, optimizer: Optimizer) -> tuple[list[Group], dict[str, Tensor]]:
-    """Return the groups of an optimizer, and what it keeps of the parameters of this rank.
+def describe_groups(model: nn.Module, optimizer: Optimizer | None) -> str:
+    """Return which parameters an optimizer has, as a text that is alike on all ranks if the parameters are.
 
-    Values that are no tensors are JSON, as bytes. Raises InputError for a parameter that is not the model's, and for a
-    value that is no tensor and that JSON has no words for.
+    Raises InputError for an optimizer whose state is on other ranks than the parameters.
     """
+    if optimizer is None:
+        return "no optimizer"
     if hasattr(optimizer, "consolidate_state_dict"):
         raise InputError(
             f"{type(optimizer).__name__} keeps what it knows of a parameter on one of the ranks that have it, and a "
             "checkpoint is written by one pipeline: save without the optimizer, and its own state_dict() beside, after "
             "consolidate_state_dict(); or train with the optimizer that is inside"
         )
+    names = name_parameters(model)
+    groups = [[names.get(id(weight), "") for weight in group["params"]] for group in optimizer.param_groups]
+    sizes = " and ".join(str(len(group)) for group in groups)
+    return f"{type(optimizer).__name__} of {sizes} parameters with names of hash {hash_text(json.dumps(groups)):x}"
+
+
+def read_optimizer(model: nn.Module, optimizer: Optimizer) -> tuple[list[Group], dict[str, Tensor]]:
+    """Return the groups of an optimizer, and what it keeps of the parameters of this rank.
+
+    Values that are no tensors are JSON, as bytes. Raises InputError for a parameter that is not the model's, and for a
+    value that is no tensor and that JSON has no words for.
+    """
     names = name_parameters(model)
     groups, kept = [], dict[str, Tensor]()
     for group in optimizer.param_groups:
@@ -64,8 +80,10 @@ def read_optimizer(model: nn.Module, optimizer: Optimizer) -> tuple[list[Group],
                     check_plain(f"{key} of {name}", value)
                     kept[f"{OPTIMIZER}{name}.{key}"] = value.detach()
                 else:
-                    text = json.dumps(_to_json(f"{key} of {name}", value)).encode()
-                    kept[f"{JSON}{name}.{key}"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+                    tree, notes = encode(value, f"{key} of {name}")
+                    text = json.dumps([tree, notes] if notes else tree).encode()
+                    full = f"{TYPED if notes else JSON}{name}.{key}"
+                    kept[full] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     return groups, kept
 
 
@@ -82,22 +100,22 @@ def _name(names: Mapping[int, str], weight: Tensor) -> str:
 def _to_json(what: str, value: Any) -> Any:
     """Return an option of an optimizer as JSON has it."""
     # A learning rate may be a tensor.
-    plain = value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
-    try:
-        json.dumps(plain)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"the optimizer has {what}={show(value)}, which is neither a tensor nor JSON") from error
-    return plain
+    tree, notes = encode(value.item() if isinstance(value, Tensor) and value.ndim == 0 else value, what)
+    # Tuples are made again where the optimizer has them.
+    other = next((kind for _, kind in notes if kind != "tuple"), None)
+    if other is not None:
+        raise InputError(f"the optimizer has the option {what}={show(value)}, and JSON has no word for a {other} in it")
+    return tree
 
 
 @dataclass
 class OptimizerPlan:
-    """What is to be loaded into an optimizer: tensors to fill, and values to read, by their full names."""
+    """What is to be loaded into an optimizer: tensors to fill by their full names, and values by parameter and key."""
 
     tensors: dict[str, tuple[Tensor, Tensor, dict[str, Any]]] = field(default_factory=dict)
     """What a tensor is like, the parameter that it is of, and the group of that."""
     targets: dict[str, Tensor] = field(default_factory=dict)
-    values: list[str] = field(default_factory=list)
+    values: dict[tuple[str, str], Any] = field(default_factory=dict)
     options: list[dict[str, Any]] = field(default_factory=list)
 
     def make_targets(self) -> dict[str, Tensor]:
@@ -107,11 +125,12 @@ class OptimizerPlan:
 
 
 def plan_optimizer(
-    model: nn.Module, optimizer: Optimizer, manifest: Manifest, kinds: Mapping[str, Tensor], where: str
+    model: nn.Module, optimizer: Optimizer, manifest: Manifest, reader: FolderReader, where: str
 ) -> OptimizerPlan:
-    """Return what is to be loaded into an optimizer; nothing has changed yet.
+    """Return the plan to load a checkpoint into an optimizer; nothing has changed yet.
 
-    Raises InputError for a checkpoint of another kind of optimizer, or of other parameters.
+    Raises InputError for another kind of optimizer, other parameters, groups or options, and for values that are
+    broken. Every rank checks the values of all ranks, so that all of them refuse a checkpoint or none.
     """
     kind = type(optimizer).__name__
     if manifest.optimizer != kind:
@@ -121,19 +140,28 @@ def plan_optimizer(
         )
     names, plan = name_parameters(model), OptimizerPlan()
     group_of = {name: group for group in manifest.groups for name in group.parameters}
-    by_weight = _list_by_weight(kinds)
+    by_weight: dict[str, tuple[Tensor, dict[str, Any]]] = {}
     for group in optimizer.param_groups:
         found = [_name(names, weight) for weight in group["params"]]
-        saved = [_find(group_of, name, where) for name in found]
-        plan.options.append(_choose_options(saved, found, where))
-        for name, weight in zip(found, group["params"], strict=True):
-            if is_away(weight):
-                continue
-            for full in by_weight.get(name, ()):
-                if full.startswith(JSON):
-                    plan.values.append(full)
-                else:
-                    plan.tensors[full] = kinds[full], weight, group
+        options = _choose_options([_find(group_of, name, where) for name in found], found, where)
+        _check_options(optimizer, group, options, manifest, where)
+        plan.options.append(options)
+        by_weight |= {name: (weight, group) for name, weight in zip(found, group["params"], strict=True)}
+    _check_groups([[names[id(w)] for w in group["params"]] for group in optimizer.param_groups], manifest, where)
+    values = _read_values(reader, where)
+    for full, tensor in reader.kinds.items():
+        if not full.startswith((OPTIMIZER, JSON, TYPED)):
+            continue
+        name, key = _split(full)
+        if name not in by_weight:
+            raise InputError(f"{where} holds {full!r}, and the optimizer had no such parameter: is it complete?")
+        weight, group = by_weight[name]
+        if is_away(weight):
+            continue
+        if full in values:
+            plan.values[name, key] = values[full]
+        else:
+            plan.tensors[full] = tensor, weight, group
     return plan
 
 
@@ -146,12 +174,17 @@ def _find(group_of: Mapping[str, Group], name: str, where: str) -> Group:
     return group_of[name]
 
 
-def _list_by_weight(kinds: Iterable[str]) -> dict[str, list[str]]:
-    """Return the full names of what an optimizer keeps, by the name of the parameter."""
-    found: dict[str, list[str]] = {}
-    for full in kinds:
-        if full.startswith((OPTIMIZER, JSON)):
-            found.setdefault(_split(full)[0], []).append(full)
+def _read_values(reader: FolderReader, where: str) -> dict[str, Any]:
+    """Return the values in optimizers' state that are no tensors, by full name; raises InputError for a broken one."""
+    found: dict[str, Any] = {}
+    for full, tensor in reader.read_all(n for n in reader.kinds if n.startswith((JSON, TYPED))).items():
+        try:
+            if tensor.dtype != torch.uint8 or tensor.ndim != 1:
+                raise ValueError(f"it is {tensor.dtype} {tuple(tensor.shape)}, and no text")
+            tree = json.loads(tensor.numpy().tobytes())
+            found[full] = decode(*tree) if full.startswith(TYPED) else tree
+        except (ValueError, TypeError, RecursionError) as error:
+            raise InputError(f"{full!r} in {where} cannot be read as JSON: {error}") from error
     return found
 
 
@@ -167,6 +200,60 @@ def _choose_options(saved: list[Group], names: list[str], where: str) -> dict[st
     return saved[0].options if saved else {}
 
 
+def _check_groups(own: list[list[str]], manifest: Manifest, where: str) -> None:
+    """Raise InputError unless an optimizer has the groups that a checkpoint has, in any order."""
+    saved = [group.parameters for group in manifest.groups]
+    known = {name for names in own for name in names}
+    gone = next((name for names in saved for name in names if name not in known), None)
+    if gone is not None:
+        raise InputError(
+            f"{gone!r} was in a group of the optimizer in {where}, and is in none now: give the optimizer the same "
+            "parameters"
+        )
+    if sorted(map(sorted, own)) != sorted(map(sorted, saved)):
+        raise InputError(
+            f"the optimizer had {len(saved)} groups in {where}, of {[*map(len, saved)]} parameters, and has {len(own)} "
+            f"now, of {[*map(len, own)]}: make the groups as they were"
+        )
+
+
+def _check_options(
+    optimizer: Optimizer, group: Mapping[str, Any], saved: Mapping[str, Any], manifest: Manifest, where: str
+) -> None:
+    """Raise InputError for options of a group that an optimizer cannot have, or of which one is missing."""
+    for key, value in saved.items():
+        if key in OF_THE_MACHINE and key in group:
+            continue
+        if not _fits(group.get(key), value):
+            raise InputError(
+                f"the optimizer has {key}={show(group.get(key))}, and {where} holds {key}={show(value)}: give the "
+                "optimizer that was saved, or load without it"
+            )
+    # Another torch may know other options.
+    if not group["params"] or manifest.training is None or manifest.versions.get("torch") != torch.__version__:
+        return
+    missing = next((k for k in optimizer.defaults if k in group and k not in saved and k not in OF_THE_MACHINE), None)
+    if missing is not None:
+        raise InputError(f"{where} holds no {missing!r} of the optimizer: give the optimizer that was saved")
+
+
+def _fits(own: Any, saved: Any) -> bool:
+    """Return whether an option that was saved may take the place of the optimizer's own, None if it has none."""
+    if isinstance(own, Tensor):
+        own = own.item() if own.ndim == 0 else own
+    if isinstance(own, (tuple, list)):
+        return isinstance(saved, list) and len(own) == len(saved) and all(map(_fits, own, saved))
+    if isinstance(saved, float) and not math.isfinite(saved):
+        return repr(own) == repr(saved)
+    if isinstance(saved, list) and own is None:
+        return all(_fits(None, value) for value in saved)
+    if isinstance(own, bool) or own is None:
+        return own is None or isinstance(saved, bool)
+    if isinstance(own, (int, float)):
+        return isinstance(saved, (int, float)) and not isinstance(saved, bool)
+    return isinstance(saved, type(own))
+
+
 def _make_target(full: str, kind: Tensor, weight: Tensor, group: Mapping[str, Any]) -> Tensor:
     """Return memory for what an optimizer keeps of a parameter."""
     # As torch has it where a state is loaded: the number of steps is on the host, unless a kernel reads it.
@@ -174,14 +261,10 @@ def _make_target(full: str, kind: Tensor, weight: Tensor, group: Mapping[str, An
     return torch.empty(kind.shape, dtype=kind.dtype, device="cpu" if on_host else weight.device)
 
 
-def give_optimizer(model: nn.Module, optimizer: Optimizer, plan: OptimizerPlan, values: Mapping[str, Tensor]) -> None:
+def give_optimizer(model: nn.Module, optimizer: Optimizer, plan: OptimizerPlan) -> None:
     """Let an optimizer have what was loaded; what it kept before is gone."""
     found: dict[str, dict[str, Any]] = {}
-    for full in (*plan.targets, *plan.values):
-        name, key = _split(full)
-        value: Any = plan.targets.get(full)
-        if value is None:
-            value = json.loads(values[full].numpy().tobytes())
+    for (name, key), value in ({_split(full): target for full, target in plan.targets.items()} | plan.values).items():
         found.setdefault(name, {})[key] = value
     named = name_parameters(model)
     optimizer.state.clear()

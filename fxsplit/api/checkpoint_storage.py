@@ -29,19 +29,24 @@ from fxsplit.errors import InputError
 from fxsplit.formats.checkpoint_folder import NewCheckpoint
 from fxsplit.formats.safetensors_names import INDEX, name_file, render_index
 from fxsplit.formats.safetensors_reader import TensorFile
-from fxsplit.formats.save_safetensors import write_tensors
+from fxsplit.formats.save_safetensors import NAMES, write_tensors
 from fxsplit.ir.files import explain_unwritable, write_whole
 
 MODEL, OPTIMIZER, JSON, RANDOM = "model.", "optimizer.", "json.", "random."
 """How names begin of weights, of tensors that an optimizer keeps, of its other values, and of random numbers' state."""
+TYPED = "typed."
+"""How names begin of an optimizer's values that JSON alone would not give back: trees with notes of `typed_json`."""
 RESIDUAL = "residual."
 """How names begin of what gradient hooks have left out; behind it is the number of the pipeline."""
 
 
 class FolderWriter(StorageWriter):
-    """Writes the tensors of each rank to files of its own. `complete` is called by the first rank, with all names."""
+    """Writes the tensors of each rank to files of its own.
 
-    def __init__(self, new: NewCheckpoint, n_ranks: int, complete: Callable[[list[str]], None]) -> None:
+    complete: called by the first rank with the names of all files, and with the kind of each tensor of all ranks.
+    """
+
+    def __init__(self, new: NewCheckpoint, n_ranks: int, complete: Callable[[list[str], dict[str, str]], None]) -> None:
         self._new = new
         self._n = n_ranks
         self._complete = complete
@@ -51,9 +56,10 @@ class FolderWriter(StorageWriter):
         """Begin a checkpoint, which is known already."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Make the folder."""
+        """Let the first rank make the folder. The others have its plan before they write."""
         self._rank = int(kwargs.get("rank", 0))
-        self._new.begin()
+        if is_coordinator:
+            self._new.begin()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return this rank's plan as it is."""
@@ -65,6 +71,7 @@ class FolderWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's tensors."""
+        self._new.join()
         held: dict[str, dict[str, Tensor]] = {"model": {}, "training": {}}
         index_of: dict[str, MetadataIndex] = {}
         for item in plan.items:
@@ -96,7 +103,9 @@ class FolderWriter(StorageWriter):
             file_of = {_name_stored(result.index.fqn): result.storage_data for result in weights}
             sizes = {"total_size": sum(result.size_in_bytes for result in weights)}
             write_whole(self._new.beside / INDEX, render_index(sizes, file_of))
-        self._complete(sorted({result.storage_data for result in written}))
+        kinds = metadata.state_dict_metadata
+        found = {result.index.fqn: _name_stored_kind(kinds[result.index.fqn]) for result in written}
+        self._complete(sorted({result.storage_data for result in written}), found)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -116,8 +125,12 @@ class FolderReader(StorageReader):
             prefix = MODEL if file.startswith("model") else ""
             with TensorFile(folder / file) as opened:
                 for name in opened.list_names():
-                    if not prefix and not name.startswith((OPTIMIZER, JSON, RANDOM, RESIDUAL)):
+                    if not prefix and not name.startswith((OPTIMIZER, JSON, TYPED, RANDOM, RESIDUAL)):
                         raise InputError(f"{str(folder / file)!r} holds {name!r}, which is nothing of a checkpoint")
+                    if prefix + name in self.kinds:
+                        raise InputError(
+                            f"{str(folder / file)!r} holds {name!r}, and so does {self._file_of[prefix + name]!r}"
+                        )
                     self._file_of[prefix + name] = file
                     self.kinds[prefix + name] = opened.read_kind(name)
 
@@ -176,6 +189,32 @@ class FolderReader(StorageReader):
 def _name_stored(name: str) -> str:
     """Return the name of a tensor in its file: weights have those of the model."""
     return name.removeprefix(MODEL) if name.startswith(MODEL) else name
+
+
+def name_kind(kind: Tensor) -> str:
+    """Return the dtype and the shape of a tensor as a text, such as "F32 [4, 4]"."""
+    return f"{NAMES.get(kind.dtype, kind.dtype)} {list(kind.shape)}"
+
+
+def check_training(kinds: Mapping[str, Tensor], written: Mapping[str, str] | None, where: str) -> None:
+    """Raise InputError unless the tensors beside the weights are those that were written, with dtypes and shapes.
+
+    written: these by name; an older checkpoint has none, and passes.
+    """
+    if written is None:
+        return
+    found = {name: name_kind(kind) for name, kind in kinds.items() if not name.startswith(MODEL)}
+    for name in [*written, *found]:
+        if written.get(name) != found.get(name):
+            raise InputError(
+                f"{name!r} is {found.get(name, 'not there')} in {where}, and was {written.get(name, 'not there')} when "
+                "it was saved: is the checkpoint complete?"
+            )
+
+
+def _name_stored_kind(told: Any) -> str:
+    """Return the dtype and the shape of a tensor that torch has told of."""
+    return name_kind(torch.empty(told.size, dtype=told.properties.dtype, device="meta"))
 
 
 def _describe(kind: Tensor) -> TensorStorageMetadata:

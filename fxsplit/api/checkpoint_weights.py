@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fxsplit.api.checkpoint_storage import MODEL
-from fxsplit.errors import InputError
+from fxsplit.errors import ElsewhereError, InputError
 from fxsplit.formats.save_safetensors import NAMES
-from fxsplit.torch_internals.away import is_away
+from fxsplit.torch_internals.away import Away, is_away
 from fxsplit.torch_internals.fake_weights import dress_like
 
 
@@ -59,6 +59,20 @@ def read_model(model: nn.Module, *, filled: bool = True) -> ModelState:
     return state
 
 
+def refuse_away(model: nn.Module, state: ModelState, verb: str) -> None:
+    """Raise ElsewhereError for a model of which other ranks have a part; only its pipeline can meet them.
+
+    verb: "save" or "load".
+    """
+    for name, weight in state.kinds.items():
+        if isinstance(weight, Away):
+            into = "into " if verb == "load" else ""
+            raise ElsewhereError(
+                f"{name!r} is on rank {weight.spot.rank}, and this rank cannot {verb} a {type(model).__name__} without "
+                f"its values: {verb} {into}the pipeline of the model, on all ranks"
+            )
+
+
 def check_plain(name: str, value: Tensor) -> None:
     """Raise InputError for a tensor that is more than its numbers."""
     # The class of a parameter may be the user's own.
@@ -81,8 +95,11 @@ def check_model(state: ModelState, kinds: Mapping[str, Tensor], tied: Mapping[st
     for name, first in state.places.items():
         at = tied.get(name, name)
         used.add(at)
-        if at in stored:
-            found.setdefault(first, at)
+        if at in stored and found.setdefault(first, at) != at:
+            raise InputError(
+                f"{first!r} and {name!r} are one weight in the model, and two in {where}: build the model as the "
+                "checkpoint's was"
+            )
     missing = next((first for first in state.kinds if first not in found), None)
     if missing is not None:
         raise InputError(f"{where} does not hold {missing!r}: build the model as the checkpoint's was")

@@ -339,7 +339,7 @@ class Pipeline(WithExports):
         return Status() if self._engine is None else self._engine.get_status()
 
     def close(self) -> None:
-        """End, once the last checkpoint is written. Threads also end with the last reference to the pipeline."""
+        """End, once all checkpoints of it are written. Threads also end with the last reference to the pipeline."""
         self._closed = True
         self.finish_saving()
         if self._engine is not None:

@@ -1,95 +1,173 @@
-"""Saving: a checkpoint that is written while training goes on. One at a time is under way."""
+"""Saving: a checkpoint that is written while training goes on. One after the other, whichever threads save."""
 
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import threading
+import time
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from functools import cache
+from multiprocessing import parent_process
+from multiprocessing.util import Finalize
 from pathlib import Path
+from types import TracebackType
+
+from torch import nn
 
 from fxsplit.errors import FxsplitWarning
 
 SHORT_S = 1.0
-"""How long a process that ends with an exception waits for its checkpoint: ranks that are lost never write theirs."""
+"""How long a process waits for a checkpoint of ranks after an exception has ended it: other ranks may be gone."""
 
 
 class Saving:
     """A checkpoint that is being written: `path` is where it will be, once `wait()` has returned.
 
-    A process that ends waits for it, and so does `close()` of its pipeline. What stopped it is raised by `wait()`, the
-    next save or `close()`.
+    The end of the process waits for it, and so does `close()` of its pipeline. `wait()` raises the error that stopped
+    it. Unless `wait()` has done so, `close()` or the next save of the same thread raises that error.
+
+    model: the pipeline or module that is saved. over_ranks: whether other ranks write a part of it.
     """
 
-    def __init__(self, path: Path, write: Callable[[], None]) -> None:
+    def __init__(self, path: Path, write: Callable[[], None], model: nn.Module, *, over_ranks: bool = False) -> None:
         self.path = path
-        self._write = write
+        self.model = weakref.ref(model)
+        self.over_ranks = over_ranks
+        self.caller = threading.current_thread()
+        self._write: Callable[[], None] | None = write
+        self._before: Sequence[Saving] = ()
         self._error: BaseException | None = None
+        self._trace: TracebackType | None = None
+        self._heard = False
         # A daemon: what waits for ranks that are lost must not keep the process.
         self._thread = threading.Thread(target=self._run, name="fxsplit-saving", daemon=True)
 
     def _run(self) -> None:
         try:
-            self._write()
+            for one in self._before:
+                one.join()
+            if self._write is not None:
+                self._write()
         except BaseException as error:
-            self._error = error
+            self._error, self._trace = error, error.__traceback__
+        finally:
+            # It holds the copies of all values.
+            self._before, self._write = (), None
 
     def start(self) -> None:
-        """Begin to write; the one before is waited for first, and raises what stopped it."""
-        last = _Last.saving
-        if last is not None:
-            last.wait()
-        _register()
-        _Last.saving = self
-        self._thread.start()
+        """Begin to write, after those that were begun before."""
+        _register(os.getpid())
+        with _changing:
+            self._before = [one for one in _known if one.goes_before(self.model(), over_ranks=self.over_ranks)]
+            self._thread.start()
+            _known[:] = [one for one in _known if not one.is_complete] + [self]
+
+    def goes_before(self, model: nn.Module | None, *, over_ranks: bool) -> bool:
+        """Return whether the next checkpoint of a model waits for this one."""
+        # Threads of two ranks may save two pipelines in different orders. With one turn for both pipelines each rank
+        # would wait for the other one for ever.
+        return self.model() is model if over_ranks else not self.over_ranks
 
     @property
     def done(self) -> bool:
         """Whether the checkpoint is written, or has failed."""
         return not self._thread.is_alive()
 
-    def wait(self) -> Path:
-        """Return the path of the checkpoint once it is complete; raises what stopped it, such as FileError, once."""
-        self._thread.join()
-        error, self._error = self._error, None
-        if error is None:
-            return self.path
-        try:
-            raise error
-        finally:
-            # Its traceback has this frame, and those of the caller, which would be kept with it.
-            del error
+    @property
+    def is_complete(self) -> bool:
+        """Whether the checkpoint is in its place."""
+        return self.done and self._error is None
 
-    def finish(self) -> None:
-        """Wait for the checkpoint as the process ends, and warn of what stopped it."""
-        # An exception ends the process: what it is may have ended other ranks too.
-        self._thread.join(SHORT_S if getattr(sys, "last_value", None) is not None else None)
-        if self._error is not None:
+    def join(self, limit_s: float | None = None) -> None:
+        """Return when it is written or has failed, or after so many seconds."""
+        self._thread.join(limit_s)
+
+    def wait(self) -> Path:
+        """Return the path of the checkpoint once it is complete; raises what stopped it, such as FileError."""
+        self.join()
+        self._heard = True
+        # Its error has a traceback, and with it the caller's variables.
+        _forget(self)
+        if self._error is None:
+            return self.path
+        # Without the frames of those who have called this before.
+        raise self._error.with_traceback(self._trace)
+
+    def hear(self) -> None:
+        """Wait for the checkpoint, and raise the error that stopped it, unless `wait()` has raised it."""
+        self.join()
+        if not self._heard:
+            self.wait()
+
+    def warn(self) -> None:
+        """Warn of the error that stopped it, unless `wait()` has raised it."""
+        if self._error is not None and not self._heard:
+            self._heard = True
             warnings.warn(
                 f"the checkpoint {str(self.path)!r} was not saved: {self._error}", FxsplitWarning, stacklevel=2
             )
 
 
-class _Last:
-    """The checkpoint that was begun last in this process."""
+_changing = threading.Lock()
+_known: list[Saving] = []
+"""The checkpoints of this process that nobody has waited for yet, in the order in which they are written."""
 
-    saving: Saving | None = None
+
+def _forget(saving: Saving) -> None:
+    """Forget a checkpoint after its `wait()`, and all checkpoints that are complete."""
+    with _changing:
+        _known[:] = [one for one in _known if one is not saving and not one.is_complete]
 
 
-def wait_for_saving() -> None:
-    """Return when no checkpoint of this process is being written; raises what stopped the last one, once."""
-    if _Last.saving is not None:
-        _Last.saving.wait()
+def wait_for_saving(model: nn.Module, *, over_ranks: bool) -> None:
+    """Wait for all checkpoints that the next one of a model waits for.
+
+    Raises the error that stopped a checkpoint of this thread, once.
+    """
+    for one in list(_known):
+        if one.caller is threading.current_thread():
+            one.hear()
+        elif one.goes_before(model, over_ranks=over_ranks):
+            one.join()
+
+
+def finish_saving(model: nn.Module) -> None:
+    """Wait for all checkpoints of a model; raises the error that stopped one of them, once."""
+    for one in list(_known):
+        if one.model() is model:
+            one.hear()
 
 
 @cache
-def _register() -> None:
-    """Wait for the last checkpoint where the process ends."""
-    atexit.register(_finish)
+def _register(process: int) -> None:
+    """Wait for all checkpoints where the process ends."""
+    if parent_process() is None:
+        atexit.register(_finish)
+    else:  # a process that multiprocessing has started calls nothing else at its end
+        Finalize(None, _finish, exitpriority=10)
 
 
 def _finish() -> None:
-    if _Last.saving is not None:
-        _Last.saving.finish()
+    """Wait for all checkpoints as the process ends, and warn of errors that stopped them."""
+    error = getattr(sys, "last_value", None) or sys.exc_info()[1]
+    ends_well = error is None or (isinstance(error, SystemExit) and not error.code)
+    limit = time.monotonic() + SHORT_S
+    for one in list(_known):
+        # The error that ends this process may have ended other ranks too.
+        one.join(None if ends_well or not one.over_ranks else max(limit - time.monotonic(), 0.0))
+        one.warn()
+
+
+def _forget_all() -> None:
+    """Forget the checkpoints of the process that this one was forked from, whose threads are not here."""
+    global _changing
+    _changing = threading.Lock()
+    _known.clear()
+
+
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=_forget_all)

@@ -14,7 +14,7 @@ from torch import nn
 from fxsplit.api.compiled import get_mode
 from fxsplit.api.compiler import Compiler
 from fxsplit.api.facade import Facade
-from fxsplit.api.saving import Saving
+from fxsplit.api.saving import finish_saving
 from fxsplit.errors import InputError
 from fxsplit.formats.checkpoint_names import Extra
 from fxsplit.formats.safetensors_files import WeightFiles
@@ -29,24 +29,23 @@ class WithWeights(Facade):
     """A facade whose weights lie where a compiler says; `compiler` is that of the pipeline."""
 
     compiler: Compiler
-    saving: Saving | None = None
-    """The checkpoint that was begun last."""
+    _parted: bool = False
+    """Whether an exception has ended the block of the pipeline: ranks that it has parted never write a checkpoint."""
 
     def finish_saving(self) -> None:
-        """Return when the last checkpoint is written; raises what stopped it."""
-        if self.saving is not None:
-            self.saving.wait()
+        """Return when all checkpoints of the pipeline are written; raises what stopped one."""
+        if not self._parted:
+            finish_saving(self)
 
     @abstractmethod
     def close(self) -> None:
-        """End, once the last checkpoint is written."""
+        """End, once all checkpoints are written."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, *exception: object) -> None:
-        # Ranks that an exception has parted would never write theirs.
-        self.saving = None if kind else self.saving
+        self._parted = kind is not None
         self.close()
 
     def local_parameters(self) -> Iterator[nn.Parameter]:

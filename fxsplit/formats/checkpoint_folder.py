@@ -9,6 +9,10 @@ A checkpoint is written under another name and moved to its own when all of it i
     plan.json, costs.json            the plan, and the profile that it was made of
 
 All of it is data: nothing in it is pickled.
+
+Several threads and processes may save to one folder. Whoever changes the names in it holds a lock on the folder
+meanwhile, and whoever writes a checkpoint holds a lock on that checkpoint. What nobody has locked was left by a writer
+that is gone.
 """
 
 from __future__ import annotations
@@ -18,17 +22,29 @@ import os
 import re
 import secrets
 import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from fxsplit.errors import FileError, InputError
+from fxsplit.formats.typed_json import Notes, decode
 from fxsplit.ir.facts.figures import is_count, show
 from fxsplit.ir.files import BEING_WRITTEN, explain_unreadable, explain_unwritable, make_folder, write_whole
 
 MANIFEST, PLAN, COSTS = "checkpoint.json", "plan.json", "costs.json"
 FORMAT, VERSION = "fxsplit checkpoint", 1
-STEP = re.compile(r"step-(\d+)")
+STEP = re.compile(r"step-(0|[1-9][0-9]*)")
+LEFT_OVER = re.compile(re.escape(BEING_WRITTEN) + r"(step-[0-9]+)-[0-9a-f]+(-old)?")
+"""Names of folders that are being written, and of old checkpoints on their way out (-old)."""
+FOLDER_LOCK, WRITER_LOCK = f"{BEING_WRITTEN}lock", "writing.lock"
+"""The file by which a folder of checkpoints is locked, and the one by which a checkpoint is that is being written."""
+LOCK_LIMIT_S = 600.0
+"""How long a thread waits for the lock of a folder: others hold it while they move and remove checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +57,13 @@ class Group:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says of itself.
+    """The contents of a checkpoint, except its tensors.
 
-    step: the user's number. files: names of the safetensors files. tied: for each further name of a tied weight the
-    name that it is stored by. optimizer: the name of its class, or None where there was none. extra: the user's own.
-    gradient_hook: what added gradients over ranks, where that keeps something from step to step.
+    step: the user's number. files: names of the safetensors files. tied: a tied weight is stored under one of its
+    names; this maps its other names to that name. optimizer: the name of its class, or None without one. extra,
+    extra_notes: the user's extra=, as `typed_json` encodes it. gradient_hook: the hook that added gradients over ranks,
+    if it keeps state from step to step. training: dtype and shape of every tensor beside the weights, by name; older
+    checkpoints have None.
     """
 
     step: int
@@ -53,16 +71,22 @@ class Manifest:
     tied: dict[str, str] = field(default_factory=dict)
     optimizer: str | None = None
     groups: list[Group] = field(default_factory=list)
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: Any = field(default_factory=dict)
+    extra_notes: Notes = field(default_factory=list)
     gradient_hook: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
+    training: dict[str, str] | None = None
 
     def to_text(self) -> str:
-        """Return it as JSON; raises InputError for what JSON has no words for."""
-        try:
-            return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1) + "\n"
-        except (TypeError, ValueError, RecursionError) as error:
-            raise InputError(f"a checkpoint cannot hold {show(self.extra)} as JSON: {error}") from error
+        """Return it as JSON."""
+        return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1) + "\n"
+
+    def make_extra(self) -> dict[Any, Any]:
+        """Return the user's own as it was given; raises ValueError for what is no dict."""
+        found = decode(self.extra, self.extra_notes)
+        if not isinstance(found, dict):
+            raise ValueError(f"extra is {show(found)}, which is no dict")
+        return found
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -93,15 +117,26 @@ def _check_manifest(manifest: Manifest) -> None:
     groups = [(group.parameters, group.options) for group in manifest.groups]
     fine = (
         is_count(manifest.step)
-        and all(isinstance(name, str) for name in manifest.files)
-        and all(isinstance(name, str) for pair in manifest.tied.items() for name in pair)
-        and isinstance(manifest.extra, dict)
+        and _is_list_of_texts(manifest.files)
+        and _is_dict_of_texts(manifest.tied)
+        and isinstance(manifest.extra_notes, list)
+        and isinstance(manifest.optimizer, (str, type(None)))
         and isinstance(manifest.gradient_hook, (str, type(None)))
-        and all(isinstance(name, str) for names, _ in groups for name in names)
-        and all(isinstance(options, dict) for _, options in groups)
+        and _is_dict_of_texts(manifest.versions)
+        and (manifest.training is None or _is_dict_of_texts(manifest.training))
+        and all(_is_list_of_texts(names) and isinstance(options, dict) for names, options in groups)
     )
     if not fine:
         raise ValueError("a value is of another type than it should be")
+    manifest.make_extra()
+
+
+def _is_list_of_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
+
+
+def _is_dict_of_texts(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
 
 
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
@@ -124,19 +159,40 @@ class NewCheckpoint:
     def __init__(self, folder: Path, step: int, token: str) -> None:
         self.path = folder / f"step-{step}"
         self.beside = folder / f"{BEING_WRITTEN}step-{step}-{token}"
+        # Any thread may let go of it.
+        self._lock = FileLock(self.beside / WRITER_LOCK, thread_local=False)
 
     def begin(self) -> None:
-        """Make the folder to write in; raises FileError."""
+        """Make the folder to write in, and lock it; one rank does this before all ranks write. Raises FileError."""
+        make_folder(self.path.parent)
+        with _hold_folder(self.path.parent):
+            make_folder(self.beside)
+            try:
+                self._lock.acquire(timeout=LOCK_LIMIT_S)
+            except OSError as error:
+                raise explain_unwritable(f"cannot lock {str(self.beside)!r}", error) from error
+
+    def join(self) -> None:
+        """Make the folder on this host, unless it is there; raises FileError."""
         make_folder(self.beside)
 
-    def clear_others(self) -> None:
-        """Remove what was left by a process that was ended while it saved."""
-        for path in self.path.parent.glob(f"{BEING_WRITTEN}step-*"):
-            if path != self.beside:
-                shutil.rmtree(path, ignore_errors=True)
+    def check_place(self) -> None:
+        """Raise FileError unless nothing is at the place of the checkpoint, or one that it replaces."""
+        if not os.path.lexists(self.path) or _is_checkpoint(self.path):
+            return
+        with suppress(OSError):
+            if not any(self.path.iterdir()):
+                return
+        raise FileError(
+            f"{str(self.path)!r} is there already, and is no checkpoint that can be read: move it away, or give "
+            "another folder or step; nothing was changed there"
+        )
 
-    def complete(self, manifest: Manifest) -> None:
-        """Write the manifest, and move everything to its place; raises FileError."""
+    def complete(self, manifest: Manifest, keep: int | None) -> None:
+        """Write the manifest, and move everything to its place; raises FileError.
+
+        Afterwards leftovers of other writers are removed, and older checkpoints, so that `keep` of them stay.
+        """
         missing = [name for name in manifest.files if not (self.beside / name).is_file()]
         if missing:
             raise FileError(
@@ -144,20 +200,49 @@ class NewCheckpoint:
                 "that all hosts share"
             )
         write_whole(self.beside / MANIFEST, manifest.to_text())
+        with _hold_folder(self.path.parent):
+            self.check_place()
+            try:
+                self._let_go()
+                self._note_time()
+                _flush_folder(self.beside)
+                self._take_place()
+                _flush_folder(self.path.parent)
+            except OSError as error:
+                raise explain_unwritable(f"cannot complete {str(self.path)!r}", error) from error
+            _clear_left_over(self.path.parent)
+            if keep is not None:
+                _remove_older(self.path, keep)
+
+    def _take_place(self) -> None:
+        """Move the folder to its place, whole; what stands there is removed."""
+        # A folder with contents is not replaced in one step. A writer that is gone between leaves the one before.
         old = self.beside.with_name(self.beside.name + "-old")
+        if os.path.lexists(self.path):
+            os.rename(self.path, old)
         try:
-            _flush_folder(self.beside)
-            # A folder with contents is not replaced in one step. A computer that stops between leaves the one before.
-            if self.path.exists():
-                os.rename(self.path, old)
             os.rename(self.beside, self.path)
-            _flush_folder(self.path.parent)
-        except OSError as error:
-            raise explain_unwritable(f"cannot complete {str(self.path)!r}", error) from error
-        shutil.rmtree(old, ignore_errors=True)
+        except BaseException:
+            if os.path.lexists(old):
+                os.rename(old, self.path)
+            raise
+        if os.path.lexists(old):
+            _remove_moved(old)
+
+    def _note_time(self) -> None:
+        """Note when this is saved, later than all that are there, whatever their clocks said."""
+        others = [_get_time(path) for path in list_checkpoints(self.path.parent)]
+        now = max([time.time_ns(), *(other + 1 for other in others)])
+        os.utime(self.beside / MANIFEST, ns=(now, now))
+
+    def _let_go(self) -> None:
+        """Let go of the lock, whose file is no part of the checkpoint."""
+        self._lock.release()
+        (self.beside / WRITER_LOCK).unlink(missing_ok=True)
 
     def abandon(self) -> None:
         """Remove what has been written."""
+        self._lock.release()
         shutil.rmtree(self.beside, ignore_errors=True)
 
 
@@ -166,12 +251,97 @@ def make_token() -> str:
     return secrets.token_hex(8)
 
 
-def remove_older(folder: Path, keep: int) -> None:
-    """Remove all but the newest `keep` complete checkpoints of a folder."""
-    for path in list_checkpoints(folder)[:-keep]:
-        # Without its manifest it is none any more, whatever comes in between.
-        (path / MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(path, ignore_errors=True)
+@contextmanager
+def _hold_folder(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder for the block, after waiting for other threads and processes; raises FileError."""
+    lock = FileLock(folder / FOLDER_LOCK)
+    try:
+        lock.acquire(timeout=LOCK_LIMIT_S)
+    except Timeout as error:
+        raise FileError(
+            f"{lock.lock_file!r} has been locked by another process for {LOCK_LIMIT_S:.0f} s: end that process"
+        ) from error
+    except (OSError, ValueError) as error:  # a path with a null byte is a ValueError
+        raise explain_unwritable(f"cannot lock the folder {str(folder)!r}", error) from error
+    try:
+        yield
+    finally:
+        # Before it is let go of: whoever waits for it then notices that the file is gone, and makes another one.
+        with suppress(OSError):
+            os.unlink(lock.lock_file)
+        lock.release()
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Return whether a folder has a manifest of this format; other tools may have files of the same name."""
+    try:
+        return bool(json.loads((path / MANIFEST).read_text(encoding="utf-8"))["format"] == FORMAT)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
+
+
+def _clear_left_over(folder: Path) -> None:
+    """Remove leftovers of writers that are gone, or put them back. The caller holds the folder's lock."""
+    for path in sorted(folder.iterdir()):
+        found = LEFT_OVER.fullmatch(path.name)
+        if found is None or not path.is_dir():
+            continue
+        if not found[2]:
+            if not _is_being_written(path):
+                shutil.rmtree(path, ignore_errors=True)
+        # A writer holds the folder's lock while it replaces a checkpoint. This thread has that lock now, so the writer
+        # is gone. Without a checkpoint at its place, the old one is the only one: it goes back.
+        elif _is_checkpoint(path) and not os.path.lexists(folder / found[1]):
+            with suppress(OSError):
+                os.rename(path, folder / found[1])
+        else:
+            _remove_moved(path)
+
+
+def _is_being_written(path: Path) -> bool:
+    """Return whether a thread or process has a lock on a checkpoint."""
+    lock = FileLock(path / WRITER_LOCK)
+    try:
+        lock.acquire(timeout=0)
+    # It is locked, or this process may not lock it: leave it alone.
+    except OSError:
+        return True
+    lock.release()
+    return False
+
+
+def _remove_older(new: Path, keep: int) -> None:
+    """Remove all but `keep` checkpoints of a folder: the new one stays, and so do those that were saved last before."""
+    # By their times and not their steps: a new run counts from 0 again, and may share the folder of an earlier run.
+    others = [path for path in list_checkpoints(new.parent) if path != new]
+    others.sort(key=_get_time)
+    for path in others[: max(len(others) - keep + 1, 0)]:
+        if not _is_checkpoint(path):
+            continue
+        old = path.with_name(f"{BEING_WRITTEN}{path.name}-{make_token()}-old")
+        try:
+            os.rename(path, old)
+        except OSError as error:
+            raise FileError(
+                f"{str(new)!r} is saved, and the older {str(path)!r} cannot be removed ({error.strerror}): remove it"
+            ) from error
+        _remove_moved(old)
+
+
+def _get_time(path: Path) -> int:
+    """Return when a checkpoint was saved, in nanoseconds."""
+    return (path / MANIFEST).stat().st_mtime_ns
+
+
+def _remove_moved(path: Path) -> None:
+    """Remove a checkpoint that was moved out of its place."""
+    if path.is_symlink():  # what it leads to is elsewhere, and the user's
+        path.unlink(missing_ok=True)
+        return
+    # Without its manifest nobody puts it back.
+    with suppress(OSError):
+        (path / MANIFEST).unlink()
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def _flush_folder(path: Path) -> None:

@@ -12,11 +12,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.optim.swa_utils import AveragedModel
 
 import fxsplit
 from fxsplit.api import checkpoint_storage
-from fxsplit.errors import FileError, InputError, RanksDiffer
+from fxsplit.errors import ElsewhereError, FileError, InputError, RanksDiffer
 from fxsplit.torch_internals.away import is_away
 from tests.checkpoints import X, build, cut, read, save_three_steps, step
 from tests.models import FAST
@@ -191,3 +194,94 @@ def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
     assert "save_checkpoint(step=3)" in first[1] and "save_checkpoint(step=2)" in first[1]
     assert "loads step-5" in first[2] and "loads step-4" in first[2]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-4", "step-5"]
+
+
+def save_parts(rank: int, n: int, folder: Path) -> list[str]:
+    """Save whatever holds weights of which other ranks have some, and is not the pipeline; all or one rank does."""
+    model, optimizer = build()
+    pipe = fxsplit.compile(model, "world", **OPTIONS)
+    step(pipe, optimizer)
+    holders = {
+        "the model": model,
+        "an average": AveragedModel(model),
+        "an average of the pipeline": AveragedModel(pipe.model),
+        "a part": nn.ModuleList([model.words, model.blocks, model.head]),
+        "a dict": nn.ModuleDict({"net": model}),
+        "a pipeline in a module": nn.ModuleDict({"net": pipe}),
+        "a list of weights": nn.ParameterList(model.parameters()),
+    }
+    found = []
+    for name, holder in holders.items():
+        for its in (None, optimizer) if name == "the model" else (None,):
+            with pytest.raises(ElsewhereError) as caught:
+                fxsplit.save_checkpoint(folder / name, holder, its, step=1)
+            found.append(str(caught.value))
+    fxsplit.save_checkpoint(folder, pipe, optimizer, step=2).wait()
+    if rank == 0:
+        with pytest.raises(ElsewhereError, match="load into the pipeline of the model, on all ranks"):
+            fxsplit.load_checkpoint(folder, model, optimizer)
+    # What this rank has all of is saved whole.
+    kept = next(part for part in (model.words, model.blocks[4]) if not any(map(is_away, part.parameters())))
+    path = fxsplit.save_checkpoint(folder / str(rank), kept, step=1).wait()
+    assert fxsplit.load_checkpoint(path, kept).step == 1
+    pipe.close()
+    return found
+
+
+def test_what_has_weights_of_other_ranks_is_refused_by_name(tmp_path: Path) -> None:
+    for rank, texts in enumerate(ranks(2, save_parts, tmp_path)):
+        assert len(texts) == 8
+        for text in texts:
+            assert f"is on rank {1 - rank}, and this rank cannot save a" in text and "save the pipeline" in text
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["0", "1", "step-2"]
+
+
+def save_local(rank: int, n: int, folder: Path) -> str:
+    """Give each rank's optimizer the parameters of that rank only: the checkpoint could name those of one."""
+    model, _ = build()
+    pipe = fxsplit.compile(model, "world", **OPTIONS)
+    optimizer = torch.optim.AdamW(pipe.local_parameters())
+    with pytest.raises(RanksDiffer) as caught:
+        fxsplit.save_checkpoint(folder, pipe, optimizer, step=1)
+    pipe.close()
+    return str(caught.value)
+
+
+def test_optimizers_of_other_parameters_are_named(tmp_path: Path) -> None:
+    first, second = ranks(2, save_local, tmp_path)
+    assert first == second and "AdamW of" in first and "parameters with names of hash" in first
+    assert not any(tmp_path.iterdir())
+
+
+def load_damaged(rank: int, n: int, folder: Path) -> list[bool]:
+    """Load what is damaged only in what rank 1 has, and see that no rank changes anything."""
+    model, optimizer = build(seed=8)
+    pipe = fxsplit.compile(model, "world", **OPTIONS)
+    step(pipe, optimizer)
+    before = hash_state(read(model, optimizer))
+    found = []
+    for path in sorted(folder.iterdir()):
+        with pytest.raises(InputError, match=r"when it was saved|cannot be read as JSON"):
+            fxsplit.load_checkpoint(path, pipe, optimizer)
+        found.append(hash_state(read(model, optimizer)) == before)
+    pipe.close()
+    return found
+
+
+def test_no_rank_loads_what_another_one_refuses(tmp_path: Path) -> None:
+    for number, (name, value) in enumerate(
+        {
+            "optimizer.blocks.4.weight.exp_avg": torch.zeros(3),
+            "json.blocks.4.bias.x": torch.zeros(2, dtype=torch.uint8),
+            "optimizer.words.weight.exp_avg": torch.zeros(3),
+        }.items()
+    ):
+        path, _ = save_three_steps(tmp_path / "made")
+        file, manifest = path / "training.safetensors", json.loads((path / "checkpoint.json").read_text())
+        save_file(load_file(file) | {name: value}, file)
+        if name.startswith("json"):
+            manifest["training"][name] = checkpoint_storage.name_kind(value)
+            (path / "checkpoint.json").write_text(json.dumps(manifest))
+        path.rename(tmp_path / f"step-{number}")
+    (tmp_path / "made").rmdir()
+    assert ranks(2, load_damaged, tmp_path) == [[True] * 3] * 2
