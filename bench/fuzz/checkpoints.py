@@ -2,7 +2,7 @@
 
 A case is a checkpoint in one file or in two with an index, damaged a little, and loaded by a pipeline or into a model
 without weights. A fault is an error that is not fxsplit's own, a weight that is not what the file says, or a weight
-that has changed although the checkpoint was refused.
+that has changed although the checkpoint was refused. One case in three is a checkpoint of training (`_trainings.py`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import fxsplit
 from bench.fuzz import Outcome
+from bench.fuzz._trainings import try_training
 from bench.fuzz.files import damage_bytes, damage_json
 from fxsplit.errors import FxsplitError
 from fxsplit.formats.checkpoint_names import Extra
@@ -130,7 +131,9 @@ def find_fault(model: nn.Module, held: Mapping[str, Tensor]) -> str | None:
 
 
 def try_case(seed: int) -> Outcome:
-    """Load a damaged checkpoint, by a pipeline or into a model without weights."""
+    """Load a damaged checkpoint, by a pipeline or into a model without weights, or one of training."""
+    if seed % 3 == 2:
+        return try_training(seed)
     r = random.Random(f"checkpoints {seed}")
     torch.manual_seed(seed)
     model, pipe, before = make_pipeline()
