@@ -58,17 +58,13 @@ def make_value(r: random.Random, depth: int = 0) -> Any:
         return r.choices(leaves, [6, 6, 6, 6, 2, 2, 0.1])[0]()
     parts = [make_value(r, depth + 1) for _ in range(r.randrange(4))]
     keys = [r.choice((1, "1", None, True, 2.5, (1, "a"), "key", "extra")) for _ in parts]
-    kind = r.choice((list, tuple, dict, dict, OrderedDict, Counter, defaultdict))
+    kind: Any = r.choice((list, tuple, dict, dict, OrderedDict, Counter, defaultdict))
     if kind in (list, tuple):
         return kind(parts)
     if kind is Counter:
         return Counter(keys)
     pairs = dict(zip(keys, parts, strict=True))
-    if kind is defaultdict:
-        made: Any = defaultdict(r.choice((int, list)) if r.random() < 0.7 else None)
-        made.update(pairs)
-        return made
-    return kind(pairs)
+    return defaultdict(r.choice((int, list, None)), pairs) if kind is defaultdict else kind(pairs)
 
 
 def is_same(a: Any, b: Any) -> bool:
