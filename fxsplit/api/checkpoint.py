@@ -42,8 +42,10 @@ from fxsplit.formats.checkpoint_folder import (
     PLAN,
     Manifest,
     NewCheckpoint,
+    identify,
     list_checkpoints,
     make_token,
+    put_back,
     read_manifest,
 )
 from fxsplit.formats.plan_json import save_plan
@@ -259,6 +261,7 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     """Return the newest complete checkpoint in a folder, by its step; None where there is none."""
     if not isinstance(folder, (str, os.PathLike)):
         raise InputError(f"folder={show(folder)}: give the path of a folder")
+    put_back(folder)
     return next(reversed(list_checkpoints(folder)), None)
 
 
@@ -280,6 +283,7 @@ def load_checkpoint(
     """
     found = _find(path)
     own = _get_model(model)
+    written = identify(found)
     manifest = read_manifest(found)
     goal = f"loads {found.name} with a manifest of hash {hash_text(manifest.to_text()):x}"
     with _meet(model, "load_checkpoint()", goal, side_by_side=True), _keep_idle(model):
@@ -304,6 +308,11 @@ def load_checkpoint(
         give_residuals(own, team, left, values)
     if random_state and CPU in values:
         torch.set_rng_state(values[CPU])
+    if identify(found) != written:
+        raise InputError(
+            f"{where} was replaced or removed by another thread or process while it was loaded: what is loaded is a "
+            "mixture, load again"
+        )
     return Restored(manifest.step, manifest.make_extra(), found)
 
 

@@ -89,6 +89,15 @@ class Manifest:
         return found
 
 
+def identify(folder: Path) -> tuple[int, int] | None:
+    """Return what tells a checkpoint from any other one at its place; None without one."""
+    try:
+        found = os.stat(folder / MANIFEST)
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Return what a checkpoint says of itself; raises InputError for a folder that is no complete checkpoint."""
     path = folder / MANIFEST
@@ -148,6 +157,18 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
     except (OSError, ValueError) as error:
         raise InputError(f"{os.fspath(folder)!r} is no folder of checkpoints: {error}") from error
     return [path for _, path in sorted(found) if (path / MANIFEST).is_file()]
+
+
+def put_back(folder: str | os.PathLike[str]) -> None:
+    """Put checkpoints back whose writers were killed while they replaced them, where this process may do so."""
+    try:
+        found = [LEFT_OVER.fullmatch(name) for name in os.listdir(folder)]
+    except OSError:  # whoever lists the checkpoints says why
+        return
+    if any(m and m[2] and not os.path.lexists(Path(folder, m[1])) for m in found):
+        # Who replaces one just now has the lock.
+        with suppress(FileError), _hold_folder(Path(folder)):
+            _clear_left_over(Path(folder))
 
 
 class NewCheckpoint:

@@ -22,6 +22,8 @@ from fxsplit.errors import InputError
 from fxsplit.formats.save_safetensors import NAMES
 from fxsplit.ir.facts.figures import show
 
+LARGEST = 1_000_000
+"""How many numbers a tensor may have: JSON takes some 20 bytes for each."""
 Notes = list[list[Any]]
 """A pair for each value of another type: the keys that lead to it in the tree, and the name of the type."""
 PLAIN = (str, int, float, bool, type(None))
@@ -81,6 +83,11 @@ def _encode(value: Any, path: list[Any], notes: Notes, what: str) -> Any:
             for n, (key, part) in enumerate(value.items())
         ]
     if kind is Tensor and f"Tensor {NAMES.get(value.dtype)}" in TENSORS and _is_plain(value):
+        if value.numel() > LARGEST:
+            raise InputError(
+                f"{what} is a tensor of {value.numel()} numbers, and JSON keeps {LARGEST} at most: let it be a buffer "
+                "of the module that is saved"
+            )
         notes.append([path, f"Tensor {NAMES[value.dtype]}"])
         return [list(value.shape), value.flatten().tolist()]
     raise InputError(

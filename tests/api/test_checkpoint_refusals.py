@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import fxsplit
-from fxsplit.api import checkpoint_storage
+from fxsplit.api import checkpoint, checkpoint_storage
 from fxsplit.errors import InputError
 from tests.checkpoints import Net, build, save_three_steps, step
 
@@ -331,3 +331,21 @@ def test_a_file_or_a_folder_of_another_tool_is_not_replaced(tmp_path: Path) -> N
     with pytest.raises(InputError, match="step-12' is there already, and is no checkpoint that can be read"):
         fxsplit.save_checkpoint(tmp_path, nn.Linear(1, 1), step=12)
     assert (tmp_path / "step-12").read_text() == "notes" and len([*tmp_path.iterdir()]) == 1
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = build()
+    path = fxsplit.save_checkpoint(tmp_path, model, optimizer, step=1).wait()
+    load_tensors = checkpoint_storage.load_tensors
+
+    def replace(*arguments: Any) -> None:
+        fxsplit.save_checkpoint(tmp_path, build(seed=5)[0], optimizer=None, step=1).wait()
+        load_tensors(*arguments)
+
+    monkeypatch.setattr(checkpoint, "load_tensors", replace)
+    with pytest.raises(InputError, match=r"step-1' was replaced or removed by another thread or process"):
+        fxsplit.load_checkpoint(path, model)
+    monkeypatch.undo()
+    assert fxsplit.load_checkpoint(path, model).step == 1

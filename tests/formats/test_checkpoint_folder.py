@@ -14,7 +14,7 @@ import pytest
 
 from fxsplit.errors import FileError
 from fxsplit.formats import checkpoint_folder
-from fxsplit.formats.checkpoint_folder import Manifest, NewCheckpoint, list_checkpoints, make_token
+from fxsplit.formats.checkpoint_folder import Manifest, NewCheckpoint, list_checkpoints, make_token, put_back
 
 
 def begin(folder: Path, step: int) -> NewCheckpoint:
@@ -157,6 +157,19 @@ def test_a_checkpoint_that_was_being_replaced_is_put_back(tmp_path: Path) -> Non
     shutil.copytree(old, tmp_path / ".fxsplit-step-3-bb-old")
     save(tmp_path, 4)
     assert names(tmp_path) == ["step-3", "step-4"]
+
+
+def test_whoever_looks_for_the_latest_finds_what_was_being_replaced(tmp_path: Path) -> None:
+    old, moved = save(tmp_path, 3), tmp_path / ".fxsplit-step-3-aa-old"
+    os.rename(old, moved)
+    put_back(tmp_path)
+    assert names(tmp_path) == ["step-3"]
+    # What was being removed is not put back: its manifest goes first.
+    os.rename(old, moved)
+    (moved / "checkpoint.json").unlink()
+    put_back(tmp_path)
+    put_back(tmp_path / "nowhere")
+    assert names(tmp_path) == []
 
 
 def test_a_move_that_fails_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
