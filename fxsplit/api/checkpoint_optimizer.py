@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fxsplit.api.checkpoint_storage import JSON, OPTIMIZER, TYPED, FolderReader
+from fxsplit.api.checkpoint_storage import JSON, OPTIMIZER, TYPED, FolderReader, name_kind
 from fxsplit.api.checkpoint_weights import check_plain
 from fxsplit.errors import InputError
 from fxsplit.formats.checkpoint_folder import Group, Manifest
@@ -27,6 +27,12 @@ from fxsplit.torch_internals.away import is_away
 
 OF_THE_MACHINE = {"foreach", "fused", "capturable", "differentiable"}
 """Options of optimizers that say how to compute and not what: those of whoever loads stay."""
+
+LIKE_THE_PARAMETER = {
+    "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "acc_delta", "sum", "prev",
+    "step_size", "ax", "exp_inf",
+}  # fmt: skip
+"""What torch's own optimizers keep of each element of a parameter."""
 
 
 def name_parameters(model: nn.Module) -> dict[int, str]:
@@ -156,6 +162,8 @@ def plan_optimizer(
         if name not in by_weight:
             raise InputError(f"{where} holds {full!r}, and the optimizer had no such parameter: is it complete?")
         weight, group = by_weight[name]
+        if full.startswith(OPTIMIZER) and type(optimizer).__module__.startswith("torch.optim."):
+            _check_kind(full, key, tensor, weight, where)
         if is_away(weight):
             continue
         if full in values:
@@ -163,6 +171,16 @@ def plan_optimizer(
         else:
             plan.tensors[full] = tensor, weight, group
     return plan
+
+
+def _check_kind(full: str, key: str, tensor: Tensor, weight: Tensor, where: str) -> None:
+    """Raise InputError for state that an optimizer of torch's does not keep so of a parameter."""
+    alike = tensor.shape == weight.shape and tensor.is_floating_point() == weight.is_floating_point()
+    if key in LIKE_THE_PARAMETER and not alike:
+        raise InputError(
+            f"{full!r} is {name_kind(tensor)} in {where}, and its parameter is {name_kind(weight)}: is the checkpoint "
+            "complete?"
+        )
 
 
 def _find(group_of: Mapping[str, Group], name: str, where: str) -> Group:

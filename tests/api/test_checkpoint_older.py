@@ -29,7 +29,7 @@ def floats(*numbers: float) -> bytes:
     return struct.pack(f"<{len(numbers)}f", *numbers)
 
 
-def write_older(folder: Path, note: bytes = b'{"a": [1, 2]}', **changes: Any) -> Path:
+def write_older(folder: Path, note: bytes = b'{"a": [1, 2]}', buffer: Any = None, **changes: Any) -> Path:
     """Write step 7 of Linear(2, 1) with SGD of one group, as version 1 of the format began."""
     path = folder / "step-7"
     path.mkdir(parents=True)
@@ -39,7 +39,7 @@ def write_older(folder: Path, note: bytes = b'{"a": [1, 2]}', **changes: Any) ->
     write_tensors(
         path / "training.safetensors",
         {
-            "optimizer.weight.momentum_buffer": ("F32", [1, 2], floats(3.0, 4.0)),
+            "optimizer.weight.momentum_buffer": buffer or ("F32", [1, 2], floats(3.0, 4.0)),
             "optimizer.bias.momentum_buffer": ("F32", [1], floats(5.0)),
             "json.bias.note": ("U8", [len(note)], note),
             "random.cpu": ("U8", [5056], torch.Generator().manual_seed(9).get_state().numpy().tobytes()),
@@ -99,6 +99,15 @@ def test_a_value_of_an_older_checkpoint_that_is_no_json_is_refused(tmp_path: Pat
     with pytest.raises(InputError, match=r"'json.bias.note' in .*step-7' cannot be read as JSON"):
         fxsplit.load_checkpoint(tmp_path, model, optimizer)
     assert model.weight.tolist() == before and not optimizer.state
+
+
+@pytest.mark.parametrize("kind", [("F32", [2], floats(3.0, 4.0)), ("I32", [1, 2], b"12345678"), ("F32", [], b"1234")])
+def test_state_of_an_older_checkpoint_is_like_its_parameter(tmp_path: Path, kind: Any) -> None:
+    write_older(tmp_path, buffer=kind)
+    model, optimizer = build()
+    with pytest.raises(InputError, match=r"'optimizer.weight.momentum_buffer' is .* and its parameter is F32 \[1, 2\]"):
+        fxsplit.load_checkpoint(tmp_path, model, optimizer)
+    assert not optimizer.state
 
 
 @pytest.mark.parametrize(
