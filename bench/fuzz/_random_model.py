@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import importlib
+import os
+import shutil
+import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,6 +51,8 @@ class Random(nn.Module):
         self.rates, self.act = [1.0, 1.0], torch.tanh
         self.seen: list[float] = []
         self.aux: Any = None
+        self.made: Any = None
+        self.names: dict[str, Any] = {}
         self.calls = 0
 
     def forward(self, x: Tensor) -> Any:
@@ -170,9 +180,14 @@ def make_closure() -> tuple[Callable[[], float], Callable[[float], None]]:
 
 
 def reset_globals() -> None:
-    """Give the globals of this module their first values."""
+    """Give the globals of this module their first values, and forget the modules that a case has imported."""
     global RATE
     RATE, RATES["rate"] = 1.0, 1.0
+    KNOWN.clear()
+    for name in [name for name in sys.modules if name.startswith("fuzz_")]:
+        del sys.modules[name]
+    # torch.compile gives a function up that it has compiled for eight models.
+    torch.compiler.reset()
 
 
 def set_global(model: Random, value: float) -> None:
@@ -198,6 +213,125 @@ READS: dict[str, tuple[Callable[[Random], Any], Callable[[Random, float], Any]]]
     ),
 }
 """Where a value may lie: how a step reads it, and how it is changed."""
+
+KNOWN: dict[str, float] = {}
+"""A registry that a module fills when it is imported."""
+
+
+def _write_module(name: str) -> None:
+    """Let a module of a name be imported for the first time: it defines a function, and registers a number."""
+    folder = Path(tempfile.gettempdir(), f"fxsplit-fuzz-{os.getpid()}")
+    if not folder.exists():
+        folder.mkdir()
+        sys.path.insert(0, str(folder))
+        atexit.register(shutil.rmtree, folder)
+    text = "TABLE = {'a': 1.5}\ndef gain():\n    return TABLE['a']\nKNOWN[__name__] = 1.2\n"
+    (folder / f"{name}.py").write_text(f"from {__name__} import KNOWN\n{text}")
+    importlib.invalidate_caches()
+
+
+def import_module(seed: int) -> Step:
+    """Import a module, and read its function."""
+    name = f"fuzz_made_{seed}"
+    _write_module(name)
+    return lambda model, live: live[-1] * importlib.import_module(name).gain()
+
+
+def import_plugin(seed: int) -> Step:
+    """Import a module once, for what it registers."""
+    name = f"fuzz_plugin_{seed}"
+    _write_module(name)
+
+    def step(model: Random, live: Live) -> Tensor:
+        if name not in KNOWN:
+            importlib.import_module(name)
+        return live[-1] * KNOWN[name]
+
+    return step
+
+
+def import_into_attribute(seed: int) -> Step:
+    """Import a module once, and keep it in an attribute."""
+    name = f"fuzz_kept_{seed}"
+    _write_module(name)
+
+    def step(model: Random, live: Live) -> Tensor:
+        if model.made is None:
+            model.made = importlib.import_module(name)
+        result: Tensor = live[-1] * model.made.TABLE["a"]
+        return result
+
+    return step
+
+
+def generate(seed: int) -> Step:
+    """Make a function out of a text in each call."""
+
+    def step(model: Random, live: Live) -> Tensor:
+        names: dict[str, Any] = {"K": 1.5}
+        exec("def scale(h):\n    return h * K\n", names)
+        return torch.tanh(names["scale"](live[-1]))
+
+    return step
+
+
+def generate_once(seed: int) -> Step:
+    """Make a function out of a text once, in a dict of the model."""
+
+    def step(model: Random, live: Live) -> Tensor:
+        if "scale" not in model.names:
+            exec("K = 1.5\ndef scale(h):\n    return h * K\n", model.names)
+        return torch.tanh(model.names["scale"](live[-1]))
+
+    return step
+
+
+def fill_once(seed: int) -> Step:
+    """Fill a table in a function that runs once."""
+
+    @functools.lru_cache
+    def fill() -> str:
+        KNOWN[f"filled {seed}"] = 1.2
+        return f"filled {seed}"
+
+    return lambda model, live: live[-1] * KNOWN[fill()]
+
+
+def compile_layer(seed: int) -> Step:
+    """Call a layer under torch.compile, which is compiled in the call."""
+    return lambda model, live: torch.compile(model.layers[seed % 4], backend="eager")(live[-1])
+
+
+def compile_once(seed: int) -> Step:
+    """Compile a function once, and keep it in an attribute."""
+
+    def step(model: Random, live: Live) -> Tensor:
+        if model.made is None:
+            model.made = torch.compile(_double, backend="eager")
+        made: Tensor = model.made(live[-1])
+        return made
+
+    return step
+
+
+def compile_before(seed: int) -> Step:
+    """Call a function that was compiled before the model was."""
+    fast = torch.compile(_double, backend="eager")
+    return lambda model, live: fast(live[-1])
+
+
+def _double(h: Tensor) -> Tensor:
+    return torch.tanh(h) * 2
+
+
+DEFINES: dict[str, Callable[[int], Step]] = {
+    made.__name__: made
+    for made in (
+        *(import_module, import_plugin, import_into_attribute, generate, generate_once, fill_once),
+        *(compile_layer, compile_once, compile_before),
+    )
+}
+"""Steps that define something as they run, of which a model is not to be told: makers that take the seed."""
 
 WRITES: dict[str, Callable[[Random, Tensor], Any]] = {
     "attribute": lambda m, h: setattr(m, "aux", h.square().mean()),

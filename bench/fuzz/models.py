@@ -1,8 +1,9 @@
 """Train random models beside themselves, unsplit: views, in-place writes, hooks, ties, buffers, and values of Python.
 
 A model is a list of steps on a few live tensors. Some steps read a Python value that lies anywhere: in an attribute, a
-class, a global, a dictionary, a closure. It changes between two training steps. A fault is a number that differs from
-the unsplit model's, an error that is not fxsplit's own, or a change that forward() makes of which nobody is warned.
+class, a global, a dictionary, a closure. It changes between two training steps. Some steps define something: they
+import a module, make a function out of a text, or compile one. A fault is a number that differs from the unsplit
+model's, an error that is not fxsplit's own, a change of forward() without a warning, or a warning of a definition.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 
 import fxsplit
 from bench.fuzz import Outcome
-from bench.fuzz._random_model import COMPUTE, READS, WIDTH, WRITES, Random, make_closure, reset_globals
+from bench.fuzz._random_model import COMPUTE, DEFINES, READS, WIDTH, WRITES, Random, make_closure, reset_globals
 from fxsplit.errors import FxsplitError
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.schedule.catalogue import RUNNABLE
@@ -54,6 +55,7 @@ class Case:
     model: Random
     read: str | None
     write: str | None
+    define: str | None
     hook: str | None
     change: Callable[[Random], Any]
     options: dict[str, Any]
@@ -79,6 +81,10 @@ def make_case(seed: int) -> Case:
     write = made.choice([None, None, *WRITES])
     if write is not None:
         steps.insert(made.randrange(len(steps)), lambda m, live: WRITES[write](m, live[-1]))
+    # From random numbers of its own: a seed makes the same model otherwise.
+    define = random.Random(~seed).choice([None, None, *DEFINES])
+    if define is not None:
+        steps.insert(random.Random(~seed).randrange(len(steps)), DEFINES[define](seed))
     # A class of its own, since a class attribute may change.
     model = type("Random", (Random,), {})(
         steps, [made.randrange(60) for _ in range(made.choice([1, 1, 2, 3]))]
@@ -96,7 +102,7 @@ def make_case(seed: int) -> Case:
         "passes": chain,
     }
     hook = made.choice([None, None, "output", "gradient"])
-    return Case(model, read, write, hook, change, options, made.random() < 0.5)
+    return Case(model, read, write, define, hook, change, options, made.random() < 0.5)
 
 
 def weigh(outputs: Any, target: Tensor) -> Tensor:
@@ -202,6 +208,9 @@ def try_case(seed: int) -> Outcome:
         weigh(copy.deepcopy(case.model)(torch.randn(4, WIDTH).double()), torch.zeros(4, WIDTH).double()).backward()
     except RuntimeError:
         return Outcome("no model: it does not train by itself")
+    # The pipeline is to be the first to import and to compile.
+    reset_globals()
+    case = make_case(seed)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
@@ -211,7 +220,17 @@ def try_case(seed: int) -> Outcome:
     words = " ".join(str(w.message) for w in said if issubclass(w.category, fxsplit.FxsplitWarning))
     if case.write is not None and outcome.fault is None and "changes" not in words:
         outcome = Outcome("silent", "nobody is warned of what forward() changes")
+    silent = case.write is None and case.read is None and outcome.fault is None
+    if case.define is not None and silent and ("changes" in words or "compiling again" in words):
+        outcome = Outcome("warned", f"of what forward() defines: {words}")
     if outcome.fault is not None:
-        facts = {"reads": case.read, "writes": case.write, "hook": case.hook, "step": case.by_step, **case.options}
+        facts = {
+            "reads": case.read,
+            "writes": case.write,
+            "defines": case.define,
+            "hook": case.hook,
+            "step": case.by_step,
+            **case.options,
+        }
         return Outcome(outcome.kind, f"{outcome.fault}; {facts | {'passes': ''}}")
     return outcome

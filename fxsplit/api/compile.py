@@ -26,6 +26,7 @@ from fxsplit.ir.graph import Pass
 from fxsplit.ir.interrupts import lose_no_interrupt
 from fxsplit.runtime.loss import LossFn
 from fxsplit.schedule.catalogue import ASYNCHRONOUS
+from fxsplit.torch_internals.compiled_code import unwrap_compiled
 from fxsplit.torch_internals.user_lines import warn_user
 
 DEFAULT = Chain(standard.DEFAULT)
@@ -58,6 +59,8 @@ def compile(
     checkpoint: str | None = None,
 ) -> Pipeline:
     """Return `model` as a pipeline over `devices`: a module that is called, trained and saved like the model.
+
+    model: a module. Of one under torch.compile the module inside is taken, with its own names of weights.
 
     devices: names or torch.devices with repeats allowed, a Machine with memory, speed and links, or a number. 2 means
         two GPUs where there are as many. With one GPU it means `["cuda:0", "cuda:0"]` if the model or torch's default
@@ -103,6 +106,13 @@ def compile(
 
     Raises a child of FxsplitError that names the value at fault and the next step.
     """
+    inner = unwrap_compiled(model)
+    if inner is not model and stage_backend is None:
+        warn_user(
+            f"{type(inner).__name__} is under torch.compile, and a pipeline is made of the module inside: its stages "
+            'run as they are unless stage_backend="inductor" compiles each of them'
+        )
+    model = inner
     machine, world = read_devices(devices, model)
     options = Options(
         machine=machine,

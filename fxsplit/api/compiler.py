@@ -242,6 +242,9 @@ class Compiler:
         like = self._kept.get((OTHER_MODE[mode], None)) or outdated
         try:
             compiled = self._compile(call, like, outdated)
+            if not self._kept:
+                # Submodules that forward() makes when it is first called are in the graph.
+                self._modules.find_replaced()
         except NoFit as error:
             if mode == "eval" and self._wants_gradients(call):
                 error.add_note("without gradients it may fit: call or compile under torch.no_grad(), or inference=True")

@@ -18,6 +18,7 @@ from fxsplit.ir.progress_bar import show_progress
 from fxsplit.passes import Profile
 from fxsplit.runtime.microbatches import divide_rows
 from fxsplit.schedule.catalogue import INFERENCE, Scheduler
+from fxsplit.torch_internals.compiled_code import unwrap_compiled
 from fxsplit.torch_internals.thread_modes import enable_gradients
 from fxsplit.torch_internals.undo import leave_no_trace
 
@@ -44,6 +45,7 @@ def profile(
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}: give a torch.nn.Module")
+    model = unwrap_compiled(model)
     check_microbatch_count(n_microbatches)
     args, kwargs = parse_example_inputs(example_inputs)
     inputs, tensors = Inputs.of(model, args, kwargs)

@@ -5,8 +5,7 @@ What can be put back is put back. What a graph would lose, or keep from call to 
 
 from __future__ import annotations
 
-import copy
-from collections import deque
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +13,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from fxsplit.errors import TraceError
+from fxsplit.frontend.asides import keep_notes
+from fxsplit.frontend.items import CONTAINERS, copy_items, has_items, merge_items, put_items_back
+from fxsplit.frontend.owners import find_foreign, is_imported, is_namespace
 from fxsplit.torch_internals.generators import keep_generators
 from fxsplit.torch_internals.undo import undo_after
 
@@ -25,36 +27,64 @@ def restore_model(model: nn.Module) -> Iterator[None]:
     Attributes include what is in lists, dicts, sets and deques, and the values of tensors that are neither parameters
     nor buffers.
     """
-    # A copy of each __dict__ keeps the objects; what is inside of them is copied below, and put back into them.
-    before = [(m, dict(m.__dict__)) for m in model.modules()]
-    # Of what torch itself keeps in a module only the hooks: parameters and buffers have a restorer of their own.
-    values = [v for _, held in before for name, v in held.items() if not name.startswith("_") or "_hooks" in name]
-    contents = [(v, copy.copy(v)) for v in _list_collections(values)]
-    tensors = [(v, v.detach().clone()) for v in values if isinstance(v, Tensor)]  # neither parameters nor buffers
-
-    def put_back() -> None:
-        for module, attributes in before:
-            # Never empty: an interrupt in between must leave a module that works.
-            module.__dict__.update(attributes)
-            for name in module.__dict__.keys() - attributes.keys():
-                del module.__dict__[name]
-        for tensor, value in tensors:
-            tensor.detach().copy_(value)
-        for collection, kept in contents:
-            collection.clear()
-            collection.extend(kept) if isinstance(collection, (list, deque)) else collection.update(kept)
-
-    with undo_after(put_back), keep_generators():
+    before = _Attributes(model)
+    with undo_after(before.put_back), keep_generators(), keep_notes(before):
         yield
 
 
+class _Attributes:
+    """The attributes of all modules of a model, with the content of containers and tensors among them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = list(model.modules())
+        own = [m.__dict__ for m in modules]
+        # Of what torch itself keeps in a module only the hooks: parameters and buffers have a restorer of their own.
+        values = [v for held in own for name, v in held.items() if not name.startswith("_") or "_hooks" in name]
+        self._modules = frozenset(sys.modules)
+        # A list stays the same list, and gets its items back.
+        self._containers = [*own, *_list_collections(values)]
+        self._before = self.read()
+        # Neither parameters nor buffers.
+        self._tensors = [(v, v.detach().clone()) for v in values if isinstance(v, Tensor)]
+        self._own = {id(m.__dict__): m for m in modules}
+
+    def read(self) -> list[tuple[Any, ...]]:
+        """Return the items of the containers now."""
+        return [copy_items(container) for container in self._containers]
+
+    def accept(self, begun: list[tuple[Any, ...]], *, new_only: bool) -> None:
+        """Count the changes since `read` returned `begun`, or only new entries, as made before the block."""
+        held = zip(self._containers, self._before, begun, self.read(), strict=True)
+        self._before = [merge_items(container, *values, new_only=new_only) for container, *values in held]
+
+    def put_back(self) -> None:
+        """Let everything hold again what it held before the block."""
+        for tensor, value in self._tensors:
+            tensor.detach().copy_(value)
+        changed = [pair for pair in zip(self._containers, self._before, strict=True) if not has_items(*pair)]
+        if not changed:
+            return
+        foreign = find_foreign() if any(id(container) not in self._own for container, _ in changed) else ()
+        for container, items in changed:
+            if id(container) in self._own:
+                # A submodule that forward() has registered is no attribute any more.
+                made = self._own[id(container)]._modules
+                items = tuple(item for item in items if item[0] not in made)
+            if id(container) not in foreign:
+                put_items_back(container, items, self._is_imported)
+
+    def _is_imported(self, then: Any, now: Any) -> bool:
+        """Return whether a place has a module now that forward() has imported, or a definition of such a module."""
+        return is_imported(then, now, self._modules)
+
+
 def _list_collections(values: Iterable[Any]) -> list[Any]:
-    """Return the lists, dicts, sets and deques among values, and those inside of them."""
+    """Return the lists, dicts, sets and deques among values, and those inside of them, but no module's dict."""
     found: dict[int, Any] = {}
     left = list(values)
     while left:
         value = left.pop()
-        if isinstance(value, (list, dict, set, deque)) and id(value) not in found:
+        if isinstance(value, CONTAINERS) and id(value) not in found and not is_namespace(value):
             found[id(value)] = value
         elif not isinstance(value, tuple):  # a tuple cannot change, but it may hold a list that does
             continue
@@ -103,8 +133,7 @@ def restore_assigned(model: nn.Module) -> Iterator[dict[str, None]]:
         for path, held, kept in before:
             names = [name for name in {**held, **kept} if held.get(name) is not kept.get(name)]
             assigned.update(dict.fromkeys(f"{path}.{name}".removeprefix(".") for name in names))
-            held.clear()
-            held.update(kept)
+            put_items_back(held, tuple(kept.items()))
 
     # Put back even when the block fails: another front end will run the model.
     with undo_after(put_back):

@@ -349,3 +349,16 @@ def test_memory_is_given_back() -> None:
     del model, pipe
     gc.collect()
     assert all(ref() is None for ref in watched)
+
+
+def test_of_a_model_under_torch_compile_the_module_inside_is_taken() -> None:
+    """It was refused after half a minute, for a class attribute of networkx that torch.compile changes."""
+    model, x = Mlp().double(), torch.randn(8, 8).double()
+    wrapped: Any = torch.compile(model, backend="eager")
+    with (
+        pytest.warns(fxsplit.FxsplitWarning, match='is under torch.compile, .* unless stage_backend="inductor"'),
+        fxsplit.compile(wrapped, 2, example_inputs=x, passes=FAST) as pipe,
+    ):
+        assert pipe.model is model and pipe.state_dict().keys() == model.state_dict().keys()
+        torch.testing.assert_close(pipe(x), model(x), rtol=1e-10, atol=1e-10)
+    assert fxsplit.profile(wrapped, x, repeats=1).nodes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
+from fxsplit.frontend.asides import begin_aside
 from fxsplit.frontend.no_trace_left import restore_assigned, restore_model
 from fxsplit.frontend.subject import Runnable, Subject
 from fxsplit.frontend.watch.watch import Seen, Watch
@@ -23,6 +24,11 @@ def list_changes(subject: Subject, watch: Watch) -> list[str]:
         found = list_lasting(first, _run(here, watch) if first else {})
         words = [seen.describe_change(first[seen]) for seen in found if not seen.by_hooks]
     watch.put_back()
+    # Made once and used from then on, as a function under torch.compile is: the next call would make another one.
+    keep = begin_aside()
+    for seen in first.keys() - set(found):
+        seen.keep_definitions(first[seen])
+    keep()
     for seen in found:
         # A graph depends on what else is in a container that forward() fills.
         if seen.container is not None:

@@ -14,18 +14,22 @@ Whoever holds the object reads the first three, and changes the last by reading 
 
 
 class Label(NamedTuple):
-    """What kind of place something was reached from, such as "attribute" of the model, and the path from there."""
+    """What kind of place something was reached from, such as "attribute" of the model, and the path from there.
+
+    library: whether that place is Python's, torch's or an installed package's.
+    """
 
     kind: str
     path: str
+    library: bool = False
 
     def of(self, name: str) -> Label:
         """Return the label of an attribute of this."""
-        return Label(self.kind, f"{self.path}.{name}" if self.path else name)
+        return self._replace(path=f"{self.path}.{name}" if self.path else name)
 
     def at(self, key: Any) -> Label:
         """Return the label of an item of this."""
-        return Label(self.kind, f"{self.path}[{key!r}]" if is_plain(key) else f"{self.path}[...]")
+        return self._replace(path=f"{self.path}[{key!r}]" if is_plain(key) else f"{self.path}[...]")
 
     def __str__(self) -> str:
         if self.kind != "attribute":

@@ -13,13 +13,16 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from functools import partial
+from dataclasses import replace
+from functools import lru_cache, partial
 from importlib.util import resolve_name
 from itertools import islice
 from typing import Any
 
 from torch import Tensor, nn
 
+from fxsplit.frontend.items import CONTAINERS, copy_items, put_items_back
+from fxsplit.frontend.owners import is_installed, is_library, is_namespace
 from fxsplit.frontend.watch.found import ITEMS, VARIABLE, Found, Label
 from fxsplit.frontend.watch.inside import list_inside, list_of_thread
 from fxsplit.frontend.watch.names import Names
@@ -29,14 +32,11 @@ from fxsplit.ir.facts.python_state import ABSENT, Place, is_plain, same
 MOST_ITEMS = 1000
 """A container with more items is not compared before every call: only its entries under texts of the code are."""
 
-CONTAINERS = (list, dict, set, deque)
-"""The types of containers whose content can be put back."""
+CACHED = (type(lru_cache(len)),)
+"""The types of functions that run once for each call, and then return what they returned."""
 
 OF_TORCH = vars(nn.Module()).keys() - {"training"}
 """The attributes in which a module keeps what torch needs of it."""
-
-TORCHS = ("torch", "functorch", "torchgen", "numpy", "sympy", "mpmath", "triton")
-"""torch and the packages that it computes with: what they keep for themselves is no user's."""
 
 
 def list_places(value: Any, names: Names, label: Label) -> Iterator[Found]:
@@ -50,7 +50,7 @@ def list_places(value: Any, names: Names, label: Label) -> Iterator[Found]:
         yield from _list_module(value, names, label)
     elif isinstance(value, type):
         yield from _list_class(value, names)
-    elif isinstance(value, (types.FunctionType, types.MethodType, partial)):
+    elif isinstance(value, (types.FunctionType, types.MethodType, partial, *CACHED)):
         yield from _list_bound(value, label)
     else:
         yield from list_inside(value, label)
@@ -61,10 +61,11 @@ def list_places(value: Any, names: Names, label: Label) -> Iterator[Found]:
 def list_globals(namespace: dict[str, Any], names: Names) -> Iterator[Found]:
     """Yield the globals that code with these names reads or sets."""
     yield from _list_imports(namespace, names)
+    library = is_installed(str(namespace.get("__name__")))
     # globals()["RATE"] reads by a text.
     by_text = [text for text in names.texts if text in namespace] if "globals" in names.globals else []
     for name in dict.fromkeys((*names.globals, *by_text)):
-        label, held = Label("global", name), namespace.get(name, ABSENT)
+        label, held = Label("global", name, library), namespace.get(name, ABSENT)
         if is_question(held):
             answers = list_answers(held, held.__name__, names)
             yield from (Found(ABSENT, label, name, p, (id(held), p.name)) for p in answers)
@@ -84,29 +85,7 @@ def _list_imports(namespace: dict[str, Any], names: Names) -> Iterator[Found]:
             full = resolve_name(path, namespace.get("__package__") or "") if level else path
             for part in (full, full.partition(".")[0]):
                 if part in sys.modules:
-                    yield Found(sys.modules[part], Label("module", part))
-
-
-def is_library(value: Any) -> bool:
-    """Return whether a value is a module, class or function of torch's or of Python's own, which nobody changes."""
-    if not isinstance(value, (types.ModuleType, type, types.FunctionType, types.BuiltinFunctionType)):
-        return False
-    home = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
-    return is_of_library(str(home or "torch"))
-
-
-def is_of_library(module: str) -> bool:
-    """Return whether a module's name is one of torch's or of Python's own."""
-    top = module.partition(".")[0]
-    return top in TORCHS or top in sys.stdlib_module_names
-
-
-def copy_items(container: Any) -> tuple[Any, ...]:
-    """Return what a container holds, in its order."""
-    if isinstance(container, Mapping):
-        return tuple(container.items())
-    # The order of a set depends on the addresses of its items.
-    return (frozenset(container),) if isinstance(container, set) else tuple(container)
+                    yield Found(sys.modules[part], Label("module", part, is_installed(part)))
 
 
 def keep_entries(container: Any, before: tuple[Any, ...], now: tuple[Any, ...]) -> Callable[[], Any]:
@@ -147,7 +126,7 @@ def _slot(mapping: Any, name: str, label: Label) -> Found:
 
 def _inherited(kind: type, base: type, name: str) -> Found:
     """Return the place of an attribute that instances of a class have from `base`, the class itself or one above."""
-    label = Label("class attribute", f"{base.__qualname__}.{name}")
+    label = Label("class attribute", f"{base.__qualname__}.{name}", is_installed(base.__module__))
     # Asked of the class itself: it may be given an attribute that hides the one of its base.
     place = Place(str(label), partial(_look_up, kind, name), partial(setattr, base, name))
     return Found(vars(base)[name], label, name, place, (id(kind), name))
@@ -160,6 +139,9 @@ def _look_up(kind: type, name: str) -> Any:
 
 def _list_items(value: Any, names: Names, label: Label) -> Iterator[Found]:
     """Yield the content of a container as one place, and its items."""
+    if is_namespace(value):
+        yield from _list_namespace(value, names, label)
+        return
     if len(value) > MOST_ITEMS or type(value).__module__ == "os":
         # Of a long table, or of the environment, only what the code names.
         for key in names.texts if isinstance(value, Mapping) else ():
@@ -167,25 +149,26 @@ def _list_items(value: Any, names: Names, label: Label) -> Iterator[Found]:
                 yield find_entry(value, key, label)
         return
 
-    def put(items: tuple[Any, ...]) -> None:
-        value.clear()
-        if isinstance(value, dict):
-            dict.update(value, items)  # a Counter would count the items
-        elif isinstance(value, set):
-            value.update(items[0])
-        else:
-            value.extend(items)
-
     items = copy_items(value)
     if not isinstance(value, (tuple, frozenset)):
-        read = partial(copy_items, value)
-        if names.installed and label.kind != "attribute" and isinstance(value, Mapping):
+        read: Callable[[], Any] = partial(copy_items, value)
+        if names.installed and label.kind != "attribute":
             # A registry of a package gets entries whenever another part of the package is imported.
-            read = partial(_copy_entries, value, tuple(value))
-        place = Place(str(label), read, put if isinstance(value, CONTAINERS) else None)
+            read = keep_entries(value, items, items)
+        place = Place(str(label), read, partial(put_items_back, value) if isinstance(value, CONTAINERS) else None)
         yield Found(value, label, ITEMS, place, (id(value), ITEMS))
     pairs = items if isinstance(value, Mapping) else enumerate(items)
     yield from (Found(item, label.at(key)) for key, item in pairs if not is_plain(item))
+
+
+def _list_namespace(value: dict[str, Any], names: Names, label: Label) -> Iterator[Found]:
+    """Yield what code finds by a text in the dict of a module, or of all modules; the dict itself is Python's."""
+    home = label._replace(library=value is sys.modules or is_installed(str(value.get("__name__"))))
+    for key in names.texts:
+        if value is not sys.modules:
+            yield find_entry(value, key, home)
+        elif key in value:
+            yield Found(value[key], home.at(key))
 
 
 def _list_bound(value: Any, label: Label) -> Iterator[Found]:
@@ -194,10 +177,12 @@ def _list_bound(value: Any, label: Label) -> Iterator[Found]:
         parts = [value.__func__, value.__self__]
     elif isinstance(value, partial):
         parts = [value.func, value.args, value.keywords]
+    elif isinstance(value, CACHED):
+        parts = [value.__wrapped__]
     else:
         parts = [value.__defaults__, value.__kwdefaults__]
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            at = Label("closure variable", name)
+            at = Label("closure variable", name, is_installed(value.__module__ or ""))
             place = Place(
                 str(at), partial(getattr, cell, "cell_contents", ABSENT), partial(setattr, cell, "cell_contents")
             )
@@ -208,6 +193,7 @@ def _list_bound(value: Any, label: Label) -> Iterator[Found]:
 def _list_module(value: types.ModuleType, names: Names, label: Label) -> Iterator[Found]:
     """Yield what code reads of a Python module; of torch, also what torch answers when it is asked for a mode."""
     held, library = vars(value), is_library(value)
+    label = label._replace(library=is_installed(value.__name__))
     # os.getenv() reads os.environ.
     wanted = [*names.attributes, *(["environ"] if value.__name__ == "os" else [])]
     for name in wanted:
@@ -253,7 +239,12 @@ def _list_attributes(value: Any, names: Names, label: Label) -> Iterator[Found]:
             # A submodule that is replaced makes another model of it, which the compiler notices by itself.
             yield Found(submodules[name], at)
         elif held is not None and name in held:
-            yield _slot(held, name, at)
+            found = _slot(held, name, at)
+            if found.value is None and found.place is not None and isinstance(value, nn.Module):
+                # A submodule that takes the place of None is kept in another dict.
+                read = partial(_read_attribute, held, submodules, name)
+                found = found._replace(place=replace(found.place, read=read))
+            yield found
         elif (base := _find_base(type(value), name)) is None:
             if held is not None and (name in names.stores or (names.asks and name in names.texts)):
                 yield _slot(held, name, at)
@@ -269,6 +260,11 @@ def _list_attributes(value: Any, names: Names, label: Label) -> Iterator[Found]:
             yield _inherited(type(value), base, name)
             if _is_own_descriptor(vars(base)[name]):
                 yield from _list_computed(value, name, at)
+
+
+def _read_attribute(held: Mapping[str, Any], submodules: Mapping[str, Any], name: str) -> Any:
+    """Return an attribute or submodule of a module."""
+    return held[name] if name in held else submodules.get(name, ABSENT)
 
 
 def _list_computed(value: Any, name: str, label: Label) -> Iterator[Found]:

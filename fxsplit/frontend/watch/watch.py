@@ -16,25 +16,36 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from fxsplit.frontend.asides import begin_aside, keep_notes
 from fxsplit.frontend.graph import Graph, list_fetched
+from fxsplit.frontend.items import Stays, merge_items, put_items_back
+from fxsplit.frontend.owners import (
+    TORCHS,
+    find_foreign,
+    holds_tensors,
+    is_definition,
+    is_imported,
+    is_library,
+    is_namespace,
+    is_of_library,
+)
 from fxsplit.frontend.watch.found import CONTENTS, ITEMS, STATE, VARIABLE, Found, Label
 from fxsplit.frontend.watch.names import Names, read_names
 from fxsplit.frontend.watch.places import (
+    CACHED,
     OF_TORCH,
-    TORCHS,
     find_entry,
-    is_library,
-    is_of_library,
     keep_entries,
     list_globals,
     list_places,
 )
 from fxsplit.ir.facts.python_state import ABSENT, Place, PythonState, describe_change, is_plain, same
+from fxsplit.torch_internals.compiled_code import COMPILER, find_original
 from fxsplit.torch_internals.contents import Contents
 from fxsplit.torch_internals.interpret import get_storage_id
 from fxsplit.torch_internals.undo import undo_after
@@ -46,6 +57,10 @@ _CALLS_OF_MODULES = ("_call_impl", "inner")
 """The functions of torch's in which nn.Module calls hooks and forward()."""
 _READ_ENVIRONMENT = type(os.environ).__getitem__.__code__
 """What all ways to read the environment end in, as os.getenv() does."""
+
+
+_ASIDES = ("_find_and_load", "_call_with_frames_removed")
+"""The functions in which Python runs the bodies of modules."""
 
 
 class Home(NamedTuple):
@@ -76,7 +91,8 @@ class Seen:
     container: what the place is the content of, if it is one's. homes: what the code is part of that names the place.
     loaded: whether the code reads it. stored: the line that sets it, if one does. by_hooks: whether only hooks name it.
     lasting: the part of a container that the code does not change, in place of all of it. asked: whether the value is
-    an answer of torch's.
+    an answer of torch's. library: whether only what belongs to a library leads there. changed: whether a call of the
+    model changes it.
     """
 
     place: Place
@@ -88,6 +104,46 @@ class Seen:
     by_hooks: bool = True
     lasting: Place | None = None
     asked: bool = False
+    library: bool = False
+    changed: bool = False
+
+    def accept(self, begun: Any, *, new_only: bool) -> None:
+        """Count the change since the place held `begun`, or only new entries, as made before the call."""
+        now = _read(self.place)
+        if self.container is not None:
+            self.before = merge_items(self.container, self.before, begun, now, new_only=new_only)
+        elif not same(begun, now) and (begun is ABSENT or not new_only):
+            self.before = now
+
+    def put_back(self, foreign: Collection[int], stays: Stays) -> None:
+        """Give the place what it held before the call, but for entries that are to stay.
+
+        From a library's places, and from containers with identities among `foreign`, only tensors are taken back.
+        Tensors are the model's, and while the model is traced they are stand-ins.
+        """
+        write, now = self.place.write, self.place.read()
+        if write is None or same(self.before, now):
+            return
+        kept = stays
+        if self.library or id(self.container) in foreign:
+            kept = lambda then, now: not holds_tensors(now)  # noqa: E731
+        if isinstance(self.container, dict):
+            put_items_back(self.container, self.before, kept)
+        elif not kept(self.before, now):
+            write(self.before)
+
+    def keep_definitions(self, now: Any) -> None:
+        """Let the place hold the functions and classes that a call has put where there was nothing."""
+        if self.place.write is None:
+            return
+        if isinstance(self.container, dict):
+            then, held = dict(self.before), dict(now)
+            made = {k: v for k, v in held.items() if is_definition(then.get(k, ABSENT), v)}
+            self.before = tuple((then | made).items())
+            self.place.write(self.before)
+        elif is_definition(self.before, now):
+            self.before = now
+            self.place.write(now)
 
     def settle(self, key: tuple[int, str]) -> tuple[Place, Any]:
         """Return the place that a graph depends on, with its key, and its value."""
@@ -127,8 +183,11 @@ class Watch:
         self._looked: set[tuple[int, Names, Home | str]] = set()
         self._frames: dict[FrameType, _Frame] = {}
         self._seen: dict[tuple[int, str], Seen] = {}
-        # Of code that is watched its names; None for other code.
-        self._codes: dict[CodeType, Names | None] = {}
+        # Of code that is watched its names; True for code that begins an aside, None or False for other code.
+        self._codes: dict[CodeType, Names | bool | None] = {}
+        self._once: set[CodeType] = set()
+        self._in_aside = False
+        self._imported = frozenset(sys.modules)
         self._note_weights()
         # The code of torch's own modules is not watched. It reads what a module keeps, such as LayerNorm.eps.
         for path, module in self._modules.items():
@@ -155,19 +214,19 @@ class Watch:
         """Note what code of this thread reads and writes inside the block."""
         # Again: what runs may hold stand-ins for its weights.
         self._note_weights()
-        before, collects, callbacks = sys.gettrace(), gc.isenabled(), gc.callbacks[:]
+        before, collects = sys.gettrace(), gc.isenabled()
 
         def stop() -> None:
             sys.settrace(before)
             self._frames.clear()
-            gc.callbacks[:] = [*callbacks, *(one for one in gc.callbacks if one not in callbacks)]
+            self._in_aside = False
             if collects:
                 gc.enable()
 
-        with undo_after(stop):
+        with undo_after(stop), keep_notes(self):
             # What a collection calls runs in the midst of the model's code, and is none of it. Code may ask for one.
             gc.disable()
-            gc.callbacks.clear()
+            self._codes |= {code: True for callback in gc.callbacks for code in _list_codes(callback)}
             sys.settrace(self._enter)
             yield
         # Code may ask torch inside of a block that changes the answer, so the answers outside of it are noted.
@@ -175,16 +234,44 @@ class Watch:
             if seen.asked:
                 seen.before = _read(seen.place)
 
+    def read(self) -> dict[tuple[int, str], Any]:
+        """Return what the places hold now."""
+        return {key: _read(seen.place) for key, seen in self._seen.items()}
+
+    def accept(self, begun: dict[tuple[int, str], Any], *, new_only: bool) -> None:
+        """Count the changes since `read` returned `begun`, or only new entries, as made before the call."""
+        for key, held in begun.items():
+            self._seen[key].accept(held, new_only=new_only)
+
     def find_changes(self) -> dict[Seen, Any]:
         """Return the places that do not hold now what they held when they were noted, with what they hold now."""
-        now = ((seen, _read(seen.place)) for seen in self._seen.values())
-        return {seen: value for seen, value in now if not same(seen.before, value)}
+        now = [(seen, _read(seen.place)) for seen in self._seen.values()]
+        found = {seen: value for seen, value in now if not same(seen.before, value) and not self._has_imported(seen)}
+        for seen in found:
+            seen.changed = True
+        return found
+
+    def _has_imported(self, seen: Seen) -> bool:
+        """Return whether a place differs only by modules that the code has imported, and by their definitions."""
+        if not isinstance(seen.container, dict):
+            return self._is_imported(seen.before, seen.place.read())
+        then, now = dict(seen.before), seen.container
+        return then.keys() <= now.keys() and all(
+            same(then.get(k, ABSENT), v) or self._is_imported(then.get(k, ABSENT), v) for k, v in now.items()
+        )
+
+    def _is_imported(self, then: Any, now: Any) -> bool:
+        """Return whether a place has a module now that the code has imported, or a definition of such a module."""
+        return is_imported(then, now, self._imported)
 
     def put_back(self) -> None:
         """Give every place that can be written what it held when it was noted."""
-        for seen in self._seen.values():
-            if seen.place.write is not None and not same(seen.before, seen.place.read()):
-                seen.place.write(seen.before)
+        changed = [s for s in self._seen.values() if s.place.write is not None and not same(s.before, s.place.read())]
+        if not changed:
+            return
+        foreign = find_foreign()
+        for seen in changed:
+            seen.put_back(foreign, self._is_imported)
 
     def asks_for_gradients(self) -> bool:
         """Return whether the code reads `requires_grad` of a weight, or whether gradients are enabled."""
@@ -199,21 +286,35 @@ class Watch:
         called = {getattr(n.target, "__code__", None) for n in gm.graph.nodes if n.op == "call_function"}
         every = {home for seen in self._seen.values() for home in seen.homes}
         inside = {home for home in every if _is_inside(home.path, whole) or not called.isdisjoint(home.codes)}
-        found = [(key, seen) for key, seen in self._seen.items() if seen.loaded and not seen.homes <= inside]
+        # What a library changes of its own, such as a cache, it knows how to use.
+        own = ((key, seen) for key, seen in self._seen.items() if not (seen.library and seen.changed))
+        found = [(key, seen) for key, seen in own if seen.loaded and not seen.homes <= inside]
         return PythonState(tuple(seen.settle(key) for key, seen in found if not seen.is_fetched(fetched)))
 
     def _enter(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
         """Note the start of a call; return what traces it further, or None where the code is not the user's."""
+        if self._in_aside:
+            return None
         code = frame.f_code
         if code not in self._codes:
-            self._codes[code] = read_names(code) if _is_watched(code) else None
+            self._codes[code] = _begins_aside(code) or (read_names(find_original(code)) if _is_watched(code) else None)
         names = self._codes[code]
-        if names is None:
+        if names is True:
+            return self._begin_aside(frame)
+        if not isinstance(names, Names):
             if code is _READ_ENVIRONMENT:
                 self._take_environment(frame)
             return None
-        if code.co_filename.startswith("<") and _is_made_by_library(frame):
+        code = find_original(code)
+        namespace = frame.f_globals
+        if _is_torchs(namespace):
             return None
+        if code.co_filename.startswith("<"):
+            if self._is_made_by_library(frame):
+                return None
+            if not (is_namespace(namespace) or id(namespace) in self._known):
+                # A namespace that came into being during the call: nobody else reads what is stored there.
+                names = replace(names, stores={})
         parent, module = self._find_caller(frame)
         outer = parent.home if parent else Home("", frozenset())
         path = outer.path if module is None else self._paths.get(id(module), "")
@@ -222,7 +323,46 @@ class Watch:
         own = self._frames[frame] = _Frame(names, code.co_filename, home, in_hook, parent)
         self._take_globals(frame, own)
         self._look(frame, own)
-        return self._trace
+        if code in self._once:
+            return self._trace_to_end(begin_aside())
+        # A text that is run to define something, such as a function that is made to measure.
+        defines = code.co_name == "<module>" and code.co_filename.startswith("<")
+        return self._trace_to_end(begin_aside(new_only=True)) if defines else self._trace
+
+    def _begin_aside(self, frame: FrameType) -> Callable[..., Any]:
+        """Return the trace function of a frame whose changes are none of the call's; nothing inside of it is noted."""
+        self._in_aside, end = True, begin_aside()
+        frame.f_trace_lines = False
+
+        def trace(frame: FrameType, event: str, arg: Any) -> Any:
+            if event == "return":
+                self._in_aside = False
+                end()
+            return trace
+
+        return trace
+
+    def _trace_to_end(self, end: Callable[[], None]) -> Callable[..., Any]:
+        """Return the trace function of the user's code that is an aside; its end is the end of the aside."""
+
+        def trace(frame: FrameType, event: str, arg: Any) -> Any:
+            self._trace(frame, event, arg)
+            if event == "return":
+                end()
+            return trace
+
+        return trace
+
+    def _is_made_by_library(self, frame: FrameType) -> bool:
+        """Return whether code without a file is a library's: a method of its dataclass, or a text that it evaluates."""
+        home = frame.f_globals.get("__name__")
+        if home is not None and is_of_library(str(home)):
+            return True
+        first = next(iter(frame.f_code.co_varnames), "")
+        known = home is not None or id(frame.f_globals) in self._known or id(frame.f_locals.get(first)) in self._known
+        # A text that has names of its own says nothing of who wrote it; who evaluates or calls it does.
+        caller = frame.f_back
+        return not known and caller is not None and not _is_watched(caller.f_code)
 
     def _take_environment(self, frame: FrameType) -> None:
         """Note which variable of the environment the user's code has asked Python for, in whatever way."""
@@ -271,7 +411,7 @@ class Watch:
                 self._visit(value, known[1], own)
                 # What the method is called from is found by its name in the class.
                 if name == first:
-                    self._take_method(value, frame.f_code, own)
+                    self._take_method(value, find_original(frame.f_code), own)
 
     def _take_method(self, value: Any, code: CodeType, own: _Frame) -> None:
         """Note the method of an object that is running, with the variables of its closure."""
@@ -291,6 +431,12 @@ class Watch:
         if key in self._looked or is_plain(value):
             return
         self._looked.add(key)
+        if isinstance(value, CACHED):
+            self._once |= {*_list_codes(value.__wrapped__)}
+        elif isinstance(value, FunctionType) and not is_namespace(value.__globals__):
+            self._known.setdefault(id(value.__globals__), (value.__globals__, label))
+        # A module may import another one to answer.
+        end = begin_aside() if isinstance(value, ModuleType) and "__getattr__" in vars(value) else None
         if id(value) in self._weights and "requires_grad" in own.names.loads:
             module, name = self._weights[id(value)]
             at = label.of("requires_grad")
@@ -299,6 +445,8 @@ class Watch:
         for found in list_places(value, own.names, label):
             if not (found.name == CONTENTS and id(value) in self._weights):
                 self._take(found, own)
+        if end is not None:
+            end()
 
     def _take(self, found: Found, own: _Frame) -> None:
         """Note a place, and go on with the object that is in it."""
@@ -307,6 +455,7 @@ class Watch:
             seen = self._seen.get(found.key) or self._begin(found)
             seen.homes.add(own.home)
             seen.by_hooks &= own.in_hook
+            seen.library &= found.label.library
             seen.loaded |= name in (ITEMS, VARIABLE, CONTENTS) or own.names.reads(name)
             if name in own.names.stores:
                 seen.stored = f"{own.file}:{own.names.stores[name]}"
@@ -323,7 +472,9 @@ class Watch:
         container = found.value if found.name == ITEMS else None
         # torch alone keeps no value in a place that nobody can write to.
         asked = found.value is ABSENT and found.place.write is None
-        seen = self._seen[found.key] = Seen(found.place, _read(found.place), container, asked=asked)
+        seen = self._seen[found.key] = Seen(
+            found.place, _read(found.place), container, asked=asked, library=found.label.library
+        )
         return seen
 
 
@@ -340,14 +491,15 @@ def _is_watched(code: CodeType) -> bool:
     return not (file.startswith((*_TORCHS, FXSPLIT, "<eval_with_key")) or _is_of_python(code))
 
 
-def _is_made_by_library(frame: FrameType) -> bool:
-    """Return whether code without a file is a library's: a method of its dataclass, or a text that it evaluates."""
-    home = frame.f_globals.get("__name__")
-    if home is not None:
-        return is_of_library(str(home)) or str(home).partition(".")[0] == "fxsplit"
-    # A text that has names of its own says nothing of who wrote it; who evaluates it does.
-    caller = frame.f_back
-    return frame.f_code.co_name == "<module>" and caller is not None and not _is_watched(caller.f_code)
+def _begins_aside(code: CodeType) -> bool:
+    """Return whether Python imports a module in this code, or torch.compile compiles a function in it."""
+    is_import = code.co_filename.startswith("<frozen importlib") and code.co_name in _ASIDES
+    return is_import or code.co_filename == COMPILER
+
+
+def _is_torchs(namespace: dict[str, Any]) -> bool:
+    """Return whether code with these globals is torch's or fxsplit's, as what torch.compile writes to files is."""
+    return str(namespace.get("__name__")).partition(".")[0] in (*TORCHS, "fxsplit")
 
 
 def _is_of_python(code: CodeType) -> bool:
@@ -361,8 +513,8 @@ def _is_hook(frame: FrameType, module: nn.Module | None) -> bool:
     caller = frame.f_back
     if module is None or caller is None or caller.f_code.co_name not in _CALLS_OF_MODULES:
         return False
-    code = getattr(module.forward, "__code__", frame.f_code)
-    return code is not frame.f_code
+    own = find_original(frame.f_code)
+    return getattr(module.forward, "__code__", own) is not own
 
 
 def _find_method(kind: type, code: CodeType) -> Names:
