@@ -13,6 +13,8 @@ from fxsplit.ir.facts.antichains import Antichains
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.facts.pins import Pins
+from fxsplit.ir.facts.plan import Plan
+from fxsplit.ir.facts.scope import Scope
 from fxsplit.ir.facts.states import States
 from fxsplit.ir.facts.workload import Workload
 from fxsplit.ir.graph import IR
@@ -50,8 +52,15 @@ class Partition(Options):
         # The time limit is for this pass alone: the ideals were enumerated before.
         clock = Clock.limited(self.time_limit)
         try:
-            return ir.learn(plan_stages(task, chains, ir[States], enumerate_again, clock))
+            return ir.learn(_note_rows(plan_stages(task, chains, ir[States], enumerate_again, clock), ir))
         except TooFewParts as error:
             warn_user(f"some stages only pass values on, since the model takes fewer: {error}")
         task = replace(task, workload=replace(task.workload, may_idle=True))
-        return ir.learn(plan_stages(task, chains, ir[States], enumerate_again, clock))
+        return ir.learn(_note_rows(plan_stages(task, chains, ir[States], enumerate_again, clock), ir))
+
+
+def _note_rows(plan: Plan, ir: IR) -> Plan:
+    """Return the plan with the sizes of microbatches that the graph is for, if it is for these only."""
+    scope = ir.get(Scope)
+    # Proven as it was: the sizes are no part of what is proven.
+    return replace(plan, fixed_rows=scope.fixed_sizes).prove(plan.proof) if scope and scope.fixed_sizes else plan

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf
 
 from fxsplit.api.lowering import lower
@@ -13,8 +13,8 @@ from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.graph import IR
 from fxsplit.runtime.microbatches import divide_rows
 
-CaptureRows = Callable[[int], IR]
-"""Captures the model for microbatches of so many rows."""
+CaptureRows = Callable[[Sequence[int]], IR]
+"""Captures the model for microbatches that have so many rows each."""
 
 
 def choose_candidate(options: Options, rows: int, capture_rows: CaptureRows) -> tuple[Candidate, Costs | None]:
@@ -33,7 +33,7 @@ def choose_candidate(options: Options, rows: int, capture_rows: CaptureRows) -> 
     # One capture for each number: the size of a microbatch decides what operators cost. The largest come first.
     for count in sorted({candidate.n_microbatches for candidate in candidates}):
         try:
-            captured = capture_rows(divide_rows(rows, count)[0])
+            captured = capture_rows(divide_rows(rows, count))
         except InputError:
             # Batch norm, for example, trains on no single row.
             if fitting or refused:

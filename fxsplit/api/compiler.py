@@ -216,7 +216,7 @@ class Compiler:
         """Return the record of a mode for the shapes of another call, where its graph is the model there as well."""
         inputs, tensors = Inputs.of(self.model, *call, self.options.chunks)
         count = first.adapt_candidate(self.options, inputs.count_rows(tensors)).n_microbatches
-        rows = divide_rows(inputs.count_rows(tensors), count)[0]
+        rows = divide_rows(inputs.count_rows(tensors), count)
         with enable_gradients(), cast_in_place(self._kinds, tensors, self._read_dtype()):
             captured = fit_to_shapes(first.captured, self.model, call, rows, read_stated(self.options))
         found = None if captured is None else replace(first, captured=captured)

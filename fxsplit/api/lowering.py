@@ -51,13 +51,13 @@ def capture_model(
     model: nn.Module,
     options: Options,
     call: Call,
-    rows: int,
+    rows: int | Sequence[int],
     *,
     from_shapes: bool,
     grad_enabled: bool = True,
     earlier: Sequence[IR] = (),
 ) -> IR:
-    """Return the graph of the model in its present mode, for microbatches of so many rows.
+    """Return the graph of the model in its present mode, for microbatches of so many rows (see `capture`).
 
     `grad_enabled`: the caller's grad mode. `earlier`: what was captured before. `from_shapes`: nothing is
     computed. A model that needs its values to be captured is captured with them where it has them on one device. Raises

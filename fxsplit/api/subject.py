@@ -125,7 +125,7 @@ class Subject:
         return Found(told.candidate, captured, final, costs, told.moves_weights)
 
     def _capture(self, candidate: Candidate) -> IR:
-        captured = self.pin(self.capture_rows(divide_rows(self.rows, candidate.n_microbatches)[0]))
+        captured = self.pin(self.capture_rows(divide_rows(self.rows, candidate.n_microbatches)))
         self.graphs.append(describe_graph(captured))
         return captured
 

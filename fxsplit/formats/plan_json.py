@@ -71,6 +71,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "schedule": plan.schedule,
         "n_microbatches": plan.n_microbatches,
         "rows": plan.rows,
+        "fixed_rows": list(plan.fixed_rows),
         "spread": plan.spread,
         "measured_on": plan.measured_on,
         "compress": plan.compress or None,
@@ -132,6 +133,7 @@ def parse_plan(data: Any, name: str) -> Plan:
             measured_on=str(data.get("measured_on", "")),
             shared_ms=_number(data.get("shared", 0.0), "shared"),
             compress=_read_compress(data.get("compress")),
+            fixed_rows=tuple(_count(rows, "fixed_rows") for rows in as_list(data.get("fixed_rows", []))),
         )
         return plan.prove(proof)
     except (KeyError, TypeError, ValueError, AttributeError, PlanError) as error:

@@ -70,13 +70,15 @@ def capture(
     model: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    rows: int,
+    rows: int | Sequence[int],
     stated: Stated = NOTHING_STATED,
     from_shapes: bool = False,
     grad_enabled: bool = True,
     earlier: Sequence[IR] = (),
 ) -> IR:
     """Return the IR of `model(*args, **kwargs)` in its present mode, for microbatches of its first `rows` rows.
+
+    rows: the size of the largest microbatch, or those of all microbatches in order.
 
     The IR knows its Example, Scope, CallEffects and PythonState. `from_shapes`: nothing is computed, and the graph is
     checked as far as shapes tell; a model with weights on the meta device is always captured so. `grad_enabled`: the
@@ -92,18 +94,20 @@ def capture(
     _refuse_unknown_weights(model)
     known = find_arguments(earlier, args, kwargs)
     inputs, tensors = Inputs.of(model, args, kwargs, stated.chunks, known)
+    divided = (rows,) if isinstance(rows, int) else tuple(rows)
     arguments = [Number(spec.place, known[spec.name]) for spec in inputs.numbers]
     subject = Subject(
         model,
         inputs,
         tensors,
-        rows,
+        max(divided),
         tuple(stated.leaves),
         from_shapes or lacks_values(model),
         numbers=(*arguments, *find_reads(earlier)),
+        divided=divided if sum(divided) == inputs.count_rows(tensors) else (),
     )
     # Copied before anything runs: forward() may write to its arguments.
-    sample = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in subject.take_rows(rows))
+    sample = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in subject.take_rows(subject.rows))
     watch = Watch(model)
     # Every attempt runs forward(), which may write to more than the model.
     # What torch logs of an operator that fails, a TraceError says in a line.

@@ -15,6 +15,7 @@ from torch import nn
 from fxsplit.errors import TraceError
 from fxsplit.frontend.check.values import check_graph
 from fxsplit.frontend.export.exporter import LEAST_ROWS, TorchExport
+from fxsplit.frontend.export.fixed_rows import FixedRows, OtherGraph
 from fxsplit.frontend.follow import follow_numbers
 from fxsplit.frontend.graph import FrontEnd, Graph
 from fxsplit.frontend.graph_module import GivenGraph
@@ -36,8 +37,8 @@ def choose_graph(subject: Subject) -> Checked:
     """Return the first graph that is the model; raises TraceError, with every front end's reason, if there is none.
 
     A GraphModule is taken as it is. Any other model is traced symbolically; exported where that fails, with lengths
-    that vary, then with those of the example, and for whole batches also with its number of rows; traced with the
-    submodules whole in which tracing failed, where exporting fails too; and at last exported with submodules whole.
+    that vary, then with those of the example, then for the sizes of its microbatches only; traced with the submodules
+    whole in which tracing failed, where exporting fails too; and at last exported with submodules whole.
     """
     if GivenGraph.takes(subject.model):
         return _attempt(GivenGraph(), subject)
@@ -54,16 +55,20 @@ def choose_graph(subject: Subject) -> Checked:
         return _attempt(TorchExport(), subject)
     except TraceError as error:
         unexported = error
-    # A loss that compares rows, such as CLIP's, counts them for its labels: of whole batches that may be a constant.
-    if not subject.is_cut:
-        with suppress(TraceError):
-            return _attempt(TorchExport(rows_vary=False), subject)
+    # Window code such as Swin's, and a loss that compares rows such as CLIP's, make a constant of the number of rows.
+    fixed = FixedRows(TorchExport(rows_vary=False))
+    try:
+        return _attempt(fixed, subject)
+    except TraceError as error:
+        unfixed = error
     # The last one first: what has stopped it is nearest to what would help.
-    reasons = f"{unexported}; {untraced}"
+    last = unfixed if isinstance(unfixed, OtherGraph) else unexported
+    reasons = f"{last}; {untraced}"
     found = _attempt_around(SymbolicTrace(), subject, untraced, reasons)
     found = found or _attempt_around(TorchExport(), subject, unexported, reasons)
+    found = found or _attempt_around(fixed, subject, unfixed, reasons)
     if found is None:
-        raise TraceError(f"{unexported}. Before that, {untraced}") from unexported
+        raise TraceError(f"{last}. Before that, {untraced}") from last
     return found
 
 
@@ -86,12 +91,17 @@ def _check(subject: Subject, graph: Graph) -> Checked:
 
 def _check_rows(subject: Subject, graph: Graph) -> Checked:
     """Return a graph as `_check` does."""
+    if graph.scope.pins_rows(max(subject.rows, LEAST_ROWS)):
+        raise TraceError(f"forward() of {subject.name} makes its number of rows a constant ({subject.rows})")
     # torch.export takes one row for a constant, so it has only looked at two rows or more.
     least, most = graph.scope.bounds
     asked = least == LEAST_ROWS and not graph.scope.rows_fixed
     # Before the check of the microbatch, whose shapes are noted in the graph. That is one row itself at times.
     ran = asked and subject.rows != 1 and _runs_on_one_row(subject, graph)
     wider = asked and (subject.rows == 1 or ran)
+    # Each size of microbatch has numbers of its own in such a graph.
+    for size in subject.sizes[1:] if graph.scope.rows_fixed else ():
+        check_graph(subject, graph.gm, size)
     effects = check_graph(subject, graph.gm, subject.rows, by="nodes" if ran else "both")
     return replace(graph, scope=replace(graph.scope, bounds=(1, most))) if wider else graph, effects
 

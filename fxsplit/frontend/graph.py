@@ -62,9 +62,13 @@ def same_graph(a: fx.GraphModule, b: fx.GraphModule) -> bool:
     Weights must be the same objects. A constant may be another tensor of the same values: each capture makes its own.
     """
     return _list_nodes(a) == _list_nodes(b) and all(
-        one is other or (isinstance(one, Tensor) and isinstance(other, Tensor) and _has_equal_values(one, other))
-        for one, other in zip(list_fetched(a).values(), list_fetched(b).values(), strict=True)
+        same_constant(one, other) for one, other in zip(list_fetched(a).values(), list_fetched(b).values(), strict=True)
     )
+
+
+def same_constant(a: Any, b: Any) -> bool:
+    """Return whether two fetched values are one object, or tensors of the same values."""
+    return a is b or (isinstance(a, Tensor) and isinstance(b, Tensor) and _has_equal_values(a, b))
 
 
 def _has_equal_values(a: Tensor, b: Tensor) -> bool:

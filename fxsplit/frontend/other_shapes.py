@@ -6,6 +6,7 @@ other lengths, and the model itself has the last word: on each new shape both ru
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -33,10 +34,11 @@ DIFFER = (FxsplitError, RuntimeError, ValueError, TypeError, IndexError, Asserti
 """What a graph, or a model, raises on a shape that it is not made for."""
 
 
-def fit_to_shapes(captured: IR, model: nn.Module, call: Call, rows: int, stated: Stated) -> IR | None:
+def fit_to_shapes(captured: IR, model: nn.Module, call: Call, rows: int | Sequence[int], stated: Stated) -> IR | None:
     """Return the IR as one for the shapes of `call`, if its graph is the model there; None where a new one is needed.
 
-    rows: the size of the call's largest microbatch. stated: what the caller has stated of the model.
+    rows: the size of the call's largest microbatch, or those of all microbatches. stated: what the caller has stated of
+        the model.
     """
     scope, example, known = captured[Scope], captured[Example], captured[CallEffects]
     # Shapes alone tell nothing of a branch that forward() takes.
@@ -45,16 +47,21 @@ def fit_to_shapes(captured: IR, model: nn.Module, call: Call, rows: int, stated:
     inputs, tensors = Inputs.of(model, *call, stated.chunks)
     numbers = captured[PythonState].read_numbers({n: now for n, (_, now) in example.inputs.find_numbers(*call).items()})
     fitted = replace(scope, inputs=inputs, _passed=set())
-    subject = Subject(model, inputs, tensors, rows, tuple(stated.leaves))
+    divided = (rows,) if isinstance(rows, int) else tuple(rows)
+    subject = Subject(model, inputs, tensors, max(divided), tuple(stated.leaves), divided=divided)
     watch = Watch(model)
     try:
-        fitted.check_rows([rows])
+        fitted.check_rows(divided)
         # Noted once, since the check runs forward(), which may write to more than the model.
         list_changes(subject, watch)
         with undo_after(watch.put_back), restore_model(model), hide_logged_warnings("torch"):
             graph = _copy_graph(captured.gm)
             set_numbers(graph, numbers)
-            effects = check_graph(subject, graph, rows)
+            if scope.rows_fixed:
+                # Each size has numbers of its own in the graph.
+                for size in subject.sizes[1:]:
+                    check_graph(subject, graph, size)
+            effects = check_graph(subject, graph, subject.rows)
             asking = replace(subject, asks_for_gradients=watch.asks_for_gradients())
             effects = replace(effects, meanings=find_meanings(asking, graph, joined=stated.joined))
     except torch.OutOfMemoryError:

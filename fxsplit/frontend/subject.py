@@ -29,11 +29,12 @@ from fxsplit.torch_internals.thread_modes import enter_function_mode
 class Subject:
     """A model in its present mode, with one batch of tensors for its call.
 
-    `rows` is the size of a microbatch, at most that of the batch. `whole` are paths of submodules that must stay one
-    call each in the graph. `from_shapes`: the model computes shapes and no values, as it must where weights have none.
-    `asks_for_gradients`: forward() decides by whether gradients are enabled, or whether a weight requires one.
-    `numbers`: Python numbers that are to be inputs of the graph, where forward() only computes with them. `outputs`:
-    what the model has returned, by rows, wherever it ran on stand-ins: all that it will return again.
+    `rows` is the size of the largest microbatch, at most that of the batch. `divided` are the sizes of all of them, in
+    order, where they are known. `whole` are paths of submodules that must stay one call each in the graph.
+    `from_shapes`: the model computes shapes and no values, as it must where weights have none. `asks_for_gradients`:
+    forward() decides by whether gradients are enabled, or whether a weight requires one. `numbers`: Python numbers that
+    are to be inputs of the graph, where forward() only computes with them. `outputs`: what the model has returned, by
+    rows, wherever it ran on stand-ins: all that it will return again.
     """
 
     model: nn.Module
@@ -45,6 +46,7 @@ class Subject:
     asks_for_gradients: bool = False
     numbers: tuple[Number, ...] = ()
     outputs: dict[int, Any] = field(default_factory=dict)
+    divided: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -60,6 +62,11 @@ class Subject:
     def is_cut(self) -> bool:
         """Whether a batch becomes several microbatches, whose outputs have to be joined."""
         return self.rows < self.batch
+
+    @property
+    def sizes(self) -> list[int]:
+        """The sizes that microbatches have, each once, the largest first."""
+        return sorted({self.rows, *self.divided}, reverse=True)
 
     def take_rows(self, rows: int) -> list[Tensor]:
         """Return the first `rows` rows of each tensor, or every row twice where the batch has fewer rows."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -119,8 +120,8 @@ def test_each_number_of_microbatches_is_captured_and_measured_once() -> None:
     options = Options(machine=fxsplit.Machine.of(["cpu"] * 2), chain=parse_chain(FAST, PASSES), n_microbatches="auto")
     network, call, captured = model(), Call((torch.randn(16, 32),), {}), []
 
-    def capture_rows(rows: int) -> IR:
-        captured.append(rows)
+    def capture_rows(rows: Sequence[int]) -> IR:
+        captured.append(rows[0])
         return capture_model(network, options, call, rows, from_shapes=False)
 
     chosen, costs = choose_candidate(replace(options, schedule="auto"), 16, capture_rows)

@@ -7,7 +7,7 @@ argument cut otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fxsplit.errors import InputError
+from fxsplit.frontend.check.rows import cut_pieces
 from fxsplit.frontend.check.run import summarize
 from fxsplit.frontend.check.trial import Run, divide_evenly, run_pieces
 from fxsplit.frontend.no_trace_left import refuse_assignments
@@ -42,24 +43,37 @@ def explain_failure(subject: Subject, error: Exception) -> InputError | None:
     if not subject.is_cut:
         return None
     with subject.make_runnable(subject.batch) as here:
-        if _runs(here, subject.rows) or not _runs(here, subject.batch):
+        if not _runs(here, here.tensors):
+            return None
+        # A later microbatch may fail where the first one runs: offsets count from the start of the batch.
+        sizes = subject.divided or divide_evenly(subject.batch, subject.rows)
+        pieces = cut_pieces(here.inputs, here.tensors, sizes)
+        failing = next((m for m, piece in enumerate(pieces) if not _runs(here, piece)), None)
+        if failing is None:
             return None
         cuts = _find_cuts(subject, here)
+        counting = None if cuts or not failing else _find_counting(here, pieces[0], pieces[failing])
     way = (
         f"{_describe_cuts(cuts, here.inputs)}: state {_write_chunks(cuts)}"
         if cuts
+        else f"argument {counting!r} is the reason, as it does run with the values of {counting!r} for the first "
+        "microbatch, so they count from the start of the batch, as offsets do: give each row values of its own, such "
+        f"as lengths, state chunks={{{counting!r}: fxsplit.Replicate}} if every microbatch can take all of them, or "
+        "compile with n_microbatches=1"
+        if counting
         else "state which arguments have rows and which every microbatch needs whole, chunks={'name': 0} or "
         "chunks={'name': fxsplit.Replicate}, or compile for larger microbatches, such as with n_microbatches=1"
     )
+    which = f"microbatches of {subject.rows}" if failing == 0 else f"microbatch {failing}, which has {sizes[failing]}"
     return InputError(
-        f"{here.name} runs on the whole example of {subject.batch} rows, and not on microbatches of {subject.rows} "
+        f"{here.name} runs on the whole example of {subject.batch} rows, and not on {which} "
         f"({type(error).__name__}: {summarize(error)}): {way}"
     )
 
 
-def _runs(here: Runnable, rows: int) -> bool:
-    """Return whether the model runs on the first rows of the example, as it is."""
-    tensors = (t.detach().clone() for t in here.inputs.take_rows(here.tensors, rows))
+def _runs(here: Runnable, tensors: Sequence[Tensor]) -> bool:
+    """Return whether the model, as it is, runs on these tensors."""
+    tensors = [t.detach().clone() for t in tensors]
     # It may be one that no graph can be made of, because it writes to its weights.
     with keep_values(here.model.parameters()):
         try:
@@ -68,6 +82,18 @@ def _runs(here: Runnable, rows: int) -> bool:
         except Exception:
             return False
     return True
+
+
+def _find_counting(here: Runnable, first: Sequence[Tensor], failing: Sequence[Tensor]) -> str | None:
+    """Return the argument with which the model runs on a microbatch once it has the first microbatch's values."""
+    rows = here.inputs.count_rows(failing)
+    for i, spec in enumerate(here.inputs.specs):
+        if spec.cut.dim is not None:
+            tensors = list(failing)
+            tensors[i] = spec.cut.narrow(first[i], 0, rows)
+            if _runs(here, tensors):
+                return spec.name
+    return None
 
 
 def _find_cuts(subject: Subject, here: Runnable) -> dict[str, Cut]:

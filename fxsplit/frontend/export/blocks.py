@@ -24,11 +24,11 @@ class Region(nn.Module):
         super().__init__()
         self.body = body
         self._block = block
-        self._options = tuple(options)
+        self.options = tuple(options)
 
     def forward(self, *values: Any) -> Any:
         """Return what the body returns."""
-        return self._block(*self._options, self.body, *values)
+        return self._block(*self.options, self.body, *values)
 
 
 def is_block(node: Any) -> bool:

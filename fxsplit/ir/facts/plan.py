@@ -33,6 +33,8 @@ class Plan(Fact):
     `measured_on` is the accelerator that they are of, empty where that is a CPU or unknown. `shared_ms` is how long a
     microbatch keeps the busiest accelerator at work that several devices share; zero where none do. Loads are those of
     devices that share nothing. `compress` is how what crosses cuts is compressed: empty, `bf16` or `int8`.
+    `fixed_rows` are the sizes of microbatches that the graph is for, where forward() makes its number of rows a
+    constant; empty for a graph that takes other sizes as well.
 
     `proof` says how that bound is known: "search" where all plans were searched, "bound" where it is less sure to be
     reached, None where nobody has proven it. Only the planner fills it in: a plan that a pass makes or changes is not
@@ -52,6 +54,7 @@ class Plan(Fact):
     measured_on: str = ""
     shared_ms: float = 0.0
     compress: str = ""
+    fixed_rows: tuple[int, ...] = ()
     proof: Proof | None = field(default=None, init=False)
 
     derives_from: ClassVar[tuple[type, ...]] = (Costs, Machine, Workload, Pins)
@@ -221,6 +224,12 @@ class Plan(Fact):
             f"steady-state speed-up {speedup:.2f} over one device"
         )
         rows.append(f"{self.schedule}, {self.n_microbatches} microbatches of {self.rows} rows")
+        if self.fixed_rows:
+            sizes = " and ".join(map(str, self.fixed_rows))
+            rows.append(
+                f"the graph is for microbatches of {sizes} rows only, since forward() makes its number of rows a "
+                "constant; microbatches of another size get a graph of their own"
+            )
         if self.shared_ms:
             rows.append(
                 "stages that share a GPU take turns on it, and are planned as on GPUs of their own: a step takes "

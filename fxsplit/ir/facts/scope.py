@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -39,6 +39,12 @@ class Scope(GivenFact):
     _lengths: dict[Shapes, bool] = field(default_factory=dict, compare=False, repr=False)
 
     made_by: ClassVar[str] = "trace"
+
+    @property
+    def fixed_sizes(self) -> tuple[int, ...]:
+        """The numbers of rows that are constants of the graph, the largest first; empty if none is."""
+        least, most = self.bounds
+        return tuple(range(most, least - 1, -1)) if self.rows_fixed and most is not None else ()
 
     def other_shapes(self, tensors: Sequence[Tensor]) -> Shapes | None:
         """Return the shapes of `tensors`, without rows, if the graph is fixed for other shapes; None if it fits."""
@@ -92,6 +98,20 @@ class Scope(GivenFact):
                     f"({error}): choose n_microbatches so that all are like the example's"
                 ) from error
             self._passed.add(count)
+
+    def pins_rows(self, rows: int) -> bool:
+        """Return whether the guard refuses the numbers of rows around `rows`, and so makes a constant of it."""
+        if self.guard is None or self.rows_fixed:
+            return False
+
+        def is_refused(count: int) -> bool:
+            try:
+                replace(self, bounds=(1, None), _passed=set()).check_rows([count])
+            except InputError:
+                return True
+            return False
+
+        return all(map(is_refused, (rows + 1, 2 * rows, *([rows - 1] if rows > 1 else []))))
 
     def __str__(self) -> str:
         """One line: the front end, and the limits if there are any."""

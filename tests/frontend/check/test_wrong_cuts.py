@@ -146,3 +146,30 @@ def test_a_model_that_fails_by_itself_keeps_its_error() -> None:
     with pytest.raises(RuntimeError, match="mat1 and mat2") as caught:
         fxsplit.compile(nn.Linear(3, 3), 2, example_inputs=torch.randn(4, 5), n_microbatches=2, passes=FAST)
     assert not isinstance(caught.value, InputError)
+
+
+class Bags(nn.Module):
+    """Takes offsets of bags, which count from the start of the batch."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.bags, self.head, self.how = nn.EmbeddingBag(30, 8, mode="mean"), nn.Linear(8, 2), how
+
+    def forward(self, dense: Tensor, index: Tensor, offsets: Tensor) -> Tensor:
+        if self.how == "bags":
+            made: Tensor = self.head(self.bags(index, offsets) + dense)
+        else:
+            # Later microbatches lack their own rows at these positions.
+            made = self.head(dense + dense[offsets])
+        return made
+
+
+@pytest.mark.parametrize(("how", "values"), [("bags", [0, 3, 5, 9]), ("rows", [0, 1, 2, 3])])
+def test_a_failure_in_a_later_microbatch_names_the_argument(how: str, values: list[int]) -> None:
+    """The first microbatch ran, and torch's raw error came from the second."""
+    torch.manual_seed(0)
+    call = torch.randn(4, 8), torch.randint(30, (11,)), torch.tensor(values)
+    with pytest.raises(InputError, match=r"microbatch 1, .*argument 'offsets'.*chunks=\{'offsets'.*n_microbatches=1"):
+        fxsplit.compile(Bags(how), 2, example_inputs=call, n_microbatches=2, passes=FAST)
+    with fxsplit.compile(Bags(how), 2, example_inputs=call, n_microbatches=1, passes=FAST) as pipe:
+        torch.testing.assert_close(pipe(*call), pipe.model(*call))
