@@ -163,6 +163,8 @@ def test_the_planner_prices_fewer_bytes(tmp_path: Any, capsys: pytest.CaptureFix
 def test_bad_ways_are_refused_by_name() -> None:
     with pytest.raises(InputError, match="compress='zip': give 'bf16' or 'int8'"):
         fxsplit.compile(make_model(), ["cpu"] * 2, compress="zip")
+    with pytest.raises(InputError, match="compress='': give 'bf16' or 'int8'"):
+        fxsplit.compile(make_model(), ["cpu"] * 2, compress="")
     chain = "profile{repeats=1},cut{compress=bf16},augment,order,partition,emit"
     with pytest.raises(InputError, match=r"compress='int8', and a pass cut\{compress=bf16\}: state one way"):
         fxsplit.compile(make_model(), ["cpu"] * 2, example_inputs=X.double(), passes=chain, compress="int8")

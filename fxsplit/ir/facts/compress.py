@@ -28,8 +28,8 @@ _TENSOR = re.compile(r"(\w+)\[([\d, ]*)\]")
 
 
 def check_compress(how: object) -> None:
-    """Raise InputError for what is no way to compress; None and an empty text are none."""
-    if how not in (None, "", *HOW):
+    """Raise InputError for what is no way to compress; None is none."""
+    if how not in (None, *HOW):
         raise InputError(f"compress={how!r}: give {' or '.join(map(repr, HOW))}, or leave it out")
 
 
