@@ -5,7 +5,6 @@ A call goes to the compiler, which gives the program that runs it, and then with
 
 from __future__ import annotations
 
-import copy
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -51,6 +50,7 @@ from fxsplit.schedule.memory import trace_memory
 from fxsplit.schedule.of_plan import read_footprints, read_times
 from fxsplit.schedule.timeline import Timeline
 from fxsplit.torch_internals.containers import HOOKS
+from fxsplit.torch_internals.copies import copy_module
 from fxsplit.torch_internals.grad_accumulate import Receipt
 from fxsplit.torch_internals.thread_modes import refuse_foreign_modes
 from fxsplit.torch_internals.uncompiled import leave_uncompiled
@@ -127,7 +127,7 @@ class Pipeline(WithExports):
         """Return a pipeline over a copy of the model, with the same options, that compiles on its first call."""
         # A dump is of one compile.
         options = replace(self.compiler.options, dump=None)
-        made = memo[id(self)] = Pipeline(self.compiler.recompile_like(copy.deepcopy(self.model, memo), options))
+        made = memo[id(self)] = Pipeline(self.compiler.recompile_like(copy_module(self.model, memo), options))
         return made
 
     def __copy__(self) -> NoReturn:

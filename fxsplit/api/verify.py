@@ -6,7 +6,6 @@ their own rounding makes.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -32,6 +31,7 @@ from fxsplit.runtime.loss import LossFn, find_own_loss, sum_squares
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.away import is_away
 from fxsplit.torch_internals.containers import to_plain_outputs
+from fxsplit.torch_internals.copies import copy_module
 from fxsplit.torch_internals.fake_weights import are_together
 from fxsplit.torch_internals.generators import keep_torch_generators
 from fxsplit.torch_internals.interpret import preserve
@@ -132,7 +132,7 @@ def _train_copies(pipe: Pipeline, model: nn.Module, call: Call, dtype: torch.dty
     Raises InputError for a model without a float output, or one that draws random numbers besides dropout.
     """
     # The copies of `model` run unsplit, and one has weights off by rounding, to tell what rounding makes.
-    unsplit, shaken = copy.deepcopy(model), copy.deepcopy(model)
+    unsplit, shaken = copy_module(model), copy_module(model)
     _shake_weights(shaken)
     loss_fn = _choose_loss(unsplit, call, dtype, ranks)
     # Largest over all steps, by kind and name: the pipeline's differences, and those that rounding makes.
@@ -140,13 +140,13 @@ def _train_copies(pipe: Pipeline, model: nn.Module, call: Call, dtype: torch.dty
     rounding: dict[Key, float] = {}
     natural: dict[Key, float] = {}
     ways = _Ways(pipe, loss_fn, ranks.take_common_rows(model, call, pipe.compiler.options.chunks))
-    mine = copy.deepcopy(model)
+    mine = copy_module(model)
     with ways.compile(mine) as split:
         batch = split.compiler.prepare(get_mode(mine), call)
         trial = Trial.of(call, batch, split, loss_fn, ranks)
         effects = ways.measure(model, trial)
         for _ in range(STEPS):
-            neutral, whole = Neutral(trial, unsplit, 1e3 * TOLERANCE[dtype]), copy.deepcopy(unsplit)
+            neutral, whole = Neutral(trial, unsplit, 1e3 * TOLERANCE[dtype]), copy_module(unsplit)
             by_pieces, by_pipeline = trial.run(unsplit, batch.rows), trial.run_pipeline(split)
             by_whole = trial.run(whole, [sum(batch.rows)])
             _keep_largest(rounding, list_differences(trial.run(shaken, batch.rows), by_pieces))
@@ -230,13 +230,13 @@ class _Ways:
         options = self.pipe.compiler.options
         if not options.way_to_compress and options.gradient_hook is None:
             return _Effects()
-        exact = trial.run(copy.deepcopy(model), trial.batch.rows)
+        exact = trial.run(copy_module(model), trial.batch.rows)
         if how := options.way_to_compress:
-            with self.compile(copy.deepcopy(model), compress=how) as other:
+            with self.compile(copy_module(model), compress=how) as other:
                 compression = measure_compression(how, trial.run_pipeline(other), exact, trial.ranks)
         if options.gradient_hook is not None:
             hook: Any = trial.ranks.find_summing(self.pipe).copy_option()
-            with self.compile(copy.deepcopy(model), hook=hook) as other:
+            with self.compile(copy_module(model), hook=hook) as other:
                 effect = measure_hook(other, trial.run_pipeline(other), exact, trial.ranks, trial.weight)
         return _Effects(compression, effect)
 
@@ -269,7 +269,7 @@ def _convert(dtype: torch.dtype, model: nn.Module, call: Call) -> tuple[nn.Modul
         # Floating and complex numbers alone have gradients, and are what a dtype is for.
         return tensor.to(widen_dtype(tensor, dtype)) if tensor.is_floating_point() or tensor.is_complex() else tensor
 
-    copied = copy.deepcopy(model)._apply(convert)
+    copied = copy_module(model)._apply(convert)
     for module in copied.modules():
         if isinstance(module, RNNBase):
             # Its dropout happens inside one kernel, where `disable_dropout` does not reach.

@@ -6,7 +6,6 @@ pipelines side by side are added without any hook, one tensor after another. A p
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from fxsplit.runtime.ranks.portions import Kind, Portion, find_own_portion
 from fxsplit.runtime.ranks.summing import Summing
 from fxsplit.runtime.ranks.world import COMPILE_LIMIT_S
 from fxsplit.torch_internals.away import is_away
+from fxsplit.torch_internals.copies import copy_module
 from fxsplit.torch_internals.elsewhere import bring_back
 
 WHAT = "verify()"
@@ -55,7 +55,7 @@ class Ranks:
         if self._team is None:
             return model
         # The pipeline's own model keeps to the weights of this rank.
-        copied = copy.deepcopy(model)
+        copied = copy_module(model)
         named = dict(list_named(copied))
         for name, value in self._team.holdings.gather_values(named):
             if is_away(named[name]):

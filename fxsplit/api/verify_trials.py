@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -26,6 +25,7 @@ from fxsplit.ir.facts.meanings import Meaning
 from fxsplit.runtime.loss import LossFn, find_own_meaning, sum_squares, take_model_loss
 from fxsplit.runtime.program import Batch
 from fxsplit.torch_internals import pytree
+from fxsplit.torch_internals.copies import copy_module
 from fxsplit.torch_internals.expectations import normalise_rows_alone
 from fxsplit.torch_internals.fake_weights import Snapshot
 
@@ -91,7 +91,7 @@ class Neutral:
 
     def __init__(self, trial: Trial, model: nn.Module, tolerance: float) -> None:
         self._trial = trial
-        self._model = copy.deepcopy(model)
+        self._model = copy_module(model)
         self._tolerance = tolerance
 
     def find_apart(self, by_pieces: Outcome, by_whole: Outcome) -> dict[Key, str]:
@@ -109,7 +109,7 @@ class Neutral:
 
     def _run(self, rows: Sequence[int]) -> Outcome:
         """Return what a step leaves of a copy whose buffers are as before for every microbatch."""
-        model = copy.deepcopy(self._model)
+        model = copy_module(self._model)
         before = Snapshot(model.buffers())
         model.register_forward_pre_hook(lambda *_: before.restore())
         return self._trial.run(model, rows)

@@ -16,6 +16,7 @@ from fxsplit.errors import TraceError
 from fxsplit.frontend.asides import keep_notes
 from fxsplit.frontend.items import CONTAINERS, copy_items, has_items, merge_items, put_items_back
 from fxsplit.frontend.owners import find_foreign, is_imported, is_namespace
+from fxsplit.torch_internals.fake_weights import Snapshot
 from fxsplit.torch_internals.generators import keep_generators
 from fxsplit.torch_internals.undo import undo_after
 
@@ -45,7 +46,7 @@ class _Attributes:
         self._containers = [*own, *_list_collections(values)]
         self._before = self.read()
         # Neither parameters nor buffers.
-        self._tensors = [(v, v.detach().clone()) for v in values if isinstance(v, Tensor)]
+        self._tensors = Snapshot(v for v in values if isinstance(v, Tensor))
         self._own = {id(m.__dict__): m for m in modules}
 
     def read(self) -> list[tuple[Any, ...]]:
@@ -59,8 +60,8 @@ class _Attributes:
 
     def put_back(self) -> None:
         """Let everything hold again what it held before the block."""
-        for tensor, value in self._tensors:
-            tensor.detach().copy_(value)
+        # Written only where values have changed: a backward of the user's may need an activation as it is.
+        self._tensors.restore()
         changed = [pair for pair in zip(self._containers, self._before, strict=True) if not has_items(*pair)]
         if not changed:
             return

@@ -5,7 +5,6 @@ The peak of memory is that of the largest operator. Caches are warmer than in th
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from fxsplit.passes.profile.time_in_step import (
 )
 from fxsplit.passes.profile.weigh import Weight
 from fxsplit.torch_internals import pytree
+from fxsplit.torch_internals.copies import copy_module
 
 
 @dataclass(frozen=True)
@@ -163,9 +163,9 @@ def _spread_offsets(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def _make_up_weights(module: nn.Module, device: torch.device) -> nn.Module:
     """Return a copy of a module whose weights are made up, on `device`."""
-    # deepcopy takes the made-up weights from its memo, and copies no weight of the module itself.
+    # The copy takes the made-up weights from its memo, and copies no weight of the module itself.
     made: dict[int, Any] = {id(w): make_up_tensor(w, device) for w in (*module.parameters(), *module.buffers())}
-    return copy.deepcopy(module, made)
+    return copy_module(module, made)
 
 
 def make_up_tensor(tensor: Tensor, device: torch.device) -> Tensor:

@@ -5,7 +5,6 @@ The usual way to measure; time_alone is for models that are too large for it. Wh
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -20,6 +19,7 @@ from fxsplit.passes.profile.clock import MOST_SWEEPS, Clock, Span, make_clock
 from fxsplit.passes.profile.thread import check_stop
 from fxsplit.passes.profile.weigh import Weight
 from fxsplit.torch_internals import pytree
+from fxsplit.torch_internals.copies import copy_module
 from fxsplit.torch_internals.grad_split import collect_weight_backwards, find_branch_nodes
 from fxsplit.torch_internals.grad_sums import Sums, make_shares
 from fxsplit.torch_internals.graph_devices import move_constants
@@ -258,7 +258,7 @@ def time_nodes(
     """
     # Weights may be on several devices: one kind of device is measured, and on it all of the graph.
     if any(w.device != device for w in (*gm.parameters(), *gm.buffers())):
-        gm = copy.deepcopy(gm).to(device)
+        gm = copy_module(gm).to(device)
         move_constants(gm, inputs[0].device, device)
     sweep = Sweep(gm, seen, timed, device)
     sweep.settle(*inputs)

@@ -6,7 +6,6 @@ batch and its pieces is what the model itself makes of them.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -21,6 +20,7 @@ from fxsplit.frontend.no_trace_left import refuse_assignments, restore_model
 from fxsplit.frontend.subject import Runnable
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.containers import to_plain_outputs
+from fxsplit.torch_internals.copies import copy_module
 from fxsplit.torch_internals.expectations import expect_averages, normalise_rows_alone
 from fxsplit.torch_internals.interpret import preserve
 from fxsplit.torch_internals.thread_modes import disable_compilers
@@ -141,7 +141,7 @@ def copy_in_double(here: Runnable, *, jitter: bool) -> Runnable | None:
     jitter: move all weights a little, so that layers that start at zero are told from those that compute nothing.
     """
     try:
-        model = copy.deepcopy(here.model).double()
+        model = copy_module(here.model).double()
     except Exception:  # whatever a model's own __deepcopy__ raises
         return None
     if jitter:

@@ -6,7 +6,6 @@ the first one, and replicas on other devices have copies.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -19,6 +18,7 @@ from fxsplit.ir.facts.machine import Device
 from fxsplit.ir.facts.stages import Stage, list_weights
 from fxsplit.runtime.stage.compiled_stage import Compilations
 from fxsplit.schedule.action import Action
+from fxsplit.torch_internals.copies import copy_module
 from fxsplit.torch_internals.grad_accumulate import is_plain
 from fxsplit.torch_internals.grad_split import BranchFinder
 from fxsplit.torch_internals.grad_sums import Share, Sums
@@ -166,8 +166,8 @@ def _copy_module(module: fx.GraphModule) -> fx.GraphModule:
     """Return a copy whose modules can hold other weights. Its weights and hooks are still the model's own objects."""
     hooks = [held for m in module.modules() for key, held in m.__dict__.items() if "_hooks" in key]
     shared = [*list_weights(module), *(held for held in hooks if held is not None)]
-    # What deepcopy finds in its memo, it does not copy.
-    return copy.deepcopy(module, {id(one): one for one in shared})
+    # What is in the memo is not copied.
+    return copy_module(module, {id(one): one for one in shared})
 
 
 def _read_state(weight: Tensor) -> tuple[int, int | None]:
