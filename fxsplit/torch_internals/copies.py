@@ -18,6 +18,9 @@ from fxsplit.torch_internals.thread_modes import enter_function_mode
 
 T = TypeVar("T")
 
+COPY: Any = Tensor.__deepcopy__
+"""What copies a tensor, and sees the modes in force."""
+
 
 def copy_module(module: T, memo: dict[int, Any] | None = None) -> T:
     """Return a deep copy, in which tensors that autograd has computed are detached; the module's own stay as they are.
@@ -35,7 +38,7 @@ class _Detaching(TorchFunctionMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run one function of torch's; no mode is in force meanwhile."""
-        if func is not Tensor.__deepcopy__:
+        if func is not COPY:
             return func(*args, **(kwargs or {}))
         tensor, memo = args
         if id(tensor) in memo:
