@@ -15,6 +15,7 @@ from fxsplit.frontend.subject import Subject
 from fxsplit.ir.facts.python_state import Number
 from fxsplit.ir.facts.scope import Scope
 from fxsplit.torch_internals.interpret import find_target
+from fxsplit.torch_internals.user_lines import is_users
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,14 @@ def find_submodule(node: fx.Node) -> str | None:
     # fx and torch.export both note the stack of modules here, outermost first; the model's own path is empty.
     paths = [str(path) for path, *_ in (node.meta.get("nn_module_stack") or {}).values()]
     return next((path for path in reversed(paths) if path), None)
+
+
+def find_line(node: fx.Node) -> str:
+    """Return the user's file and line that a node is from, to follow its name in a message; nothing if unknown."""
+    rows = (row.strip() for row in str(node.meta.get("stack_trace") or "").splitlines())
+    places = [row.split(", in ")[0] for row in rows if row.startswith('File "')]
+    own = [place for place in places if is_users(place.split('"')[1])]
+    return f" from {own[-1]}" if own else ""
 
 
 def list_fetched(gm: fx.GraphModule) -> dict[str, Any]:

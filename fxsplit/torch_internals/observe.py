@@ -29,8 +29,18 @@ JOINS = ("CatBackward0", "StackBackward0")
 CUTS = ("detach_", "requires_grad_")
 """Methods that write to what autograd knows of a tensor, and not to its memory."""
 
+KEPT = (
+    "a backward runs through a tensor that was computed while a pipeline was compiled, and a hook (or an attribute "
+    "of a module) has kept it: compile first, with example_inputs=, and then drop what hooks have kept so far"
+)
+"""What is said of a backward through an observed graph, which runs forward only."""
+
 Visit = Callable[[fx.Node, Any, tuple[Any, ...], dict[str, Any]], None]
 """Called before a node runs, with (node, the callable behind it, its arguments, its keyword arguments)."""
+
+
+class _BackwardInsideError(FxsplitError):
+    """A node runs a backward while it is observed, as a module that computes forces does."""
 
 
 @dataclass
@@ -143,6 +153,11 @@ class ObservingInterpreter(Interpreter):
         self._charge(n, saved)
         return value
 
+    def list_made(self) -> list[Tensor]:
+        """Return the tensors that calls have made: a hook may let one want a gradient, which nobody collects."""
+        values = (self.env.get(node) for node in self._nodes if node.op.startswith("call"))
+        return [t for value in values for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
+
     def note_unkept(self) -> None:
         """Note what of each node's memory autograd does not keep; a later node may be the one that keeps it."""
         there = self._kept | self._weights
@@ -172,13 +187,21 @@ class ObservingInterpreter(Interpreter):
         def keep(tensor: Tensor) -> None:
             saved.extend(part.untyped_storage() for part in list_parts(tensor))
 
+        def refuse_backward(_: object) -> Tensor:
+            raise _BackwardInsideError(KEPT) if running else FxsplitError(KEPT)
+
+        running = True
         # The hook hands nothing on to autograd: a graph that holds `saved` would keep itself alive for ever.
         try:
-            with enter_saved_hooks(keep, _no_backward):
+            with enter_saved_hooks(keep, refuse_backward):
                 return super().run_node(n), saved
+        except _BackwardInsideError:
+            saved.clear()  # the node takes gradients by itself, of which the hook knows nothing
         except RuntimeError as error:
             if not is_refusal_of_hooks(error):
                 raise
+        finally:
+            running = False
         # torch.func refuses such hooks: of what it saves, the tensors that the node reads are all that is known.
         return super().run_node(n), [part.untyped_storage() for t in tensors for part in list_parts(t)]
 
@@ -228,7 +251,7 @@ def observe(
         observer.note_unkept()
         observer.note_layouts()
         # A tensor from a closure would be trained by the model and by no stage.
-        known = {id(t) for t in (*own.parameters(), *own.buffers(), *leaves)}
+        known = {id(t) for t in (*own.parameters(), *own.buffers(), *leaves, *observer.list_made())}
         outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
         foreign = next((leaf for t in outputs for leaf in find_leaves(t) if id(leaf) not in known), None)
     if foreign is not None:
@@ -251,14 +274,6 @@ def _has_weights(gm: nn.Module, node: fx.Node) -> bool:
         return True
     fetched = (find_target(gm, i) for i in node.all_input_nodes if i.op == "get_attr")
     return any(isinstance(target, nn.Parameter) for target in fetched)
-
-
-def _no_backward(packed: object) -> Tensor:
-    """Raise FxsplitError: an observed graph runs forward only, and a hook may have kept what it made."""
-    raise FxsplitError(
-        "a backward runs through a tensor that was computed while a pipeline was compiled, and a hook (or an attribute "
-        "of a module) has kept it: compile first, with example_inputs=, and then drop what hooks have kept so far"
-    )
 
 
 def _describe(value: Any) -> Observation:

@@ -93,3 +93,8 @@ def _hook_transform(x: Tensor) -> None:
     """Call a transform of torch.func where there are hooks on saved tensors."""
     with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         torch.func.grad(lambda value: value.exp().sum())(x)
+
+
+def is_refusal_to_differentiate(error: Exception) -> bool:
+    """Return whether autograd was asked for a gradient of a tensor that has none."""
+    return isinstance(error, RuntimeError) and "does not require grad and does not have a grad_fn" in str(error)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+import fxsplit
 from fxsplit.errors import FxsplitError, TraceError
 from fxsplit.torch_internals import rng
 from fxsplit.torch_internals.observe import Observation, observe
@@ -171,3 +172,53 @@ def test_who_keeps_a_tensor_and_who_joins_it() -> None:
     assert (seen["first"].kept_for, seen["first"].kept_for_bytes) == ("norm", FLOATS)
     assert (seen["tanh"].kept_for, seen["tanh"].kept_bytes) == ("", FLOATS)
     assert seen["norm"].written_bytes == 2 * 8 * 4 + 8 and seen["norm"].mutates == ()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_an_activation_that_a_hook_lets_want_a_gradient_trains_what_comes_after(whole: bool) -> None:
+    """Adapters with gradient checkpointing ask for it at a frozen embedding, and the model was refused."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    model[0].requires_grad_(False)
+    model[1].requires_grad_(False)
+    model[0].register_forward_hook(lambda module, args, out: out.requires_grad_(True))
+    ids = torch.randint(20, (8, 5))
+    model(ids).square().sum().backward()
+    wanted = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    passes = [fxsplit.leaf("0"), *fxsplit.DEFAULT] if whole else fxsplit.DEFAULT
+    with fxsplit.compile(model, 2, n_microbatches=4, passes=passes) as pipe:
+        pipe(ids).square().sum().backward()
+    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+        assert (parameter.grad is None) == (gradient is None)
+        if gradient is not None:
+            torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=1e-10)
+
+
+class Forces(nn.Module):
+    """Takes a gradient of its own in forward()."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.requires_grad_() if x.is_leaf else x
+            return torch.autograd.grad(self.b(torch.tanh(self.a(x))).sum(), x, create_graph=True)[0]
+
+
+def test_a_submodule_that_takes_gradients_by_itself_is_right() -> None:
+    """Its backward was taken for one that a hook had kept, of which there was none."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), Forces(), nn.Linear(6, 3)).double()
+    x = torch.randn(8, 6, dtype=torch.float64)
+    wanted = model(x)
+    gradients = torch.autograd.grad(wanted.square().sum(), [*model.parameters()], allow_unused=True)
+    with fxsplit.compile(model, 2, n_microbatches=4, passes=[fxsplit.leaf("1"), *fxsplit.DEFAULT]) as pipe:
+        found = pipe(x)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
+        found.square().sum().backward()
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        if gradient is not None:
+            torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=1e-10)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from fxsplit.errors import FxsplitError, TraceError
-from fxsplit.frontend.graph import find_submodule
+from fxsplit.frontend.graph import find_line, find_submodule
 from fxsplit.frontend.subject import Runnable
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.interpret import Interpreter, describe_tensor, preserve
@@ -32,9 +32,10 @@ class Runner(Interpreter):
         except FxsplitError:  # says more than this could
             raise
         except Exception as error:
+            path = find_submodule(n) or "its.path"
             raise TraceError(
-                f"node {n.name!r} of the graph does not run, although the model does ({summarize(error)}): keep the "
-                f"module that it is from whole, fxsplit.leaf({find_submodule(n) or 'its.path'!r})",
+                f"node {n.name!r}{find_line(n)} of the graph does not run, although the model does "
+                f"({summarize(error)}): keep the module that it is from whole, fxsplit.leaf({path!r})",
                 submodule=find_submodule(n),
             ) from error
         if n.op != "placeholder":

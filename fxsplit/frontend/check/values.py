@@ -44,6 +44,13 @@ from fxsplit.torch_internals.grad_leaves import watch_hooks
 from fxsplit.torch_internals.interpret import get_storage_id, preserve
 from fxsplit.torch_internals.layouts import list_parts
 from fxsplit.torch_internals.user_lines import warn_user
+from fxsplit.torch_internals.words import is_refusal_to_differentiate
+
+TAKES_GRADIENTS = (
+    "forward() of {} takes a gradient by itself, as autograd.grad does, and it also runs without gradients: take it in "
+    "a submodule, inside of torch.enable_grad(), and keep that submodule whole, fxsplit.leaf('its.path')"
+)
+"""What is said of a model that differentiates in forward() and fails under no_grad."""
 
 By = Literal["nodes", "code", "both"]
 """How a graph runs: node by node, as its code, or in both ways."""
@@ -163,6 +170,8 @@ def _run_model(here: Runnable, tensors: Sequence[Tensor]) -> tuple[Any, list[Ten
             call = here.inputs.make_call(tensors)
             returned = here.run_call(call)
         except Exception as error:
+            if not torch.is_grad_enabled() and is_refusal_to_differentiate(error):
+                raise TraceError(TAKES_GRADIENTS.format(here.name)) from error
             error.add_note(f"fxsplit called the unsplit model with one microbatch of {here.rows} rows")
             raise
         buffers = [b.clone() for b in here.model.buffers()]

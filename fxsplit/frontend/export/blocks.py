@@ -32,8 +32,11 @@ class Region(nn.Module):
 
 
 def is_block(node: Any) -> bool:
-    """Return whether a node calls a block."""
-    return isinstance(node.target, torch._ops.HigherOrderOperator)
+    """Return whether a node calls a block; a higher order operator without a body is an operator like any other."""
+    if not isinstance(node, fx.Node) or not isinstance(node.target, torch._ops.HigherOrderOperator):
+        return False
+    program = node.graph.owning_module
+    return program is not None and any(isinstance(a, fx.Node) and _fetches_body(program, a) for a in node.args)
 
 
 def find_body(program: fx.GraphModule, block: fx.Node) -> tuple[int, fx.GraphModule]:

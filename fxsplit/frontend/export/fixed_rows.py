@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 
 from fxsplit.errors import TraceError
 from fxsplit.frontend.export.blocks import Region
-from fxsplit.frontend.graph import FrontEnd, Graph, find_submodule, list_fetched, same_constant, same_graph
+from fxsplit.frontend.graph import FrontEnd, Graph, find_line, find_submodule, list_fetched, same_constant, same_graph
 from fxsplit.frontend.subject import Subject
 from fxsplit.ir.facts.call import Inputs
 
@@ -160,19 +160,13 @@ class _Merge:
     def _make_error(self, what: str, node: fx.Node | None) -> OtherGraph:
         """Return the error for graphs that are no one graph."""
         sizes = " and ".join(map(str, self._sizes))
-        line = "" if node is None else _find_line(node)
+        line = "" if node is None else find_line(node)
         return OtherGraph(
             f"the graph of {self._subject.name} is another one for microbatches of {sizes} rows ({what}{line}), and "
             "its number of rows is a constant: give batches that n_microbatches divides, so that all microbatches have "
             "the same number of rows (a DataLoader's last batch: drop_last=True)",
             submodule=None if node is None else find_submodule(node),
         )
-
-
-def _find_line(node: fx.Node) -> str:
-    """Return the line of forward() that a node is from, to follow its name; nothing where it is unknown."""
-    rows = [row.strip() for row in str(node.meta.get("stack_trace") or "").splitlines() if row.strip()]
-    return f", from {rows[-1]!r}" if rows else ""
 
 
 def _is_same_target(a: Any, b: Any) -> bool:

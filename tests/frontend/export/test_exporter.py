@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_mask
 
 import fxsplit
 from fxsplit.errors import InputError, TraceError
@@ -185,3 +186,26 @@ def test_rows_that_are_a_constant_of_whole_batches() -> None:
         pytest.raises(InputError, match="its rows depend on each other"),
     ):
         pipe(torch.randn(6, 4).double())
+
+
+class Documents(nn.Module):
+    """Makes its mask from a function of positions, which leaves an operator of higher order without a body."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Embedding(20, 8), nn.Linear(8, 8)
+
+    def forward(self, ids: Tensor, doc: Tensor) -> Tensor:
+        x, length = self.a(ids), ids.shape[1]
+        mask = create_mask(lambda b, h, q, k: doc[0, q] == doc[0, k], 1, 1, length, length, device="cpu")
+        made: Tensor = self.b(nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask[0]))
+        return made
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_operator_without_a_body_is_named_with_its_line(n: int) -> None:
+    """It was taken for a block, and the search for its body ended with a bare StopIteration."""
+    call = torch.randint(20, (4, 6)), torch.tensor([[0, 0, 1, 1, 1, 2]])
+    chunks: Any = {"ids": 0, "doc": fxsplit.Replicate}
+    with pytest.raises(TraceError, match=r"test_exporter\.py.*leaf\("):
+        fxsplit.compile(Documents(), 2, example_inputs=call, n_microbatches=n, chunks=chunks, passes=FAST)
