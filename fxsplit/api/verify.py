@@ -103,7 +103,7 @@ def verify(pipe: Pipeline, inputs: Any, more: Mapping[str, Any] | None = None) -
     of squares of all float outputs. A model that is frozen as a whole is thawed, and batch norm is not deferred.
     Neither the pipeline nor its model are changed. Over ranks all of them call this, each with the batch of its
     pipeline, and all return the same. Raises InputError for a model that draws random numbers otherwise, and for
-    asynchronous schedules.
+    asynchronous schedules, and for a model that runs in neither dtype, as one with parts in several dtypes may.
     """
     call = parse_example_inputs(inputs)
     call.kwargs.update(more or {})
@@ -119,11 +119,28 @@ def verify(pipe: Pipeline, inputs: Any, more: Mapping[str, Any] | None = None) -
             try:
                 return _train_copies(pipe, *_convert(torch.float64, model, call), torch.float64, ranks)
             except _Refused:
+                pass
+            try:
                 return _train_copies(pipe, *_convert(torch.float32, model, call), torch.float32, ranks)
+            except _Refused as refused:
+                # The model's own error where it is this rank that refuses.
+                raise _explain_refusal(model, refused) from refused.__cause__
 
 
 class _Refused(Exception):
-    """The model does not run in float64."""
+    """The model does not run in one dtype for all weights and inputs."""
+
+
+def _explain_refusal(model: nn.Module, refused: _Refused) -> InputError:
+    """Return the error for a model that runs neither in float64 nor in float32."""
+    own = sorted({str(w.dtype).removeprefix("torch.") for w in model.parameters() if w.is_floating_point()})
+    cause = refused.__cause__
+    why = f" ({type(cause).__name__}: {str(cause).strip().splitlines()[0]})" if cause and str(cause).strip() else ""
+    return InputError(
+        f"{type(model).__name__} runs neither in float64 nor in float32{why}, and verify() compares in one of them for "
+        f"all weights and inputs; the weights are in {', '.join(own) or 'no floating dtype'}. Cast to the dtype of a "
+        "weight in forward(), as in x.to(self.weight.dtype), and not to one that is written out"
+    )
 
 
 def _train_copies(pipe: Pipeline, model: nn.Module, call: Call, dtype: torch.dtype, ranks: Ranks) -> Verification:
@@ -182,14 +199,15 @@ def _join(found: Mapping[Key, float], rounding: Mapping[Key, float]) -> tuple[Di
 
 def _choose_loss(model: nn.Module, call: Call, dtype: torch.dtype, ranks: Ranks) -> LossFn | None:
     """Return the loss to train with, None for the model's own; raises _Refused or InputError for a model of no use."""
-    refused, first = False, None
+    refused: _Refused | None = None
+    first = None
     try:
         first = _run_without_trace(model, call, dtype)
-    except _Refused:
-        refused = True
+    except _Refused as error:
+        refused = error
     # Ranks have other batches, and go on in one dtype.
-    if ranks.any(refused):
-        raise _Refused
+    if ranks.any(refused is not None):
+        raise refused or _Refused
     if not all(_are_equal(first, _run_without_trace(model, call, dtype)) for _ in range(RUNS)):
         raise InputError(
             f"{type(model).__name__} draws random numbers besides dropout, so no two runs of it are equal: verify it "
@@ -285,7 +303,7 @@ def _convert(dtype: torch.dtype, model: nn.Module, call: Call) -> tuple[nn.Modul
 
 
 def _run_without_trace(model: nn.Module, call: Call, dtype: torch.dtype) -> Any:
-    """Return what the model returns, without a trace on it; raises _Refused where it does not run in a dtype."""
+    """Return what the model returns, without a trace on it; raises _Refused if it does not run in a dtype."""
     try:
         with torch.no_grad(), preserve(model):
             # A new seed each time, or a model that draws would draw the same. preserve() restores the generator.
@@ -293,9 +311,7 @@ def _run_without_trace(model: nn.Module, call: Call, dtype: torch.dtype) -> Any:
             own, named = clone_call(call)
             outputs = model(*own, **named)
     except RuntimeError as error:
-        if dtype is torch.float64:
-            raise _Refused from error
-        raise
+        raise _Refused from error
     finite = all(bool(t.isfinite().all()) for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor))
     # Constants made for float32, such as a mask of its least number, may give no numbers in float64.
     if dtype is torch.float64 and not finite:
