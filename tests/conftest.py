@@ -1,4 +1,4 @@
-"""Settings and fixtures for all tests: one intra-op thread, seeds, and no worker thread and no mode left behind."""
+"""Settings and fixtures for all tests: seeds, stated times, and no worker thread and no mode left behind."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack as list_modes
 
 from fxsplit.torch_internals import grad_catch, grad_split
+from tests.times import measure_times, state_times
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +44,15 @@ def small_weights_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setattr(grad_split, "LEAST_PRODUCTS", defaultdict(int))
     monkeypatch.setattr(grad_catch, "LEAST_BYTES", 200)
+
+
+@pytest.fixture(autouse=True)
+def stated_times(request: pytest.FixtureRequest) -> None:
+    """A plan follows from what a test says, and not from how busy the machine is."""
+    if request.node.get_closest_marker("measured"):
+        measure_times()
+    else:
+        state_times()
 
 
 def list_workers() -> set[threading.Thread]:

@@ -38,6 +38,7 @@ import torch.distributed as dist
 
 from fxsplit.frontend.capture import LATE
 from fxsplit.torch_internals import grad_catch, grad_split
+from tests.times import state_times
 
 PRELOADED = ["pytest", "torch", "torch.distributed.checkpoint", "fxsplit.api.compile", "fxsplit.api.pipeline", *LATE]
 START_S = 120.0
@@ -243,6 +244,7 @@ def _joined(rank: int, n: int, folder: str, limit_s: float) -> Iterator[None]:
     # As in tests/conftest.py, in a process that it is not run in.
     grad_split.LEAST_PRODUCTS = defaultdict(int)
     grad_catch.LEAST_BYTES = 200
+    state_times()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     random.seed(0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -145,19 +144,17 @@ def make_pair() -> Any:
 def test_the_planner_prices_fewer_bytes(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
     costs = fxsplit.profile(Titan(width=64), torch.randint(11, (8, 5)), n_microbatches=4, device="cpu", repeats=1)
     path = str(tmp_path / "net.json")
-    # Of equal times, so that the best cut lies in the middle whatever was measured.
-    nodes = tuple(replace(n, forward_ms=10.0, backward_ms=20.0, weight_ms=None) for n in costs.nodes)
-    replace(costs, nodes=nodes).save(path)
+    costs.save(path)
     found = {}
     for how in ((), ("--compress", "bf16"), ("--compress", "int8")):
-        assert cli.main(["plan", path, "--devices", "2", "--bandwidth", "1e5", "--json", *how]) == 0
+        assert cli.main(["plan", path, "--devices", "2", "--bandwidth", "1e6", "--json", *how]) == 0
         found[how[-1] if how else None] = json.loads(capsys.readouterr().out)
     assert found[None]["objective"] > found["bf16"]["objective"] > found["int8"]["objective"]
     assert found["int8"]["compress"] == "int8" and found[None]["compress"] is None
     stage = found["int8"]["stages"][1]
     # Floats cross, and with them the buffer, which has no gradient.
     assert 0.25 * stage["in_bytes"] < stage["in_sent_bytes"] < 0.35 * stage["in_bytes"]
-    assert stage["receive_ms"] == pytest.approx((stage["in_sent_bytes"] + stage["in_sent_gradient_bytes"]) / 1e2)
+    assert stage["receive_ms"] == pytest.approx((stage["in_sent_bytes"] + stage["in_sent_gradient_bytes"]) / 1e3)
 
 
 def test_bad_ways_are_refused_by_name() -> None:

@@ -14,6 +14,7 @@ import fxsplit
 from fxsplit.api.heavy_modules import count_parts
 from fxsplit.errors import FxsplitWarning
 from tests.models import FAST
+from tests.times import state_times
 
 
 class Recurrent(nn.Module):
@@ -31,6 +32,7 @@ class Recurrent(nn.Module):
 def test_a_module_that_stands_in_the_way_is_named_unless_it_is_meant() -> None:
     """The plan said "speed-up 1.09" and nothing else."""
     x = torch.randn(8, 16, 8)
+    state_times(lstm=20.0)
     with pytest.warns(FxsplitWarning, match=r"submodule 'lstm' \(LSTM\) is one node and takes \d\d% of the time"):
         fxsplit.compile(Recurrent(), 2, example_inputs=x, passes=FAST)
     fxsplit.compile(Recurrent(), 2, example_inputs=x, passes=f"leaf{{path=lstm}},{FAST}")

@@ -23,6 +23,7 @@ def total(rank: int, world: int, number: int) -> tuple[int, torch.Tensor, int]:
 
 def fail(rank: int, world: int, folder: Path) -> None:
     (folder / str(rank)).write_text(str(os.getpid()))
+    dist.barrier()  # both have written
     if rank == 1:
         print("rank one was here")
         raise InputError("x=3 is odd")

@@ -19,6 +19,7 @@ from fxsplit.errors import BusyError, FxsplitError, InputError, StepTimeout
 from fxsplit.runtime.backends import threads
 from fxsplit.runtime.status import Status, WorkerStatus
 from tests.models import FAST
+from tests.times import state_times
 
 go_on = threading.Event()
 inside = threading.Event()
@@ -48,6 +49,7 @@ def pausing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(threads, "GRACE_S", 0.05)
     go_on.set()
     x = torch.randn(4, 4)
+    state_times(last=2.0)  # so that `pause` is in the first stage
     options: Any = {"n_microbatches": 2, "loss_fn": nn.functional.mse_loss, "passes": FAST}
     with fxsplit.compile(Pauses(), 2, example_inputs=x, **options) as pipe:
         try:

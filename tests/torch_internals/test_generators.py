@@ -210,7 +210,6 @@ def test_draws_on_accelerators_do_not_depend_on_cut_device_or_recomputation() ->
                 before, drawn = read_generators(), record.draws.copy()
                 pipe(given).square().sum().backward()
                 assert read_generators()[1:] == before[1:]
-                # Which stages draw depends on times.
                 assert record.draws.total() > drawn.total()
             record.check()
             found.append([p.grad.cpu() for p in model.parameters() if p.grad is not None])

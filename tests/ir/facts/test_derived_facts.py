@@ -22,6 +22,7 @@ from fxsplit.ir.facts.workload import Workload
 from fxsplit.passes import Augment, Emit, Order, Partition, Profile
 from fxsplit.planner.solve import Task, partition
 from tests.models import Residual
+from tests.times import state_times
 
 FAST = DEFAULT.replace("profile", Profile(repeats=1))
 IMAGES = torch.randn(8, 3, 8, 8)
@@ -165,6 +166,7 @@ def test_ideals_of_ones_own_give_a_plan_that_is_not_called_optimal() -> None:
         chains = ir[Antichains]
         return ir.learn(replace(chains, blocks=replace(chains.blocks)))
 
+    state_times(_0=1.5)
     with compile_with(FAST.before("order", line)) as pipe:
         assert pipe.plan.proof == "bound" and not pipe.plan.optimal and "optimal" not in str(pipe.plan)
         assert pipe.plan.lower_bound_ms == pytest.approx(pipe.costs.total_ms / 2)

@@ -126,6 +126,7 @@ def test_a_cpu_launches_nothing() -> None:
     assert span.device_ms >= 0 and span.launch_ms == 0
 
 
+@pytest.mark.measured
 def test_a_plan_from_both_figures() -> None:
     """Nodes of 2, 12 and 1 ms are launched in 8, 0.2 and 6: one stage is as slow as its host, one as its device."""
     device = Accelerator()

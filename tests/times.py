@@ -1,0 +1,68 @@
+"""State how long operators take, in place of what a busy machine measures: a test's plan then follows from the test.
+
+    def test_the_slow_layer_is_by_itself() -> None:
+        state_times(slow=30.0)
+        with fxsplit.compile(model, 2, example_inputs=x) as pipe:
+            ...
+
+tests/conftest.py states FORWARD_MS and BACKWARD_MS for every node before each test, and tests/ranks.py in every rank.
+The pass `profile` still runs and weighs all operators: only the milliseconds that it finds are replaced. A test of
+measuring itself carries the mark `measured`, and holds whatever is measured. Programs that a test starts measure too:
+give them costs, or expect of them only what holds under any plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fxsplit.ir.facts.measured import Measured
+from fxsplit.passes.profile import profile
+from fxsplit.passes.profile.time_in_step import NodeTimes
+
+FORWARD_MS, BACKWARD_MS, LATE_MS = 1.0, 2.0, 1.0
+"""What each node takes, and what of its backward the gradients of weights take."""
+LAUNCH = 0.5
+"""The share of its time that a node takes of an accelerator's host."""
+MEASURE = {name: getattr(profile, name) for name in ("time_nodes", "time_alone")}
+"""The functions that measure. Both return times by the names of nodes."""
+_slower: dict[str, float] = {}
+
+
+def state_times(**forward_ms: float) -> None:
+    """Let every node take FORWARD_MS and BACKWARD_MS from now on, or so many times as long as its name is given.
+
+    Nodes with one signature, such as equal layers, are measured once: give the name of the first one.
+    """
+    _slower.clear()
+    _slower.update(forward_ms)
+    for name, measure in MEASURE.items():
+        setattr(profile, name, _replace_times(measure))
+
+
+def measure_times() -> None:
+    """Let operators be timed from now on."""
+    for name, measure in MEASURE.items():
+        setattr(profile, name, measure)
+
+
+def _replace_times(measure: Callable[..., NodeTimes]) -> Callable[..., NodeTimes]:
+    """Return a function that measures as `measure` does, and replaces the milliseconds."""
+
+    def run(*args: Any, **kwargs: Any) -> NodeTimes:
+        return {name: _state(found, _slower.get(name, FORWARD_MS)) for name, found in measure(*args, **kwargs).items()}
+
+    return run
+
+
+def _state(found: Measured, forward_ms: float) -> Measured:
+    """Return what was measured, with stated times. A node without a backward still has none."""
+    backward_ms = BACKWARD_MS / FORWARD_MS * forward_ms if found.backward_ms else 0.0
+    return found._replace(
+        forward_ms=forward_ms,
+        backward_ms=backward_ms,
+        weight_ms=backward_ms * LATE_MS / BACKWARD_MS if found.weight_ms else 0.0,
+        spread_ms=None if found.spread_ms is None else 0.0,
+        forward_launch_ms=LAUNCH * forward_ms if found.forward_launch_ms else 0.0,
+        backward_launch_ms=LAUNCH * backward_ms if found.backward_launch_ms else 0.0,
+    )
