@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import fxsplit
 from bench import networks as zoo
+from bench.lib.size import choose
 from fxsplit.frontend.capture import capture
 from fxsplit.ir.facts.antichains import Antichains
 from fxsplit.ir.facts.workload import Workload
@@ -30,8 +31,11 @@ from fxsplit.schedule import find_schedule
 
 # As in the paper's table.
 DEVICES = (4, 8)
-MICROBATCHES, ROWS = 8, 2
-REPEATS = 3
+MICROBATCHES, ROWS = choose((8, 2), (2, 1))
+REPEATS = choose(3, 1)
+NETWORKS = choose(list(zoo.TABLE_1), ["squeezenet1_0"])
+SIDE = choose(224, 64)
+CHAIN = choose(1000, 10)
 
 
 # One network at a time: several of them, with their facts, are gigabytes.
@@ -39,7 +43,7 @@ REPEATS = 3
 def network(name: str) -> tuple[nn.Module, Tensor]:
     # Inception-v3 takes no smaller images.
     torch.manual_seed(0)
-    side = 299 if name == "inception_v3" else 224
+    side = 299 if name == "inception_v3" else SIDE
     return zoo.build(name), torch.randn(MICROBATCHES * ROWS, 3, side, side)
 
 
@@ -54,11 +58,12 @@ def irs_before(name: str) -> dict[str, IR]:
     return made
 
 
-def for_devices(ir: IR, devices: int) -> IR:
-    """Return the IR of a machine of so many devices, and of 1F1B on them."""
-    # What compile() would learn from its arguments.
+def order_for(name: str, devices: int) -> IR:
+    """Return the IR before `partition` for so many devices, and for 1F1B on them."""
+    # What compile() would learn from its arguments. Ideals follow from the machine, so they are found again.
     peaks = {k: find_schedule("1F1B")(k, MICROBATCHES).peak_in_flight() for k in range(1, devices + 1)}
-    return ir.learn(fxsplit.Machine.of(["cpu"] * devices), Workload("1F1B", MICROBATCHES, peaks))
+    facts = fxsplit.Machine.of(["cpu"] * devices), Workload("1F1B", MICROBATCHES, peaks)
+    return run_chain(irs_before(name)["augment"].learn(*facts), [Augment(), Order()])
 
 
 def note(benchmark: BenchmarkFixture, network: str, phase: str, devices: int = 0, **more: Any) -> None:
@@ -66,12 +71,12 @@ def note(benchmark: BenchmarkFixture, network: str, phase: str, devices: int = 0
     benchmark.extra_info.update(network=network, phase=phase, devices=devices, **more)
 
 
-@pytest.mark.parametrize("name", list(zoo.TABLE_1))
+@pytest.mark.parametrize("name", NETWORKS)
 class TestPhases:
     def test_trace(self, benchmark: BenchmarkFixture, name: str) -> None:
         model, x = network(name)
         note(benchmark, name, "trace")
-        benchmark.pedantic(lambda: capture(model, (x,), {}, ROWS), rounds=3)
+        benchmark.pedantic(lambda: capture(model, (x,), {}, ROWS), rounds=choose(3, 1))
 
     def test_profile(self, benchmark: BenchmarkFixture, name: str) -> None:
         ir = irs_before(name)["profile"]
@@ -81,24 +86,24 @@ class TestPhases:
     def test_augment(self, benchmark: BenchmarkFixture, name: str) -> None:
         irs = irs_before(name)
         note(benchmark, name, "augment", states=len(irs["order"][Antichains]))
-        benchmark.pedantic(lambda: Augment()(irs["augment"]), rounds=5, warmup_rounds=1)
+        benchmark.pedantic(lambda: Augment()(irs["augment"]), rounds=choose(5, 1), warmup_rounds=1)
 
     def test_order(self, benchmark: BenchmarkFixture, name: str) -> None:
         ir = irs_before(name)["order"]
         note(benchmark, name, "order")
-        benchmark.pedantic(lambda: Order()(ir), rounds=5, warmup_rounds=1)
+        benchmark.pedantic(lambda: Order()(ir), rounds=choose(5, 1), warmup_rounds=1)
 
     @pytest.mark.parametrize("devices", DEVICES)
     def test_partition(self, benchmark: BenchmarkFixture, name: str, devices: int) -> None:
-        ir = for_devices(irs_before(name)["partition"], devices)
+        ir = order_for(name, devices)
         note(benchmark, name, "partition", devices)
-        benchmark.pedantic(lambda: Partition()(ir), rounds=5, warmup_rounds=1)
+        benchmark.pedantic(lambda: Partition()(ir), rounds=choose(5, 1), warmup_rounds=1)
 
     @pytest.mark.parametrize("devices", DEVICES)
     def test_emit(self, benchmark: BenchmarkFixture, name: str, devices: int) -> None:
-        ir = Partition()(for_devices(irs_before(name)["partition"], devices))
+        ir = Partition()(order_for(name, devices))
         note(benchmark, name, "emit", devices)
-        benchmark.pedantic(lambda: Emit()(ir), rounds=3)
+        benchmark.pedantic(lambda: Emit()(ir), rounds=choose(3, 1))
 
     @pytest.mark.parametrize("devices", DEVICES)
     def test_total(self, benchmark: BenchmarkFixture, name: str, devices: int) -> None:
@@ -121,8 +126,8 @@ import sys, time, fxsplit
 from tests.graphs import Costs, Machine, ir_of, node, workload
 from fxsplit.ir.manager import run_chain
 from fxsplit.passes import Augment, Order, Partition
-nodes = [node(f"n{i}", [f"n{i - 1}"] if i else []) for i in range(1000)]
-costs = Costs(tuple(nodes), (), ("n999",), rows=1)
+nodes = [node(f"n{i}", [f"n{i - 1}"] if i else []) for i in range(int(sys.argv[1]))]
+costs = Costs(tuple(nodes), (), (nodes[-1].name,), rows=1)
 machine = Machine.of(["cpu"] * 4)
 ir = ir_of(costs, machine, workload(machine))
 begin = time.perf_counter()
@@ -140,11 +145,12 @@ def test_planning_in_a_fresh_process(benchmark: BenchmarkFixture, cache: str, tm
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.getcwd()}
 
     def plan() -> float:
-        done = subprocess.run([sys.executable, "-c", PLAN], env=environment, capture_output=True, text=True, check=True)
+        command = [sys.executable, "-c", PLAN, str(CHAIN)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         return float(done.stdout)
 
     # The first process fills the cache.
     if cache == "warm":
         plan()
-    note(benchmark, "chain of 1,000", f"kernels {cache}")
+    note(benchmark, f"chain of {CHAIN:,} nodes", f"kernels {cache}")
     benchmark.extra_info["planning_s"] = benchmark.pedantic(plan, rounds=1)

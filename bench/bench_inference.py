@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 import fxsplit
 from bench.bench_runtime import elapsed, take_turns
-from bench.lib.runtime_networks import Case, build
+from bench.lib.runtime_networks import TINY, Case, build
+from bench.lib.size import choose
 
-BATCHES = 20
-CASES = [Case("resnet50", 16, 4), Case("transformer", 16, 4)]
+BATCHES = choose(20, 2)
+CASES = choose([Case("resnet50", 16, 4), Case("transformer", 16, 4)], [TINY])
 
 
 class Stages:
@@ -69,7 +70,7 @@ def test_stream(benchmark: BenchmarkFixture, case: Case) -> None:
             "calls": lambda: elapsed(lambda: [pipe(batch) for batch in batches]),
             "unsplit": lambda: elapsed(lambda: [model(batch) for batch in batches]),
         }
-        seconds, _ = take_turns(runs, 1, 5, lambda: None)
+        seconds, _ = take_turns(runs, *choose((1, 5), (0, 1)), lambda: None)
         benchmark.pedantic(lambda: list(pipe.stream(batches)), rounds=1)
     pipe.close()
     benchmark.group = "inference"

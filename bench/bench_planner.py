@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from bench import networks as zoo
-from bench.bench_compile import irs_before
+from bench.bench_compile import NETWORKS, irs_before
 from bench.lib.peer import optimum_ms, subsets
 from bench.lib.profiles import transformer
+from bench.lib.size import choose
 from fxsplit.api.plan import build_machine, lay_out
 from fxsplit.formats import read
 from fxsplit.ir.facts.antichains import Antichains
@@ -41,6 +41,8 @@ WORKLOADS = sorted(FOLDER.glob("dnn_partitioning/*.json"))
 PROFILES = sorted(path for path in FOLDER.glob("pipedream/*.txt") if "LICENSE" not in path.name)
 # As PipeDream plans by default: stages may have several devices, and traffic between stages is free.
 PIPEDREAM = Options(model="replicated", traffic=False)
+LAYERS, MOST_IDEALS = choose((96, 5000), (2, 20))
+PROCESS = choose("resnet50", NETWORKS[0])
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +71,7 @@ def test_dnn_partitioning(benchmark: BenchmarkFixture, path: Path) -> None:
     def plan() -> Plan:
         return Planner(profile.costs).plan(*lay_out(machine), options)
 
-    note(benchmark, path.stem, benchmark.pedantic(plan, rounds=5, warmup_rounds=1))
+    note(benchmark, path.stem, benchmark.pedantic(plan, rounds=choose(5, 1), warmup_rounds=1))
 
 
 @pytest.mark.skipif(not PROFILES, reason="FXSPLIT_PROFILES names no folder with pipedream/*.txt")
@@ -83,7 +85,7 @@ def test_pipedream(benchmark: BenchmarkFixture, path: Path, devices: int) -> Non
     def plan() -> Plan:
         return Planner(costs).plan(*lay_out(machine), PIPEDREAM)
 
-    note(benchmark, f"{path.stem}, {devices} devices", benchmark.pedantic(plan, rounds=5, warmup_rounds=1))
+    note(benchmark, f"{path.stem}, {devices} devices", benchmark.pedantic(plan, rounds=choose(5, 1), warmup_rounds=1))
 
 
 @lru_cache(maxsize=1)
@@ -93,7 +95,7 @@ def lattice(name: str) -> tuple[Costs, Antichains, States]:
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8, 16])
-@pytest.mark.parametrize("name", list(zoo.TABLE_1))
+@pytest.mark.parametrize("name", NETWORKS)
 def test_order_and_partition(benchmark: BenchmarkFixture, name: str, devices: int) -> None:
     """Model B on a traced network, at 10 GB/s; fewer devices where there are fewer blocks."""
     costs, chains, _ = lattice(name)
@@ -103,11 +105,11 @@ def test_order_and_partition(benchmark: BenchmarkFixture, name: str, devices: in
     def plan() -> Plan:
         return partition(Task(costs, *lay_out(machine), options), chains, sequence_states(costs, chains))
 
-    note(benchmark, f"{name}, {devices} devices", benchmark.pedantic(plan, rounds=5, warmup_rounds=1))
+    note(benchmark, f"{name}, {devices} devices", benchmark.pedantic(plan, rounds=choose(5, 1), warmup_rounds=1))
 
 
 @pytest.mark.parametrize("devices", [4, 8])
-@pytest.mark.parametrize("name", ["resnet50", "resnet101", "densenet121"])
+@pytest.mark.parametrize("name", choose(["resnet50", "resnet101", "densenet121"], NETWORKS))
 def test_beside_the_paper(benchmark: BenchmarkFixture, name: str, devices: int) -> None:
     """The same states, cost model and optimum, in one run; neither side's time has the reading off of a plan."""
     costs, chains, states = lattice(name)
@@ -125,38 +127,42 @@ def test_beside_the_paper(benchmark: BenchmarkFixture, name: str, devices: int) 
         return max(problem.loads(found.path))
 
     # A comparison of times means something only where both find the same optimum.
-    assert benchmark.pedantic(search, rounds=20, warmup_rounds=1) == pytest.approx(peer, rel=1e-9)
+    assert benchmark.pedantic(search, rounds=choose(20, 1), warmup_rounds=1) == pytest.approx(peer, rel=1e-9)
     plan = partition(Task(costs, *lay_out(machine), PIPEDREAM), chains, states)
     note(benchmark, f"{name}, {devices} devices, beside all pairs", plan, peer_s=peer_s)
 
 
 def test_transformer(benchmark: BenchmarkFixture) -> None:
-    """96 layers traced operator by operator, 16 devices at 25 GB/s: blocks, states and solution."""
+    """Layers traced operator by operator, 16 devices at 25 GB/s: blocks, states and solution."""
     # A graph of thousands of nodes, whose lattice is far larger than those of the other networks.
-    costs = transformer()
+    costs = transformer(LAYERS)
     machine = Machine.planned(16, 25e9)
 
     def plan() -> Plan:
         return Planner(costs).plan(*lay_out(machine), Options())
 
     work = f"transformer, {len(costs.nodes):,} nodes, 16 devices"
-    note(benchmark, work, benchmark.pedantic(plan, rounds=3, warmup_rounds=1))
+    note(benchmark, work, benchmark.pedantic(plan, rounds=choose(3, 1), warmup_rounds=1))
 
 
 def test_beyond_the_cap(benchmark: BenchmarkFixture) -> None:
-    """The same transformer where only 5,000 ideals may be looked at: min cuts, one order along them, and a gap."""
-    costs = transformer()
+    """The same transformer if only so many ideals may be looked at: min cuts, one order along them, and a gap."""
+    costs = transformer(LAYERS)
     machine = Machine.planned(16, 25e9)
 
     def plan() -> Plan:
-        return Planner(costs, max_states=5000).plan(*lay_out(machine), Options())
+        return Planner(costs, max_states=MOST_IDEALS).plan(*lay_out(machine), Options())
 
-    note(benchmark, "transformer, at most 5,000 ideals", benchmark.pedantic(plan, rounds=3, warmup_rounds=1))
+    note(
+        benchmark,
+        f"transformer, at most {MOST_IDEALS:,} ideals",
+        benchmark.pedantic(plan, rounds=choose(3, 1), warmup_rounds=1),
+    )
 
 
 def test_whole_process(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
     """`fxsplit plan profile.json --devices 8`, from start to exit; numba is not touched."""
-    costs, _, _ = lattice("resnet50")
+    costs, _, _ = lattice(PROCESS)
     costs.save(tmp_path / "profile.json")
     command = [sys.executable, "-m", "fxsplit", "plan", str(tmp_path / "profile.json"), "--devices", "8"]
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
@@ -164,6 +170,6 @@ def test_whole_process(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
     def plan() -> None:
         subprocess.run(command, env=environment, check=True, capture_output=True)
 
-    benchmark.pedantic(plan, rounds=5, warmup_rounds=1)
+    benchmark.pedantic(plan, rounds=choose(5, 1), warmup_rounds=1)
     machine = Machine.planned(8)
-    note(benchmark, "resnet50, 8 devices, whole process", Planner(costs).plan(*lay_out(machine), Options()))
+    note(benchmark, f"{PROCESS}, 8 devices, whole process", Planner(costs).plan(*lay_out(machine), Options()))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -25,23 +26,24 @@ from torch.nn import functional as F
 
 import fxsplit
 from bench.lib.peers_runtime import Processes, torchgpipe_step
-from bench.lib.runtime_networks import Case, build
+from bench.lib.runtime_networks import TINY, Case, build
+from bench.lib.size import choose
 from fxsplit.api.pipeline import Pipeline
+from fxsplit.ir.interrupts import lose_no_interrupt
 from fxsplit.runtime.stage import run as stage_run
 from fxsplit.schedule import RUNNABLE, Action, Times, generate, simulate
 from fxsplit.schedule.timeline import Timeline
 from fxsplit.torch_internals import grad_sums
 
-ROUNDS, WARM_UP = 5, 1
+ROUNDS, WARM_UP = choose((5, 1), (1, 0))
 # Few rows for each microbatch, and twice as many microbatches: the second of each pair has the same rows in one.
-CASES = [
-    Case("resnet50", 32, 4),
-    Case("resnet50", 64, 8),
-    Case("vgg16", 16, 4),
-    Case("vgg16", 32, 8),
-    Case("transformer", 16, 8),
-    Case("transformer", 32, 16),
-]
+PAIRS = {
+    Case("resnet50", 32, 4): Case("resnet50", 64, 8),
+    Case("vgg16", 16, 4): Case("vgg16", 32, 8),
+    Case("transformer", 16, 8): Case("transformer", 32, 16),
+}
+SHORT = choose([*PAIRS], [TINY])
+CASES = choose([case for pair in PAIRS.items() for case in pair], [TINY])
 
 
 @dataclass(frozen=True)
@@ -125,12 +127,14 @@ def predict_ms(pipe: Pipeline, n_microbatches: int) -> float:
     return simulate(generate("1F1B", len(stages), n_microbatches), times).step_ms
 
 
-beside_torchgpipe = pytest.mark.skipif(
-    find_spec("torchgpipe") is None, reason="needs its peer: pip install torchgpipe==0.0.7 --no-deps"
-)
+def run_torchgpipe(stages: Sequence[nn.Module], n: int, x: Tensor, y: Tensor) -> dict[str, Callable[[], Any]]:
+    """Return a training step by torchgpipe, by its name; nothing if it is not installed."""
+    if find_spec("torchgpipe") is None:
+        return {}
+    step = torchgpipe_step(stages, n, x, y)
+    return {"torchgpipe": lambda: with_threads(1, step)}
 
 
-@beside_torchgpipe
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_training_step(benchmark: BenchmarkFixture, case: Case, tmp_path: Path) -> None:
     """One training step of each: forward, loss and backward over all microbatches."""
@@ -147,14 +151,13 @@ def test_training_step(benchmark: BenchmarkFixture, case: Case, tmp_path: Path) 
     def whole() -> None:
         F.cross_entropy(unsplit(x), y).backward()
 
-    gpipe = torchgpipe_step(stages, n, x, y)
     theirs = Processes.start(case, str(tmp_path / "costs.json"))
     traces: list[Timeline] = []
     runs: dict[str, Callable[[], tuple[float, float]]] = {
         "fxsplit": lambda: elapsed(lambda: pipe.step(x, target=y)),
         "loop, 1 thread": lambda: with_threads(1, loop),
         "torch pipelining": lambda: (theirs.step_s(), 0.0),
-        "torchgpipe": lambda: with_threads(1, gpipe),
+        **run_torchgpipe(stages, n, x, y),
         "whole, 1 thread": lambda: with_threads(1, whole),
         "whole, 2 threads": lambda: with_threads(2, whole),
         "traced": lambda: elapsed(lambda: traces.append(pipe.trace(x, target=y)[0])),
@@ -168,7 +171,7 @@ def test_training_step(benchmark: BenchmarkFixture, case: Case, tmp_path: Path) 
     gc.disable()  # or its pauses fall on whoever runs then
     try:
         seconds, cpu = take_turns(runs, WARM_UP, ROUNDS, prepare)
-        benchmark.pedantic(lambda: pipe.step(x, target=y), rounds=3)
+        benchmark.pedantic(lambda: pipe.step(x, target=y), rounds=choose(3, 1))
     finally:
         gc.enable()
         theirs.stop()
@@ -185,7 +188,6 @@ def test_training_step(benchmark: BenchmarkFixture, case: Case, tmp_path: Path) 
     )
 
 
-@beside_torchgpipe
 def test_overhead(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
     """Stages with next to nothing in them: what is left is the runtime's own, per action."""
     case = Case("empty", 64, 64)
@@ -197,17 +199,16 @@ def test_overhead(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
     stages = [copy.deepcopy(s.module) for s in pipe.stages.stages]
     loop = looped(unsplit, x, y, n)
 
-    gpipe = torchgpipe_step(stages, n, x, y)
     theirs = Processes.start(case, str(tmp_path / "costs.json"))
     runs: dict[str, Callable[[], tuple[float, float]]] = {
         "fxsplit": lambda: elapsed(lambda: pipe.step(x, target=y)),
         "loop, 1 thread": lambda: with_threads(1, loop),
         "torch pipelining": lambda: (theirs.step_s(), 0.0),
-        "torchgpipe": lambda: with_threads(1, gpipe),
+        **run_torchgpipe(stages, n, x, y),
     }
     # Steps of milliseconds: many of them, or a median says little.
-    seconds, _ = take_turns(runs, 5, 40, lambda: None)
-    benchmark.pedantic(lambda: pipe.step(x, target=y), rounds=3)
+    seconds, _ = take_turns(runs, choose(5, 0), choose(40, 1), lambda: None)
+    benchmark.pedantic(lambda: pipe.step(x, target=y), rounds=choose(3, 1))
     theirs.stop()
     pipe.close()
     loop_s = median(seconds["loop, 1 thread"])
@@ -217,14 +218,18 @@ def test_overhead(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
     benchmark.extra_info.update(runtime=str(case), overhead_us=overhead)
 
 
-@pytest.mark.parametrize("case", [CASES[2], CASES[4]], ids=str)
+@pytest.mark.parametrize("case", SHORT[-2:], ids=str)
 def test_copies(benchmark: BenchmarkFixture, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """What `find_unshared` spares: a step's processor time, and that with a copy of each leaf's first gradient."""
     model, x, y = build(case)
-    asks: dict[str, Callable[[Sequence[Tensor | None]], list[bool]]] = {
-        "taken over": grad_sums.find_unshared,
-        "copied": lambda gradients: [False] * len(gradients),
-    }
+    find = grad_sums.find_unshared
+    copied: list[int] = []
+
+    def copy_all(*asked: Any) -> list[bool]:
+        copied.append(len(find(*asked)))
+        return [False] * copied[-1]
+
+    asks: dict[str, Callable[..., list[bool]]] = {"taken over": find, "copied": copy_all}
     cpu: dict[str, list[float]] = {name: [] for name in asks}
     options: dict[str, Any] = {"loss_fn": F.cross_entropy, "n_microbatches": case.n_microbatches, "example_inputs": x}
     with fxsplit.compile(model, ["cpu"] * 2, **options) as pipe:
@@ -236,11 +241,29 @@ def test_copies(benchmark: BenchmarkFixture, case: Case, monkeypatch: pytest.Mon
                 if turn >= WARM_UP:
                     cpu[name].append(taken)
         benchmark.pedantic(lambda: pipe.step(x, target=y), rounds=1)
+    assert sum(copied) >= (WARM_UP + ROUNDS) * len(list(model.parameters())), "the runtime asks somebody else"
     benchmark.group = "copies"
     benchmark.extra_info.update(copies=str(case), cpu={name: median(values) for name, values in cpu.items()})
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[4]], ids=str)
+def test_hearing(benchmark: BenchmarkFixture) -> None:
+    """What a public function takes more for not losing a Ctrl-C."""
+    calls = choose(1000, 1)
+
+    def work(number: int) -> int:
+        return number
+
+    def time_us(call: Callable[[int], int]) -> float:
+        return 1e6 * elapsed(lambda: deque(map(call, range(calls)), maxlen=0))[0] / calls
+
+    hearing = lose_no_interrupt(work)
+    taken = min(time_us(hearing) - time_us(work) for _ in range(ROUNDS))
+    benchmark.pedantic(hearing, args=(1,), rounds=1)
+    benchmark.group = "hearing"
+    benchmark.extra_info.update(hearing_us=taken)
+
+
+@pytest.mark.parametrize("case", SHORT, ids=str)
 def test_prediction(benchmark: BenchmarkFixture, case: Case) -> None:
     """A step under each schedule as the same measured costs predict it, and as it is, the schedules interleaved."""
     model, x, y = build(case)
@@ -260,7 +283,7 @@ def test_prediction(benchmark: BenchmarkFixture, case: Case) -> None:
                 predicted[name] = expected.length_ms
                 if turn >= WARM_UP:
                     measured[name].append(found.length_ms)
-        benchmark.pedantic(lambda: pipes["1F1B"].step(x, target=y), rounds=3)
+        benchmark.pedantic(lambda: pipes["1F1B"].step(x, target=y), rounds=choose(3, 1))
     benchmark.group = "prediction"
     found_ms = {name: median(times) for name, times in measured.items()}
     benchmark.extra_info.update(prediction=str(case), predicted_ms=predicted, measured_ms=found_ms)

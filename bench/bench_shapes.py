@@ -14,8 +14,9 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 import fxsplit
 from bench.lib.runtime_networks import Case, build
+from bench.lib.size import choose
 
-ROUNDS, DEVICES = 3, 4
+ROUNDS, DEVICES = choose(3, 1), 4
 
 
 def bottleneck_ms(plan: fxsplit.Plan, costs: fxsplit.Costs) -> float:
@@ -25,7 +26,7 @@ def bottleneck_ms(plan: fxsplit.Plan, costs: fxsplit.Costs) -> float:
     return max(sum(n.forward_ms + n.backward_ms for n in stage) for stage in nodes)
 
 
-@pytest.mark.parametrize("network", ["resnet50", "vgg16", "transformer"])
+@pytest.mark.parametrize("network", choose(["resnet50", "vgg16", "transformer"], ["tiny"]))
 def test_from_shapes(benchmark: BenchmarkFixture, network: str) -> None:
     """Profiles in turn, on one thread."""
     model, x, _ = build(Case(network, 8, 1))

@@ -23,6 +23,10 @@ class Case:
         return f"{self.network}, {self.rows} rows, {self.n_microbatches} microbatches"
 
 
+TINY = Case("tiny", 4, 2)
+"""What benchmarks run at their smallest."""
+
+
 # Two layers of four numbers: any work of their own is far below what a runtime takes.
 class Empty(nn.Module):
     """Two stages with next to nothing in them, to see what a runtime itself takes."""
@@ -42,7 +46,13 @@ def build(case: Case) -> tuple[nn.Module, Tensor, Tensor]:
     torch.manual_seed(0)
     if case.network == "transformer":
         model: nn.Module = Encoder(width=256, heads=8, layers=12, length=128)
-        return model, torch.randint(0, 1000, (case.rows, 128)), torch.randint(0, 10, (case.rows,))
+        return model, torch.randint(0, 1000, (case.rows, 128)), _draw_classes(case)
+    if case.network == "tiny":
+        return (
+            Encoder(width=16, heads=2, layers=2, length=8),
+            torch.randint(0, 1000, (case.rows, 8)),
+            _draw_classes(case),
+        )
     if case.network == "empty":
         return Empty(), torch.randn(case.rows, 4), torch.randint(0, 4, (case.rows,))
     # Small images: a step of a convolutional network on two threads is to take about a second.
@@ -51,4 +61,9 @@ def build(case: Case) -> tuple[nn.Module, Tensor, Tensor]:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # or the runtimes would draw differently
-    return model, torch.randn(case.rows, 3, side, side), torch.randint(0, 10, (case.rows,))
+    return model, torch.randn(case.rows, 3, side, side), _draw_classes(case)
+
+
+def _draw_classes(case: Case) -> Tensor:
+    """Return a target: the class of each row."""
+    return torch.randint(0, 10, (case.rows,))
