@@ -45,6 +45,8 @@ START_S = 120.0
 """How long ranks may take to meet, where a fork server is new and loads torch on a busy machine."""
 BEGUN = b"begun"
 """What a rank says once it is in the process group, before the function runs."""
+GO = b"go"
+"""What every rank is told once all of them are in the process group."""
 GRACE_S = 1.0
 """How long the other ranks may still say what they raised, once one of them has raised."""
 DUMP_S = 30.0
@@ -75,7 +77,7 @@ def ranks(
         started: list[_Rank] = []
         stack.callback(_end, started)
         for rank in range(n):
-            here, there = context.Pipe(duplex=False)
+            here, there = context.Pipe()
             process = context.Process(target=_run, args=(rank, n, folder, limit_s, there, function, args))
             process.start()
             started.append(_Rank(rank, n, process, here, Path(folder, f"{rank}.txt")))
@@ -86,6 +88,10 @@ def ranks(
             if not one.link.poll(START_S):
                 raise RankFailed(f"rank {one.rank} of {n} has not begun within {START_S} s")
             one.listen()
+        # One that dies at once may not break the connections of another that still makes its own.
+        for one in started:
+            with contextlib.suppress(OSError):
+                one.link.send_bytes(GO)
         return _gather(started, time.monotonic() + limit_s, limit_s, dying)
 
 
@@ -195,6 +201,7 @@ def _run(
         try:
             with _joined(rank, n, folder, limit_s):
                 link.send_bytes(BEGUN)
+                link.recv_bytes()
                 found = _call(function, rank, n, *args)
             if found[0] == "returned":
                 _check_no_thread_is_left()
