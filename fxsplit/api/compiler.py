@@ -217,7 +217,9 @@ class Compiler:
         inputs, tensors = Inputs.of(self.model, *call, self.options.chunks)
         count = first.adapt_candidate(self.options, inputs.count_rows(tensors)).n_microbatches
         rows = divide_rows(inputs.count_rows(tensors), count)
-        with enable_gradients(), cast_in_place(self._kinds, tensors, self._read_dtype()):
+        from_shapes = first.captured[Example].from_shapes
+        lending = nullcontext() if self.team is None or from_shapes else self.team.lend(self.model)
+        with lending, enable_gradients(), cast_in_place(self._kinds, tensors, self._read_dtype()):
             captured = fit_to_shapes(first.captured, self.model, call, rows, read_stated(self.options))
         found = None if captured is None else replace(first, captured=captured)
         return found if self.team is None or self.team.all_have(found) else None
@@ -288,7 +290,8 @@ class Compiler:
         like = None if moves_weights else like
         subject = Subject(self.model, options, rows, capture_rows, self.pin, like, moves_weights, observers)
         shapes = str([(t.dtype, tuple(t.shape)) for t in tensors])
-        together = nullcontext() if self.team is None else self.team.meet(options, self.model, shapes)
+        team, lends = self.team, not from_shapes
+        together = nullcontext() if team is None else team.meet(options, self.model, shapes, lends=lends)
         with together, self._run_for_compile(tensors):
             found = subject.find() if self.team is None else subject.find_together(self.team)
             candidate, captured, final, costs = found.candidate, found.captured, found.final, found.costs

@@ -10,7 +10,7 @@ import json
 import platform
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from math import inf
@@ -137,8 +137,11 @@ class Team:
         return self._whole.me == 0
 
     @contextmanager
-    def meet(self, options: Options, model: torch.nn.Module, inputs: str) -> Iterator[None]:
-        """Let all ranks compile in the block; raises RanksDiffer where one has another model, options or versions."""
+    def meet(self, options: Options, model: torch.nn.Module, inputs: str, *, lends: bool) -> Iterator[None]:
+        """Let all ranks compile in the block; raises RanksDiffer where one has another model, options or versions.
+
+        lends: whether each rank has the values of all weights in the block, as it has in the first compile.
+        """
         weights = [(n, tuple(w.shape), str(w.dtype), w.requires_grad) for n, w in list_named(model)]
         stated = [options.schedule, options.stages_per_device, options.n_microbatches, options.recompute]
         stated += [options.deferred_batch_norm, options.stage_backend, options.inference, str(options.chain)]
@@ -152,6 +155,13 @@ class Team:
             call = f"compile number {self._whole.count('compile of ' + self.label)} of {self.label}"
             self._agreement.meet({"call": call, "program": program, "inputs": inputs}, 0)
             self._has_met = True
+            with self.holdings.lend(model) if lends else nullcontext():
+                yield
+
+    @contextmanager
+    def lend(self, model: torch.nn.Module) -> Iterator[None]:
+        """Let each rank have the values of all weights in the block, in which a graph is tried for other shapes."""
+        with self.holdings.agree("other shapes", limit_s=COMPILE_LIMIT_S), self.holdings.lend(model):
             yield
 
     def all_have(self, graph: object | None) -> bool:

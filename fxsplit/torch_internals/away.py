@@ -76,6 +76,8 @@ class Away(Tensor):
     """A tensor whose values are on another rank; `spot` says where."""
 
     spot: Spot
+    lent: Tensor | None = None
+    """The values in host memory, while all ranks compile together."""
     # Operators come to __torch_dispatch__, also those that torch calls itself.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 

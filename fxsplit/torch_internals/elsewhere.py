@@ -15,6 +15,9 @@ from torch import Tensor, nn
 
 from fxsplit.torch_internals.away import Away, Spot, exchange, make_away
 
+OF_AWAY = ("spot", "lent", "aside")
+"""Attributes that a weight has only while it is away."""
+
 
 class Elsewhere(Away, nn.Parameter):
     """A parameter that another rank has."""
@@ -52,10 +55,28 @@ def send_away(weight: Tensor, spot: Spot, device: torch.device | None = None) ->
 
 def bring_back(weight: Tensor, value: Tensor) -> None:
     """Give a weight that is away the values, and the memory, of `value`; the weight stays the same object."""
+    exchange(weight, _make_own(weight, value))
+    weight.__dict__.pop("spot", None)
+
+
+def borrow(weight: Away) -> Tensor:
+    """Return a weight as it is on its own rank, in the memory of the values that are lent.
+
+    Raises ElsewhereError for a weight without them.
+    """
+    if weight.lent is None:
+        weight.spot.refuse("to run the model")
+    made = _make_own(weight, weight.lent)
+    made.__dict__.update({name: value for name, value in weight.__dict__.items() if name not in OF_AWAY})
+    return made
+
+
+def _make_own(weight: Tensor, value: Tensor) -> Tensor:
+    """Return a tensor in the memory of `value`, of the class that a weight has on its own rank."""
     kind = _get_own_class(weight)
     made = value.detach()
-    if issubclass(kind, nn.Parameter):
-        # A class derived from Parameter may have a constructor of its own, which this does not call.
-        made = torch.Tensor._make_subclass(kind, made, weight.requires_grad)
-    exchange(weight, made)
-    weight.__dict__.pop("spot", None)
+    if not issubclass(kind, nn.Parameter):
+        return made
+    # A class derived from Parameter may have a constructor of its own, which this does not call.
+    own: Tensor = torch.Tensor._make_subclass(kind, made, weight.requires_grad)
+    return own

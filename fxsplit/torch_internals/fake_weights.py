@@ -19,7 +19,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fxsplit.torch_internals.away import is_away
+from fxsplit.torch_internals.away import Away, is_away
+from fxsplit.torch_internals.elsewhere import borrow
 from fxsplit.torch_internals.generators import keep_torch_generators
 from fxsplit.torch_internals.layouts import list_parts
 from fxsplit.torch_internals.log import hide_logged_warnings
@@ -48,8 +49,9 @@ def has_values(tensor: Tensor) -> bool:
 
 
 def lacks_values(model: nn.Module) -> bool:
-    """Return whether any parameter or buffer of the model is on the meta device, or on another rank."""
-    return any(w.is_meta or is_away(w) for w in (*model.parameters(), *model.buffers()))
+    """Return whether any parameter or buffer of the model is on the meta device, or on another rank that lends none."""
+    weights = (*model.parameters(), *model.buffers())
+    return any(w.is_meta or (isinstance(w, Away) and w.lent is None) for w in weights)
 
 
 @contextmanager
@@ -86,18 +88,20 @@ def make_runnable(
     With `from_shapes` all parameters, buffers and inputs are replaced by fake tensors for as long as the block takes:
     on `device`, which need not exist, by default on that of the first input.
     Where weights are on several devices, as once stages have been placed, or no input is where they are, as once all
-    stages have been placed on one GPU, they are replaced by copies in host memory for as long. In all other cases
-    module and inputs are yielded as they are.
+    stages have been placed on one GPU, they are replaced by copies in host memory for as long. So are weights of other
+    ranks, by the values that are lent. In all other cases module and inputs are yielded as they are.
+
+    Raises ElsewhereError for a weight of another rank whose values are not lent.
     """
     weights = (*module.parameters(), *module.buffers())
     if from_shapes:
         with _replace_by_fakes(module, device or tensors[0].device) as make_fake:
             yield module, [make_fake(t) for t in tensors]
-    elif are_together(weights, tensors):
+    elif are_together(weights, tensors) and not any(map(is_away, weights)):
         yield module, list(tensors)
     else:
         # Not a copy of the modules: their Python attributes are the user's objects, which forward() reads and writes.
-        is_here = all(w.device.type == "cpu" for w in weights)
+        is_here = all(map(_is_in_host_memory, weights))
         with nullcontext() if is_here else _replace_weights(module, _copy_to_host):
             yield module, [t.detach().cpu().requires_grad_(t.requires_grad) for t in tensors]
 
@@ -109,9 +113,16 @@ def are_together(weights: Iterable[Tensor], tensors: Iterable[Tensor]) -> bool:
     return len(devices) <= 1 and (not devices or not devices.isdisjoint(t.device for t in tensors))
 
 
+def _is_in_host_memory(weight: Tensor) -> bool:
+    """Return whether the values of a weight are in the host memory of this process."""
+    return weight.device.type == "cpu" and not is_away(weight)
+
+
 def _copy_to_host(weight: P) -> P:
-    """Return a copy of a weight in host memory."""
-    return fill_like(weight, weight.detach().cpu())
+    """Return a weight with its values in host memory: itself, a copy, or what another rank has lent."""
+    if isinstance(weight, Away):
+        return cast(P, borrow(weight))
+    return weight if _is_in_host_memory(weight) else fill_like(weight, weight.detach().cpu())
 
 
 def fill_like(weight: P, value: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> P:

@@ -61,6 +61,8 @@ class OwnGradient(Tensor):
             given = args[0] if args else next(iter(kwargs.values()))
             listed = given if isinstance(given, (list, tuple)) else [given]
             ledger = next(one.place[0] for one in listed if isinstance(one, OwnGradient))
+            if OPERATORS[func] is NORM:
+                args, kwargs = _read_norm(func, *args, **kwargs), {}
             return ledger.run_together(OPERATORS[func], args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **kwargs)
@@ -76,6 +78,27 @@ class OwnGradient(Tensor):
         """Return a plain tensor: that of a copy of the model belongs to no ledger."""
         made = memo[id(self)] = self.as_subclass(Tensor).detach().clone()
         return made
+
+
+def _read_norm(
+    func: Any, given: Tensor, *args: Any, out: Tensor | None = None, dtype: torch.dtype | None = None, **named: Any
+) -> tuple[Any, ...]:
+    """Return the arguments of torch.linalg.vector_norm for the norm that a function of torch is called for.
+
+    The order is a text where torch computes a norm of matrices.
+    """
+    # Each function has names and defaults of its own.
+    is_old = func in (torch.norm, Tensor.norm)
+    names = ("p" if is_old else "ord", "dim", "keepdim", "out", "dtype")
+    told = {"out": out, "dtype": dtype, **dict(zip(names, args, strict=False)), **named}
+    order, dim = told.get(names[0]), told.get("dim")
+    lengths = given.ndim if dim is None else 1 if isinstance(dim, int) else len(dim)
+    is_frobenius = order in (None, "fro")
+    if is_frobenius:
+        order = 2
+    elif func is torch.linalg.norm and lengths != 1:
+        order = f"{order} of matrices"
+    return given, order, dim, told.get("keepdim", False), told["dtype"], told["out"]
 
 
 def mark_own(gradient: Tensor, ledger: GradientLedger, index: int) -> None:
@@ -98,10 +121,14 @@ class Entry:
 class GradientLedger:
     """The parameters of a model in their order, with the rank that each of them is on.
 
-    exchange: what brings numbers from rank to rank. me: the number of this rank.
+    exchange: what brings numbers from rank to rank. me: the number of this rank. alone: whether there is no other rank,
+        so that gradients are as any others.
     """
 
-    def __init__(self, named: Sequence[tuple[str, Tensor, int]], exchange: Exchange, me: int) -> None:
+    def __init__(
+        self, named: Sequence[tuple[str, Tensor, int]], exchange: Exchange, me: int, *, alone: bool = False
+    ) -> None:
+        self._alone = alone
         self._entries = [Entry(name, weakref.ref(weight), rank) for name, weight, rank in named]
         self._exchange = exchange
         self._me = me
@@ -145,7 +172,7 @@ class GradientLedger:
             if isinstance(weight, Elsewhere):
                 there = found[entry.rank][index] > 0
                 weight.grad = self._make_gradient(weight) if there else None
-            elif weight is not None and weight.grad is not None:
+            elif weight is not None and weight.grad is not None and not self._alone:
                 mark_own(weight.grad, self, index)
 
     @staticmethod
@@ -187,19 +214,30 @@ class GradientLedger:
         return tuple(self._find_norm(gradient, told, float(ord), dtype) for gradient in given)
 
     def _find_one_norm(
-        self, gradient: Tensor, ord: Any = 2, dim: Any = None, keepdim: Any = False, **more: Any
+        self,
+        gradient: Tensor,
+        ord: Any = 2,
+        dim: Any = None,
+        keepdim: bool = False,
+        dtype: torch.dtype | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """Return the norm of one gradient."""
-        # torch.norm() calls it p, and order 2 "fro".
-        ord, dtype = more.pop("p", ord), more.pop("dtype", None)
-        order = 2.0 if ord in (None, "fro") else float(ord)
+        """Return the norm of one gradient, as torch.linalg.vector_norm does. Raises InputError for any other norm."""
         index = self._find_index(gradient)
         assert index is not None, "it is of this ledger"
         name = self._entries[index].name
-        if dim not in (None, [], ()) or keepdim or more:
-            raise InputError(f"a norm of the gradient of {name!r} over some dimensions: ranks tell whole norms alone")
+        dims = range(gradient.ndim) if dim in (None, [], ()) else [dim] if isinstance(dim, int) else dim
+        is_whole = {d % max(gradient.ndim, 1) for d in dims} == set(range(gradient.ndim))
+        if not is_whole or isinstance(ord, str) or out is not None:
+            raise InputError(
+                f"a norm of order {ord!r} over dimensions {list(dims)} of the gradient of {name!r}, which is a "
+                f"{gradient.ndim}-dimensional tensor of one rank: ranks tell each other vector norms of all numbers "
+                "only, such as .grad.norm(). Compute any other norm on its own rank, from pipe.local_parameters()"
+            )
+        order = float(ord)
         told = self._tell_norms([index], order, dtype, f"the norm of order {order} of the gradient of {name!r}")
-        return self._find_norm(gradient, told, order, dtype)
+        found = self._find_norm(gradient, told, order, dtype)
+        return found.reshape([1] * gradient.ndim) if keepdim else found
 
     def _tell_norms(self, chosen: Sequence[int], ord: float, dtype: torch.dtype | None, what: str) -> list[list[float]]:
         """Return the norms of the gradients that each rank has, of those numbered `chosen`, by number."""

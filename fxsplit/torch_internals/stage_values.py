@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from fxsplit.torch_internals.fake_weights import has_values, make_runnable
+from fxsplit.torch_internals.fake_weights import has_values, lacks_values, make_runnable
 from fxsplit.torch_internals.interpret import Interpreter, preserve
 
 Values = list[Mapping[fx.Node, Any]]
@@ -25,7 +25,7 @@ def record_values(stages: Sequence[fx.GraphModule], tensors: Sequence[Tensor]) -
         return _record(stages, whole, tensors, from_shapes=True)
     except Exception:
         # Values decide what is computed. Nobody has them where the model has no weights yet.
-        if not all(map(has_values, (*whole.parameters(), *whole.buffers(), *tensors))):
+        if lacks_values(whole) or not all(map(has_values, tensors)):
             raise
         return _record(stages, whole, tensors, from_shapes=False)
 

@@ -36,6 +36,7 @@ from fxsplit.passes.profile.time_in_step import (
 )
 from fxsplit.passes.profile.weigh_loss import weigh_loss
 from fxsplit.torch_internals import accelerators
+from fxsplit.torch_internals.away import is_away
 from fxsplit.torch_internals.dependences import list_node_weights
 from fxsplit.torch_internals.grad_catch import is_caught
 from fxsplit.torch_internals.interpret import get_storage_id, preserve
@@ -181,8 +182,13 @@ def _measure(
 
 
 def _is_too_big(gm: fx.GraphModule, machine: Machine, *, trains: bool) -> bool:
-    """Return whether weights that are elsewhere do not fit, with gradients if any, on the device to measure on."""
+    """Return whether weights that are elsewhere do not fit, with gradients if any, on the device to measure on.
+
+    Those of other ranks never do: each rank has the memory of its own stages.
+    """
     device = machine.devices[0]
+    if any(map(is_away, list_weights(gm))):
+        return True
     # Weights that are on the device already need no room besides what they have.
     elsewhere = [w for w in list_weights(gm) if w.device != device.torch_device]
     return (1.0 + trains) * sum(count_bytes(w) for w in elsewhere) > device.memory_bytes

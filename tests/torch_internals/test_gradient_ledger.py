@@ -258,3 +258,56 @@ def copy_own(rank: int, world: int) -> str:
 
 def test_gradients_of_this_rank_are_copied_as_plain_tensors() -> None:
     assert ranks(2, copy_own) == ["plain", "plain"]
+
+
+NORMS: dict[str, Any] = {
+    "norm(2)": lambda g: g.norm(2),
+    "norm()": lambda g: g.norm(),
+    "norm fro": lambda g: g.norm("fro"),
+    "torch.norm 2": lambda g: torch.norm(g, 2),
+    "torch.norm p=1": lambda g: torch.norm(g, p=1),
+    "torch.norm inf": lambda g: torch.norm(g, float("inf"), dtype=torch.float64),
+    "stack": lambda g: torch.norm(torch.stack([torch.norm(g, 2)]), 2),
+    "keepdim": lambda g: torch.linalg.vector_norm(g, 3, keepdim=True),
+    "vector_norm dtype": lambda g: torch.linalg.vector_norm(g, dtype=torch.float64),
+    "linalg.norm": torch.linalg.norm,
+    "linalg.norm fro": lambda g: torch.linalg.norm(g, "fro"),
+}
+OTHER_NORMS: dict[str, Any] = {
+    "largest singular value": lambda g: torch.linalg.norm(g, 2),
+    "largest column": lambda g: torch.linalg.norm(g, 1),
+    "largest row": lambda g: torch.linalg.norm(g, float("inf")),
+    "nuclear": lambda g: torch.norm(g, "nuc"),
+    "nuclear of linalg": lambda g: torch.linalg.norm(g, "nuc"),
+    "of rows": lambda g: g.norm(2, dim=1),
+    "of rows, kept": lambda g: torch.linalg.vector_norm(g, dim=0, keepdim=True),
+}
+
+
+def take_norms(rank: int, world: int) -> int:
+    model, whole = build(), build()
+    ledger, weights = part(model, rank, world)
+    give_gradients(weights, 0)
+    give_gradients(list(whole.parameters()), 0)
+    ledger.share_present()
+    checked = 0
+    for mine, other in zip(model.parameters(), whole.parameters(), strict=True):
+        if other.grad is None or other.ndim != 2:
+            continue
+        for name, norm in NORMS.items():
+            found, expected = norm(mine.grad), norm(other.grad)
+            assert found.dtype == expected.dtype and found.shape == expected.shape, name
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=0.0, msg=name)
+            checked += 1
+        for name, norm in OTHER_NORMS.items():
+            # On all ranks: one that computed its own would wait for nobody, or others for it.
+            with pytest.raises((InputError, ElsewhereError), match=r"the gradient of '\d.weight'"):
+                norm(mine.grad)
+                raise AssertionError(name)
+            checked += 1
+    return checked
+
+
+def test_norms_are_those_of_torch_or_are_refused_on_all_ranks() -> None:
+    found = ranks(2, take_norms)
+    assert found[0] == found[1] == 3 * (len(NORMS) + len(OTHER_NORMS))

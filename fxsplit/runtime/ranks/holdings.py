@@ -23,6 +23,7 @@ from fxsplit.torch_internals.elsewhere import bring_back, send_away
 from fxsplit.torch_internals.gradient_ledger import GradientLedger
 from fxsplit.torch_internals.optimizer_loads import note_arrival, watch_loads
 from fxsplit.torch_internals.process_groups import close_groups
+from fxsplit.torch_internals.undo import undo_after
 
 Fetch = Callable[[str, Tensor], Tensor]
 """Returns a tensor, which has a name, with its values."""
@@ -59,7 +60,7 @@ class Holdings:
         trained = [(name, weight, owners[name]) for name, weight in named if isinstance(weight, nn.Parameter)]
         # Another one only where it would know other parameters: gradients that there are belong to it.
         if self._ledger is None or not self._ledger.knows(trained):
-            self._ledger = GradientLedger(trained, self, self._world.me)
+            self._ledger = GradientLedger(trained, self, self._world.me, alone=len(self._world) == 1)
         index_of = {name: index for index, (name, _, _) in enumerate(trained)}
         for name, weight in named:
             owner = owners[name]
@@ -176,6 +177,31 @@ class Holdings:
             self._meet(call, what, side_by_side=side_by_side)
             yield self
 
+    @contextmanager
+    def lend(self, model: nn.Module) -> Iterator[None]:
+        """Let each rank have the values of all weights in host memory in the block, where the model is run for a check.
+
+        To be called by all ranks. Weights stay where they are, and go by `Away.lent` on the other ranks. Nothing is
+        lent of a model that has weights without values.
+        """
+        named = dict(list_named(model))
+        missing = torch.tensor([int(any(w.is_meta for w in named.values()))])
+        if any(map(int, self._world.gather(missing, "the weights of a compile"))):
+            yield
+            return
+        away = [weight for weight in named.values() if isinstance(weight, Away)]
+
+        def take_back() -> None:
+            for weight in away:
+                weight.__dict__.pop("lent", None)
+
+        with undo_after(take_back):
+            for name, value in self.gather_values(named):
+                weight = named[name]
+                if isinstance(weight, Away):
+                    weight.lent = _arrange_like(weight, value)
+            yield
+
     def gather_values(self, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors of a model's state_dict by name, those of other ranks in host memory.
 
@@ -236,6 +262,13 @@ class Holdings:
 def list_named(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Return all parameters and buffers of a model by name, each once."""
     return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _arrange_like(weight: Tensor, value: Tensor) -> Tensor:
+    """Return values in the order of memory that a weight has."""
+    if weight.layout is not torch.strided or value.stride() == weight.stride():
+        return value
+    return torch.empty_strided(weight.shape, weight.stride(), dtype=value.dtype).copy_(value)
 
 
 def _is_at(spot: Spot, other: Spot) -> bool:
