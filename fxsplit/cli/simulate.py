@@ -18,7 +18,7 @@ from fxsplit.ir.facts.price import format_bytes
 from fxsplit.planner import Options
 from fxsplit.planner.planner import Planner
 from fxsplit.schedule import SCHEDULES, Schedule, Simulation, Times, generate, simulate, verify
-from fxsplit.schedule.catalogue import Scheduler
+from fxsplit.schedule.catalogue import Scheduler, count_devices
 from fxsplit.schedule.memory import Course, find_peak, trace_memory
 from fxsplit.schedule.of_plan import build_schedule, find_replicas, read_footprints, read_times
 from fxsplit.schedule.timeline import Timeline
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"one of {', '.join(SCHEDULES)} (default: the plan's, or 1F1B)",
     )
     what.add_argument("--csv", type=take_text, metavar="FILE", help="a schedule file of torch.distributed.pipelining")
-    parser.add_argument("--devices", type=int, metavar="D", help="default: one for each stage of the plan, else 4")
+    parser.add_argument("--devices", type=int, metavar="D", help="default: those that the plan's stages take, else 4")
     parser.add_argument("--n-microbatches", type=int, metavar="N", help="default: the plan's, else two a device")
     parser.add_argument("--stages-per-device", type=int, metavar="V", help="default: what the schedule is made for")
     costs = parser.add_mutually_exclusive_group()
@@ -109,8 +109,7 @@ def _choose_schedule(arguments: argparse.Namespace, plan: Plan | None) -> Schedu
     name = arguments.schedule or (plan.schedule if plan else "1F1B")
     devices = arguments.devices
     if devices is None:
-        # A device for each stage of the plan, or for each group of stages that share one.
-        devices = len(plan.stages) // (arguments.stages_per_device or 1) if plan else 4
+        devices = count_devices(name, len(plan.stages), arguments.stages_per_device) if plan else 4
     count = arguments.n_microbatches
     if count is None:
         count = plan.n_microbatches if plan else choose_microbatch_count(devices)

@@ -101,6 +101,25 @@ def generate(name: str, n_devices: int, n_microbatches: int, stages_per_device: 
     return generator(n_devices, n_microbatches, stages_per_device)
 
 
+def count_devices(name: str, n_stages: int, stages_per_device: int | None = None) -> int:
+    """Return how many devices run a schedule of `n_stages` stages: fewer than stages if each device has several.
+
+    Raises ScheduleError for a number of stages that the schedule is not made for.
+    """
+    for each in (1, 2) if stages_per_device is None else (stages_per_device,):
+        devices, rest = divmod(n_stages, each)
+        if rest or not devices:
+            continue
+        with suppress(ScheduleError):
+            if len(Scheduler(name, devices, stages_per_device).homes()) == n_stages:
+                return devices
+    find_schedule(name)
+    stated = "" if stages_per_device is None else f" with {stages_per_device} stages a device"
+    raise ScheduleError(
+        f"{name}{stated} does not run {n_stages} stages: plan for it (fxsplit plan --schedule {name} --use-all-devices)"
+    )
+
+
 @dataclass(frozen=True)
 class Scheduler:
     """One of the schedules, for a number of devices; raises ScheduleError for numbers that it is not made for."""

@@ -22,6 +22,7 @@ from fxsplit.report import draw, save_picture
 from fxsplit.report.perfetto import trace_events
 from fxsplit.schedule import Times, generate, simulate
 from fxsplit.schedule.action import Action
+from fxsplit.schedule.catalogue import count_devices
 from fxsplit.schedule.memory import Footprint, find_peak, trace_memory
 from fxsplit.schedule.of_plan import read_times
 from fxsplit.schedule.timeline import Timeline
@@ -46,6 +47,22 @@ def plan(profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> st
     path = tmp_path / "plan.json"
     path.write_text(capsys.readouterr().out)
     return str(path)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble", "Chimera", "LoopedBFS"])
+def test_a_plan_simulates_as_it_was_made(
+    schedule: str, profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A plan with several stages a device was taken for one with a device for each stage, and refused."""
+    options = ["--devices", "2", "--n-microbatches", "4", "--schedule", schedule, "--use-all-devices", "--json"]
+    assert cli.main(["plan", profile, *options]) == 0
+    path = tmp_path / "plan.json"
+    path.write_text(capsys.readouterr().out)
+    told = answer(capsys, "--plan", str(path))
+    assert (told["schedule"], told["n_devices"], told["n_microbatches"]) == (schedule, 2, 4)
+    assert told["n_stages"] == len(read_plan(path).stages)
+    with pytest.raises(ScheduleError, match="1F1B with 3 stages a device does not run"):
+        count_devices("1F1B", 6, 3)
 
 
 def test_unit_times(capsys: pytest.CaptureFixture[str]) -> None:
