@@ -76,7 +76,8 @@ def compile(
     stages_per_device: for schedules that take several (default: what the schedule is made for).
     loss_fn: loss_fn(outputs, target) -> scalar, for `step`.
     recompute: when a stage keeps no activations and runs forward again before its backward: "never", "always",
-        "except_last" (for all microbatches but the last), or "plan" (the default: where partition{recompute=} says so).
+        "except_last" (for all microbatches but the last), or "plan" (the default: as partition{recompute=} chooses).
+        Plans count it, in memory and time; "except_last" counts as "never", which holds no less.
     deferred_batch_norm: let running statistics change once a batch, by all of it, and not by each microbatch.
     stage_backend: what torch.compile compiles each stage with, such as "inductor" (default: stages run as they are).
         Costs are measured without it. What records CUDA graphs is refused.

@@ -109,7 +109,7 @@ def list_facts(
     machine, workload = candidate.scheduler.lay_out(
         options.machine, candidate.n_microbatches, may_idle=pins is not None
     )
-    facts: list[Fact] = [machine, workload]
+    facts: list[Fact] = [machine, replace(workload, recompute=options.planned_recompute)]
     if pins is not None:
         facts.append(pins)
     if options.loss_fn is not None:

@@ -118,6 +118,14 @@ class Options:
             if self.stated_count is not None:
                 self.schedulers[0].schedule(self.stated_count)
 
+    @property
+    def planned_recompute(self) -> str:
+        """Which stages a plan counts as recomputing: all, none, or those that the planner chooses.
+
+        A stage that recomputes all microbatches but the last counts as one that recomputes none: it holds no more.
+        """
+        return "never" if self.recompute == "except_last" else self.recompute
+
     @cached_property
     def schedulers(self) -> Sequence[Scheduler]:
         """The schedule stated, or all that "auto" may choose among, on this machine; one of its own for inference."""

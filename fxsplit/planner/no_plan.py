@@ -19,13 +19,21 @@ NEAR_BYTES, NEAR = 0.5, 1e-6
 
 
 def explain_misfit(
-    problems: Sequence[Problem], chains: Antichains, machine: Machine, schedule: str, clock: Clock, *, complete: bool
+    problems: Sequence[Problem],
+    chains: Antichains,
+    machine: Machine,
+    schedule: str,
+    clock: Clock,
+    *,
+    complete: bool,
+    keeps: bool,
 ) -> PlanError:
     """Return the error that says why no plan exists: contradictory pins, or how much memory is missing and where.
 
     `problems` are those of all numbers of stages that were tried. Each is solved again without memory limits: where
     that fails too, the pins are at fault. Else the chain that exceeds the memory by the fewest bytes is looked for.
-    `complete` tells whether all plans were looked at that the options allow.
+    `complete` tells whether all plans were looked at that the options allow, `keeps` whether every stage keeps
+    its activations, and could recompute them.
     """
     some = (
         ""
@@ -59,13 +67,16 @@ def explain_misfit(
     device = machine.devices[path[worst][1].devices[0]]
     # 1F1B holds the fewest microbatches of all schedules.
     earlier = "" if schedule == "1F1B" else "schedule='1F1B', "
-    need = device.memory_bytes + loads[worst]
+    again = "stages that recompute (partition{recompute=auto}), " if keeps else ""
+    need, there = device.memory_bytes + loads[worst], device.memory_bytes
+    sizes = [format_bytes(need), format_bytes(there)]
+    if sizes[0] == sizes[1]:
+        sizes = [f"{need:,.0f}", f"{there:,.0f} bytes"]
     return NoFit(
         f"no plan fits in memory{some}: even the best leaves stage {worst} of {len(loads)} on {device.name} short by "
         f"{format_bytes(loads[worst])} ({loads[worst]:.0f} bytes): "
-        f"it needs {format_bytes(need)} of {format_bytes(device.memory_bytes)}; use "
-        f"more devices, more and smaller microbatches, {earlier}or partition{{optimizer_factor=}} if your optimizer "
-        "keeps less than Adam",
+        f"it needs {sizes[0]} of {sizes[1]}; use more devices, more and smaller microbatches, {again}{earlier}or "
+        "partition{optimizer_factor=} if your optimizer keeps less than Adam",
         short_bytes=float(loads[worst]),
     )
 

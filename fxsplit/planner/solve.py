@@ -115,8 +115,11 @@ class Task:
 
     @property
     def recompute(self) -> str:
-        """Which stages may recompute; none where nothing goes backward, whatever the options allow."""
-        return "never" if self.workload.inference else self.options.recompute
+        """Which stages may recompute: as the workload states, else as the options allow; without backwards none."""
+        if self.workload.inference:
+            return "never"
+        stated = self.workload.recompute
+        return self.options.recompute if stated == "plan" else stated
 
     @property
     def reduce_ms_per_byte(self) -> float:
@@ -167,7 +170,8 @@ def partition(task: Task, chains: Antichains, states: States, clock: Clock | Non
     if best is None and hurried:
         raise PlanError(f"no plan was found within time_limit={options.time_limit} s: allow more time, or fewer states")
     if best is None:
-        raise explain_misfit(posed, chains, machine, task.workload.schedule, clock, complete=complete)
+        keeps = task.recompute == "never" and not task.workload.inference
+        raise explain_misfit(posed, chains, machine, task.workload.schedule, clock, complete=complete, keeps=keeps)
     if task.choose_idle(len(states)) != task.idle:
         lower = min(lower, _bound_any_idle(task, chains, states, clock))
     elif not chains.complete:

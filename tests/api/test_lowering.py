@@ -21,7 +21,7 @@ from fxsplit.api.lowering import (
     pin_weights,
 )
 from fxsplit.api.options import Candidate, Options
-from fxsplit.errors import TraceError
+from fxsplit.errors import NoFit, TraceError
 from fxsplit.frontend.capture import capture
 from fxsplit.ir.chain import parse_chain
 from fxsplit.ir.facts.call import Call
@@ -135,3 +135,25 @@ def test_rewritten_buffers_are_named_as_the_stages_name_them() -> None:
 
 def test_the_mode_is_the_models() -> None:
     assert get_mode(Mlp()) == "train" and get_mode(Mlp().eval()) == "eval"
+
+
+def test_a_plan_counts_the_recomputation_that_compile_states() -> None:
+    """It was left out: a model that fits when stages recompute was refused, and a plan told too much memory."""
+    x, plans = torch.randn(64, 8), {}
+    for recompute in ("plan", "never", "except_last", "always"):
+        options: dict[str, Any] = {"schedule": "GPipe", "n_microbatches": 4, "passes": FAST}
+        with fxsplit.compile(Mlp(), ["cpu"], example_inputs=x, recompute=recompute, **options) as pipe:
+            (plans[recompute],) = pipe.plan.stages
+    assert [stage.recompute for stage in plans.values()] == [False, False, False, True]
+    assert plans["always"].memory_bytes < plans["plan"].memory_bytes == plans["except_last"].memory_bytes
+    options["passes"] = FAST.replace("partition", "partition{recompute=always}")
+    with fxsplit.compile(Mlp(), ["cpu"], example_inputs=x, recompute="never", **options) as pipe:
+        assert not pipe.plan.stages[0].recompute
+
+
+def test_a_misfit_names_recomputation_unless_stages_recompute_already() -> None:
+    machine = Machine.of(["cpu"], memory_bytes=1e3)
+    for recompute, named in (("plan", True), ("always", False)):
+        with pytest.raises(NoFit) as caught:
+            fxsplit.compile(Mlp(), machine, example_inputs=torch.randn(64, 8), recompute=recompute, passes=FAST)
+        assert ("partition{recompute=auto}" in str(caught.value)) == named

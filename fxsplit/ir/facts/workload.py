@@ -23,6 +23,8 @@ class Workload(GivenFact):
     - `replicated`: the schedule places every stage on several devices, as Chimera does
     - `splits`: backwards leave the gradients of weights for later, as under ZB-H1
     - `inference`: there are no backwards, and nothing is trained
+    - `recompute`: which stages run forward again before their backward and keep no activations: "always" all of them,
+      "never" none, "plan" those that the planner chooses, as its own option allows
     - `moments.get(k)` lists, for a pipeline of k stages, what each stage holds at once (see moments.py); where it is
       missing, all that `in_flight` and `versions` say comes at once
     """
@@ -37,6 +39,7 @@ class Workload(GivenFact):
     splits: bool = False
     # It follows from the schedule, and is found when it is asked for.
     moments: MomentsBy | None = field(default=None, repr=False)
+    recompute: str = "plan"
 
     made_by: ClassVar[str] = "compile(schedule=, n_microbatches=)"
 
