@@ -197,8 +197,7 @@ def main(arguments: argparse.Namespace) -> int:
         print(f"{'devices':>8}{'bottleneck ms':>15}{'speed-up':>10}{'gap':>12}{'stages':>8}")
         for count, plan in plans:
             proof = plan.standing.removeprefix("gap ")
-            speedup = plan.single_ms / plan.bottleneck_ms if plan.bottleneck_ms else inf
-            print(f"{count:>8}{plan.bottleneck_ms:>15.4f}{speedup:>10.2f}{proof:>12}{len(plan.stages):>8}")
+            print(f"{count:>8}{plan.bottleneck_ms:>15.4f}{plan.speedup:>10.2f}{proof:>12}{len(plan.stages):>8}")
         if arguments.n_microbatches is None:
             print(
                 "each row has two microbatches a device, so the batch grows with it: --n-microbatches states one number"

@@ -76,6 +76,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "measured_on": plan.measured_on,
         "compress": plan.compress or None,
         "shared": plan.shared_ms,
+        "busiest": plan.busiest_ms,
     }
 
 
@@ -132,6 +133,7 @@ def parse_plan(data: Any, name: str) -> Plan:
             spread=None if data.get("spread") is None else _number(data["spread"], "spread"),
             measured_on=str(data.get("measured_on", "")),
             shared_ms=_number(data.get("shared", 0.0), "shared"),
+            busiest_ms=_number(data.get("busiest", 0.0), "busiest"),
             compress=_read_compress(data.get("compress")),
             fixed_rows=tuple(_count(rows, "fixed_rows") for rows in as_list(data.get("fixed_rows", []))),
         )

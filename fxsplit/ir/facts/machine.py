@@ -93,13 +93,13 @@ class Machine(GivenFact):
     """Devices in pipeline order, and the bandwidth between each and the next.
 
     `links[i]` joins devices i and i + 1, in bytes per second. An infinite link hands values over without a copy, as
-    between threads of one process on a CPU. `shared` is for a machine that was unrolled: the real device of each of
+    between threads of one process on a CPU. `homes` is for a machine that was unrolled: the real devices of each of
     its devices. Raises InputError unless names differ and there is a link for each pair of neighbours.
     """
 
     devices: tuple[Device, ...]
     links: tuple[float, ...]
-    shared: tuple[int, ...] = ()
+    homes: tuple[tuple[int, ...], ...] = ()
 
     made_by: ClassVar[str] = "compile(devices=)"
 
@@ -202,7 +202,7 @@ class Machine(GivenFact):
             min(inf if a == b else 1000.0 * self.bytes_per_ms(a, b) for a, b in zip(one, other, strict=False))
             for one, other in itertools.pairwise(homes)
         )
-        return Machine(tuple(made), tuple(links), shared=tuple(home[0] for home in homes))
+        return Machine(tuple(made), tuple(links), homes=tuple(tuple(home) for home in homes))
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -249,7 +249,7 @@ class Machine(GivenFact):
     def intraop_threads(self) -> int:
         """Return how many threads each CPU device may use inside one operator: its share of the cores, at least 1."""
         # Stages that were unrolled from one device take turns on its threads.
-        homes = self.shared or range(len(self))
+        homes = [home[0] for home in self.homes] or range(len(self))
         sharers = len({home for home, d in zip(homes, self.torch_devices(), strict=True) if d.type == "cpu"})
         return max(1, (os.cpu_count() or 1) // max(1, sharers))
 

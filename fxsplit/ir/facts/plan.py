@@ -14,7 +14,15 @@ from fxsplit.errors import BrokenFact
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.facts.pins import Pins
-from fxsplit.ir.facts.price import FIGURES, CostModel, StagePlan, format_bytes, price_split
+from fxsplit.ir.facts.price import (
+    FIGURES,
+    CostModel,
+    StagePlan,
+    find_busiest_ms,
+    format_bytes,
+    price_single_device,
+    price_split,
+)
 from fxsplit.ir.facts.workload import Workload
 from fxsplit.ir.graph import IR, Fact
 
@@ -27,14 +35,15 @@ PROVEN = 1e-6
 class Plan(Fact):
     """Stages in pipeline order, and what is proven of them.
 
-    `lower_bound_ms` is a load that the slowest stage of no plan can beat; `single_ms` is the time of one microbatch on
-    one device; `n_states` is how many states were searched; `rows` is the size of a microbatch; `model` is what stages
-    pay for; `spread` is the share by which the measured times vary (see Costs), and so all that follows from them;
-    `measured_on` is the accelerator that they are of, empty where that is a CPU or unknown. `shared_ms` is how long a
-    microbatch keeps the busiest accelerator at work that several devices share; zero where none do. Loads are those of
-    devices that share nothing. `compress` is how what crosses cuts is compressed: empty, `bf16` or `int8`.
-    `fixed_rows` are the sizes of microbatches that the graph is for, where forward() makes its number of rows a
-    constant; empty for a graph that takes other sizes as well.
+    `lower_bound_ms` is a load that the slowest stage of no plan can beat. `single_ms` is the time of one microbatch on
+    the fastest device of the machine. `n_states` is the number of states that were searched, `rows` the size of a
+    microbatch, `model` the cost model. `spread` is the share by which the measured times vary (see Costs), and so all
+    that follows from them. `measured_on` is the accelerator that they were measured on, empty for a CPU or an unknown
+    one. `shared_ms` is how long a microbatch keeps the busiest accelerator at work that several devices share; zero if
+    no devices share one. Loads are those of devices that share nothing. `busiest_ms` is how long a microbatch keeps the
+    busiest device busy, with all of its stages together; zero in plans of earlier versions. `compress` is how values
+    that cross cuts are compressed: empty, `bf16` or `int8`. `fixed_rows` are the sizes of microbatches that the graph
+    is for, if forward() makes its number of rows a constant; empty for a graph that takes other sizes as well.
 
     `proof` says how that bound is known: "search" where all plans were searched, "bound" where it is less sure to be
     reached, None where nobody has proven it. Only the planner fills it in: a plan that a pass makes or changes is not
@@ -54,6 +63,7 @@ class Plan(Fact):
     measured_on: str = ""
     shared_ms: float = 0.0
     compress: str = ""
+    busiest_ms: float = 0.0
     fixed_rows: tuple[int, ...] = ()
     proof: Proof | None = field(default=None, init=False)
 
@@ -73,7 +83,7 @@ class Plan(Fact):
         n_states: int,
     ) -> Plan:
         """Return the plan of priced stages."""
-        names, single_ms = tuple(d.name for d in machine.devices), costs.total_ms
+        names, single_ms = tuple(d.name for d in machine.devices), price_single_device(costs, machine)
         schedule, count = workload.schedule, workload.n_microbatches
         rows, spread, hardware = costs.rows, costs.spread, costs.hardware
         shared_ms = _find_shared_ms(stages, machine)
@@ -91,6 +101,7 @@ class Plan(Fact):
             hardware,
             shared_ms,
             costs.compress,
+            find_busiest_ms(stages, machine, model),
         )
 
     def prove(self, proof: Proof | None) -> Plan:
@@ -101,8 +112,18 @@ class Plan(Fact):
 
     @property
     def bottleneck_ms(self) -> float:
-        """The load of the slowest stage: in steady state the pipeline takes this long for each microbatch."""
+        """The load of the slowest stage."""
         return max(s.load_ms for s in self.stages)
+
+    @property
+    def steady_ms(self) -> float:
+        """How long the pipeline takes for each microbatch in steady state: what the busiest device takes."""
+        return max(self.bottleneck_ms, self.busiest_ms, self.shared_ms)
+
+    @property
+    def speedup(self) -> float:
+        """How many times as fast as the fastest single device the pipeline is in steady state."""
+        return self.single_ms / self.steady_ms if self.steady_ms else inf
 
     @property
     def gap(self) -> float:
@@ -167,6 +188,7 @@ class Plan(Fact):
             # Replicas need the same, so the smallest of their devices decides.
             if other.memory_bytes > min(machine.devices[d].memory_bytes for d in mine.devices):
                 raise BrokenFact(f"stage {number} needs {other.memory_bytes:.0f} bytes, more than its device has")
+        self._verify_speedup(costs, machine)
         pins = ir.get(Pins)
         for name, stage in (pins.nodes(costs) if pins else {}).items():
             if stage not in self.stages[stage_of[name]].devices:
@@ -175,6 +197,18 @@ class Plan(Fact):
         # A bound above the plan would call every plan optimal.
         if self.lower_bound_ms > self.bottleneck_ms * (1 + 1e-9):
             raise BrokenFact(f"lower bound {self.lower_bound_ms} ms above the bottleneck {self.bottleneck_ms} ms")
+
+    def _verify_speedup(self, costs: Costs, machine: Machine) -> None:
+        """Raise BrokenFact unless the two figures that the speed-up follows from are those of costs and stages."""
+        figures = {
+            "single_ms": price_single_device(costs, machine),
+            "busiest_ms": find_busiest_ms(self.stages, machine, self.model),
+        }
+        for figure, true in figures.items():
+            said = getattr(self, figure)
+            # A plan of an earlier version does not say how busy its devices are.
+            if said and not isclose(said, true, rel_tol=1e-9, abs_tol=1e-12):
+                raise BrokenFact(f"the plan is said to have {figure}={said} and has {true}: make it by Plan.of")
 
     def _verify_devices(self, count: int) -> None:
         """Raise BrokenFact unless every stage has devices of its own, among the `count` that there are."""
@@ -214,14 +248,12 @@ class Plan(Fact):
                 f"{format_bytes(s.in_bytes):>11}{format_bytes(s.out_bytes):>11}{format_bytes(s.memory_bytes):>11}  "
                 f"{f'{s.nodes[0]} .. {s.nodes[-1]}' if s.nodes else '(passes values on)'}"
             )
-        slowest_ms = max(self.bottleneck_ms, self.shared_ms)
-        speedup = self.single_ms / slowest_ms if slowest_ms else inf
         bound = f"lower bound {self.lower_bound_ms:.3f} ms, {self.standing} among {self.n_states} states"
         # A bound that nobody has proven is no bound.
         proof = self.standing if self.standing == "not proven" else bound
         rows.append(
             f"bottleneck {self.bottleneck_ms:.3f} ms{format_spread(self.spread)}, {proof}; "
-            f"steady-state speed-up {speedup:.2f} over one device"
+            f"steady-state speed-up {self.speedup:.2f} over one device"
         )
         rows.append(f"{self.schedule}, {self.n_microbatches} microbatches of {self.rows} rows")
         if self.fixed_rows:

@@ -5,6 +5,7 @@ Everything that the search sums over its lattice is computed here again, directl
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -262,6 +263,38 @@ def _price_transfers(machine: Machine, model: CostModel, split: Split, i: int, e
     if i < len(split) - 1:
         send = sum(edges.sends) / machine.bytes_per_ms(devices[-1], split[i + 1][1][0])
     return receive, send
+
+
+def price_single_device(costs: Costs, machine: Machine) -> float:
+    """Return the time of one microbatch, forward and backward, on the fastest device of the machine, in milliseconds.
+
+    The device computes, or its host launches, whichever takes longer. Memory is not asked for.
+    """
+    host_ms = sum(n.host_ms for n in costs.nodes)
+    return min(host_ms if d.host else max(costs.compute_ms / d.speed, costs.launch_ms) for d in machine.devices)
+
+
+def find_busiest_ms(stages: Sequence[StagePlan], machine: Machine, model: CostModel) -> float:
+    """Return how long the busiest device is busy with one microbatch, with all of its stages together, in milliseconds.
+
+    A device of an unrolled machine stands for one stage; its stages take turns on the real device. A stage whose
+    microbatches are shared by several real devices counts on each of them for its share.
+    """
+    busy: dict[int, list[float]] = defaultdict(lambda: [0.0] * 4)
+    for stage in stages:
+        figures = (
+            stage.forward_ms + stage.backward_ms + stage.reduce_ms,
+            stage.receive_ms,
+            stage.send_ms,
+            stage.launch_ms,
+        )
+        for device in stage.devices:
+            home = machine.homes[device] if machine.homes else (device,)
+            for real in home:
+                busy[real] = [so_far + ms / len(home) for so_far, ms in zip(busy[real], figures, strict=True)]
+    if model.name == "overlapped":
+        return max(map(max, busy.values()), default=0.0)
+    return max((max(sum(times[:3]), times[3]) for times in busy.values()), default=0.0)
 
 
 def format_bytes(count: float) -> str:

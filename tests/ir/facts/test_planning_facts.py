@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from fxsplit.api.plan import lay_out
 from fxsplit.errors import BrokenFact
 from fxsplit.ir.facts.antichains import Antichains
 from fxsplit.ir.facts.blocks import Blocks, build_csr
@@ -22,6 +24,12 @@ from fxsplit.ir.facts.workload import Workload
 from fxsplit.ir.graph import IR
 from fxsplit.ir.manager import run_chain
 from fxsplit.passes import Augment, Order, Partition
+from fxsplit.planner import Options
+from fxsplit.planner.planner import Planner
+from fxsplit.schedule import simulate
+from fxsplit.schedule.catalogue import Scheduler
+from fxsplit.schedule.of_plan import build_schedule, read_times
+from tests.cli.test_plan import chain
 from tests.graphs import ir_of, node, one_each
 from tests.planner.test_lattice import DIAMOND
 
@@ -174,6 +182,51 @@ def test_a_plan_tells_what_stages_that_share_a_gpu_take_at_least(
     assert (least in str(plan)) == bool(shared)
     told = plan.single_ms / (max(work, plan.bottleneck_ms) if shared else plan.bottleneck_ms)
     assert f"steady-state speed-up {told:.2f} over" in str(plan)
+
+
+EVEN = chain([1] * 8)
+
+
+def find_speedup(devices: tuple[Device, ...], schedule: str, model: str = "forwarded") -> float:
+    """Return the speed-up that a plan of eight equal nodes tells."""
+    machine = Machine(devices, (inf,) * (len(devices) - 1))
+    return Planner(EVEN).plan(*lay_out(machine, schedule, 8), Options(model=model)).speedup
+
+
+@pytest.mark.parametrize("speed", [1.0, 10.0, 0.25])
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble", "Chimera", "PipeDream-2BW"])
+def test_a_speedup_counts_devices_and_not_stages_and_compares_with_a_device_of_the_machine(
+    schedule: str, speed: float
+) -> None:
+    """Two devices of any one speed are at most twice as fast as one of them, whatever stages they have."""
+    assert find_speedup(tuple(Device(f"d{i}", speed=speed) for i in range(2)), schedule) == pytest.approx(2.0)
+
+
+def test_a_speedup_compares_with_the_fastest_device() -> None:
+    fast, slow = Device("fast", speed=3.0), Device("slow", speed=1.0)
+    # Of 24 ms the fast one takes 6 nodes and the slow one 2: 6 ms each, where the fast one alone takes 8.
+    assert find_speedup((fast, slow), "1F1B") == pytest.approx(8 / 6)
+    # Replicas of one stage wait for the slower of them, so that a stage for each is faster.
+    assert find_speedup((fast, slow), "1F1B", "replicated") == pytest.approx(8 / 6)
+    assert find_speedup((slow, replace(slow, name="other")), "1F1B", "replicated") == pytest.approx(2.0)
+
+
+def test_a_speedup_is_what_the_busiest_device_allows_in_the_simulated_steady_state() -> None:
+    """With ever more microbatches the simulated step comes to `steady_ms` for each of them."""
+    for schedule in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble", "Chimera"):
+        machine, workload = lay_out(Machine.planned(2), schedule, 256)
+        plan = Planner(EVEN).plan(machine, workload, Options())
+        made = build_schedule(plan, Scheduler(schedule, 2), 256)
+        step_ms = simulate(made, read_times(plan, made)).step_ms
+        assert plan.steady_ms <= step_ms / 256 <= 1.02 * plan.steady_ms, schedule
+
+
+def test_a_plan_whose_speedup_is_not_that_of_its_costs_is_broken(ir: IR) -> None:
+    plan = ir[Plan]
+    assert plan.speedup == plan.single_ms / plan.steady_ms
+    for figure in ("single_ms", "busiest_ms"):
+        with pytest.raises(BrokenFact, match=f"the plan is said to have {figure}="):
+            replace(plan, **{figure: 2 * getattr(plan, figure)}).verify(ir)
 
 
 def test_a_plan_tells_its_gap(ir: IR) -> None:
