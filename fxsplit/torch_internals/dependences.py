@@ -94,7 +94,8 @@ def find_ordered_pairs(gm: fx.GraphModule, seen: Mapping[str, Observation]) -> l
     """Return pairs (earlier, later) that an in-place write orders although no value flows between them.
 
     A node that reads the memory before the write must run before the write, and one that reads it afterwards must run
-    after it. In `y = x + 1; x.mul_(2); z = x + 3` the pairs are (y, mul_) and (mul_, z).
+    after it. In `y = x + 1; x.mul_(2); z = x + 3` the pairs are (y, mul_) and (mul_, z). Pairs that follow from others
+    are left out: each reader comes before the next write, and that write before the write after it.
     """
     order = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
     readers: dict[str, list[str]] = defaultdict(list)
@@ -106,6 +107,9 @@ def find_ordered_pairs(gm: fx.GraphModule, seen: Mapping[str, Observation]) -> l
         for owner in seen[node.name].mutates:
             pairs.update((reader, node.name) for reader in readers[owner])
             writers[owner] = node.name
+            # A writer that also reads stands for all readers before it. Else their number would grow with each write.
+            if owner in memory:
+                readers[owner].clear()
         # Only now: a node that reads what it writes has no order to itself.
         for owner in memory:
             readers[owner].append(node.name)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 import torch
@@ -90,14 +91,67 @@ def test_order_around_a_write_in_place() -> None:
 
     gm, seen = graph_of(forward, vectors())
     # The writer comes after each reader of what was, and before each reader of what is.
-    assert find_ordered_pairs(gm, seen) == [
-        ("mul", "mul_"),
-        ("mul", "div_"),
-        ("mul_", "sub"),
-        ("mul_", "div_"),
-        ("sub", "div_"),
-    ]
+    # The order of mul and div_ follows.
+    pairs = [("mul", "mul_"), ("mul_", "sub"), ("mul_", "div_"), ("sub", "div_")]
+    assert find_ordered_pairs(gm, seen) == pairs
     assert find_inseparable(gm, seen) == [("add", "mul_"), ("add", "div_")]
+
+
+def list_followers(pairs: Iterable[tuple[str, str]], names: Sequence[str]) -> dict[str, set[str]]:
+    """Return the nodes that pairs put after each node, through other nodes or not; all pairs lead to later names."""
+    followers: dict[str, set[str]] = {name: set() for name in names}
+    after: dict[str, list[str]] = {name: [] for name in names}
+    for a, b in pairs:
+        after[a].append(b)
+    for name in reversed(names):
+        followers[name].update(after[name], *(followers[b] for b in after[name]))
+    return followers
+
+
+def list_all_pairs(gm: fx.GraphModule, seen: dict[str, Observation]) -> set[tuple[str, str]]:
+    """Return every reader with every later writer of its memory, and every writer with what reads after it."""
+    nodes = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
+    reads = {n.name: {o for i in n.all_input_nodes for o in seen[i.name].owners} for n in nodes}
+    pairs, writers = set(), dict[str, str]()
+    for at, node in enumerate(nodes):
+        pairs |= {(writers[owner], node.name) for owner in reads[node.name] if owner in writers}
+        for owner in seen[node.name].mutates:
+            pairs |= {(earlier.name, node.name) for earlier in nodes[:at] if owner in reads[earlier.name]}
+            writers[owner] = node.name
+    return pairs
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_pairs_that_are_left_out_follow_from_the_others(seed: int) -> None:
+    """Any graph, any writes: also a node that writes memory that none of its arguments lies in, as a module may."""
+    draw = random.Random(seed)
+    graph = fx.Graph()
+    nodes = [graph.placeholder("x")]
+    seen = {"x": Observation(owners=("x",))}
+    for number in range(30):
+        reads = draw.sample(nodes, min(len(nodes), draw.randint(1, 3)))
+        nodes.append(graph.create_node("call_function", max, tuple(reads), name=f"n{number}"))
+        near = sorted({owner for node in reads for owner in seen[node.name].owners})
+        mutates = draw.sample(near, draw.randint(0, 1)) + draw.sample(sorted(seen), draw.randint(0, 9) // 9)
+        owners = tuple(draw.sample(near, 1)) if draw.random() < 0.5 else (f"n{number}",)
+        seen[f"n{number}"] = Observation(owners=owners, mutates=tuple(mutates))
+    graph.output(nodes[-1])
+    gm = fx.GraphModule({}, graph)
+    names = [n.name for n in nodes]
+    fewer, every = find_ordered_pairs(gm, seen), list_all_pairs(gm, seen)
+    assert set(fewer) <= every
+    assert list_followers(fewer, names) == list_followers(every, names)
+
+
+def test_pairs_grow_with_the_writes_and_not_with_their_square() -> None:
+    def forward(x: Tensor) -> Tensor:
+        made = x + 1
+        for _ in range(50):
+            made.add_(made * 2)
+        return made
+
+    gm, seen = graph_of(forward, vectors())
+    assert len(find_ordered_pairs(gm, seen)) <= 3 * 50
 
 
 def test_a_graph_that_writes_nothing_has_no_other_dependences() -> None:

@@ -6,7 +6,8 @@ the new graph. `CallEffects` is of the model as a whole, and the same whichever 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -63,8 +64,8 @@ class Effects(Fact):
         costs = ir.get(Costs)
         if costs is None:
             return
-        lost = [c for c in self.together if not any(set(c) <= set(kept) for kept in costs.together)]
-        lost += [pair for pair in self.ordered if pair not in costs.ordered]
+        ordered = frozenset(costs.ordered)
+        lost = [*_list_parted(self.together, costs.together), *(p for p in self.ordered if p not in ordered)]
         if lost:
             raise BrokenFact(f"nodes {', '.join(lost[0])} must stay together or in order, and the costs do not say so")
 
@@ -79,6 +80,27 @@ class Effects(Fact):
             lines += [f"{name}: {', '.join(words)}"] * bool(words)
         lines += ["together: " + " ".join(names) for names in self.together]
         return "\n".join([*lines, *(f"ordered: {a} before {b}" for a, b in self.ordered)])
+
+
+def _list_parted(sets: Sequence[tuple[str, ...]], kept: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return the sets that lie in no set of `kept`.
+
+    A graph that writes rows in place has as many sets as nodes, so a set is compared only with sets that share a name.
+    """
+    same, parted = frozenset(kept), []
+    holders: dict[str, set[int]] = defaultdict(set)
+    for number, names in enumerate(kept):
+        for name in names:
+            holders[name].add(number)
+    for names in sets:
+        # The empty set lies in any set, if there is one.
+        if names in same or (kept and not names):
+            continue
+        # The rarest name comes first, so that few sets are left from the start.
+        found = sorted((holders.get(name, set()) for name in names), key=len)
+        if not found or not set.intersection(*found):
+            parted.append(names)
+    return parted
 
 
 SIZES = ("text", "output_bytes", "gradient_bytes", "kept_bytes", "kept_for", "kept_for_bytes", "unkept_bytes")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -97,6 +99,28 @@ def test_effects_of_another_graph_are_broken() -> None:
     turned = Effects(dict(list(effects.nodes.items())[::-1]), effects.together, effects.ordered)
     with pytest.raises(BrokenFact, match="of other nodes"):
         turned.verify(ir)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_costs_that_lack_what_the_graph_demands_are_broken(seed: int) -> None:
+    """Costs may have larger sets and more pairs. A set that lies in none of theirs is named, and so is a pair."""
+    ir = Profile(repeats=1)(captured().learn(Machine.of(1)))
+    draw, names = random.Random(seed), [n.name for n in ir[Costs].nodes]
+
+    def make_sets(count: int, most: int) -> tuple[tuple[str, ...], ...]:
+        return tuple(tuple(draw.sample(names, draw.randint(0, most))) for _ in range(count))
+
+    together, kept = make_sets(4, 3), make_sets(draw.randint(0, 5), 5)
+    pairs = [(a, b) for a, b in itertools.combinations(names, 2) if draw.random() < 0.5]
+    ordered, known = tuple(draw.sample(pairs, len(pairs) // 2)), tuple(p for p in pairs if draw.random() < 0.9)
+    lost = [c for c in together if not any(set(c) <= set(k) for k in kept)] + [p for p in ordered if p not in known]
+    effects = replace(ir[Effects], together=together, ordered=ordered)
+    told = ir.learn(replace(ir[Costs], together=kept, ordered=known))
+    if lost:
+        with pytest.raises(BrokenFact, match=f"^nodes {', '.join(lost[0])} must stay together or in order"):
+            effects.verify(told)
+    else:
+        effects.verify(told)
 
 
 def test_effects_need_an_example() -> None:
