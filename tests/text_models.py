@@ -31,6 +31,13 @@ def make_mistral(hub: Any) -> Any:
     return hub.MistralForCausalLM(hub.MistralConfig(num_key_value_heads=2, sliding_window=6, **sizes, **ENDS))
 
 
+def make_gpt_neo(hub: Any) -> Any:
+    """Of two layers, one sees all tokens and one sees four."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 2, "num_heads": 2, "window_size": 4}
+    kinds = {"attention_types": [[["global", "local"], 1]], "max_position_embeddings": 64}
+    return hub.GPTNeoForCausalLM(hub.GPTNeoConfig(**sizes, **kinds, **ENDS))
+
+
 def make_t5(hub: Any) -> Any:
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 3, "num_heads": 4}
     return hub.T5ForConditionalGeneration(hub.T5Config(decoder_start_token_id=PAD, **sizes, **ENDS))
@@ -38,6 +45,7 @@ def make_t5(hub: Any) -> Any:
 
 MAKERS: dict[str, Callable[[Any], Any]] = {
     "gpt2": make_gpt2,
+    "gpt_neo": make_gpt_neo,
     "llama": make_llama,
     "mistral": make_mistral,
     "t5": make_t5,

@@ -7,7 +7,7 @@ other than {}, each named by its augmented antichain (see planner/__init__.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 
@@ -58,7 +58,7 @@ LIGHT = (1e-5, 1e-4, 1e-3, 1e-2)
 def enumerate_ideals(
     costs: Costs,
     machine: Machine | None,
-    pinned: Collection[str],
+    pinned: Mapping[str, int],
     max_states: int,
     *,
     join: bool,
@@ -68,8 +68,8 @@ def enumerate_ideals(
 
     With `join`, costless nodes join neighbours first, and light ones too where there are too many ideals. That may
     empty a stage, so that all later stages move up a device: the devices must be interchangeable (see moves.py).
-    Pinned nodes stay by themselves. `ms_per_byte` is what replicas of a stage take to sum a byte of gradients, where a
-    plan may have replicas: nodes with many parameters are not light then.
+    `pinned` maps nodes to their devices; they stay by themselves. `ms_per_byte` is what replicas of a stage take to sum
+    a byte of gradients, where a plan may have replicas: nodes with many parameters are not light then.
     """
     blocks = Blocks.of(costs)
     if machine is not None:
@@ -80,20 +80,26 @@ def enumerate_ideals(
     # Where memory may bind, joining nodes could make a plan impossible.
     shares = () if memory_may_bind(costs, memory_bytes) else LIGHT
     tries = (contract_light_nodes(costs, fewer, pinned, share * costs.total_ms, ms_per_byte) for share in shares)
-    found = _enumerate_within(costs, fewer, max_states, tries, at_least)
+    found = _enumerate_within(costs, fewer, pinned, max_states, tries, at_least)
     known = set(blocks.members)
     joined = frozenset(n for names in found.blocks.members if names not in known for n in names)
     return _vouch(replace(found, joined=joined, max_states=max_states))
 
 
 def _enumerate_within(
-    costs: Costs, blocks: Blocks, max_states: int, tries: Iterable[tuple[Blocks, Slack]], at_least: int
+    costs: Costs,
+    blocks: Blocks,
+    pinned: Mapping[str, int],
+    max_states: int,
+    tries: Iterable[tuple[Blocks, Slack]],
+    at_least: int,
 ) -> Antichains:
     """Return every ideal if there are at most `max_states`, else those of fewer blocks, or of one topological order.
 
     The blocks of `tries`, in which ever more light nodes have joined others, come first, as long as `at_least` so many
     blocks are left; `slack` then says how much faster a plan that parts them could be. If that is not enough, the
-    ideals of one topological order are returned, which goes along light cuts, with bounds for all other ideals.
+    ideals of one topological order are returned, which goes along light cuts as far as pins allow, with bounds for all
+    other ideals.
     """
     found = antichains(costs, max_states, blocks)
     if found.complete:
@@ -107,7 +113,27 @@ def _enumerate_within(
             return replace(fewer, slack=slack)
     # A lattice of one state more than the blocks there are is always within reach: that of a line.
     levels, order = find_cut_levels(costs, blocks)
-    return replace(antichains(costs, 1, blocks.reordered(order)), levels=levels)
+    line = blocks.reordered(_sort_by_pins(blocks, order, pinned))
+    return replace(antichains(costs, 1, line), levels=levels)
+
+
+def _sort_by_pins(blocks: Blocks, order: Sequence[int], pinned: Mapping[str, int]) -> list[int]:
+    """Return a topological order in which what is pinned to a device comes before what is pinned to a later one.
+
+    Otherwise it is as `order`. It is `order` itself if no order can do so: devices in any order may suit the pins then.
+    """
+    least: dict[int, float] = {}
+    for name, device in pinned.items():
+        block = blocks.home[name]
+        least[block] = min(device, least.get(block, inf))
+    # The latest stage of a block: nothing that needs it may lie in an earlier one.
+    latest = [inf] * len(blocks)
+    for b in reversed(order):
+        latest[b] = min([least.get(b, inf), *(latest[a] for a in blocks.after[b])])
+    if any(latest[b] < device for b, device in least.items()):
+        return list(order)
+    # What needs a block has no earlier stage than the block, and sorting keeps the order of equal ones.
+    return sorted(order, key=lambda b: latest[b])
 
 
 def sum_live_values(costs: Costs, chains: Antichains, find: Callable[[str, float], float]) -> NDArray[np.float64]:

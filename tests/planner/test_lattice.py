@@ -54,17 +54,27 @@ def test_too_many_ideals_leave_one_order() -> None:
 def test_costless_nodes_join_and_are_named() -> None:
     costs = Costs((node("a"), node("free", ["a"], 0.0), node("b", ["free"])), (), ("b",), rows=1)
     machine = Machine.planned(2)
-    joined = enumerate_ideals(costs, machine, (), 77, join=True)
+    joined = enumerate_ideals(costs, machine, {}, 77, join=True)
     assert len(joined.blocks) == 2 and "free" in joined.joined and len(joined.joined) == 2 and joined.max_states == 77
-    assert enumerate_ideals(costs, machine, ("free",), 77, join=True).joined == frozenset()
-    assert len(enumerate_ideals(costs, machine, (), 77, join=False).blocks) == 3
-    assert len(enumerate_ideals(costs, None, (), 77, join=False).blocks) == 3
+    assert enumerate_ideals(costs, machine, {"free": 0}, 77, join=True).joined == frozenset()
+    assert len(enumerate_ideals(costs, machine, {}, 77, join=False).blocks) == 3
+    assert len(enumerate_ideals(costs, None, {}, 77, join=False).blocks) == 3
+
+
+def test_one_order_follows_the_pins() -> None:
+    """Of two nodes without inputs the second one is pinned to the first device: the order of the graph has no plan."""
+    costs = Costs((node("late"), node("early"), node("sum", ["late", "early"])), (), ("sum",), rows=1)
+    chains = enumerate_ideals(costs, Machine.planned(2), {"late": 1, "early": 0}, 1, join=False)
+    assert not chains.complete and [set(chains.names(i)) for i in (1, 3)] == [{"early"}, {"early", "late", "sum"}]
+    # On devices in another order these pins may hold, and say nothing of the order of nodes.
+    chains = enumerate_ideals(costs, Machine.planned(2), {"late": 1, "early": 0, "sum": 0}, 1, join=False)
+    assert set(chains.names(1)) == {"late"}
 
 
 def test_very_many_devices_get_fewer_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables of devices times ideals filled the memory."""
     costs = Costs(tuple(node(f"n{i}") for i in range(8)), (), ())
-    assert len(enumerate_ideals(costs, Machine.planned(4), (), 1000, join=False)) == 256
+    assert len(enumerate_ideals(costs, Machine.planned(4), {}, 1000, join=False)) == 256
     monkeypatch.setattr("fxsplit.planner.lattice.MOST_CELLS", 4 * 200)
-    fewer = enumerate_ideals(costs, Machine.planned(4), (), 1000, join=False)
+    fewer = enumerate_ideals(costs, Machine.planned(4), {}, 1000, join=False)
     assert len(fewer) == 9 and not fewer.complete

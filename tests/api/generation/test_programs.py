@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor, fx, nn
 
@@ -11,7 +16,11 @@ from fxsplit.api.generation.programs import count_readers, make_example, pin_pas
 from fxsplit.ir.facts.call import Call
 from fxsplit.ir.facts.pins import Pins
 from fxsplit.ir.graph import IR
+from fxsplit.passes.profile import profile
+from fxsplit.passes.profile.time_in_step import NodeTimes
 from tests.models import FAST
+from tests.text_models import make_prompt, make_text_model
+from tests.times import MEASURE
 
 WIDTH, LAYERS = 8, 4
 
@@ -89,3 +98,25 @@ def test_the_example_of_a_next_step_is_as_long_as_a_text_may_be() -> None:
     made = make_example(given, 1)
     assert set(made) == {"decoder_input_ids", "decoder_attention_mask", "attention_mask"}
     assert made["decoder_attention_mask"].shape == (2, 4) and made["attention_mask"] is mask
+
+
+@pytest.mark.long  # whose environment has transformers
+def test_a_first_step_has_a_plan_wherever_the_next_step_has_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The masks of few layers make more ideals than are enumerated, and pins are followed in the order of devices."""
+    random = Random(1)
+
+    def draw_times(measure: Callable[..., NodeTimes]) -> Callable[..., NodeTimes]:
+        def run(*args: Any, **kwargs: Any) -> NodeTimes:
+            found = measure(*args, **kwargs)
+            return {name: times._replace(forward_ms=10 ** random.uniform(-2, 2)) for name, times in found.items()}
+
+        return run
+
+    for name in MEASURE:
+        monkeypatch.setattr(profile, name, draw_times(getattr(profile, name)))
+    model = make_text_model("gpt_neo")
+    prompt = make_prompt(model, rows=2, length=5)
+    expected = model.generate(**prompt, max_new_tokens=4, do_sample=False)
+    for _ in range(4):
+        with fxsplit.compile(model, 2, inference=True) as pipe:
+            assert torch.equal(pipe.generate(**prompt, max_new_tokens=4, do_sample=False), expected)
