@@ -32,13 +32,13 @@ def call(*tensors: Tensor) -> Call:
     return Call(tensors, {})
 
 
-def count_captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Note the microbatch size of each capture."""
-    captured: list[int] = []
+def count_captures(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Note the sizes of the microbatches of each capture."""
+    captured: list[list[int]] = []
     capture = lowering.capture_model
 
-    def noting(model: Any, options: Any, called: Any, rows: int, **how: Any) -> Any:
-        captured.append(rows)
+    def noting(model: Any, options: Any, called: Any, rows: list[int], **how: Any) -> Any:
+        captured.append(list(rows))
         return capture(model, options, called, rows, **how)
 
     monkeypatch.setattr(compiling, "capture_model", noting)
@@ -49,7 +49,7 @@ def test_a_mode_is_compiled_once_for_every_batch(monkeypatch: pytest.MonkeyPatch
     captured = count_captures(monkeypatch)
     compiler = make(Mlp(), n_microbatches=4)
     program = compiler.program("train", call(torch.randn(10, 8)))
-    assert compiler.program("train", call(torch.randn(5, 8))) is program and captured == [3]
+    assert compiler.program("train", call(torch.randn(5, 8))) is program and captured == [[3, 3, 2, 2]]
 
 
 def test_a_second_mode_leaves_the_first_ones_program(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +59,7 @@ def test_a_second_mode_leaves_the_first_ones_program(monkeypatch: pytest.MonkeyP
     model.eval()
     compiler.program("eval", x)
     model.train()
-    assert compiler.program("train", x) is trained and captured == [4, 4]
+    assert compiler.program("train", x) is trained and captured == [[4, 4], [4, 4]]
 
 
 def test_modes_with_one_graph_share_a_program_and_others_do_not() -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fxsplit.api.generation.programs import Programs, Text
-from fxsplit.api.generation.steps import list_parameters, make_output, make_twin
+from fxsplit.api.generation.steps import list_parameters, make_output, make_twin, name_cache
 from fxsplit.errors import InputError
 from fxsplit.torch_internals.user_lines import warn_user
 
@@ -43,6 +43,9 @@ class Seen:
         self.length = 0
         self.sampled = sampled
 
+    is_linear = (False,)
+    """No layer is one of linear attention; transformers asks by this name, for each layer of its cache."""
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return how many tokens have been seen; transformers asks by this name."""
         return self.length
@@ -59,9 +62,10 @@ def generate(programs: Programs, args: Sequence[Any], kwargs: Mapping[str, Any])
     Raises InputError for a model or an argument with which stages cannot keep keys and values.
     """
     check_model(programs.model)
-    if kwargs.get("past_key_values") is not None:
+    given = next((name for name in ("past_key_values", "cache") if kwargs.get(name) is not None), None)
+    if given is not None:
         raise InputError(
-            "past_key_values= is a cache of the unsplit model, and stages keep their own, for one call of generate(): "
+            f"{given}= is a cache of the unsplit model, and stages keep their own, for one call of generate(): "
             "leave it out, and give the whole text as input_ids"
         )
     programs.settle()
@@ -107,7 +111,7 @@ def make_driver(programs: Programs) -> Any:
     def prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, *_: Any) -> None:
         kind = str(getattr(mode, "value", mode))
         check_request(self, generation_config, kind)
-        model_kwargs["past_key_values"] = Seen(generation_config.max_length, sampled=kind == "sample")
+        model_kwargs[name_cache(model)] = Seen(generation_config.max_length, sampled=kind == "sample")
 
     def get_encoder(self: Any, *_: Any, **__: Any) -> Any:
         return make_encoder(find)
@@ -167,20 +171,22 @@ def check_request(model: nn.Module, config: Any, mode: str) -> None:
 
 def run_step(programs: Programs, arguments: dict[str, Any]) -> Any:
     """Return a decoder's logits behind the tokens of a call, and note that they have been seen."""
-    ids, seen = take_ids(arguments, "input_ids"), take_seen(arguments)
+    cache = name_cache(programs.model)
+    ids, seen = take_ids(arguments, "input_ids"), take_seen(arguments, cache)
     mask, positions = arguments.pop("attention_mask", None), arguments.pop("position_ids", None)
     refuse_more(arguments)
     tensors = {"input_ids": ids, "attention_mask": make_mask(mask, ids, seen)}
     if positions is not None:
         tensors["position_ids"] = positions.expand(len(ids), -1)
-    return make_output("CausalLMOutputWithPast", logits=run(programs, tensors, ids, seen), past_key_values=seen)
+    return make_output("CausalLMOutputWithPast", logits=run(programs, tensors, ids, seen), **{cache: seen})
 
 
 def run_after_encoder(programs: Programs, arguments: dict[str, Any]) -> Any:
     """Return the logits of a decoder behind an encoder, as `run_step` does."""
+    cache = name_cache(programs.model)
     ids, seen, encoded = (
         take_ids(arguments, "decoder_input_ids"),
-        take_seen(arguments),
+        take_seen(arguments, cache),
         take(arguments, "encoder_outputs"),
     )
     mask, own = arguments.pop("attention_mask", None), arguments.pop("decoder_attention_mask", None)
@@ -193,7 +199,7 @@ def run_after_encoder(programs: Programs, arguments: dict[str, Any]) -> Any:
     }
     if not seen.length:
         tensors["encoded"] = hidden
-    return make_output("Seq2SeqLMOutput", logits=run(programs, tensors, ids, seen), past_key_values=seen)
+    return make_output("Seq2SeqLMOutput", logits=run(programs, tensors, ids, seen), **{cache: seen})
 
 
 def run(programs: Programs, tensors: dict[str, Tensor], ids: Tensor, seen: Seen) -> Tensor:
@@ -231,9 +237,9 @@ def to_whole(numbers: Tensor) -> Tensor:
     return whole
 
 
-def take_seen(arguments: dict[str, Any]) -> Seen:
-    """Take the cache out of the arguments of a call; raises InputError for a call beside the loop, which has none."""
-    seen = arguments.pop("past_key_values", None)
+def take_seen(arguments: dict[str, Any], name: str) -> Seen:
+    """Take the cache, which has this name, out of the arguments of a call; raises InputError for a call without it."""
+    seen = arguments.pop(name, None)
     if not isinstance(seen, Seen):
         raise InputError(
             "something calls the model beside the loop of generate(), with a cache of its own or none, as "

@@ -36,6 +36,14 @@ def list_parameters(model: nn.Module) -> list[str]:
     return list(inspect.signature(type(model).forward).parameters)
 
 
+def name_cache(model: nn.Module) -> str:
+    """Return the name of the argument, and of the output, in which a model of transformers has its cache.
+
+    From transformers 5.24 on it is `cache`; earlier it was `past_key_values`.
+    """
+    return "cache" if "cache" in list_parameters(model) else "past_key_values"
+
+
 def make_step(model: nn.Module, *, first: bool) -> Any:
     """Return a step of a decoder: (input_ids, attention_mask, position_ids) -> logits of the last token.
 
@@ -47,7 +55,7 @@ def make_step(model: nn.Module, *, first: bool) -> Any:
         past = 0 if first else attention_mask.shape[1] - input_ids.shape[1]
         more = {} if position_ids is None else {"position_ids": position_ids}
         cache = make_cache(self.config, past)
-        return run(self, input_ids=input_ids, attention_mask=attention_mask, past_key_values=cache, **more)
+        return run(self, input_ids=input_ids, attention_mask=attention_mask, **{name_cache(model): cache}, **more)
 
     return make_twin(model, forward=forward)
 
@@ -79,7 +87,7 @@ def make_first_after_encoder(model: nn.Module, shapes: Shapes) -> Any:
             decoder_attention_mask=decoder_attention_mask,
             attention_mask=attention_mask,
             encoder_outputs=make_output("BaseModelOutput", last_hidden_state=encoded),
-            past_key_values=make_two_caches(self.config, 0, attention_mask, shapes, first=True),
+            **{name_cache(model): make_two_caches(self.config, 0, attention_mask, shapes, first=True)},
         )
 
     return make_twin(model, forward=forward)
@@ -100,7 +108,7 @@ def make_next_after_encoder(model: nn.Module, shapes: Shapes) -> Any:
             encoder_outputs=make_output(
                 "BaseModelOutput", last_hidden_state=attention_mask.unsqueeze(-1).to(self.dtype)
             ),
-            past_key_values=make_two_caches(self.config, past, attention_mask, shapes, first=False),
+            **{name_cache(model): make_two_caches(self.config, past, attention_mask, shapes, first=False)},
         )
 
     return make_twin(model, forward=forward)

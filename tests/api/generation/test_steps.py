@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fxsplit.api.generation.steps import list_parameters, make_twin
+from fxsplit.api.generation.steps import list_parameters, make_twin, name_cache
 
 
 class Scaled(nn.Module):
@@ -40,3 +40,17 @@ def test_arguments_are_those_of_the_class() -> None:
     model = Scaled()
     vars(model)["forward"] = torch.tanh
     assert list_parameters(model) == ["self", "x", "more"]
+
+
+def test_the_cache_has_the_name_that_the_model_gives_it() -> None:
+    """transformers renamed it in 5.24, and every call of generate() was refused."""
+
+    class Newer(nn.Module):
+        def forward(self, input_ids: Tensor, cache: object = None) -> Tensor:
+            return input_ids
+
+    class Older(nn.Module):
+        def forward(self, input_ids: Tensor, past_key_values: object = None) -> Tensor:
+            return input_ids
+
+    assert name_cache(Newer()) == "cache" and name_cache(Older()) == "past_key_values"
