@@ -181,6 +181,7 @@ class Watch:
         self._known: dict[int, tuple[Any, Label]] = {id(m): (m, Label(kind, path)) for path, m in self._modules.items()}
         self._weights: dict[int, tuple[nn.Module, str]] = {}
         self._looked: set[tuple[int, Names, Home | str]] = set()
+        self._asked: set[tuple[int, str]] = set()
         self._frames: dict[FrameType, _Frame] = {}
         self._seen: dict[tuple[int, str], Seen] = {}
         # Of code that is watched its names; True for code that begins an aside, None or False for other code.
@@ -435,8 +436,7 @@ class Watch:
             self._once |= {*_list_codes(value.__wrapped__)}
         elif isinstance(value, FunctionType) and not is_namespace(value.__globals__):
             self._known.setdefault(id(value.__globals__), (value.__globals__, label))
-        # A module may import another one to answer.
-        end = begin_aside() if isinstance(value, ModuleType) and "__getattr__" in vars(value) else None
+        end = self._begin_question(value, own.names)
         if id(value) in self._weights and "requires_grad" in own.names.loads:
             module, name = self._weights[id(value)]
             at = label.of("requires_grad")
@@ -447,6 +447,15 @@ class Watch:
                 self._take(found, own)
         if end is not None:
             end()
+
+    def _begin_question(self, value: Any, names: Names) -> Callable[[], None] | None:
+        """Return the function that ends an aside, if a module is to be asked for names that it does not hold."""
+        if not isinstance(value, ModuleType) or "__getattr__" not in vars(value):
+            return None
+        # A module may import another one to answer, once. An aside compares all places, and each layer asks again.
+        asked = {(id(value), name) for name in names.attributes if name not in vars(value)} - self._asked
+        self._asked |= asked
+        return begin_aside() if asked else None
 
     def _take(self, found: Found, own: _Frame) -> None:
         """Note a place, and go on with the object that is in it."""

@@ -432,3 +432,29 @@ def test_notes_of_a_watch_accept_what_an_aside_changes() -> None:
     names["K"] = 6
     watch.put_back()
     assert names["K"] == 5
+
+
+class Asks(Two):
+    """Has layers of names that torch does not hold, so that torch is asked for them by the code of each block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.b(torch.tanh(self.a(x)))
+        return result
+
+
+def test_blocks_of_the_same_code_compare_all_places_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def count(blocks: int) -> int:
+        model, reads = nn.Sequential(*(Asks() for _ in range(blocks))), [0]
+        watch = Watch(model)
+
+        def read() -> dict[tuple[int, str], Any]:
+            reads[0] += 1
+            return {}
+
+        with monkeypatch.context() as patch:
+            patch.setattr(watch, "read", read)
+            with watch.note():
+                model(torch.randn(2, 4))
+        return reads[0]
+
+    assert count(9) == count(3) > 0
