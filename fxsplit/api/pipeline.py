@@ -51,6 +51,7 @@ from fxsplit.schedule.of_plan import read_footprints, read_times
 from fxsplit.schedule.timeline import Timeline
 from fxsplit.torch_internals.containers import HOOKS
 from fxsplit.torch_internals.copies import copy_module
+from fxsplit.torch_internals.data_parallel import warn_of_lone_step
 from fxsplit.torch_internals.grad_accumulate import Receipt
 from fxsplit.torch_internals.thread_modes import refuse_foreign_modes
 from fxsplit.torch_internals.uncompiled import leave_uncompiled
@@ -79,6 +80,7 @@ class Pipeline(WithExports):
         self._programs: Programs | None = None
         self._loss_meanings = LossMeanings(compiler.options.loss_fn, side_by_side=are_side_by_side(compiler.team))
         self._starting = Turn()  # the first batches of several threads share one engine
+        self._stepped = False
         self._closed = False
         self._process = os.getpid()
 
@@ -310,6 +312,10 @@ class Pipeline(WithExports):
         if not torch.is_grad_enabled():
             raise InputError("step() under no_grad has no gradients to compute: call pipe(x) to evaluate")
         self._refuse_own_hooks("step()")
+        # Looking for what is around a pipeline takes long, and it is seldom put into something later.
+        if not self._stepped and self.compiler.team is None:
+            warn_of_lone_step(self)
+        self._stepped = True
         batch = self._prepare(args, kwargs)
         if batch.program.detached is not None:
             raise InputError(

@@ -1,0 +1,28 @@
+"""DistributedDataParallel around a pipeline: it adds gradients only of backwards that follow its own forward()."""
+
+from __future__ import annotations
+
+import gc
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fxsplit.torch_internals.user_lines import warn_user
+
+
+def warn_of_lone_step(pipeline: nn.Module) -> None:
+    """Warn if the pipeline lies in a DistributedDataParallel over several ranks, which does not know of a step."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    # A module does not know what it was put into. The type is asked, as proxies may answer for others.
+    wrappers = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
+    for wrapper in wrappers:
+        ranks = dist.get_world_size(wrapper.process_group)
+        # Under no_sync() each rank is to keep its own.
+        if ranks > 1 and wrapper.require_backward_grad_sync and any(m is pipeline for m in wrapper.modules()):
+            warn_user(
+                f"step() of a pipeline in DistributedDataParallel adds no gradients over its {ranks} ranks, so that "
+                "each rank trains by itself: call the wrapper, ddp(x), and backward() of a loss, or compile with a "
+                'mesh in place of DistributedDataParallel: fxsplit.compile(model, mesh["dp", "pp"])'
+            )
