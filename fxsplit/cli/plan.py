@@ -14,14 +14,14 @@ from typing import Any
 from fxsplit.api.plan import build_machine, check_can_run, choose_passes, lay_out
 from fxsplit.api.titan import CONFIG, SCHEDULE, check_forward, emit_titan
 from fxsplit.cli.output import print_json
-from fxsplit.cli.words import take_text
+from fxsplit.cli.words import read_bandwidth, take_text
 from fxsplit.errors import InputError, NoFit
 from fxsplit.formats import Profile, read
 from fxsplit.formats.machine_toml import read_machine
 from fxsplit.formats.plan_json import plan_to_dict
 from fxsplit.ir.facts.compress import HOW
 from fxsplit.ir.facts.figures import SHOWN
-from fxsplit.ir.facts.machine import LEAST_BYTES_PER_S, MAX_DEVICES, Machine, check_device_count
+from fxsplit.ir.facts.machine import MAX_DEVICES, Machine, check_device_count
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.price import COST_MODELS
 from fxsplit.ir.facts.workload import Workload
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", metavar="N|A..B", help="equal devices (default: what the file states, else 2)")
     parser.add_argument("--machine", type=take_text, metavar="TOML", help="a machine in place of equal devices")
     parser.add_argument("--cost-model", choices=COST_MODELS, help="what stages pay for (default: the file's own)")
-    parser.add_argument("--bandwidth", type=float, metavar="BYTES_PER_S", help="of every device's link")
+    parser.add_argument("--bandwidth", type=take_text, metavar="RATE", help="of every device's link, such as 25GB/s")
     parser.add_argument("--use-all-devices", action="store_true", help="leave no device idle")
     parser.add_argument("--no-traffic", action="store_true", help="leave traffic from stage to stage unpriced")
     parser.add_argument("--free-order", action="store_true", help="take devices in any order")
@@ -81,9 +81,7 @@ class Question:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         begin = time.perf_counter()
-        # Turned round, so that a bandwidth that is not a number is refused too.
-        if arguments.bandwidth is not None and not arguments.bandwidth >= LEAST_BYTES_PER_S:
-            raise InputError(f"--bandwidth {arguments.bandwidth}: give bytes per second, more than zero")
+        arguments.bandwidth = read_bandwidth(arguments.bandwidth)
         if arguments.microbatches is not None:
             if arguments.n_microbatches is not None:
                 raise InputError("--n-microbatches and --microbatches are one option: give --n-microbatches alone")

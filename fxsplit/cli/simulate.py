@@ -8,7 +8,7 @@ from typing import Any
 from fxsplit.api.microbatch_count import choose_microbatch_count
 from fxsplit.api.plan import lay_out
 from fxsplit.cli.output import print_json
-from fxsplit.cli.words import take_text
+from fxsplit.cli.words import read_bandwidth, take_text
 from fxsplit.errors import InputError
 from fxsplit.formats import read
 from fxsplit.formats.plan_json import read_plan
@@ -46,7 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--profile", type=take_text, metavar="FILE", help="plan this profile first, for as many stages as it takes"
     )
     costs.add_argument("--unit-times", action="store_true", help="F = I = W = 1 and B = 2 for every stage (default)")
-    parser.add_argument("--bandwidth", type=float, metavar="BYTES_PER_S", help="of every link (default: the profile's)")
+    parser.add_argument(
+        "--bandwidth", type=take_text, metavar="RATE", help="of every link, such as 25GB/s (default: the profile's)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "--trace", type=take_text, metavar="FILE", help="write the timeline for Perfetto (ui.perfetto.dev)"
@@ -59,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Print what a simulated step takes, as a table with a drawing or as JSON, and write the files asked for."""
+    arguments.bandwidth = read_bandwidth(arguments.bandwidth)
     if arguments.bandwidth is not None and not arguments.profile:
         raise InputError("--bandwidth prices the transfers of a --profile; a --plan has them already")
     plan = read_plan(arguments.plan) if arguments.plan else None

@@ -5,6 +5,10 @@ from __future__ import annotations
 import argparse
 import re
 
+from fxsplit.errors import InputError
+from fxsplit.ir.facts.figures import SHOWN, parse_bytes
+from fxsplit.ir.facts.machine import LEAST_BYTES_PER_S
+
 OPTIONS = {
     "optimizer_factor": "--optimizer-factor",
     "time_limit": "--time-limit",
@@ -25,6 +29,19 @@ def take_text(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("it is empty: is it a variable of the shell that is not set?")
     return text
+
+
+def read_bandwidth(text: str | None) -> float | None:
+    """Return the bytes per second that --bandwidth states, such as `25GB/s`; raises InputError for any other text."""
+    if text is None:
+        return None
+    try:
+        bytes_per_s = parse_bytes(text, rate=True)
+    except ValueError as error:
+        raise InputError(f"--bandwidth {text[:SHOWN]}: {error}") from error
+    if bytes_per_s < LEAST_BYTES_PER_S:
+        raise InputError(f"--bandwidth {text[:SHOWN]}: give bytes per second, more than zero")
+    return bytes_per_s
 
 
 _FIELDS = re.compile(r"(?:partition|augment)\{([^{}]*)\}")

@@ -5,9 +5,9 @@ bytes_per_s = 1.25e9            # between one entry's devices and the next one's
 [[devices]]
 name = "node0"
 count = 4                       # called node0.0 .. node0.3
-memory_bytes = 80e9
+memory_bytes = "80GB"           # or 80e9
 speed = 1.0                     # relative to the hardware that was profiled
-link_bytes_per_s = 300e9        # between neighbours of this entry
+link_bytes_per_s = "300GB/s"    # between neighbours of this entry
 bytes_per_s = 25e9              # each device's own link, where that is slower
 
 [[devices]]
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from fxsplit.errors import InputError
-from fxsplit.ir.facts.figures import TOO_LARGE, is_amount, show
+from fxsplit.ir.facts.figures import TOO_LARGE, is_amount, parse_bytes, show
 from fxsplit.ir.facts.machine import MAX_DEVICES, Device, Machine
 from fxsplit.ir.files import explain_unreadable
 
@@ -86,6 +86,11 @@ def read_machine(path: str | os.PathLike[str]) -> Machine:
 def _number(table: Any, key: str, default: float, where: str) -> float:
     """Return a positive number of a table, or the default where the table leaves it out."""
     value = table.get(key, default)
+    if isinstance(value, str) and "bytes" in key:
+        try:
+            value = parse_bytes(value, rate=key.endswith("per_s"))
+        except ValueError as error:
+            raise InputError(f"{where} has {key}={show(value)}: {error}") from error
     # TOML has true, inf and nan. true is a number in Python; nan is not greater than 0.
     if not (is_amount(value) or value == inf) or not value > 0:
         raise InputError(f"{where} has {key}={show(value)}: give a positive number less than {TOO_LARGE:g}")

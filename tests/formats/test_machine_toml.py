@@ -21,6 +21,9 @@ from tests.refusals import refused
         ("[[devices]]\nspeed = 1" + "0" * 400, "has speed=1000.*: give a positive number"),
         ("[[devices]]\nspeed = 1e-320", "speed=1e-320: give a positive number"),
         ("[[devices]]\nmemory_bytes = 1e300", "memory_bytes=1e.300: give a positive number"),
+        ("[[devices]]\nmemory_bytes = '40Gb'", "memory_bytes='40Gb': give bytes, such as 40GB; units are"),
+        ("[[devices]]\nmemory_bytes = '0GB'", "memory_bytes=0.0: give a positive number"),
+        ("[[devices]]\nspeed = '2GB'", "speed='2GB': give a positive number"),
         ("[[devices]]\nhost = 'yes'", "host='yes': give true or false"),
         ("[[devices]]\nname = [1]", r"name=\[1\]: give a text"),
         ("a = " + "[" * 20_000, "cannot read a machine"),
@@ -44,3 +47,13 @@ def test_infinity_is_no_limit(tmp_path: Path) -> None:
     path = tmp_path / "machine.toml"
     path.write_text("bytes_per_s = inf\n[[devices]]\ncount = 2\nmemory_bytes = inf")
     assert read_machine(path).links == (float("inf"),)
+
+
+def test_sizes_and_rates_may_have_units(tmp_path: Path) -> None:
+    path = tmp_path / "machine.toml"
+    path.write_text(
+        "[[devices]]\ncount = 2\nmemory_bytes = '40GB'\nlink_bytes_per_s = '1.5GiB/s'\nbytes_per_s = '25 GB/s'"
+    )
+    machine = read_machine(path)
+    assert [(d.memory_bytes, d.bytes_per_s) for d in machine.devices] == [(40e9, 25e9)] * 2
+    assert machine.links == (1.5 * 2**30,)

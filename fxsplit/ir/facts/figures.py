@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import fields
 from functools import cache
@@ -22,6 +23,23 @@ def is_amount(value: Any) -> bool:
     """Return whether a value is a time or a size: a number, no bool, from zero up, and less than TOO_LARGE."""
     number = isinstance(value, (int, float, Real))
     return number and not isinstance(value, bool) and 0 <= value < TOO_LARGE
+
+
+BYTES = {"": 1.0, "B": 1.0, "kB": 1e3, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+BYTES |= {"KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
+"""How many bytes the units of sizes and rates stand for; a number without a unit is in bytes."""
+
+
+def parse_bytes(text: str, *, rate: bool = False) -> float:
+    """Return the bytes of a size such as `40GB`, `1.5 GiB` or `8e10`; of a rate such as `25GB/s`, the bytes per second.
+
+    Raises ValueError with the units that there are. A lower-case b, which means bits elsewhere, is none of them.
+    """
+    found = re.fullmatch(r"\s*(inf|(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([A-Za-z]*)(/s)?\s*", text)
+    if found is None or found[2] not in BYTES or (found[3] and not rate):
+        what, example = ("bytes per second", "25GB/s") if rate else ("bytes", "40GB")
+        raise ValueError(f"give {what}, such as {example}; units are {', '.join(unit for unit in BYTES if unit)}")
+    return float(found[1]) * BYTES[found[2]]
 
 
 def is_count(value: object, least: int = 0) -> bool:

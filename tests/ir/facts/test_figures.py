@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fxsplit.ir.facts.figures import as_list, is_amount, is_count, show
+from fxsplit.ir.facts.figures import as_list, is_amount, is_count, parse_bytes, show
 
 
 @pytest.mark.parametrize("value", [0, 0.0, -0.0, 1, 1e59, 10**18, np.float64(2), np.int64(3), 5e-324])
@@ -35,3 +35,27 @@ def test_wrong_values_are_shown_in_short() -> None:
         deep = [deep]
     assert show("x") == "'x'" and len(show("x" * 1000)) < 70
     assert show(10**5000) == "a number of thousands of digits" and show(deep) == "a deeply nested value"
+
+
+@pytest.mark.parametrize(
+    ("text", "rate", "found"),
+    [
+        ("40GB", False, 40e9),
+        ("1.5 GiB", False, 1.5 * 2**30),
+        ("8e10", False, 8e10),
+        ("7", True, 7.0),
+        ("25GB/s", True, 25e9),
+        ("12.5 MB/s", True, 12.5e6),
+        ("inf", True, float("inf")),
+    ],
+)
+def test_sizes_and_rates_may_have_units(text: str, rate: bool, found: float) -> None:
+    assert parse_bytes(text, rate=rate) == found
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GB", "40Gb", "40 gb", "-1GB", "40GB/s", "40GB/min", "1e5.5", "nan", "4 0GB", "1.2.3GB"]
+)
+def test_a_size_in_other_units_is_refused_with_those_there_are(text: str) -> None:
+    with pytest.raises(ValueError, match="give bytes, such as 40GB; units are B, kB"):
+        parse_bytes(text)
