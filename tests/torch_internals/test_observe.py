@@ -13,6 +13,7 @@ import fxsplit
 from fxsplit.errors import FxsplitError, TraceError
 from fxsplit.torch_internals import rng
 from fxsplit.torch_internals.observe import Observation, observe
+from tests.text_models import make_prompt, make_text_model
 
 FLOATS = 4 * 8 * 4  # bytes of float32[4, 8]
 
@@ -222,3 +223,81 @@ def test_a_submodule_that_takes_gradients_by_itself_is_right() -> None:
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         if gradient is not None:
             torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=1e-10)
+
+
+class Takes(nn.Module):
+    """Takes gradients of its own in forward(), in one of several ways."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.a, self.b, self.how = nn.Linear(6, 8), nn.Linear(8, 1), how
+
+    def compute_energy(self, x: Tensor) -> Tensor:
+        made: Tensor = self.b(torch.tanh(self.a(x)))
+        return made
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "grad":
+            slope: Tensor = torch.func.grad(lambda t: self.compute_energy(t).sum())(x)
+            return x * slope
+        if self.how == "vjp":
+            pulled: Any = torch.func.vjp(self.compute_energy, x)
+            back: Tensor = pulled[1](torch.ones_like(pulled[0]))[0]
+            return x * back
+        with torch.enable_grad():
+            x = x.requires_grad_() if x.is_leaf else x
+            energy = self.compute_energy(x).sum()
+            slope = torch.autograd.grad(energy, x, create_graph=self.how == "penalty")[0]
+        return x + slope.square().sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("how", ["penalty", "plain", "grad", "vjp"])
+def test_every_way_to_take_gradients_is_right_in_a_submodule(how: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), Takes(how), nn.Linear(6, 3)).double()
+    x = torch.randn(8, 6, dtype=torch.float64)
+    wanted = model(x)
+    gradients = torch.autograd.grad(wanted.square().sum(), [*model.parameters()], allow_unused=True)
+    with fxsplit.compile(model, 2, n_microbatches=4, passes=[fxsplit.leaf("1"), *fxsplit.DEFAULT]) as pipe:
+        found = pipe(x)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
+        found.square().sum().backward()
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        if gradient is not None:
+            torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=1e-10)
+
+
+@pytest.mark.long  # whose environment has transformers
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_transformer_asks_for_gradients_of_its_frozen_embedding(whole: bool) -> None:
+    """As training of adapters with gradient checkpointing does."""
+    model = make_text_model("llama")
+    model.config.use_cache = False
+    model.requires_grad_(False)
+    for layer in model.model.layers:
+        layer.mlp.up_proj.requires_grad_(True)
+    model.enable_input_require_grads()
+    ids = make_prompt(model, rows=4)["input_ids"]
+    model(ids).logits.square().mean().backward()
+    wanted = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    passes = [*([fxsplit.leaf("model.embed_tokens")] if whole else []), *fxsplit.DEFAULT]
+    with fxsplit.compile(model, 2, n_microbatches=2, passes=passes) as pipe:
+        pipe(ids).logits.square().mean().backward()
+    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+        assert (parameter.grad is None) == (gradient is None)
+        if gradient is not None:
+            torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=1e-10)
+
+
+class Alone(Takes):
+    """Asks for no grad mode of its own, so that it cannot run under no_grad."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        return torch.autograd.grad(self.compute_energy(x).sum(), x, create_graph=True)[0]
+
+
+def test_a_model_that_takes_gradients_and_fails_without_them_is_told_what_to_do() -> None:
+    with pytest.raises(TraceError, match=r"Alone takes a gradient by itself.*torch\.enable_grad\(\).*leaf\("):
+        fxsplit.compile(Alone("penalty"), 2, example_inputs=torch.randn(8, 6), n_microbatches=4)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import io
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
@@ -50,6 +51,8 @@ from fxsplit.torch_internals.user_lines import warn_user
 
 LEAST_ROWS = 2
 """torch.export takes one row for a constant, so it gets two; the check tells whether the graph is right for one."""
+SIZE = re.compile(r"L\['in_(\d+)'\]\.size\(\)\[(\d+)\]")
+"""How torch.export names a size of an argument: by the number of the argument and that of the dimension."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ def _export(subject: Subject, front_end: TorchExport) -> Graph:
                 module = program.module()
                 guard = _give_numbers(getattr(module, "_guards_fn", None), numbers)
         except Exception as error:
-            raise _explain(here.model, error) from error
+            raise _explain(here, error) from error
         returns = program.call_spec.out_spec
         assert returns is not None
         writer = GraphWriter(module, here.model, functions, wholes.calls)
@@ -265,9 +268,17 @@ def _be_quiet() -> Iterator[None]:
         yield
 
 
-def _explain(model: nn.Module, error: Exception) -> TraceError:
+def _explain(here: Runnable, error: Exception) -> TraceError:
     """Return a TraceError that points at the user's line, and names the submodule, in which exporting stopped."""
     if isinstance(error, TraceError):
         return error
-    stopped = find_stopped(model, error)
-    return TraceError(f"torch.export cannot follow {type(model).__name__}{stopped}", submodule=stopped.submodule)
+
+    def name_size(found: re.Match[str]) -> str:
+        number, dim = map(int, found.groups())
+        # What follows the arguments are numbers, which have no sizes.
+        return f"dimension {dim} of argument {here.inputs.specs[number].name!r}"
+
+    stopped = find_stopped(here.model, error)
+    # torch.export says so if forward() makes a size a constant that was to vary.
+    stopped = replace(stopped, reason=SIZE.sub(name_size, stopped.reason))
+    return TraceError(f"torch.export cannot follow {type(here.model).__name__}{stopped}", submodule=stopped.submodule)

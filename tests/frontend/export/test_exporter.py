@@ -209,3 +209,18 @@ def test_an_operator_without_a_body_is_named_with_its_line(n: int) -> None:
     chunks: Any = {"ids": 0, "doc": fxsplit.Replicate}
     with pytest.raises(TraceError, match=r"test_exporter\.py.*leaf\("):
         fxsplit.compile(Documents(), 2, example_inputs=call, n_microbatches=n, chunks=chunks, passes=FAST)
+
+
+class Constant(nn.Module):
+    """Makes the number of rows of one argument a constant."""
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        return x + other.view(int(other.shape[0]), -1)
+
+
+def test_a_size_that_is_made_a_constant_names_its_argument() -> None:
+    """torch.export numbers the arguments, under names that the user has never seen."""
+    subject = make_subject(Constant(), rows(), rows())
+    with pytest.raises(TraceError, match=r"dimension 0 of argument '(x|other)'") as caught:
+        TorchExport().attempt(subject)
+    assert "L['in_" not in str(caught.value)
