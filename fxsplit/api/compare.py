@@ -25,6 +25,11 @@ from fxsplit.torch_internals.containers import to_plain_outputs
 ROUNDING = 1e-5
 """A tensor this much smaller than the largest of its kind is compared on the scale of this share of that one: the
 gradient of a bias before batch norm is zero, and what is computed for it is rounding of larger numbers."""
+AMPLIFIED = 10.0
+"""A pipeline may differ this many times as much as rounding the model's weights does. Batch norm over two values, for
+example, makes 1e-8 of 1e-16."""
+MOST = 1e-3
+"""No rounding excuses more than this, which is far less than a gradient that is lost or doubled."""
 
 
 @dataclass(frozen=True)
@@ -141,14 +146,29 @@ def _join_outputs(outputs: Sequence[Any], rows: Sequence[int], meanings: Sequenc
     )
 
 
-def list_differences(found: Outcome, expected: Outcome) -> list[Difference]:
-    """Return the difference of every output, gradient and buffer between two steps."""
+def limit_difference(tolerance: float, rounding: float, coarse: float = 0.0) -> float:
+    """Return how much may differ if rounding makes so much. coarse: the rounding of the coarsest dtype, if any."""
+    return max(tolerance, min(AMPLIFIED * rounding, _find_most(coarse)))
+
+
+def _find_most(coarse: float) -> float:
+    """Return what rounding excuses at most: bfloat16 rounds by more than MOST, a lost gradient by still more."""
+    return max(MOST, 16.0 * coarse)
+
+
+def list_differences(found: Outcome, expected: Outcome, coarse: float = 0.0) -> list[Difference]:
+    """Return the difference of every output, gradient and buffer between two steps.
+
+    coarse: the rounding of the coarsest dtype that the model computes in, if that is coarser than what is compared.
+        Numbers that cancel to zero in that dtype leave so much of the largest tensor of their kind.
+    """
+    share = max(ROUNDING, min(1.0, AMPLIFIED * coarse / _find_most(coarse)))
     made = []
     for kind in ("outputs", "gradients", "buffers"):
         a, b = getattr(found, kind), getattr(expected, kind)
         sizes = [float(widen(t).abs().nan_to_num(posinf=0.0).max()) for t in b.values() if t is not None and t.numel()]
         # A tensor of zeros but for rounding is compared on the scale of the largest tensor of its kind.
-        scale = ROUNDING * max(sizes, default=0.0)
+        scale = share * max(sizes, default=0.0)
         for name in {**a, **b}:
             # A name that only one side has is a lost gradient or buffer, which no tolerance excuses.
             missing = name not in a or name not in b

@@ -1,7 +1,7 @@
 """verify(): prove on copies in float64 that a pipeline is its model: outputs, every gradient, every buffer.
 
 Both train for two steps on one batch. A difference counts if it is larger than what a change of the model's weights by
-their own rounding makes.
+their own rounding makes. Parts that compute in a coarser dtype are off by the rounding of that dtype besides.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.rnn import RNNBase
 
-from fxsplit.api.compare import list_differences
+from fxsplit.api.compare import limit_difference, list_differences
 from fxsplit.api.compile import recompile_like
 from fxsplit.api.compiled import get_mode
 from fxsplit.api.compression import Compression, measure_compression
@@ -30,6 +30,7 @@ from fxsplit.ir.interrupts import lose_no_interrupt
 from fxsplit.runtime.loss import LossFn, find_own_loss, sum_squares
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.away import is_away
+from fxsplit.torch_internals.coarse_rounding import shake_coarse_parts
 from fxsplit.torch_internals.containers import to_plain_outputs
 from fxsplit.torch_internals.copies import copy_module
 from fxsplit.torch_internals.fake_weights import are_together
@@ -42,11 +43,6 @@ STEPS = 2
 """The second step starts from weights and buffers that the first one has changed."""
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 """Sums in another order differ by rounding, which layers amplify; a lost gradient differs by its own size."""
-AMPLIFIED = 10.0
-"""A pipeline may differ this many times as much as rounding the model's weights does. Batch norm over two values, for
-example, makes 1e-8 of 1e-16."""
-MOST = 1e-3
-"""No rounding excuses more than this, which is far less than a gradient that is lost or doubled."""
 RUNS = 3
 """Runs after the first in which a model must give the same outputs, to be believed to draw no random numbers."""
 STEP_SIZE = 0.01
@@ -64,6 +60,8 @@ class Verification:
 
     Where cuts are compressed, or a gradient hook adds gradients over ranks, all this is of the same pipeline with exact
     cuts and sums. `compression` and `gradient_hook` are what these change in one step.
+
+    `coarse` is the rounding of the coarsest dtype that the model computes in, 0.0 if none is coarser than `dtype`.
     """
 
     differences: tuple[Difference, ...]
@@ -75,12 +73,13 @@ class Verification:
     n_microbatches: int
     compression: Compression | None = None
     gradient_hook: HookEffect | None = None
+    coarse: float = 0.0
 
     @property
     def offending(self) -> tuple[Difference, ...]:
         """What differs by more than rounding."""
         allowed = TOLERANCE[self.dtype]
-        return tuple(d for d in self.differences if not d.value <= max(allowed, min(AMPLIFIED * d.rounding, MOST)))
+        return tuple(d for d in self.differences if not d.value <= limit_difference(allowed, d.rounding, self.coarse))
 
     @property
     def equal(self) -> bool:
@@ -156,6 +155,7 @@ def _train_copies(pipe: Pipeline, model: nn.Module, call: Call, dtype: torch.dty
     found: dict[Key, float] = {}
     rounding: dict[Key, float] = {}
     natural: dict[Key, float] = {}
+    coarse = 0.0
     ways = _Ways(pipe, loss_fn, ranks.take_common_rows(model, call, pipe.compiler.options.chunks))
     mine = copy_module(model)
     with ways.compile(mine) as split:
@@ -166,13 +166,16 @@ def _train_copies(pipe: Pipeline, model: nn.Module, call: Call, dtype: torch.dty
             neutral, whole = Neutral(trial, unsplit, 1e3 * TOLERANCE[dtype]), copy_module(unsplit)
             by_pieces, by_pipeline = trial.run(unsplit, batch.rows), trial.run_pipeline(split)
             by_whole = trial.run(whole, [sum(batch.rows)])
-            _keep_largest(rounding, list_differences(trial.run(shaken, batch.rows), by_pieces))
+            with shake_coarse_parts(dtype) as shaking:
+                by_shaken = trial.run(shaken, batch.rows)
+            coarse = max(coarse, *ranks.merge({("rounding", "coarse"): shaking.eps}).values())
+            _keep_largest(rounding, list_differences(by_shaken, by_pieces, coarse))
             # What microbatches leave as it is must be that of the whole batch, which the model has without fxsplit.
-            apart = neutral.find_apart(by_pieces, by_whole)
-            for one in list_differences(by_pipeline, ranks.keep_own(by_pieces, split)):
+            apart = neutral.find_apart(by_pieces, by_whole, rounding, coarse)
+            for one in list_differences(by_pipeline, ranks.keep_own(by_pieces, split), coarse):
                 if apart.get((one.kind, one.name)) != "wrong":
                     _keep_largest(found, [one])
-            for one in list_differences(by_pipeline, ranks.keep_own(by_whole, split)):
+            for one in list_differences(by_pipeline, ranks.keep_own(by_whole, split), coarse):
                 if apart.get((one.kind, one.name)) == "wrong":
                     _keep_largest(found, [one])
             natural |= dict.fromkeys((key for key, why in apart.items() if why == "nature"), 1.0)
@@ -189,6 +192,7 @@ def _train_copies(pipe: Pipeline, model: nn.Module, call: Call, dtype: torch.dty
             len(split.stages),
             len(batch.rows),
             *effects,
+            coarse,
         )
 
 

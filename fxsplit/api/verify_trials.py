@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fxsplit.api.compare import (
     Joined,
     Outcome,
+    limit_difference,
     list_differences,
     run_pipeline_loop,
     run_pipeline_step,
@@ -93,9 +94,18 @@ class Neutral:
         self._trial = trial
         self._model = copy_module(model)
         self._tolerance = tolerance
+        self._rounding: Mapping[Key, float] = {}
+        self._coarse = 0.0
 
-    def find_apart(self, by_pieces: Outcome, by_whole: Outcome) -> dict[Key, str]:
-        """Return what differs between microbatches and the whole batch, and whether by "nature" or as "wrong"."""
+    def find_apart(
+        self, by_pieces: Outcome, by_whole: Outcome, rounding: Mapping[Key, float], coarse: float
+    ) -> dict[Key, str]:
+        """Return what differs between microbatches and the whole batch, and whether by "nature" or as "wrong".
+
+        rounding: what rounding makes of each. It counts only if the model computes in a coarser dtype, whose rounding
+            is `coarse`.
+        """
+        self._rounding, self._coarse = rounding if coarse else {}, coarse
         apart = self._list_apart(by_pieces, by_whole)
         # An output that is averaged by other counts is named when the model is compiled.
         counted = [str(i) for i, meaning in enumerate(self._trial.meanings) if meaning.kind == "counted"]
@@ -116,7 +126,9 @@ class Neutral:
 
     def _list_apart(self, a: Outcome, b: Outcome) -> list[Key]:
         """Return what differs by more than rounding."""
-        return [(d.kind, d.name) for d in list_differences(a, b) if d.value > self._tolerance]
+        found = {(d.kind, d.name): d.value for d in list_differences(a, b, self._coarse)}
+        rounding, most = self._rounding, self._coarse
+        return [k for k, v in found.items() if v > limit_difference(self._tolerance, rounding.get(k, 0.0), most)]
 
 
 def clone_call(call: Call) -> Call:

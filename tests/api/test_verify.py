@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import fxsplit
+from fxsplit.api.compare import Outcome
+from fxsplit.api.verify_trials import Trial
 from fxsplit.errors import InputError
 from tests.models import FAST
 
@@ -147,3 +150,72 @@ def test_a_model_with_parts_in_several_dtypes_is_named() -> None:
         pytest.raises(InputError, match=r"Mixed runs neither in float64 nor in float32 .*in bfloat16, float32"),
     ):
         fxsplit.verify(pipe, rows())
+
+
+class Island(nn.Module):
+    """Computes a gate in float32 whatever its weights are in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.s = nn.Linear(8, 64), nn.Linear(8, 2), nn.Parameter(torch.zeros(64))
+        nn.init.zeros_(self.b.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x[:, :8])
+        gate = torch.tanh((h.float() * self.s.float()).sum(-1))
+        out: Tensor = self.b(x[:, 8:]) + gate.to(h.dtype)[:, None]
+        return out
+
+
+def test_a_part_in_float32_whose_gradients_cancel_is_equal() -> None:
+    """What rounding makes is measured in the dtype of that part."""
+    torch.manual_seed(0)
+    half = torch.randn(2048, 16)
+    x = torch.cat([half, half * torch.tensor([1.0] * 8 + [-1.0] * 8)])
+    with fxsplit.compile(Island(), 2, example_inputs=x, **OPTIONS) as pipe:
+        found = fxsplit.verify(pipe, x)
+    assert found.equal, found.offending
+    assert found.coarse == torch.finfo(torch.float32).eps
+
+
+class Part(nn.Module):
+    """Computes in one dtype between layers in another."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.a, self.b, self.aside = nn.Linear(8, 16), nn.Linear(16, 2), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.a(x)
+        return self.b(torch.tanh(h.to(self.dtype)).to(h.dtype)), self.aside(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_part_in_half_precision_is_equal(dtype: torch.dtype) -> None:
+    x = torch.randn(32, 8)
+    with fxsplit.compile(Part(dtype), 2, example_inputs=x, **OPTIONS) as pipe:
+        found = fxsplit.verify(pipe, x)
+    assert found.equal, found.offending
+    assert found.coarse == torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1.0 + 1e-3), (torch.float64, 1.0 + 1e-6)])
+def test_a_wrong_factor_is_found_in_any_dtype(
+    dtype: torch.dtype, factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipeline whose part is off by more than its rounding is found; rounding in it leaves the rest as it is."""
+    own = Trial.run_pipeline
+
+    def run_wrongly(self: Trial, split: Any) -> Outcome:
+        found = own(self, split)
+        wrong = {n: g * factor if n == "a.weight" and g is not None else g for n, g in found.gradients.items()}
+        return replace(found, gradients=wrong)
+
+    monkeypatch.setattr(Trial, "run_pipeline", run_wrongly)
+    x = torch.randn(32, 8)
+    with fxsplit.compile(Part(dtype), 2, example_inputs=x, **OPTIONS) as pipe:
+        found = fxsplit.verify(pipe, x)
+    assert [d.name for d in found.offending] == ["a.weight"]
+    aside = [d for d in found.differences if "aside" in d.name]
+    assert len(aside) == 2 and all(d.rounding < 1e-12 for d in aside)
