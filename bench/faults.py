@@ -5,6 +5,7 @@ dropped: the same with exceptions that Python drops, as they come in a finaliser
 first: the same in the first compile of a process, each in a process of its own (every tenth line by default).
 signals: real SIGINTs at random moments of first compiles, profiles, steps and commands.
 ranks: Ctrl-C on a training over three ranks and on their launcher, `--count` times (default: 5).
+left: one of two or three ranks leaves, in a drawn way and moment, and the others go on calling, `--count` times (5).
 
 Prints the counts. The exit code is 1 where any fault was found. `lost`: the interrupt did not arrive, or as another
 error. `changed`: model or torch are not what they were. `poisoned`: what comes next is wrong or fails. `hung`: it took
@@ -47,6 +48,8 @@ COMMANDS = [
 KINDS = ("lost", "changed", "runs on", "poisoned", "hung")
 WATCHDOG_S = 120
 FIRST_S = 30.0
+FIRST_CALL_S = 5.0
+"""What a call may take that began before a rank left, which naps for up to a second."""
 Count = Counter[str]
 
 
@@ -302,6 +305,44 @@ def end_ranks(counts: Count, n: int, count: int) -> None:
         count_faults(counts, f"{n} ranks", "a step", faults)
 
 
+def let_a_rank_leave(counts: Count, count: int, seed: int) -> None:
+    """Let a rank leave `count` times; every call of the others is to say so at once."""
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    for number in range(count):
+        own, n = seed + number, 2 + number % 2
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "bench.lib.rank_that_leaves"]
+            started = [
+                subprocess.Popen(
+                    [*command, str(rank), str(n), str(own), folder],
+                    env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+                )
+                for rank in range(n)
+            ]  # fmt: skip
+            end, told = time.monotonic() + WATCHDOG_S, []
+            for one in started:
+                try:
+                    told.append(one.communicate(timeout=max(end - time.monotonic(), 0.0))[0])
+                except subprocess.TimeoutExpired:
+                    one.kill()
+                    told.append(f"hung: {one.communicate()[0]}")
+        found = [json.loads(text) for text in told if text.startswith("{")]
+        faults = ["hung" for text in told if text.startswith("hung")]
+        faults += [f"lost: {n - 1 - len(found)} ranks said nothing"] * (len(found) != n - 1 and not faults)
+        for one in found:
+            for place, (call, seconds, text) in enumerate(one["calls"]):
+                # The first one waits for a rank that has not left yet; and it may have begun before that.
+                limit_s = FIRST_CALL_S if place == 0 else 2.0
+                faults += [f"hung for {seconds:.1f} s: {call}"] * (seconds > limit_s)
+                named = text.startswith("RankError") and f"rank {one['leaver']} " in text
+                faults += [f"lost: {call}: {text[:200] or 'went well'}"] * (
+                    not named or (place > 0 and "its program has ended" not in text)
+                )
+        told_of = {key: found[0][key] for key in ("leaver", "way", "after failure")} if found else {}
+        count_faults(counts, f"one of {n} ranks leaves", f"seed {own} {told_of}", faults)
+
+
 def time_once(work: Callable[[], object]) -> float:
     """Return the seconds that a run takes."""
     begin = time.monotonic()
@@ -312,7 +353,7 @@ def time_once(work: Callable[[], object]) -> float:
 def main() -> int:
     """Run what is asked for, and print the counts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["lines", "dropped", "first", "signals", "ranks"])
+    parser.add_argument("what", choices=["lines", "dropped", "first", "signals", "ranks", "left"])
     scenes = f"of lines: {', '.join(SCENES)}; of signals: {', '.join(SIGNALLED)}"
     parser.add_argument("--scenes", nargs="*", help=scenes)
     parser.add_argument("--stride", type=int, help="every so manieth line (default: 1, of first compiles 10)")
@@ -334,6 +375,8 @@ def main() -> int:
         interrupt_first(counts, given.stride or 10, given.count, given.seed)
     elif given.what == "ranks":
         end_ranks(counts, 3, given.count or 5)
+    elif given.what == "left":
+        let_a_rank_leave(counts, given.count or 5, given.seed)
     else:
         send_signals(counts, given.scenes or SIGNALLED, given.count or 400, given.seed)
     for key in sorted(counts):

@@ -155,13 +155,19 @@ class Team:
             call = f"compile number {self._whole.count('compile of ' + self.label)} of {self.label}"
             self._agreement.meet({"call": call, "program": program, "inputs": inputs}, 0)
             self._has_met = True
-            with self.holdings.lend(model) if lends else nullcontext():
+            with self._whole.stop_clock(), self.holdings.lend(model) if lends else nullcontext():
                 yield
 
     @contextmanager
     def lend(self, model: torch.nn.Module) -> Iterator[None]:
         """Let each rank have the values of all weights in the block, in which a graph is tried for other shapes."""
-        with self.holdings.agree("other shapes", limit_s=COMPILE_LIMIT_S), self.holdings.lend(model):
+        with self._agree_on_shapes(), self.holdings.lend(model):
+            yield
+
+    @contextmanager
+    def _agree_on_shapes(self) -> Iterator[None]:
+        """Let all ranks look in the block whether a graph holds for other shapes, for as long as a compile may take."""
+        with self.holdings.agree("other shapes", limit_s=COMPILE_LIMIT_S), self.world.stop_clock():
             yield
 
     def all_have(self, graph: object | None) -> bool:
@@ -170,7 +176,7 @@ class Team:
         Each rank compares it with the model by itself, and what rounding hides from one of them is compiled by all.
         Raises RanksDiffer where one makes another call.
         """
-        with self.holdings.agree("other shapes", limit_s=COMPILE_LIMIT_S):
+        with self._agree_on_shapes():
             return all(map(int, self.world.gather(torch.tensor([int(graph is not None)]), "other shapes")))
 
     def tell(self, find: Callable[[], Told] | None) -> Told | None:

@@ -21,7 +21,9 @@ def act_together(method: Callable[P, R]) -> Callable[P, R]:
         team = pipeline.compiler.team
         if team is None:
             return method(*args, **kwargs)
-        with team.world.watch():
+        # A step says how long it may take, with all that it waits for.
+        timeout_s: Any = kwargs.get("timeout_s")
+        with team.world.watch(timeout_s, firm=timeout_s is not None):
             return method(*args, **kwargs)
 
     return lose_no_interrupt(acting)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import Store, _world
+from torch.distributed.distributed_c10d import Store, _set_pg_timeout, _world
+
+from fxsplit.torch_internals.undo import undo_after
 
 NO_TAG = 1 << 20
 """A tag that no message has."""
@@ -89,6 +94,108 @@ def clone_store() -> Store:
     store: Any = dist.distributed_c10d._get_default_store()
     cloned: Store = store.clone()
     return cloned
+
+
+# How a group is made
+
+
+class WatchedStore(Store):
+    """A store through which ranks meet: whoever waits in it looks again and again whether that is in vain.
+
+    torch's own stores wait in C++: neither Ctrl-C nor a failure of another rank wakes them.
+    """
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self._store = store
+        self.look: Callable[[], object] = bool
+
+    def set(self, key: str, value: str) -> None:
+        """Set the value of a key."""
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """Return the value of a key, once there is one."""
+        self.wait([key])
+        return self._store.get(key)
+
+    def add(self, key: str, value: int) -> int:
+        """Add to the value of a key."""
+        return self._store.add(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether all keys have values."""
+        return self._store.check(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Return once all keys have values; raises what `look` raises, and DistStoreError after a time."""
+        limit_s = math.inf if timeout is None else timeout.total_seconds()
+        begin = time.monotonic()
+        while not self._store.check(keys):
+            self.look()
+            if time.monotonic() > begin + limit_s:
+                raise dist.DistStoreError(f"Timed out after {limit_s:g} s waiting for {', '.join(keys)}")
+            time.sleep(LOOK_S)
+
+
+_watched: WeakKeyDictionary[Store, WatchedStore] = WeakKeyDictionary()
+"""The watched store of each default group's; C++ calls it by a pointer, so it is kept as long as that one is."""
+
+
+def make_group(
+    ranks: Iterable[int],
+    limit_s: float,
+    backend: str = "gloo",
+    look: Callable[[], object] = bool,
+    make_limit_s: float | None = None,
+) -> Any:
+    """Return a group of some ranks, as torch's new_group() does; each rank calls it.
+
+    limit_s: how long a wait in the group may take. look: is called while this rank waits for the others to come, and
+        raises if that is in vain. make_limit_s: how long this may take (default: `limit_s`).
+    """
+    made_in = timedelta(seconds=limit_s if make_limit_s is None else make_limit_s)
+    default = dist.distributed_c10d._get_default_group()
+    kind, store = _world.pg_map[default]
+    # Threads of NCCL's look into its store later on, and have no time for Python.
+    if backend != "gloo":
+        return dist.new_group(list(ranks), timedelta(seconds=limit_s), backend=backend)
+    watched = _watched.setdefault(store, WatchedStore(store))
+    with (
+        undo_after(partial(setattr, watched, "look", bool)),
+        undo_after(partial(_world.pg_map.__setitem__, default, (kind, store))),
+    ):
+        watched.look = look
+        _world.pg_map[default] = kind, watched
+        made = dist.new_group(list(ranks), made_in, backend=backend)
+    if made is not dist.GroupMember.NON_GROUP_MEMBER:
+        _set_pg_timeout(timedelta(seconds=limit_s), made)
+    return made
+
+
+def has_closed(group: Any, peer: int) -> bool:
+    """Return whether the connection to a rank of a group on gloo is closed, as it is after that rank's process is gone.
+
+    False for other groups, which do not say. A message is asked for that never comes, and not waited for.
+    """
+    backend = _find_gloo(group)
+    try:
+        if backend is not None:
+            backend.recv([_nothing], peer, NO_TAG)
+    except RuntimeError:
+        return True
+    return False
+
+
+_nothing = torch.empty(1)
+
+
+def _find_gloo(group: Any) -> Any:
+    """Return the part of a group that is on gloo, or None where there is none."""
+    with suppress(RuntimeError):
+        backend = group._get_backend(torch.device("cpu"))
+        return backend if isinstance(backend, dist.ProcessGroupGloo) else None
+    return None
 
 
 def count_groups() -> int:

@@ -13,6 +13,7 @@ from typing import TypeVar
 from torch.distributed.distributed_c10d import Store
 
 from fxsplit.runtime.ranks.faults import Fault
+from fxsplit.runtime.ranks.membership import Membership
 
 T = TypeVar("T")
 
@@ -23,13 +24,16 @@ LOOK_S = 0.02
 class Board:
     """The failures of one pipeline's ranks, in a store that only this object uses.
 
-    A failure ends a *turn* of the board. All ranks raise it, and go on with the next turn, in which there is none.
+    A failure ends a *turn* of the board. All ranks raise it, and go on with the next turn, in which there is none. A
+    rank that has left is a failure of every turn.
 
     name: what the pipeline is called in the store; other pipelines, and earlier starts of the program, have others.
+    members: knows which ranks have left; None if nobody asks for it.
     """
 
-    def __init__(self, store: Store, name: str, me: int, n_ranks: int) -> None:
+    def __init__(self, store: Store, name: str, me: int, n_ranks: int, members: Membership | None = None) -> None:
         self._store = store
+        self._members = members
         self._name = name
         self.me = me
         self.n_ranks = n_ranks
@@ -41,24 +45,29 @@ class Board:
         return Fault.parse(first.decode())
 
     def read(self) -> Fault | None:
-        """Return the failure of this turn, or None."""
+        """Return the failure of this turn, or that a rank has left, or None."""
+        found = self.read_turn()
+        return self._members.find_left(sparing=True) if found is None and self._members is not None else found
+
+    def read_turn(self) -> Fault | None:
+        """Return the failure that was posted in this turn, or None."""
         key = self._key("fault")
         # To ask for what is not there would wait for it.
         return Fault.parse(self._store.get(key).decode()) if self._store.check([key]) else None
 
     def wait_for_fault(self, limit_s: float) -> Fault | None:
         """Return the failure of this turn, or None where none is posted within a time."""
-        return _look_until(self.read, limit_s)
+        return look_until(self.read, limit_s)
 
     def gather(self, number: int, limit_s: float, where: str = "here") -> list[int] | None:
         """Return the numbers with which all ranks have come to a place in this turn, as soon as they have; None after
         a time.
 
-        None where a failure is posted meanwhile: one of them will not come.
+        None where a failure is posted meanwhile, or a rank has left: one of them will not come.
         """
         self._store.set(self._key(f"{where}/{self.me}"), str(number))
         keys = [self._key(f"{where}/{rank}") for rank in range(self.n_ranks)]
-        _look_until(lambda: self._store.check(keys) or self.read(), limit_s)
+        look_until(lambda: self._store.check(keys) or self.read(), limit_s)
         return [int(self._store.get(key)) for key in keys] if self._store.check(keys) else None
 
     def end_turn(self) -> None:
@@ -69,7 +78,7 @@ class Board:
     def wait_until_seen(self, limit_s: float) -> bool:
         """Return whether all other ranks have read this turn's failure, as soon as they have, or after a time."""
         keys = [self._key(f"seen/{rank}") for rank in range(self.n_ranks) if rank != self.me]
-        return _look_until(lambda: self._store.check(keys), limit_s)
+        return look_until(lambda: self._store.check(keys), limit_s)
 
     def tell(self, what: str) -> None:
         """Tell the other ranks what this one is doing."""
@@ -84,7 +93,7 @@ class Board:
         return f"{self._name}/{self.turn}/{what}"
 
 
-def _look_until(look: Callable[[], T], limit_s: float) -> T:
+def look_until(look: Callable[[], T], limit_s: float) -> T:
     """Return what `look` finds, as soon as that is anything, or what it finds after a time."""
     until = time.monotonic() + limit_s
     while not (found := look()) and time.monotonic() < until:

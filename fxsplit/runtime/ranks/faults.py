@@ -25,7 +25,7 @@ class Fault:
     """What a rank has raised.
 
     rank: the rank's number among those of the pipeline. kinds: the types of the exception, as "module:name", the most
-    special one first. text: its message.
+    special one first; none if the rank has left without an exception. text: its message.
     """
 
     rank: int
@@ -38,6 +38,9 @@ class Fault:
         kinds = [f"{kind.__module__}:{kind.__qualname__}" for kind in type(error).__mro__ if kind is not object]
         text = str(error) or type(error).__name__
         return cls(rank, tuple(dict.fromkeys(kinds)), text[:MOST_CHARACTERS])
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}"
 
     def to_text(self) -> str:
         """Return the fault as JSON, for other ranks."""
@@ -61,7 +64,8 @@ class Fault:
 
         For example a ValueError of rank 1 is caught by `except ValueError` on rank 0 too.
         """
-        message = f"rank {self.rank} of {n_ranks} has raised {self.kind}: {self.text}"
+        did = f"raised {self.kind}" if self.kinds else "left"
+        message = f"rank {self.rank} of {n_ranks} has {did}: {self.text}"
         kinds: list[type[Exception]] = [RankError]
         for own in filter(None, map(find_type, self.kinds)):
             # An error of a stage is two things, a StageError and what the stage raised.

@@ -11,7 +11,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from multiprocessing import parent_process
 from multiprocessing.util import Finalize
@@ -20,8 +20,9 @@ from types import TracebackType
 from torch.distributed import DistError, ProcessGroup
 
 from fxsplit.errors import RankError
-from fxsplit.runtime.ranks.board import Board
+from fxsplit.runtime.ranks.board import Board, look_until
 from fxsplit.runtime.ranks.faults import Fault
+from fxsplit.runtime.ranks.membership import find_membership
 from fxsplit.runtime.ranks.watcher import Watcher
 from fxsplit.torch_internals.process_groups import (
     break_waits,
@@ -54,31 +55,40 @@ class Guard:
         list_groups: Callable[[], Iterable[ProcessGroup]],
         describe: Callable[[], str],
     ) -> None:
-        self._board = Board(clone_store(), name, me, n_ranks)
+        self._members = find_membership()
+        self._board = Board(clone_store(), name, me, n_ranks, self._members)
         # The thread has a board of its own, as one that waits in a store keeps others waiting.
-        self._watched = Board(clone_store(), name, me, n_ranks)
+        self._watched = Board(clone_store(), name, me, n_ranks, self._members)
         self._list_groups = list_groups
         self._watcher = Watcher(self._watched, self._break_waits, describe)
         self._watches = False
-        self._is_broken = False
+        self.is_broken = False
+        """Whether the groups are of no use, since a failure."""
+        self._is_over = False
+        self.has_broken_off = False
+        """Whether what this rank waits for was broken off here, as after a failure of another rank."""
         _guards.add(self)
         _hear_of_ends()
 
     @contextmanager
-    def watch(self, limit_s: float) -> Iterator[None]:
+    def watch(self, limit_s: float, *, firm: bool = False) -> Iterator[None]:
         """Watch over what all ranks do in the block, which may take `limit_s`; raises the first failure of any rank.
 
         A rank raises its own error where it has one. Otherwise it raises a RankError, which is also of the type of the
-        first failure. A block inside of another one only has a limit of its own.
+        first failure, and at once if a rank has left. A block inside of another one only has a limit of its own.
+        `firm`: the limit holds for those too.
         """
         if self._watches:
-            with self._watcher.watch(limit_s):
+            with self._watcher.watch(limit_s, firm=firm):
                 yield
             return
+        if self.is_broken:
+            self._refuse_after_left()
         self._watched.turn = self._board.turn
         self._watches = True
+        self.has_broken_off = False
         try:
-            with self._watcher.watch(limit_s):
+            with self._watcher.watch(limit_s, firm=firm):
                 yield
         except BaseException as error:
             fault = self._settle(error)
@@ -87,6 +97,18 @@ class Guard:
             raise fault.make_error(self._board.n_ranks) from error
         finally:
             self._watches = False
+
+    def _refuse_after_left(self) -> None:
+        """Raise RankError if a rank has left: no call is made together any more, and no rank needs to be told."""
+        left = self._members.find_left()
+        if left is None:
+            return
+        # What ended its program says more, and is raised once.
+        with suppress(DistError):
+            if not self._is_over and self._board.read_turn() is not None:
+                return
+        self._is_over = True
+        raise left.make_error(self._board.n_ranks)
 
     def fail(self, error: BaseException) -> None:
         """Let all other ranks know of an error that was raised outside of what is watched over."""
@@ -98,9 +120,19 @@ class Guard:
 
         Raises RankError where a rank does not come for that.
         """
-        if not self._is_broken:
+        if not self.is_broken:
             return
-        # To make a group waits for all its ranks, and nothing wakes it.
+        try:
+            self._renew(make_groups, limit_s)
+        except DistError as lost:
+            raise RankError(f"the store through which the ranks met is lost: {str(lost).splitlines()[0]}") from lost
+        self.is_broken = False
+
+    def _renew(self, make_groups: Callable[[], None], limit_s: float) -> None:
+        """Make the groups anew, once all ranks have come."""
+        # A rank that is late for the making would find the groups of others given up.
+        # Longer than the limit: at that the watcher says what each rank does, which says more.
+        limit_s += BLAME_S
         counts = self._board.gather(count_groups(), limit_s)
         if counts is None:
             raise RankError(f"rank {self._board.me} has waited for all ranks to go on after a failure")
@@ -108,16 +140,22 @@ class Guard:
         count_groups_from(max(counts))
         try:
             make_groups()
+        except RankError:
+            raise
         except RuntimeError as error:
             raise RankError(f"the groups of ranks are not made anew: {str(error).splitlines()[0]}") from error
-        # One that went on at once and failed would leave others in the middle of theirs, where nothing wakes them.
+        # A rank that went on at once and failed would leave others in the middle of making theirs.
         if self._board.gather(0, limit_s, "made") is None:
             raise RankError(f"rank {self._board.me} has waited for all ranks to make their groups anew")
-        self._is_broken = False
 
-    def limit(self, limit_s: float) -> None:
-        """Let what is watched over take so many seconds from now on."""
-        self._watcher.limit(limit_s)
+    def check(self) -> None:
+        """Raise RankError if a rank has failed in this turn, or has left: to wait for it is in vain."""
+        if (fault := self._board.read()) is not None:
+            raise fault.make_error(self._board.n_ranks)
+
+    def stop_clock(self, limit_s: float) -> AbstractContextManager[None]:
+        """Let a block take `limit_s`; its time does not count for a firm limit of what is watched over."""
+        return self._watcher.stop_clock(limit_s)
 
     def rest(self) -> None:
         """End the thread that watches, until there is something to watch over."""
@@ -128,14 +166,21 @@ class Guard:
 
         With an error, wait a moment until they have read that.
         """
-        told = error or RankError("its program has ended, and it makes no more calls")
+        if not self._members.is_mine:
+            return
         # The store may be gone, with the rank or the launcher that kept it.
         with suppress(DistError):
-            first = self._board.post(Fault.of(told, self._board.me))
-            if first.rank != self._board.me:
+            left, known = self._members.make_fault(error), self._members.find_left()
+            if known is not None and known.rank != left.rank:
                 # Whoever ended first does not wait for this rank, which ends too, as after Ctrl-C on all of them.
                 self._board.end_turn()
-            elif not isinstance(told, RankError):
+                return
+            # First: what ended the program says more than that it has ended.
+            first = self._board.post(left if error is None else Fault.of(error, self._board.me))
+            self._members.leave(left)
+            if first.rank != self._board.me:
+                self._board.end_turn()
+            elif error is not None and not isinstance(error, RankError):
                 self._board.wait_until_seen(SEEN_S)
 
     def _settle(self, error: BaseException) -> Fault | None:
@@ -145,20 +190,24 @@ class Guard:
             # Connections of a rank that failed may close before it has said why.
             if isinstance(error, RankError):
                 fault = self._board.wait_for_fault(BLAME_S)
-            if fault is None:
-                first = self._board.post(own)
-                # The error that is told may also be that of another rank, which posted it just now.
-                fault = first if isinstance(error, RankError) and first != own else None
+            # Of a rank that has left without a word the others may not know yet.
+            first = self._board.post(fault or own)
+            # The error that is told may also be that of another rank, which posted it just now.
+            if isinstance(error, RankError) and first != own:
+                fault = first
             self._board.end_turn()
         except DistError as lost:
             error.add_note(f"The store through which the ranks met is lost: {lost}")
-            fault = None
-        self._is_broken = True
+            # It is gone with the rank that kept it, perhaps.
+            if isinstance(error, RankError):
+                fault = look_until(self._members.find_left, BLAME_S)
+        self.is_broken = True
         self._break_waits()
         return fault
 
     def _break_waits(self) -> None:
         """Wake this rank where it waits, and others where they wait for it."""
+        self.has_broken_off = True
         for group in self._list_groups():
             break_waits(group)
 

@@ -13,7 +13,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from fxsplit.errors import InputError
-from fxsplit.runtime.ranks.world import LIMIT_S, World
+from fxsplit.runtime.ranks.membership import LIMIT_S
+from fxsplit.runtime.ranks.world import World
 
 _worlds: dict[Any, World] = {}
 

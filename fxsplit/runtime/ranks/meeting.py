@@ -89,9 +89,7 @@ class RankMeeting:
         self._wire.codec.list_leaves = list_leaves
 
     def run(self, job: Job, timeout_s: float | None = None) -> None:
-        """Run this rank's row; raises its error, or that of another rank. On all ranks, StepTimeout after a time."""
-        if timeout_s is not None:
-            self._world.limit(timeout_s)
+        """Run this rank's row; raises its error, or that of another rank. The call has set the limit of time."""
         # Pipelines with other numbers of microbatches may end their stages in another order.
         if self._weight is not None and self._alike and self._columns.overlaps:
             job.after = EarlySums(self._columns, job, self._apart, self._weight)

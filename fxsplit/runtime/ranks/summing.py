@@ -6,7 +6,8 @@ with the pipeline, and so does the count of what was sent.
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from fxsplit.runtime.program import Program
 from fxsplit.runtime.ranks.buckets import BUCKET_BYTES, Offer
 from fxsplit.runtime.ranks.data_parallel import Columns, densify
 from fxsplit.runtime.ranks.hooks import HookChoice
+from fxsplit.runtime.ranks.messages import begin_collective
 from fxsplit.runtime.ranks.reducer import Reducer
 from fxsplit.runtime.ranks.traffic import Traffic
 from fxsplit.runtime.ranks.world import World
@@ -153,7 +155,7 @@ class Summing:
             team = world.open_team(tuple(sorted(home)))
             for own, leaf in zip(trained[stage], leaves, strict=True):
                 left = _get_left_out(reducer, leaf).clone()
-                dist.all_reduce(left, group=team)
+                self._add_over(team, left, f"the other replicas of stage {stage}")
                 if home[0] == world.me:
                     found[own] = left
         if columns.n_pipelines > 1:
@@ -161,9 +163,14 @@ class Summing:
                 # Hooks make the mean of all ranks.
                 left = _get_left_out(columns.reducer, own) / columns.n_pipelines
                 left = left + found[own] * weight if own in found else left
-                dist.all_reduce(left, group=world.column_data)
+                self._add_over(world.column_data, left, "the other pipelines")
                 found[own] = left
         return found
+
+    def _add_over(self, group: Any, tensor: Tensor, whom: str) -> None:
+        """Add a tensor over the ranks of a group, in place; `whom` are the others, for an error."""
+        add = partial(dist.all_reduce, group=group, async_op=True)
+        self._world.wait(begin_collective([tensor], add, tensor), f"{whom}, to add what hooks have left out")
 
     def settle(self, *, kept: bool) -> None:
         """End a step. `kept`: whether its gradients were applied; what hooks have left out counts then."""

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from math import inf
 
 from torch.distributed import DistError
 
@@ -50,6 +51,9 @@ class Watcher:
         self._turn = threading.Lock()
         self._until: float | None = None
         self._limit_s = 0.0
+        # The limit that also holds for blocks inside: until when, and of how many seconds.
+        self._firm = inf, inf
+        self._uncounted_s = 0.0
         self._ended = False
         # Whether the thread sleeps until it is called, or is about to.
         self._sleeps = False
@@ -58,11 +62,16 @@ class Watcher:
         self._thread: threading.Thread | None = None
 
     @contextmanager
-    def watch(self, limit_s: float) -> Iterator[None]:
-        """Watch over what the block does, which is given up after `limit_s`; blocks may lie in one another."""
-        outer = self._until, self._limit_s
+    def watch(self, limit_s: float, *, firm: bool = False) -> Iterator[None]:
+        """Watch over what the block does, which is given up after `limit_s`; blocks may lie in one another.
+
+        firm: whether blocks inside have to end by then too, which else have limits of their own.
+        """
+        outer, outer_firm = (self._until, self._limit_s), self._firm
         with self._hear_signals() if outer[0] is None else nullcontext():
-            self.limit(limit_s)
+            if firm:
+                self._firm = min(self._firm, (self._read_clock() + limit_s, limit_s))
+            self._until, self._limit_s = min(self._firm, (self._read_clock() + limit_s, limit_s))
             self._start()
             # To wake it for each of many short jobs would take longer than most of what a job sends.
             if self._sleeps:
@@ -73,10 +82,23 @@ class Watcher:
                 with self._turn:
                     # What was given up inside stays so.
                     self._until, self._limit_s = outer if self._until is not None else (None, 0.0)
+                    self._firm = outer_firm
 
-    def limit(self, limit_s: float) -> None:
-        """Give up what is watched over after so many seconds from now."""
-        self._limit_s, self._until = limit_s, time.monotonic() + limit_s
+    @contextmanager
+    def stop_clock(self, limit_s: float) -> Iterator[None]:
+        """Let the block take `limit_s`, even where a firm limit is shorter: its time does not count for that one."""
+        begin, firm, self._firm = time.monotonic(), self._firm, (inf, inf)
+        try:
+            with self.watch(limit_s):
+                yield
+        finally:
+            with self._turn:
+                self._firm = firm
+                self._uncounted_s += time.monotonic() - begin
+
+    def _read_clock(self) -> float:
+        """Return the time in seconds, without that of blocks in which the clock stood still."""
+        return time.monotonic() - self._uncounted_s
 
     def _start(self) -> None:
         """Start the thread, unless it runs."""
@@ -142,7 +164,7 @@ class Watcher:
         """End the job's waits where another rank has failed, the user interrupts it, or its time is over."""
         # Of a store that is gone, or a rank that hosted it, the waits themselves learn.
         with suppress(DistError):
-            if time.monotonic() > (self._until or 0.0):
+            if self._read_clock() > (self._until or 0.0):
                 self._post_timeout()
             elif not (self._board.read() or (interrupted and raises_interrupts())):
                 return

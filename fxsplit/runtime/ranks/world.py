@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from itertools import count
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fxsplit.errors import RankError, RankTimeout
 from fxsplit.runtime.ranks.guard import Guard
+from fxsplit.runtime.ranks.membership import find_membership
 from fxsplit.runtime.ranks.messages import Pair, begin, begin_collective, pack_text, sort_by_rank, unpack_text
 from fxsplit.torch_internals import accelerators
 from fxsplit.torch_internals.process_groups import (
@@ -30,11 +31,9 @@ from fxsplit.torch_internals.process_groups import (
     find_host_backend,
     is_lost,
     is_timeout,
-    read_timeout_s,
+    make_group,
 )
 
-LIMIT_S = 600.0
-"""How long a rank waits for another one, where the user's process group does not say otherwise."""
 COMPILE_LIMIT_S = 7200.0
 """How long ranks wait for the first one, which measures and plans for all of them."""
 _numbers = count()
@@ -61,12 +60,14 @@ class World:
         self.me = self.ranks.index(dist.get_rank())
         # torch numbers the ranks of a group in rising order, and a mesh may have them in another one.
         self._places = [sorted(self.ranks).index(rank) for rank in self.ranks]
-        self.limit_s = min(read_timeout_s(dist.group.WORLD, LIMIT_S), LIMIT_S)
+        members = find_membership()
+        # The store may be gone with the rank that has left, and to connect to it would take its own limit.
+        members.check()
+        self.limit_s = members.limit_s
         self._limit = timedelta(seconds=self.limit_s)
         self.whole = self if whole is None else whole
         self._parts: list[World] = []
         self._made: list[Any] = []
-        self._make_groups()
         self._epoch = 0
         self._n_pipelines = 0
         self._open: set[int] = set()
@@ -83,21 +84,30 @@ class World:
             self._guard = Guard(f"{name}/{number}", self.me, len(self), self._list_groups, self._describe)
         else:
             self._guard = whole._guard
+        self._make_groups()
+        if whole is not None:
             whole._parts.append(self)
 
     def __len__(self) -> int:
         return len(self.ranks)
 
     @contextmanager
-    def watch(self, limit_s: float | None = None) -> Iterator[None]:
+    def watch(self, limit_s: float | None = None, *, firm: bool = False) -> Iterator[None]:
         """Watch over what all ranks do in the block, within a limit of time; every rank raises the first error of any.
 
         After an error, what is under way in the groups must not reach the next block, so that one makes them anew.
+        `firm`: whether the limit also holds for blocks inside that have limits of their own.
         """
         limit_s = self.limit_s if limit_s is None else limit_s
-        with self._guard.watch(limit_s):
-            self._guard.renew(self.whole._renew, limit_s)
+        with self._guard.watch(limit_s, firm=firm):
+            if self._guard.is_broken:
+                with self.waits_inside("all ranks to go on after a failure"):
+                    self._guard.renew(self.whole._renew, limit_s)
             yield
+
+    def stop_clock(self) -> AbstractContextManager[None]:
+        """Let a block take as long as a compile may; it does not count for the limit of a step that compiles."""
+        return self._guard.stop_clock(COMPILE_LIMIT_S)
 
     @property
     def epoch(self) -> int:
@@ -138,10 +148,6 @@ class World:
         """Let all other ranks raise an error that this one has raised where nothing was watched over."""
         self._guard.fail(error)
 
-    def limit(self, limit_s: float) -> None:
-        """Give up what is watched over so many seconds from now."""
-        self._guard.limit(limit_s)
-
     def _describe(self) -> str:
         """Return what this rank does, and what it waits for if it does."""
         worlds = [self, *self._parts]
@@ -175,8 +181,7 @@ class World:
 
     def _make_column(self, backend: str) -> Any:
         """Return a group of the ranks at this rank's place in all rows; every rank makes those of all places."""
-        limit = timedelta(seconds=self.limit_s)
-        made = [dist.new_group(list(column), limit, backend=backend) for column in zip(*self.rows, strict=True)]
+        made = [self._make(column, backend, self.limit_s) for column in zip(*self.rows, strict=True)]
         self._made.append(made[self.me])
         return made[self.me]
 
@@ -199,13 +204,15 @@ class World:
         Every rank makes those of all rows, as torch asks for, and is in one of them.
         """
         places = [self.ranks.index(rank) for rank in ranks]
-        made = [
-            dist.new_group([row[p] for p in places], timedelta(seconds=limit_s), backend=backend) for row in self.rows
-        ]
+        made = [self._make([row[p] for p in places], backend, limit_s) for row in self.rows]
         own = made[self.rows.index(self.ranks)]
         if own is not dist.GroupMember.NON_GROUP_MEMBER:
             self._made.append(own)
         return own
+
+    def _make(self, ranks: Iterable[int], backend: str, limit_s: float) -> Any:
+        """Return a group of some ranks of the default group; raises RankError where one of them will not come."""
+        return make_group(ranks, limit_s, backend, self._guard.check, self.limit_s)
 
     def open_pairs(self, wanted: Iterable[tuple[int, int]]) -> None:
         """Make the pairs that are not there yet, of (source, receiver) in numbers of this pipeline; on every rank."""
@@ -268,6 +275,12 @@ class World:
 
     def _explain(self, error: RuntimeError, what: object, limit_s: float) -> RankError:
         """Return what is to be raised where a wait for others has failed."""
+        # To break a wait off is to let its time be over.
+        if is_timeout(error) and self._guard.has_broken_off:
+            return RankError(
+                f"rank {self.me} does not wait for {what} any more: the wait was broken off, as a rank has failed, or "
+                "Ctrl-C or the limit of the call has ended it"
+            )
         if is_timeout(error):
             return RankTimeout(f"rank {self.me} has waited {limit_s:g} s for {what}: nothing came")
         return RankError(f"rank {self.me} has lost {what}: {str(error).splitlines()[0]}")

@@ -107,8 +107,8 @@ def go_on_alone(rank: int, n: int, how: str) -> str:
 
 @pytest.mark.parametrize(
     ("how", "told"),
-    [("returns", "RankError: its program has ended, and it makes no more calls"), ("raises", "KeyError: 'lost'")],
+    [("returns", "left: its program has ended, and it makes no more calls"), ("raises", "raised KeyError: 'lost'")],
 )
 def test_a_rank_that_goes_on_learns_that_functions_of_other_processes_have_ended(how: str, told: str) -> None:
     """A forked process does not run what is noted for a program's end, and the groups are broken since a failure."""
-    assert ranks(2, go_on_alone, how, limit_s=20)[0] == f"rank 1 of 2 has raised {told}"
+    assert ranks(2, go_on_alone, how, limit_s=20)[0] == f"rank 1 of 2 has {told}"

@@ -94,8 +94,8 @@ class Programs:
     ("what", "said"),
     [
         ("raise", "ValueError: the data is gone"),
-        ("exit", "RankError: its program has ended, and it makes no more calls"),
-        ("kill", "RankError: rank 0 has lost "),
+        ("exit", "RankError: rank 1 of 2 has left: its program has ended, and it makes no more calls"),
+        ("kill", "RankError: rank 1 of 2 has left: its program has ended without a word"),
     ],
 )
 def test_a_program_that_ends_between_steps_ends_the_others(what: str, said: str, tmp_path: Path) -> None:

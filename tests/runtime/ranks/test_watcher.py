@@ -95,6 +95,27 @@ def test_a_thread_that_has_gone_to_sleep_is_woken() -> None:
     assert ranks(1, fail_after_a_rest) == [True]
 
 
+def watch_in_another(rank: int, world: int) -> tuple[bool, bool, bool]:
+    """Return whether a block is given up at the firm limit of the one around it: with a stopped clock, and without."""
+    board, heard = Board(clone_store(), "firm", rank, world), threading.Event()
+    watcher = Watcher(board, heard.set, lambda: "")
+    with watcher.watch(0.3, firm=True), watcher.watch(600.0):
+        inside = heard.wait(20)
+    heard.clear()
+    board.end_turn()
+    with watcher.watch(0.5, firm=True), watcher.watch(600.0):
+        with watcher.stop_clock(600.0):
+            stopped = heard.wait(1.5)
+        after = heard.wait(20)
+    watcher.rest()
+    return inside, stopped, after
+
+
+def test_a_firm_limit_holds_for_blocks_inside_but_where_the_clock_stands_still() -> None:
+    """A step says how long it may take with all that it waits for; a compile that it begins does not count."""
+    assert ranks(1, watch_in_another) == [(True, False, True)]
+
+
 def sleep_on_2(rank: int) -> None:
     if rank == 2:
         time.sleep(2.5)

@@ -1,0 +1,120 @@
+"""One of several ranks that train, of which one leaves: `python -m bench.lib.rank_that_leaves RANK N SEED FOLDER`.
+
+Which rank leaves, after how many calls, and how, is drawn from the seed, which is the same on all ranks. The others go
+on with calls in a drawn order. Each prints a line of JSON: for each call its name, seconds, and what it raised.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxsplit
+
+WAYS = ["exit", "raise", "_exit", "return", signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM, signal.SIGINT]
+"""How a program ends; a number is a signal."""
+LIMIT_S = 20.0
+"""What a step may take with all that it waits for."""
+
+
+def leave(way: Any) -> None:
+    """End this program; "return" does nothing: its caller returns."""
+    if way == "exit":
+        sys.exit(0)
+    if way == "_exit":
+        os._exit(0)
+    if way == "raise":
+        raise ValueError("the data is gone")
+    if way != "return":
+        os.kill(os.getpid(), way)
+        # One that Python handles comes a moment later.
+        time.sleep(5.0)
+
+
+class Training:
+    """A pipeline over all ranks; a step fails on the rank `bad`."""
+
+    def __init__(self, folder: str) -> None:
+        torch.manual_seed(0)
+        self.x, self.y = torch.randn(8, 8), torch.randint(3, (8,))
+        layers = [nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3)]
+        self.bad: int | None = None
+        self.folder = folder
+        self.options: dict[str, Any] = {"n_microbatches": 2, "loss_fn": self.compute_loss, "example_inputs": self.x}
+        self.pipe = fxsplit.compile(nn.Sequential(*layers), "world", **self.options)
+
+    def compute_loss(self, outputs: Tensor, target: Tensor) -> Tensor:
+        """Return the loss, unless this rank is the bad one."""
+        if self.bad == dist.get_rank():
+            raise ArithmeticError("a bad loss")
+        return F.cross_entropy(outputs, target)
+
+    def step(self, timeout_s: float | None = None) -> None:
+        """Take a step."""
+        self.pipe.step(self.x, target=self.y, timeout_s=timeout_s)
+
+    def list_calls(self) -> dict[str, Callable[[], object]]:
+        """Return what all ranks call together."""
+        pipe = self.pipe
+        return {
+            "step": self.step,
+            "step with a limit": lambda: self.step(LIMIT_S),
+            "forward": lambda: pipe(self.x),
+            "evaluation": lambda: (pipe.eval()(self.x), pipe.train()),
+            "stream": lambda: list(pipe.stream([self.x])),
+            "state_dict": pipe.state_dict,
+            "save": lambda: fxsplit.save_checkpoint(self.folder, pipe, step=1).wait(),
+            "verify": lambda: fxsplit.verify(pipe, self.x),
+            "norm": lambda: nn.utils.clip_grad_norm_(pipe.parameters(), 1.0),
+            "compile": lambda: fxsplit.compile(nn.Linear(8, 3), "world", **self.options),
+        }
+
+
+def main() -> None:
+    """Train until a rank leaves, and go on."""
+    rank, n, seed, folder = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    draw = random.Random(seed)
+    leaver, way, before = draw.randrange(n), draw.choice(WAYS), draw.randrange(3)
+    fails, moment_s = draw.random() < 0.5, draw.choice([0.0, draw.uniform(0.0, 1.0)])
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n)
+    training = Training(folder)
+    for _ in range(before + 1):
+        training.step()
+    if fails:
+        # Groups are made again by the next call, and one rank does not come to it.
+        training.bad = draw.randrange(n)
+        try:
+            training.step()
+        except ArithmeticError:
+            training.bad = None
+    if rank == leaver:
+        time.sleep(moment_s)
+        leave(way)
+        return
+    calls = training.list_calls()
+    names = draw.sample(list(calls), 5)
+    told = []
+    for name in [*names, "step"]:
+        begin = time.monotonic()
+        try:
+            calls[name]()
+            text = ""
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+        told.append([name, time.monotonic() - begin, text])
+    print(json.dumps({"leaver": leaver, "way": str(way), "after failure": fails, "slept": moment_s, "calls": told}))
+
+
+if __name__ == "__main__":
+    main()
