@@ -26,6 +26,9 @@ from tests.models import FAST
 @pytest.fixture(autouse=True)
 def in_the_workers_way() -> Any:
     """Autograd runs backwards in the thread that calls, as in workers."""
+    # How many references Python counts is measured once in a process: other tests, which trace and compile code, may
+    # have changed that since.
+    grad_catch._count_holders.cache_clear()
     with torch.autograd.set_multithreading_enabled(False):
         yield
 
