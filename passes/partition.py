@@ -51,12 +51,15 @@ class Partition(Options):
 
         # The time limit is for this pass alone: the ideals were enumerated before.
         clock = Clock.limited(self.time_limit)
-        try:
+
+        def learn_plan(task: Task) -> IR:
             return ir.learn(_note_rows(plan_stages(task, chains, ir[States], enumerate_again, clock), ir))
+
+        try:
+            return learn_plan(task)
         except TooFewParts as error:
             warn_user(f"some stages only pass values on, since the model takes fewer: {error}")
-        task = replace(task, workload=replace(task.workload, may_idle=True))
-        return ir.learn(_note_rows(plan_stages(task, chains, ir[States], enumerate_again, clock), ir))
+        return learn_plan(replace(task, workload=replace(task.workload, may_idle=True)))
 
 
 def _note_rows(plan: Plan, ir: IR) -> Plan:

@@ -37,6 +37,7 @@ import torch
 import torch.distributed as dist
 
 from fxsplit.frontend.capture import LATE
+from fxsplit.runtime.ranks.guard import _end_started
 from fxsplit.torch_internals import grad_catch, grad_split
 from tests.times import state_times
 
@@ -93,6 +94,18 @@ def ranks(
             with contextlib.suppress(OSError):
                 one.link.send_bytes(GO)
         return _gather(started, time.monotonic() + limit_s, limit_s, dying)
+
+
+def end_by_error(error: Exception) -> None:
+    """End this rank's program as a process of torch's spawn() ends: with a number, after the error was noted."""
+    with contextlib.suppress(SystemExit):
+        try:
+            raise error
+        except Exception:
+            try:
+                sys.exit(1)
+            finally:
+                _end_started()
 
 
 class _Rank:

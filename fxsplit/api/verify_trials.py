@@ -94,19 +94,17 @@ class Neutral:
         self._trial = trial
         self._model = copy_module(model)
         self._tolerance = tolerance
-        self._rounding: Mapping[Key, float] = {}
-        self._coarse = 0.0
 
     def find_apart(
         self, by_pieces: Outcome, by_whole: Outcome, rounding: Mapping[Key, float], coarse: float
     ) -> dict[Key, str]:
-        """Return what differs between microbatches and the whole batch, and whether by "nature" or as "wrong".
+        """Return the tensors that differ between microbatches and the whole batch, each as "nature" or "wrong".
 
-        rounding: what rounding makes of each. It counts only if the model computes in a coarser dtype, whose rounding
-            is `coarse`.
+        rounding: the difference that rounding makes, by name. It counts only if the model computes in a coarser dtype.
+        coarse: the rounding of that dtype, 0.0 without one.
         """
-        self._rounding, self._coarse = rounding if coarse else {}, coarse
-        apart = self._list_apart(by_pieces, by_whole)
+        excused = rounding if coarse else {}
+        apart = self._list_apart(by_pieces, by_whole, excused, coarse)
         # An output that is averaged by other counts is named when the model is compiled.
         counted = [str(i) for i, meaning in enumerate(self._trial.meanings) if meaning.kind == "counted"]
         # Ranks run it together, and one of them may find nothing in its batch.
@@ -114,7 +112,7 @@ class Neutral:
             return dict.fromkeys(apart, "nature")
         rows = self._trial.batch.rows
         with normalise_rows_alone():
-            wrong = self._list_apart(self._run(rows), self._run([sum(rows)]))
+            wrong = self._list_apart(self._run(rows), self._run([sum(rows)]), excused, coarse)
         return {key: "wrong" if key in wrong and key[0] != "buffer" else "nature" for key in apart}
 
     def _run(self, rows: Sequence[int]) -> Outcome:
@@ -124,11 +122,10 @@ class Neutral:
         model.register_forward_pre_hook(lambda *_: before.restore())
         return self._trial.run(model, rows)
 
-    def _list_apart(self, a: Outcome, b: Outcome) -> list[Key]:
-        """Return what differs by more than rounding."""
-        found = {(d.kind, d.name): d.value for d in list_differences(a, b, self._coarse)}
-        rounding, most = self._rounding, self._coarse
-        return [k for k, v in found.items() if v > limit_difference(self._tolerance, rounding.get(k, 0.0), most)]
+    def _list_apart(self, a: Outcome, b: Outcome, rounding: Mapping[Key, float], coarse: float) -> list[Key]:
+        """Return the names of tensors that differ by more than rounding."""
+        found = {(d.kind, d.name): d.value for d in list_differences(a, b, coarse)}
+        return [k for k, v in found.items() if v > limit_difference(self._tolerance, rounding.get(k, 0.0), coarse)]
 
 
 def clone_call(call: Call) -> Call:

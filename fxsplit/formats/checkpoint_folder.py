@@ -90,7 +90,7 @@ class Manifest:
 
 
 def identify(folder: Path) -> tuple[int, int] | None:
-    """Return what tells a checkpoint from any other one at its place; None without one."""
+    """Return the number and the time of a checkpoint's manifest, which tell it from its successor; None without one."""
     try:
         found = os.stat(folder / MANIFEST)
     except OSError:
@@ -160,7 +160,7 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def put_back(folder: str | os.PathLike[str]) -> None:
-    """Put checkpoints back whose writers were killed while they replaced them, where this process may do so."""
+    """Put old checkpoints back if their writers were killed while they replaced them, and this process may do so."""
     try:
         found = [LEFT_OVER.fullmatch(name) for name in os.listdir(folder)]
     except OSError:  # whoever lists the checkpoints says why

@@ -13,7 +13,7 @@ from dataclasses import replace
 from torch import nn
 
 from fxsplit.errors import TraceError
-from fxsplit.frontend.check.values import check_graph
+from fxsplit.frontend.check.values import check_graph, check_other_sizes
 from fxsplit.frontend.export.exporter import LEAST_ROWS, TorchExport
 from fxsplit.frontend.export.fixed_rows import FixedRows, OtherGraph
 from fxsplit.frontend.follow import follow_numbers
@@ -99,9 +99,7 @@ def _check_rows(subject: Subject, graph: Graph) -> Checked:
     # Before the check of the microbatch, whose shapes are noted in the graph. That is one row itself at times.
     ran = asked and subject.rows != 1 and _runs_on_one_row(subject, graph)
     wider = asked and (subject.rows == 1 or ran)
-    # Each size of microbatch has numbers of its own in such a graph.
-    for size in subject.sizes[1:] if graph.scope.rows_fixed else ():
-        check_graph(subject, graph.gm, size)
+    check_other_sizes(subject, graph.gm, graph.scope)
     effects = check_graph(subject, graph.gm, subject.rows, by="nodes" if ran else "both")
     return replace(graph, scope=replace(graph.scope, bounds=(1, most))) if wider else graph, effects
 

@@ -15,7 +15,7 @@ from torch import fx, nn
 from fxsplit.errors import FxsplitError
 from fxsplit.frontend.capture import Stated
 from fxsplit.frontend.check.meanings import find_meanings
-from fxsplit.frontend.check.values import check_graph
+from fxsplit.frontend.check.values import check_graph, check_other_sizes
 from fxsplit.frontend.no_trace_left import restore_model
 from fxsplit.frontend.subject import Subject
 from fxsplit.frontend.watch.changes import list_changes
@@ -57,10 +57,7 @@ def fit_to_shapes(captured: IR, model: nn.Module, call: Call, rows: int | Sequen
         with undo_after(watch.put_back), restore_model(model), hide_logged_warnings("torch"):
             graph = _copy_graph(captured.gm)
             set_numbers(graph, numbers)
-            if scope.rows_fixed:
-                # Each size has numbers of its own in the graph.
-                for size in subject.sizes[1:]:
-                    check_graph(subject, graph, size)
+            check_other_sizes(subject, graph, scope)
             effects = check_graph(subject, graph, subject.rows)
             asking = replace(subject, asks_for_gradients=watch.asks_for_gradients())
             effects = replace(effects, meanings=find_meanings(asking, graph, joined=stated.joined))

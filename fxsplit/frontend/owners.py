@@ -16,14 +16,13 @@ from fxsplit.ir.facts.python_state import ABSENT
 TORCHS = ("torch", "functorch", "torchgen", "numpy", "sympy", "mpmath", "triton")
 """torch and the packages that it computes with: what they keep for themselves is no user's."""
 
-
 DEFINITIONS = (types.ModuleType, type, types.FunctionType)
 """The types of what code defines or imports."""
 
 
 def is_library(value: Any) -> bool:
     """Return whether a value is a module, class or function of torch's or of Python's own, which nobody changes."""
-    if not isinstance(value, (types.ModuleType, type, types.FunctionType, types.BuiltinFunctionType)):
+    if not isinstance(value, (*DEFINITIONS, types.BuiltinFunctionType)):
         return False
     home = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
     return is_of_library(str(home or "torch"))

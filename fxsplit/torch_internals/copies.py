@@ -48,7 +48,7 @@ class _Detaching(TorchFunctionMode):
         # Without graph, gradient and attributes. It shares its memory with `tensor`, and so do the copies of both.
         alone = tensor.detach()
         made = memo[id(tensor)] = func(alone, memo)
-        # The memo goes by id, and another object must not get that of `alone`. So does deepcopy keep what it copies.
+        # The memo goes by id. As long as `alone` is kept, no other object gets its id. deepcopy keeps objects so too.
         memo.setdefault(id(memo), []).append(alone)
         with enter_function_mode(self):
             made.__dict__.update(copy.deepcopy(tensor.__dict__, memo))

@@ -15,7 +15,7 @@ def warn_of_lone_step(pipeline: nn.Module) -> None:
     """Warn if the pipeline lies in a DistributedDataParallel over several ranks, which does not know of a step."""
     if not (dist.is_available() and dist.is_initialized()):
         return
-    # A module does not know what it was put into. The type is asked, as proxies may answer for others.
+    # A module does not know its wrapper. type() is asked, since a proxy may claim another class as its own.
     wrappers = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
     for wrapper in wrappers:
         ranks = dist.get_world_size(wrapper.process_group)

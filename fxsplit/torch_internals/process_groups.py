@@ -193,7 +193,7 @@ _nothing = torch.empty(1)
 def _find_gloo(group: Any) -> Any:
     """Return the part of a group that is on gloo, or None where there is none."""
     with suppress(RuntimeError):
-        backend = group._get_backend(torch.device("cpu"))
+        backend = find_host_backend(group)
         return backend if isinstance(backend, dist.ProcessGroupGloo) else None
     return None
 

@@ -196,6 +196,22 @@ def test_an_activation_that_a_hook_lets_want_a_gradient_trains_what_comes_after(
             torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=1e-10)
 
 
+def compare_kept_whole(inner: nn.Module) -> None:
+    """Compare a pipeline, in which `inner` stays whole, with the unsplit model: outputs and every gradient."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), inner, nn.Linear(6, 3)).double()
+    x = torch.randn(8, 6, dtype=torch.float64)
+    wanted = model(x)
+    gradients = torch.autograd.grad(wanted.square().sum(), [*model.parameters()], allow_unused=True)
+    with fxsplit.compile(model, 2, n_microbatches=4, passes=[fxsplit.leaf("1"), *fxsplit.DEFAULT]) as pipe:
+        found = pipe(x)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
+        found.square().sum().backward()
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        if gradient is not None:
+            torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=1e-10)
+
+
 class Forces(nn.Module):
     """Takes a gradient of its own in forward()."""
 
@@ -211,18 +227,7 @@ class Forces(nn.Module):
 
 def test_a_submodule_that_takes_gradients_by_itself_is_right() -> None:
     """Its backward was taken for one that a hook had kept, of which there was none."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 6), Forces(), nn.Linear(6, 3)).double()
-    x = torch.randn(8, 6, dtype=torch.float64)
-    wanted = model(x)
-    gradients = torch.autograd.grad(wanted.square().sum(), [*model.parameters()], allow_unused=True)
-    with fxsplit.compile(model, 2, n_microbatches=4, passes=[fxsplit.leaf("1"), *fxsplit.DEFAULT]) as pipe:
-        found = pipe(x)
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
-        found.square().sum().backward()
-    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        if gradient is not None:
-            torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=1e-10)
+    compare_kept_whole(Forces())
 
 
 class Takes(nn.Module):
@@ -253,18 +258,7 @@ class Takes(nn.Module):
 
 @pytest.mark.parametrize("how", ["penalty", "plain", "grad", "vjp"])
 def test_every_way_to_take_gradients_is_right_in_a_submodule(how: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 6), Takes(how), nn.Linear(6, 3)).double()
-    x = torch.randn(8, 6, dtype=torch.float64)
-    wanted = model(x)
-    gradients = torch.autograd.grad(wanted.square().sum(), [*model.parameters()], allow_unused=True)
-    with fxsplit.compile(model, 2, n_microbatches=4, passes=[fxsplit.leaf("1"), *fxsplit.DEFAULT]) as pipe:
-        found = pipe(x)
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
-        found.square().sum().backward()
-    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        if gradient is not None:
-            torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=1e-10)
+    compare_kept_whole(Takes(how))
 
 
 @pytest.mark.long  # whose environment has transformers

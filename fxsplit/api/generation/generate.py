@@ -102,16 +102,16 @@ def make_driver(programs: Programs) -> Any:
     # A class is garbage that only the collector finds, and must not keep the weights until then.
     find: Callable[[], Any] = weakref.ref(programs)
 
-    names = list_parameters(model)[1:]
+    names, cache = list_parameters(model)[1:], name_cache(model)
 
     def forward(self: Any, *values: Any, **named: Any) -> Any:
         run = run_after_encoder if self.config.is_encoder_decoder else run_step
-        return run(find(), {**dict(zip(names, values, strict=False)), **named})
+        return run(find(), {**dict(zip(names, values, strict=False)), **named}, cache)
 
     def prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, *_: Any) -> None:
         kind = str(getattr(mode, "value", mode))
         check_request(self, generation_config, kind)
-        model_kwargs[name_cache(model)] = Seen(generation_config.max_length, sampled=kind == "sample")
+        model_kwargs[cache] = Seen(generation_config.max_length, sampled=kind == "sample")
 
     def get_encoder(self: Any, *_: Any, **__: Any) -> Any:
         return make_encoder(find)
@@ -169,9 +169,11 @@ def check_request(model: nn.Module, config: Any, mode: str) -> None:
         )
 
 
-def run_step(programs: Programs, arguments: dict[str, Any]) -> Any:
-    """Return a decoder's logits behind the tokens of a call, and note that they have been seen."""
-    cache = name_cache(programs.model)
+def run_step(programs: Programs, arguments: dict[str, Any], cache: str) -> Any:
+    """Return a decoder's logits for the tokens of a call, and note that they have been seen.
+
+    cache: the name of the argument, and of the output, that has the cache.
+    """
     ids, seen = take_ids(arguments, "input_ids"), take_seen(arguments, cache)
     mask, positions = arguments.pop("attention_mask", None), arguments.pop("position_ids", None)
     refuse_more(arguments)
@@ -181,9 +183,8 @@ def run_step(programs: Programs, arguments: dict[str, Any]) -> Any:
     return make_output("CausalLMOutputWithPast", logits=run(programs, tensors, ids, seen), **{cache: seen})
 
 
-def run_after_encoder(programs: Programs, arguments: dict[str, Any]) -> Any:
-    """Return the logits of a decoder behind an encoder, as `run_step` does."""
-    cache = name_cache(programs.model)
+def run_after_encoder(programs: Programs, arguments: dict[str, Any], cache: str) -> Any:
+    """Return the logits of a decoder that follows an encoder, as `run_step` does."""
     ids, seen, encoded = (
         take_ids(arguments, "decoder_input_ids"),
         take_seen(arguments, cache),

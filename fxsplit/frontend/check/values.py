@@ -36,6 +36,7 @@ from fxsplit.frontend.no_trace_left import refuse_assignments
 from fxsplit.frontend.stopped import find_stopped
 from fxsplit.frontend.subject import Runnable, Subject
 from fxsplit.ir.facts.effects import CallEffects
+from fxsplit.ir.facts.scope import Scope
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.batch_norm import is_batch_norm
 from fxsplit.torch_internals.containers import drop_foreign_fields, rebuild, to_plain_outputs
@@ -78,6 +79,15 @@ def check_graph(subject: Subject, gm: fx.GraphModule, rows: int, *, by: By = "bo
     # Those that ran may have been copies or stand-ins.
     own = {path: subject.model.get_buffer(path) for path in effects.written_buffers}
     return replace(effects, written_buffers=own)
+
+
+def check_other_sizes(subject: Subject, gm: fx.GraphModule, scope: Scope) -> None:
+    """Raise TraceError unless a graph is right for all sizes of microbatches besides the largest.
+
+    Only a graph whose number of rows is a constant is run: it has numbers of its own for each size.
+    """
+    for size in subject.sizes[1:] if scope.rows_fixed else ():
+        check_graph(subject, gm, size)
 
 
 def _compare(here: Runnable, gm: fx.GraphModule, by: By) -> CallEffects:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from contextlib import suppress
 
 import pytest
 
 from fxsplit.errors import RankError
 from fxsplit.runtime.ranks.board import Board
-from fxsplit.runtime.ranks.guard import Guard, _end_started
+from fxsplit.runtime.ranks.guard import Guard
 from fxsplit.torch_internals.process_groups import clone_store
-from tests.ranks import ranks
+from tests.ranks import end_by_error, ranks
 
 
 def leave_together(rank: int, n: int) -> list[bool]:
@@ -88,16 +86,8 @@ def go_on_alone(rank: int, n: int, how: str) -> str:
         raise ValueError("trouble")
     guard.rest()
     if rank != 0:
-        # As in a process of torch's spawn(), which ends it with a number once it has noted the error.
-        with suppress(SystemExit):
-            try:
-                if how == "raises":
-                    raise KeyError("lost")
-            except KeyError:
-                try:
-                    sys.exit(1)
-                finally:
-                    _end_started()
+        if how == "raises":
+            end_by_error(KeyError("lost"))
         return ""
     with pytest.raises(RankError) as caught, guard.watch(30):
         guard.renew(lambda: None, 30)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from fxsplit.runtime.ranks import summing
 from fxsplit.runtime.ranks.guard import _end_started
 from fxsplit.runtime.ranks.join import join_world
 from fxsplit.torch_internals.process_groups import clone_store
-from tests.ranks import ranks
+from tests.ranks import end_by_error, ranks
 
 ENDED = "its program has ended"
 
@@ -59,18 +58,10 @@ def end(how: str) -> None:
     """End this rank's program, as a script ends in a process of its own."""
     if how == "_exit":
         os._exit(0)
-    # As in a process of torch's spawn(), which ends it with a number once it has noted the error.
-    with suppress(SystemExit):
-        try:
-            if how == "raises":
-                raise KeyError("lost")
-        except KeyError:
-            try:
-                sys.exit(1)
-            finally:
-                _end_started()
-        else:
-            _end_started()
+    if how == "raises":
+        end_by_error(KeyError("lost"))
+    else:
+        _end_started()
 
 
 def list_calls(scene: Scene, folder: str, saved: str) -> dict[str, Callable[[], object]]:
