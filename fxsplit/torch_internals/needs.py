@@ -43,6 +43,7 @@ NEEDED = (
     "torch._C._storage_Use_Count",
     "torch._C._swap_tensor_impl",
     "torch.distributed.distributed_c10d._get_default_store",
+    "torch.distributed.distributed_c10d._set_pg_timeout",
     "torch.distributed.distributed_c10d._world.group_count",
     "torch.distributed.distributed_c10d._world.pg_map",
     "torch.distributed.pipelining.microbatch._Replicate",

@@ -155,7 +155,7 @@ def make_group(
         raises if that is in vain. make_limit_s: how long this may take (default: `limit_s`).
     """
     made_in = timedelta(seconds=limit_s if make_limit_s is None else make_limit_s)
-    default = dist.distributed_c10d._get_default_group()
+    default: Any = dist.group.WORLD
     kind, store = _world.pg_map[default]
     # Threads of NCCL's look into its store later on, and have no time for Python.
     if backend != "gloo":
