@@ -60,7 +60,8 @@ def compile(
 ) -> Pipeline:
     """Return `model` as a pipeline over `devices`: a module that is called, trained and saved like the model.
 
-    model: a module. Of one under torch.compile the module inside is taken, with its own names of weights.
+    model: a module. Of one under torch.compile, and of a forward() under it, the module inside is taken, with its own
+        names of weights.
 
     devices: names or torch.devices with repeats allowed, a Machine with memory, speed and links, or a number. 2 means
         two GPUs where there are as many. With one GPU it means `["cuda:0", "cuda:0"]` if the model or torch's default

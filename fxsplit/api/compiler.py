@@ -61,7 +61,7 @@ class Compiler:
     """Compiles one model with one set of options: a program for each mode, and for each shape where that needs its own.
 
     What was compiled is kept by (mode, shapes). Under (mode, None) is the first program of a mode, which is right for
-    all shapes unless its graph was exported. Raises InputError for a model that is no module.
+    all shapes unless its graph was exported.
     """
 
     def __init__(
@@ -73,8 +73,6 @@ class Compiler:
         from_shapes: bool = False,
         team: Team | None = None,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise InputError(f"model is a {type(model).__name__}: give a torch.nn.Module")
         self.model = model
         self.options = options
         self.weights = weights  # to be read when the first mode is compiled, and None then

@@ -7,7 +7,6 @@ from typing import Any
 from torch import nn
 
 from fxsplit.api.microbatch_count import check_microbatch_count, choose_microbatch_count
-from fxsplit.errors import InputError
 from fxsplit.frontend.capture import capture
 from fxsplit.ir.facts.call import Inputs, parse_example_inputs
 from fxsplit.ir.facts.costs import Costs
@@ -43,8 +42,6 @@ def profile(
     `costs.save(path)` keeps them; `fxsplit.plan` and `fxsplit plan` take them, and `compile(costs=)`. Raises InputError
     for a model or batch that does not fit, and what capturing and measuring raise.
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model is a {type(model).__name__}: give a torch.nn.Module")
     model = unwrap_compiled(model)
     check_microbatch_count(n_microbatches)
     args, kwargs = parse_example_inputs(example_inputs)

@@ -354,7 +354,7 @@ def test_memory_is_given_back() -> None:
 def test_of_a_model_under_torch_compile_the_module_inside_is_taken() -> None:
     """It was refused after half a minute, for a class attribute of networkx that torch.compile changes."""
     model, x = Mlp().double(), torch.randn(8, 8).double()
-    wrapped: Any = torch.compile(model, backend="eager")
+    wrapped: Any = torch.compile(torch.compile(model, backend="eager"), backend="eager")
     with (
         pytest.warns(fxsplit.FxsplitWarning, match='is under torch.compile, .* unless stage_backend="inductor"'),
         fxsplit.compile(wrapped, 2, example_inputs=x, passes=FAST) as pipe,

@@ -45,7 +45,7 @@ def test_options(options: dict[str, Any], message: str) -> None:
 
 
 def test_model() -> None:
-    with refused(InputError, "model is a function: give a torch.nn.Module"):
+    with refused(InputError, "model is a function: give the torch.nn.Module that 'relu' runs"):
         fxsplit.compile(F.relu, 2)  # type: ignore[arg-type]
 
 

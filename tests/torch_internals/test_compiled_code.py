@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from torch._dynamo.utils import orig_code_map
 
 from fxsplit.errors import InputError
 from fxsplit.torch_internals.compiled_code import find_original, unwrap_compiled
+
+compiled: Any = partial(torch.compile, backend="eager")
 
 
 def double(x: Tensor) -> Tensor:
@@ -35,3 +38,23 @@ def test_the_module_inside() -> None:
         compiled.register_forward_hook(lambda *_: None)
     with pytest.raises(InputError, match=r"hooks of its own .*register them on the module that was given"):
         unwrap_compiled(compiled)
+
+
+@pytest.mark.parametrize("inner", [compiled, torch.compiler.disable, None])
+@pytest.mark.parametrize("outer", [compiled, torch.compiler.disable])
+@pytest.mark.parametrize("method", ["", "forward", "__call__"])
+def test_the_module_inside_of_several(inner: Any, outer: Any, method: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    wrapped = outer(getattr(model, method) if method else model)
+    wrapped = inner(wrapped) if inner else wrapped
+    assert unwrap_compiled(wrapped) is model
+
+
+def test_a_function_is_no_module() -> None:
+    model = nn.Linear(2, 2)
+    functions = compiled(lambda x: model(x)), compiled(model.eval), compiled(double), model.forward
+    for function, name in zip(functions, ("lambda", "Module.eval", "double", "Linear.forward"), strict=True):
+        with pytest.raises(InputError, match=rf"model is a \w+: give the torch.nn.Module that '.*{name}.*' runs"):
+            unwrap_compiled(function)
+    with pytest.raises(InputError, match=r"model is a int: give a torch\.nn\.Module"):
+        unwrap_compiled(3)
