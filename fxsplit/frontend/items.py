@@ -77,7 +77,10 @@ def _plan_entries(held: dict[Any, Any], before: tuple[Any, ...], stays: Stays) -
     kind: Any = OrderedDict if isinstance(held, OrderedDict) else dict
     now, wanted = dict(kind.items(held)), dict(before)
     changed = {k: v for k, v in now.items() if v is not wanted.get(k, ABSENT)}
-    wanted |= {k: v for k, v in changed.items() if k == OF_PYTHON or stays(wanted.get(k, ABSENT), v)}
+    # While a model is traced, a key may be a length of a stand-in, which compares with nothing.
+    wanted |= {
+        k: v for k, v in changed.items() if (isinstance(k, str) and k == OF_PYTHON) or stays(wanted.get(k, ABSENT), v)
+    }
     writes: list[Callable[[], Any]] = [
         partial(kind.__setitem__, held, k, v) for k, v in wanted.items() if now.get(k, ABSENT) is not v
     ]

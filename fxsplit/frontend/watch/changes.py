@@ -22,7 +22,7 @@ def list_changes(subject: Subject, watch: Watch) -> list[str]:
     with restore_model(subject.model), subject.make_runnable(subject.rows) as here:
         first = _run(here, watch)
         found = list_lasting(first, _run(here, watch) if first else {})
-        words = [seen.describe_change(first[seen]) for seen in found if not seen.by_hooks]
+        words = [seen.describe_change(first[seen]) for seen in found if not seen.silent]
     watch.put_back()
     # Made once and used from then on, as a function under torch.compile is: the next call would make another one.
     keep = begin_aside()

@@ -88,11 +88,11 @@ class _Frame:
 class Seen:
     """A place, and what was there before the call.
 
-    container: what the place is the content of, if it is one's. homes: what the code is part of that names the place.
-    loaded: whether the code reads it. stored: the line that sets it, if one does. by_hooks: whether only hooks name it.
-    lasting: the part of a container that the code does not change, in place of all of it. asked: whether the value is
-    an answer of torch's. library: whether only what belongs to a library leads there. changed: whether a call of the
-    model changes it.
+    container: the container that the place is the content of, if any. homes: the code that names the place is part of
+    them. loaded: whether the code reads it. stored: the line that sets it, if one does. silent: whether only hooks name
+    it, or a library that it belongs to. lasting: the part of a container that the code does not change, in place of all
+    of it. asked: whether the value is an answer of torch's. library: whether only what belongs to a library leads
+    there. changed: whether a call of the model changes it.
     """
 
     place: Place
@@ -101,7 +101,7 @@ class Seen:
     homes: set[Home] = field(default_factory=set)
     loaded: bool = False
     stored: str | None = None
-    by_hooks: bool = True
+    silent: bool = True
     lasting: Place | None = None
     asked: bool = False
     library: bool = False
@@ -180,7 +180,7 @@ class Watch:
         # Objects that were there before the call. They are kept alive, so that no new object gets the number of one.
         self._known: dict[int, tuple[Any, Label]] = {id(m): (m, Label(kind, path)) for path, m in self._modules.items()}
         self._weights: dict[int, tuple[nn.Module, str]] = {}
-        self._looked: set[tuple[int, Names, Home | str]] = set()
+        self._looked: set[tuple[int, Names, object]] = set()
         self._asked: set[tuple[int, str]] = set()
         self._frames: dict[FrameType, _Frame] = {}
         self._seen: dict[tuple[int, str], Seen] = {}
@@ -428,7 +428,7 @@ class Watch:
 
     def _visit(self, value: Any, label: Label, own: _Frame) -> None:
         """Note the places of an object under the names of the code that holds it."""
-        key = (id(value), own.names, own.home)
+        key = (id(value), own.names, (own.home, label.library))
         if key in self._looked or is_plain(value):
             return
         self._looked.add(key)
@@ -463,7 +463,7 @@ class Watch:
         if found.place is not None:
             seen = self._seen.get(found.key) or self._begin(found)
             seen.homes.add(own.home)
-            seen.by_hooks &= own.in_hook
+            seen.silent &= own.in_hook or (found.label.library and own.names.installed)
             seen.library &= found.label.library
             seen.loaded |= name in (ITEMS, VARIABLE, CONTENTS) or own.names.reads(name)
             if name in own.names.stores:
@@ -473,6 +473,10 @@ class Watch:
         value = found.value
         if value is not ABSENT and not is_plain(value) and not (is_library(value) and not isinstance(value, type(sys))):
             label = self._known.setdefault(id(value), (value, found.label))[1]
+            if label.library and not found.label.library:
+                # A library may list what is the model's.
+                label = found.label
+                self._known[id(value)] = value, label
             self._visit(value, label, own)
 
     def _begin(self, found: Found) -> Seen:

@@ -42,7 +42,30 @@ FILES = {
     "sets": "part = None\ndef gain():\n    global part\n    import sets_part as part\n    return part.RATE\n",
     "sets_part": "RATE = 2.0\n",
     "site-packages/library": """
+        import collections, itertools, threading
         KEPT, SEEN, MODE = {}, set(), None
+        CALLS, COUNTS, LAST, LISTED = 0, {"n": 0}, collections.deque(maxlen=2), {}
+        numbers, local = itertools.count(), threading.local()
+        class Meter:
+            made, total = None, 0
+            def __init__(self):
+                self.n = 0
+            @classmethod
+            def count(cls):
+                cls.made = cls.made or cls()
+                cls.made.n += 1
+                cls.total += 1
+        def count(x):
+            global CALLS, SHAPE
+            CALLS += 1
+            COUNTS["n"] += 1
+            LAST.append(object())
+            SHAPE = x
+            local.n = getattr(local, "n", 0) + next(numbers)
+            Meter.count()
+            return 2.0
+        def look():
+            return LISTED["of the model"]["K"]
         def gain(width):
             global MODE
             MODE = MODE or "fast"
@@ -161,6 +184,7 @@ CASES: dict[str, tuple[Callable[[Any], Any], Callable[[], dict[str, Any]]]] = {
     "module in a global": (lambda m: load("sets").gain(), dict),
     "import that fails": (without_module, dict),
     "caches of a library": (of_library, lambda: {"library": load("library")}),
+    "counters of a library": (lambda m: load("library").count(m.a.weight.sum()), dict),
     "exec": (by_exec, dict),
     "exec once": (by_exec_once, lambda: {"names": {}}),
     "eval in a dict of the model": (lambda m: eval("K * 2", m.names), lambda: {"names": {"K": 2.0}}),
@@ -235,6 +259,25 @@ def test_a_change_of_the_users_is_told_and_put_back(gain: Callable[[Any], Any], 
         fxsplit.compile(model, 2, example_inputs=x, passes=FAST),
     ):
         assert names["K"] == 0 and "calls" not in vars(model)
+
+
+@pytest.mark.usefixtures("files")
+def test_what_a_library_lists_may_be_the_models() -> None:
+    """A registry of a library's was reached first, so that the model's dict was taken for the library's."""
+    library, names = load("library"), {"K": 0}
+    library.LISTED["of the model"] = names
+
+    def count(model: Any) -> Any:
+        library.look()
+        model.names["K"] += 1
+        return 1.0
+
+    model, x = Gains(count, names=names), torch.randn(8, 4)
+    with (
+        pytest.warns(fxsplit.FxsplitWarning, match="changes .*'names'"),
+        fxsplit.compile(model, 2, example_inputs=x, passes=FAST),
+    ):
+        assert names == {"K": 0}
 
 
 @pytest.mark.usefixtures("files")
