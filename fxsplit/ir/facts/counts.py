@@ -181,6 +181,19 @@ def count_labels(labels: Tensor, weight: Tensor | None, ignore_index: int) -> Te
     return (weight.to(labels.device)[labels.where(counts, 0)] * counts).sum()
 
 
+def count_selected(*places: Any) -> Tensor:
+    """Return how many entries a mask chooses, or how many there are at indices, which `nonzero` has in a tuple."""
+    given: list[Tensor] = pytree.tree_leaves(places)
+    if len(given) == 1 and given[0].dtype is torch.bool:
+        return given[0].sum()
+    return torch.tensor(torch.broadcast_tensors(*given)[0].numel())
+
+
+def divide_one_by(factor: Tensor) -> Tensor:
+    """Return what a product with a factor is divided by."""
+    return factor.double().reciprocal()
+
+
 def read_options(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call of one of LABEL_FUNCTIONS by name; what has its default may be missing."""
     return {**dict(zip(NAMES, args, strict=False)), **kwargs}

@@ -157,3 +157,87 @@ def test_the_count_needs_no_weight(how: str) -> None:
 def test_no_count_is_found_where_there_is_more(how: str, inner: int) -> None:
     gm, loss = make_graph(how)
     assert find_count(gm, loss) is None and len(list(find_inner_counts(gm, loss))) == inner
+
+
+CONVERTED = {
+    "to": lambda each, mask: (each * mask.to(each.dtype)).sum() / mask.to(each.dtype).sum(),
+    "to_other": lambda each, mask: (each * mask).sum() / mask.to(each).sum().clamp(min=1),
+    "type_as": lambda each, mask: (each * mask).sum() / mask.type_as(each).sum(),
+    "sum_to": lambda each, mask: (each * mask).sum() / mask.sum().to(each.dtype),
+    "sum_dtype": lambda each, mask: (each * mask).sum() / mask.sum(dtype=each.dtype),
+    "means_to": lambda each, mask: (each * mask).mean() / mask.to(each.dtype).mean(),
+    "ones": lambda each, mask: (each * mask).sum() / (torch.ones_like(each) * mask).sum(),
+    "expanded": lambda each, mask: (each * mask).sum() / mask.expand_as(each).sum(),
+}
+"""Means under a mask whose count reads the dtype or the shape of what is made with weights."""
+CHOSEN = {
+    "index": lambda each, mask: each[mask].mean(),
+    "places": lambda each, mask: each[mask.nonzero(as_tuple=True)].mean(),
+    "rows_and_words": lambda each, mask: each[mask.nonzero()[:, 0], mask.nonzero()[:, 1]].mean(),
+    "selected": lambda each, mask: 0.5 * each.masked_select(mask).mean(),
+    "loss": lambda each, mask: F.mse_loss(each[mask], torch.ones_like(each[mask])),
+    "where": lambda each, mask: torch.where(mask, each, 0.0).sum() / mask.sum(),
+}
+"""Means over entries that a mask chooses."""
+INSIDE = {
+    "each": lambda each, mask: (each * mask / mask.sum()).sum(),
+    "factor": lambda each, mask: (each * mask).sum() * (1.0 / mask.sum()),
+    "reciprocal": lambda each, mask: (each * mask).sum() * mask.sum().to(each.dtype) ** -1,
+    "terms": lambda each, mask: each[mask].sum() / mask.sum() - 0.1 * (each.square() * mask).sum() / mask.sum(),
+}
+"""Means that are divided before they are added up."""
+FORMS: dict[str, Any] = {**CONVERTED, **CHOSEN, **INSIDE}
+
+
+class Masked(nn.Module):
+    """Returns a mean over the words that a mask chooses; `exported`: decides by a shape, which no tracing follows."""
+
+    def __init__(self, form: str, exported: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.form, self.exported = nn.Linear(4, 8), nn.Linear(8, 1), form, exported
+
+    def forward(self, x: Tensor, mask: Tensor) -> Any:
+        if self.exported and x.shape[0] > 1000:
+            x = x + 1
+        return FORMS[self.form](self.b(torch.tanh(self.a(x))).squeeze(-1).square(), mask)
+
+
+def run_form(form: str, exported: bool, shown: bool) -> None:
+    torch.manual_seed(0)
+    model = Masked(form, exported).double()
+    unsplit = copy.deepcopy(model)
+    (x, _, mask), (other, _, uneven) = make_batch(shown), make_batch(True)
+    with fxsplit.compile(model, 2, example_inputs=(x, mask.bool()), n_microbatches=4, passes=FAST) as pipe:
+        unsplit.zero_grad()
+        expected = unsplit(other, uneven.bool())
+        expected.backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", FxsplitWarning)
+            found = pipe.step(other, uneven.bool())
+    torch.testing.assert_close(found, expected.detach(), rtol=1e-10, atol=1e-12)
+    for a, b in zip(model.parameters(), unsplit.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("shown", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_mean_under_a_mask_is_that_of_the_batch(form: str, shown: bool) -> None:
+    """Many of them were averaged by rows: a count that read the loss's dtype was taken for one made of weights."""
+    run_form(form, exported=False, shown=shown)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("form", FORMS)
+def test_a_mean_under_a_mask_is_that_of_the_batch_in_an_exported_graph(form: str) -> None:
+    run_form(form, exported=True, shown=False)
+
+
+def test_terms_with_counts_of_their_own_are_no_quotient() -> None:
+    class Two(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor, other: Tensor) -> Tensor:
+            return x[mask].mean() + x[other].mean()
+
+    gm = fx.symbolic_trace(Two())
+    (made,) = gm.graph.output_node().args
+    assert isinstance(made, fx.Node) and find_count(gm, made) is None
+    assert find_count(gm, made.all_input_nodes[0]) is not None

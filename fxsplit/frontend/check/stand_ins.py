@@ -1,0 +1,123 @@
+"""Stand-ins: constants for a dtype or a shape that a count reads from a tensor that is computed with weights.
+
+`mask.to(loss.dtype).sum()` counts entries of the mask. The loss is computed with weights, but the count needs only its
+dtype. The dtype is known before anything runs, and stands in for the loss.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+FILLED = {"ones_like": 1, "zeros_like": 0, "new_ones": 1, "new_zeros": 0}
+"""Names of functions that fill a tensor of the shape of another one, and the number that they fill it with."""
+SHAPED = {"expand_as", "view_as", "reshape_as", "expand", "view", "reshape", "broadcast_to"}
+"""Names of functions that give a tensor another shape. What is counted grows by one factor in all microbatches."""
+CONVERTED = {"to", "type_as"}
+"""Names of functions that may convert a tensor to the dtype of another one."""
+KNOWN = {"torch", "_operator", "builtins"}
+"""Packages whose functions are known by their names."""
+
+
+class Reads:
+    """Which values the nodes of a graph are computed from. Dtypes and shapes that a node reads are no values."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self._gm = gm
+        self._using: dict[fx.Node, bool] = {}
+
+    def list_ancestors(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
+        """Return nodes, and all nodes whose values they are computed from."""
+        nodes = list(nodes)
+        for node in nodes:
+            self.uses_weights(node)
+        return list_ancestors(nodes, self._list_read)
+
+    def uses_weights(self, node: fx.Node) -> bool:
+        """Return whether the values of a node are computed with parameters, or by a module, which may have some."""
+        # Without recursion, as a graph may be longer than Python's stack.
+        waiting = [node]
+        while waiting:
+            last = waiting[-1]
+            unknown = [n for n in last.all_input_nodes if n not in self._using]
+            if last in self._using:
+                waiting.pop()
+            elif is_weight(self._gm, last):
+                self._using[last] = True
+            elif unknown:
+                waiting += unknown
+            else:
+                self._using[last] = any(self._using[n] for n in self._list_read(last))
+        return self._using[node]
+
+    def copy(self, graph: fx.Graph, node: fx.Node, copied: Mapping[fx.Node, Any]) -> Any:
+        """Copy a node to another graph; return the copy, or the node's stand-in. `copied`: the nodes before it."""
+        read, name, given = self._list_read(node), read_name(node), node.all_input_nodes
+        if len(read) == len(given):
+            return graph.node_copy(node, copied.__getitem__)
+        if name == "getattr":
+            return _find_dtype(given[0])
+        if name in FILLED:
+            return graph.call_function(torch.full, ((), FILLED[name]), {"dtype": _find_dtype(node)})
+        if name in SHAPED:
+            return copied[given[0]]
+        return graph.call_method("to", (copied[given[0]], _find_dtype(node)))
+
+    def _list_read(self, node: fx.Node) -> Sequence[fx.Node]:
+        """Return the nodes whose values a node reads; it is known of all that it is given whether they use weights."""
+        given, name = node.all_input_nodes, read_name(node)
+        if name == "getattr" and node.args[1] == "dtype":
+            return []
+        if not any(self._using[n] for n in given):
+            return given
+        if name in FILLED:
+            return []
+        return given[:1] if name in SHAPED | CONVERTED and given[0] is node.args[0] else given
+
+
+def read_name(node: fx.Node) -> str:
+    """Return the name of the function of torch or Python that a node calls, such as "add"; empty for others."""
+    if node.op == "call_method":
+        return str(node.target)
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet is not None:
+        return str(packet.__name__)
+    module = getattr(node.target, "__module__", None) or "torch"
+    known = node.op == "call_function" and module.split(".")[0] in KNOWN
+    return str(getattr(node.target, "__name__", "")) if known else ""
+
+
+def read_dtype(node: fx.Node) -> str:
+    """Return the dtype of a node as the check has noted it, such as "int64"; empty where the check has not."""
+    return str(node.meta.get("fxsplit_shape", "")).split("[")[0]
+
+
+def is_weight(gm: fx.GraphModule, node: fx.Node) -> bool:
+    """Return whether a node fetches a parameter, or calls a module, which may have some."""
+    if node.op == "get_attr":
+        return isinstance(operator.attrgetter(str(node.target))(gm), nn.Parameter)
+    return node.op == "call_module"
+
+
+def list_ancestors(
+    nodes: Iterable[fx.Node], list_read: Callable[[fx.Node], Iterable[fx.Node]] = lambda node: node.all_input_nodes
+) -> set[fx.Node]:
+    """Return nodes, and all nodes that they are computed from; `list_read` returns which nodes one node reads."""
+    found: set[fx.Node] = set()
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += list_read(node)
+    return found
+
+
+def _find_dtype(node: fx.Node) -> torch.dtype:
+    """Return the dtype of a node; double precision where it has not been noted, which no count is too large for."""
+    found = getattr(torch, read_dtype(node), None)
+    return found if isinstance(found, torch.dtype) else torch.float64
