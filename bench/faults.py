@@ -48,8 +48,8 @@ COMMANDS = [
 KINDS = ("lost", "changed", "runs on", "poisoned", "hung")
 WATCHDOG_S = 120
 FIRST_S = 30.0
-FIRST_CALL_S = 5.0
-"""What a call may take that began before a rank left, which naps for up to a second."""
+CALL_S = 5.0
+"""What a call may take where a rank has left, on a busy machine; that rank naps for up to a second before."""
 Count = Counter[str]
 
 
@@ -332,14 +332,13 @@ def let_a_rank_leave(counts: Count, count: int, seed: int) -> None:
         faults += [f"lost: {n - 1 - len(found)} ranks said nothing"] * (len(found) != n - 1 and not faults)
         for one in found:
             for place, (call, seconds, text) in enumerate(one["calls"]):
-                # The first one waits for a rank that has not left yet; and it may have begun before that.
-                limit_s = FIRST_CALL_S if place == 0 else 2.0
-                faults += [f"hung for {seconds:.1f} s: {call}"] * (seconds > limit_s)
+                faults += [f"hung for {seconds:.1f} s: {call}"] * (seconds > CALL_S)
+                # An error that ends a program may be told in a call, and once more as that program ends.
                 named = text.startswith("RankError") and f"rank {one['leaver']} " in text
                 faults += [f"lost: {call}: {text[:200] or 'went well'}"] * (
-                    not named or (place > 0 and "its program has ended" not in text)
+                    not named or (place > 1 and "its program has ended" not in text)
                 )
-        told_of = {key: found[0][key] for key in ("leaver", "way", "after failure")} if found else {}
+        told_of = {key: found[0][key] for key in ("leaver", "way", "place", "after failure")} if found else {}
         count_faults(counts, f"one of {n} ranks leaves", f"seed {own} {told_of}", faults)
 
 

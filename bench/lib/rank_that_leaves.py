@@ -1,7 +1,8 @@
 """One of several ranks that train, of which one leaves: `python -m bench.lib.rank_that_leaves RANK N SEED FOLDER`.
 
-Which rank leaves, after how many calls, and how, is drawn from the seed, which is the same on all ranks. The others go
-on with calls in a drawn order. Each prints a line of JSON: for each call its name, seconds, and what it raised.
+Which rank leaves, after how many calls, how, and where is drawn from the seed, which is the same on all ranks: between
+calls, inside a step, or while groups are made again after a failure. The others go on with calls in a drawn order. Each
+prints a line of JSON: for each call its name, seconds, and what it raised.
 """
 
 from __future__ import annotations
@@ -24,8 +25,30 @@ import fxsplit
 
 WAYS = ["exit", "raise", "_exit", "return", signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM, signal.SIGINT]
 """How a program ends; a number is a signal."""
+PLACES = ["between", "between", "in a step", "making groups"]
+"""Where a program ends."""
 LIMIT_S = 20.0
 """What a step may take with all that it waits for."""
+
+
+_leaving: dict[str, Any] = {}
+"""How this rank leaves inside its next step, under "way"."""
+
+
+@torch.fx.wrap
+def pass_on(x: Tensor) -> Tensor:
+    """Return what is given, unless this rank is to leave here."""
+    if "way" in _leaving:
+        leave(_leaving.pop("way"))
+    return x.clone()
+
+
+class Point(nn.Module):
+    """A place in the model where a rank may leave."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what is given, unless this rank is to leave here."""
+        return pass_on(x)
 
 
 def leave(way: Any) -> None:
@@ -48,11 +71,11 @@ class Training:
     def __init__(self, folder: str) -> None:
         torch.manual_seed(0)
         self.x, self.y = torch.randn(8, 8), torch.randint(3, (8,))
-        layers = [nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3)]
+        layers = [nn.Linear(8, 8), Point(), nn.Tanh(), nn.Linear(8, 8), Point(), nn.Linear(8, 8), Point()]
         self.bad: int | None = None
         self.folder = folder
         self.options: dict[str, Any] = {"n_microbatches": 2, "loss_fn": self.compute_loss, "example_inputs": self.x}
-        self.pipe = fxsplit.compile(nn.Sequential(*layers), "world", **self.options)
+        self.pipe = fxsplit.compile(nn.Sequential(*layers, nn.Linear(8, 3)), "world", **self.options)
 
     def compute_loss(self, outputs: Tensor, target: Tensor) -> Tensor:
         """Return the loss, unless this rank is the bad one."""
@@ -81,14 +104,39 @@ class Training:
         }
 
 
+def leave_at(training: Training, place: str, way: Any, after: int) -> None:
+    """Leave between calls, inside a step, or once so many groups are made again."""
+    if place == "in a step":
+        _leaving["way"] = way
+        training.step()
+    elif place == "making groups":
+        make, left = dist.new_group, [after]
+
+        def make_or_leave(*args: Any, **kwargs: Any) -> Any:
+            if not left[0]:
+                leave(way)
+            left[0] -= 1
+            return make(*args, **kwargs)
+
+        dist.new_group = make_or_leave
+        training.step()
+    # A rank may have nothing of what is between, and make fewer groups.
+    leave(way)
+
+
 def main() -> None:
     """Train until a rank leaves, and go on."""
     rank, n, seed, folder = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     draw = random.Random(seed)
     leaver, way, before = draw.randrange(n), draw.choice(WAYS), draw.randrange(3)
-    fails, moment_s = draw.random() < 0.5, draw.choice([0.0, draw.uniform(0.0, 1.0)])
+    place, after = draw.choice(PLACES) if way != "return" else "between", draw.randrange(4)
+    fails, moment_s = draw.random() < 0.5 or place == "making groups", draw.choice([0.0, draw.uniform(0.0, 1.0)])
+    # A shell that starts programs in the background lets them ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n)
     training = Training(folder)
+    # The first save loads what files need, which takes seconds on a busy machine.
+    fxsplit.save_checkpoint(folder, training.pipe, step=0).wait()
     for _ in range(before + 1):
         training.step()
     if fails:
@@ -100,10 +148,10 @@ def main() -> None:
             training.bad = None
     if rank == leaver:
         time.sleep(moment_s)
-        leave(way)
+        leave_at(training, place, way, after)
         return
     calls = training.list_calls()
-    names = draw.sample(list(calls), 5)
+    names = ["step"] * (place != "between") + draw.sample(list(calls), 5)
     told = []
     for name in [*names, "step"]:
         begin = time.monotonic()
@@ -113,7 +161,7 @@ def main() -> None:
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
         told.append([name, time.monotonic() - begin, text])
-    print(json.dumps({"leaver": leaver, "way": str(way), "after failure": fails, "slept": moment_s, "calls": told}))
+    print(json.dumps({"leaver": leaver, "way": str(way), "place": place, "after failure": fails, "calls": told}))
 
 
 if __name__ == "__main__":
