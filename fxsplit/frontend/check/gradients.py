@@ -86,7 +86,14 @@ def _compute_of_graph(
                 return found, True
         run_code(here)
     run = Runner(here.graph).run
-    return _compute_gradients(run, here, parameters, of_inputs=thawed, or_none=thawed), False
+    try:
+        return _compute_gradients(run, here, parameters, of_inputs=thawed, or_none=thawed), False
+    except RuntimeError as error:
+        why = str(error).strip().partition(". Hint")[0]
+        raise TraceError(
+            f"the graph of {here.name} has no backward, and the model has one ({why}): "
+            "an autograd.Function is followed into its forward(), and what that writes in place needs its own backward"
+        ) from error
 
 
 def _compare_gradients(here: Runnable, names: Sequence[str], wanted: Sequence[Any], found: Sequence[Any]) -> None:

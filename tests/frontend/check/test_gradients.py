@@ -84,6 +84,48 @@ class Straight(torch.autograd.Function):
         return gradient
 
 
+class Scan(torch.autograd.Function):
+    """y_i = x_i + a_i * y_(i-1), written in place, which only its own backward can follow."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, x: Tensor) -> Tensor:
+        b, y = a.clone(), x.clone()
+        for i in range(1, x.size(1)):
+            y[:, i].add_(b[:, i] * y[:, i - 1])
+            b[:, i].mul_(b[:, i - 1])
+        ctx.save_for_backward(a, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        a, y = ctx.saved_tensors
+        of_x, of_a = gradient.clone(), torch.zeros_like(a)
+        for i in range(a.size(1) - 1, 0, -1):
+            of_a[:, i] = of_x[:, i] * y[:, i - 1]
+            of_x[:, i - 1].add_(a[:, i] * of_x[:, i])
+        return of_a, of_x
+
+
+scan = Scan.apply
+
+
+class Scans(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return scan(torch.sigmoid(self.a(x)), self.b(x))  # type: ignore[no-untyped-call, no-any-return]
+
+
+@pytest.mark.long
+def test_a_function_whose_graph_has_no_backward_stays_in_a_whole_submodule() -> None:
+    """Its `apply` was taken before it was captured, so that only its operators are seen."""
+    x, model = rows(), nn.Sequential(nn.Linear(4, 4), Scans(), nn.Linear(4, 4), Scans())
+    with pytest.warns(
+        fxsplit.FxsplitWarning, match="submodule '1' .* stays whole .* has no backward, and the model has"
+    ):
+        pipe = fxsplit.compile(model, ["cpu"] * 2, example_inputs=x, **OPTIONS)
+    with pipe, pytest.warns(fxsplit.FxsplitWarning, match="stays whole"):
+        assert fxsplit.verify(pipe, x).equal
+
+
 class Estimates(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = Straight.apply(x)  # type: ignore[no-untyped-call]
@@ -98,6 +140,25 @@ def test_gradients_are_compared_by_themselves() -> None:
     graph.output(graph.call_method("mul", (graph.placeholder("x"), 2)))
     with pytest.raises(TraceError, match="another gradient for 'argument x'"):
         compare(Estimates(), fx.GraphModule({}, graph), torch.ones(3, 4))
+
+
+def test_a_graph_without_a_backward_is_not_the_model() -> None:
+    """What it writes in place was saved for its backward."""
+
+    class Grows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.a(x).exp() + 1
+            return out
+
+    model, graph = Grows(), fx.Graph()
+    grown = graph.call_method("exp", (graph.call_module("a", (graph.placeholder("x"),)),))
+    graph.output(graph.call_method("add_", (grown, 1)))
+    with pytest.raises(TraceError, match=r"the graph of Grows has no backward, and the model has one .*in-?place"):
+        compare(model, fx.GraphModule(model, graph), torch.ones(3, 4))
 
 
 def test_no_gradient_is_as_good_as_zeros() -> None:
