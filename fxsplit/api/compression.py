@@ -6,14 +6,15 @@ from dataclasses import dataclass
 
 from fxsplit.api.compare import Outcome
 from fxsplit.api.squares import divide_all, find_worst, square_differences
-from fxsplit.api.verify_ranks import Ranks
+from fxsplit.api.verify_trials import Trial
 
 
 @dataclass(frozen=True)
 class Compression:
     """The error of outputs and gradients: |found - exact| / |exact|, as lengths of vectors of all their elements.
 
-    `worst` is the error of the parameter whose gradient is furthest off, and `worst_name` its name.
+    `worst` is the error of the parameter whose gradient is furthest off, and `worst_name` its name. `loss` is the loss
+    that the gradients are of, in words.
     """
 
     how: str
@@ -21,16 +22,18 @@ class Compression:
     gradient: float
     worst: float
     worst_name: str
+    loss: str = ""
 
     def __str__(self) -> str:
         return (
             f"cuts compressed ({self.how}): outputs off by {self.output:.1e}, gradients by {self.gradient:.1e}, "
-            f"at most {self.worst:.1e} ({self.worst_name})"
+            f"at most {self.worst:.1e} ({self.worst_name}), for {self.loss}"
         )
 
 
-def measure_compression(how: str, found: Outcome, exact: Outcome, ranks: Ranks) -> Compression:
+def measure_compression(how: str, trial: Trial, found: Outcome, exact: Outcome) -> Compression:
     """Return how far a step with compressed cuts is from the exact one; each rank has the gradients of its stages."""
+    ranks = trial.ranks
     outputs = ranks.merge_squares(square_differences(found.outputs, exact.outputs))
     gradients = ranks.merge_squares(square_differences(found.gradients, exact.gradients))
-    return Compression(how, divide_all(outputs), divide_all(gradients), *find_worst(gradients))
+    return Compression(how, divide_all(outputs), divide_all(gradients), *find_worst(gradients), trial.objective.text)

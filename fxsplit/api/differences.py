@@ -12,12 +12,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest relative difference of one output, gradient or buffer, and what rounding alone would make of it."""
+    """The largest relative difference of one output, gradient or buffer, and what rounding alone would make of it.
+
+    broken: whether the same operators in one piece make another tensor, so that no rounding excuses the difference.
+    """
 
     kind: str
     name: str
     value: float
     rounding: float = 0.0
+    broken: bool = False
 
 
 def measure_difference(a: Tensor | None, b: Tensor | None, scale: float = 0.0) -> float:

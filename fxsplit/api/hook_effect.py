@@ -11,7 +11,7 @@ from fxsplit.api.compare import Outcome
 from fxsplit.api.compiled import get_mode
 from fxsplit.api.pipeline import Pipeline
 from fxsplit.api.squares import divide_all, find_worst, square, square_differences
-from fxsplit.api.verify_ranks import Ranks
+from fxsplit.api.verify_trials import Trial
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class HookEffect:
     `worst` is the error of the parameter whose gradient is furthest off, and `worst_name` its name. `left` is what the
     hook keeps for later steps, relative to the exact sums; None for a hook that keeps nothing. `lost` is what is
     neither applied nor kept: |found + left - exact| / |exact|. Where nothing is kept that is the error again.
+    `loss` is the loss that the gradients are of, in words.
     """
 
     how: str
@@ -29,24 +30,26 @@ class HookEffect:
     worst_name: str
     left: float | None
     lost: float
+    loss: str = ""
 
     def __str__(self) -> str:
         kept = "nothing is kept for later steps" if self.left is None else f"{self.left:.1e} is kept for later steps"
         return (
             f"gradients added by {self.how}: off by {self.gradient:.1e}, at most {self.worst:.1e} "
-            f"({self.worst_name}); {kept}, {self.lost:.1e} is lost"
+            f"({self.worst_name}), for {self.loss}; {kept}, {self.lost:.1e} is lost"
         )
 
 
-def measure_hook(pipe: Pipeline, found: Outcome, exact: Outcome, ranks: Ranks, weight: float) -> HookEffect:
+def measure_hook(pipe: Pipeline, trial: Trial, found: Outcome, exact: Outcome) -> HookEffect:
     """Return how far gradients that `pipe` has summed by its hook in one step are from exact ones.
 
-    weight: what this pipeline weighs among those that are summed. Each rank has the gradients of its stages.
+    Each rank has the gradients of its stages.
     """
+    ranks = trial.ranks
     summing = ranks.find_summing(pipe)
     compiled = pipe.compiler.get_compiled(get_mode(pipe.model))
     assert compiled is not None, "it has run a step"
-    left = summing.find_left_out(compiled.program, weight)
+    left = summing.find_left_out(compiled.program, trial.weight)
     # Names that this rank has none of come from others.
     squares = square_differences(found.gradients, exact.gradients)
     kept = _name_left(pipe, left)
@@ -66,6 +69,7 @@ def measure_hook(pipe: Pipeline, found: Outcome, exact: Outcome, ranks: Ranks, w
         *find_worst(merged),
         divide_all(merged, 1) if keeps else None,
         divide_all(merged, 2),
+        trial.objective.text,
     )
 
 

@@ -7,7 +7,7 @@ pipelines side by side are added without any hook, one tensor after another. A p
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,10 +22,9 @@ from fxsplit.api.ranks import Team
 from fxsplit.api.squares import Squares
 from fxsplit.ir.facts.call import Call, Inputs
 from fxsplit.ir.facts.chunks import Chunks
-from fxsplit.runtime.program import Batch
 from fxsplit.runtime.ranks.holdings import list_named
 from fxsplit.runtime.ranks.messages import begin_collective
-from fxsplit.runtime.ranks.portions import Kind, Portion, find_own_portion
+from fxsplit.runtime.ranks.portions import Portion
 from fxsplit.runtime.ranks.summing import Summing
 from fxsplit.runtime.ranks.world import COMPILE_LIMIT_S
 from fxsplit.torch_internals.away import is_away
@@ -122,19 +121,11 @@ class Ranks:
         least = min(map(int, self._team.world.whole.gather(torch.tensor([rows]), WHAT)))
         return call if least == rows else inputs.make_call(inputs.take_rows(tensors, least))
 
-    def weigh(self, pipe: Pipeline, batch: Batch, *, own_loss: bool, joins_first: bool) -> float:
-        """Return what the loss of this pipeline weighs in that of all.
-
-        own_loss: whether the model computes it; otherwise it is a sum over rows. joins_first: whether it is of joined
-        outputs, as in a loop of the user's, which counts as a mean over rows.
-        """
+    def weigh(self, pipe: Pipeline, find_portion: Callable[[], Portion]) -> float:
+        """Return what the loss of this pipeline weighs in that of all; `find_portion` finds what it has of that."""
         if not self._are_side_by_side:
             return 1.0
-        # Not asked of the pipeline's steps, which are what is to be proven.
-        portion = Portion(sum(batch.rows), len(batch.rows), Kind.MEAN if joins_first else Kind.SUM)
-        if own_loss and not joins_first:
-            portion = find_own_portion(batch, portion)
-        weight, _ = self.find_summing(pipe).columns.weigh(WHAT, portion)
+        weight, _ = self.find_summing(pipe).columns.weigh(WHAT, find_portion())
         assert weight is not None, "nothing is open"
         return weight
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fxsplit.errors import InputError
 from fxsplit.ir.facts.call import Call, Inputs
-from fxsplit.runtime.microbatches import divide_rows
+from fxsplit.runtime.microbatches import divide_rows, split_target
 from fxsplit.runtime.ranks.join import join_default_group
 
 SEED = 0
@@ -32,15 +32,16 @@ class Launched(NamedTuple):
         """Whether this rank speaks for all of them."""
         return dist.get_rank() == 0
 
-    def take_rows(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-        """Return the rows of a batch, which is that of all pipelines, that the pipeline of this rank has."""
+    def take_rows(self, model: nn.Module, call: Call, target: Any = None) -> tuple[Call, Any]:
+        """Return the rows that the pipeline of this rank has of the batch of all pipelines, and of its target."""
         if self.n_pipelines == 1:
-            return Call(args, dict(kwargs))
-        inputs, tensors = Inputs.of(model, args, dict(kwargs), None)
+            return call, target
+        inputs, tensors = Inputs.of(model, *call, None)
         rows = divide_rows(inputs.count_rows(tensors), self.n_pipelines)
         start = sum(rows[: self.row])
         cuts = [spec.cut for spec in inputs.specs]
-        return inputs.make_call([c.narrow(t, start, rows[self.row]) for c, t in zip(cuts, tensors, strict=True)])
+        own = inputs.make_call([c.narrow(t, start, rows[self.row]) for c, t in zip(cuts, tensors, strict=True)])
+        return own, None if target is None else split_target(target, rows, inputs)[self.row]
 
 
 @contextmanager

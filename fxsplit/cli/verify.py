@@ -6,9 +6,9 @@ import argparse
 import importlib
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fxsplit.cli.output import print_json
 from fxsplit.cli.words import take_text
@@ -25,10 +25,27 @@ SHOWN = 10
 """How many names are listed where all agree."""
 
 
+class Made(NamedTuple):
+    """What a factory makes: a model, a batch as it is called with, and the target of the batch, None for none."""
+
+    model: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Any = None
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `verify`."""
     parser.add_argument(
-        "factory", metavar="MODULE:FACTORY", help="FACTORY() returns (model, args) or (model, args, kwargs)"
+        "factory",
+        metavar="MODULE:FACTORY",
+        help="FACTORY() returns (model, args), with kwargs after them, and a target after those",
+    )
+    parser.add_argument(
+        "--loss-fn",
+        type=take_text,
+        metavar="MODULE:NAME",
+        help="the loss of outputs and FACTORY's target",
     )
     parser.add_argument(
         "--devices", type=int, metavar="N", help="CPU devices (default: 2; under torchrun each rank is a device)"
@@ -52,44 +69,51 @@ def main(arguments: argparse.Namespace) -> int:
     a model that raises, and for options that are for ranks where there are none.
     """
     from fxsplit.cli.launched import join_ranks
+    from fxsplit.ir.facts.call import Call
     from fxsplit.runtime.ranks.join import is_launched
 
     if is_launched():
         if arguments.devices is not None:
             raise InputError(f"--devices {arguments.devices}: under a launcher each rank is a device, so leave it out")
         with join_ranks(1 if arguments.pipelines is None else arguments.pipelines) as launched:
-            model, args, kwargs = _call_factory(arguments.factory)
-            own = launched.take_rows(model, args, kwargs)
-            return _verify(arguments, launched.devices, model, own.args, own.kwargs, quiet=not launched.leads)
+            made = _call_factory(arguments.factory)
+            call, target = launched.take_rows(made.model, Call(made.args, made.kwargs), made.target)
+            own = Made(made.model, call.args, call.kwargs, target)
+            return _verify(arguments, launched.devices, own, quiet=not launched.leads)
     for name in ("pipelines", "gradient_hook"):
         if getattr(arguments, name) is not None:
             option = f"--{name.replace('_', '-')}"
             raise InputError(f"{option} is for several ranks: torchrun --nproc-per-node=4 -m fxsplit verify ...")
     devices = 2 if arguments.devices is None else arguments.devices
     check_device_count(devices)
-    return _verify(arguments, ["cpu"] * devices, *_call_factory(arguments.factory))
+    return _verify(arguments, ["cpu"] * devices, _call_factory(arguments.factory))
 
 
-def _verify(
-    arguments: argparse.Namespace,
-    devices: Any,
-    model: Any,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    *,
-    quiet: bool = False,
-) -> int:
+def _verify(arguments: argparse.Namespace, devices: Any, made: Made, *, quiet: bool = False) -> int:
     """Compile a model and verify it; print what is found, unless this is to be `quiet`; return the exit code."""
     from fxsplit.api.compile import compile
     from fxsplit.api.verify import verify
 
+    loss_fn = None
+    if arguments.loss_fn is not None:
+        loss_fn = _import(arguments.loss_fn, "MODULE:NAME, such as torch.nn.functional:cross_entropy")
+    # Either by itself would be left out without a word.
+    if (loss_fn is None) != (made.target is None):
+        raise InputError(
+            f"{arguments.factory!r} returns a target and --loss-fn is missing: name a function of outputs and target, "
+            "such as --loss-fn torch.nn.functional:cross_entropy"
+            if loss_fn is None
+            else f"--loss-fn {arguments.loss_fn}: {arguments.factory!r} returns no target for it: return "
+            "(model, args, kwargs, target)"
+        )
     # Warnings are told below, each once: compiling a model twice says most of them twice.
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
             with compile(
-                model,
+                made.model,
                 devices,
+                loss_fn=loss_fn,
                 n_microbatches=arguments.n_microbatches,
                 schedule=arguments.schedule,
                 passes=arguments.passes,
@@ -97,8 +121,8 @@ def _verify(
             ) as pipe:
                 # Of pipelines side by side some have fewer rows, and ranks compile for one shape.
                 if pipe.compiler.team is None:
-                    pipe.compile_for(*args, **kwargs)
-                found = verify(pipe, args, kwargs)
+                    pipe.compile_for(*made.args, **made.kwargs)
+                found = verify(pipe, made.args, made.kwargs, target=made.target)
         except FxsplitError:
             raise
         except Exception as error:  # most are the model's own, and nothing has been shown about its pipeline
@@ -115,14 +139,38 @@ def _verify(
     return 0 if found.equal else 1
 
 
-def _call_factory(name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Return the model, arguments and keyword arguments that a factory makes.
+def _call_factory(name: str) -> Made:
+    """Return the model with its arguments, keyword arguments and target that a factory makes.
 
     `name` is module:function. Raises InputError naming what cannot be imported, called or used.
     """
+    factory = _import(name, "MODULE:FACTORY, such as mymodels:make_resnet")
+    # An attribute may be anything, and so may what a factory returns.
+    if not callable(factory):
+        raise InputError(f"{name!r} is a {type(factory).__name__}: give a function of no arguments")
+    try:
+        made = factory()
+    except Exception as error:
+        raise InputError(f"{name!r} raised {type(error).__name__}: {error}; it is called without arguments") from error
+    if not isinstance(made, tuple) or len(made) not in (2, 3, 4):
+        raise InputError(
+            f"{name!r} returned a {type(made).__name__}: return (model, args), (model, args, kwargs) or "
+            "(model, args, kwargs, target)"
+        )
+    model, args, kwargs, target = (*made, {}, None)[:4] if len(made) == 2 else (*made, None)[:4]
+    # Most models take one input.
+    if not isinstance(args, (tuple, list)):
+        args = (args,)
+    if not isinstance(kwargs, Mapping):
+        raise InputError(f"{name!r} returned a {type(kwargs).__name__} as kwargs: return a dict")
+    return Made(model, tuple(args), dict(kwargs), target)
+
+
+def _import(name: str, form: str) -> Any:
+    """Return the object that module:attribute names; raises InputError if it cannot be imported, or is not there."""
     module, _, attribute = name.partition(":")
     if not module or not attribute:
-        raise InputError(f"{name!r}: write MODULE:FACTORY, such as mymodels:make_resnet")
+        raise InputError(f"{name!r}: write {form}")
     if "" not in sys.path:
         sys.path.insert(0, "")  # modules of the current folder, as `python -m` finds them
     try:
@@ -132,26 +180,9 @@ def _call_factory(name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     except Exception as error:  # the module's own, such as a SyntaxError
         raise InputError(f"cannot import {module!r}: {type(error).__name__}: {error}") from error
     try:
-        factory: Callable[[], Any] = getattr(found, attribute)
+        return getattr(found, attribute)
     except AttributeError as error:
         raise InputError(f"module {module!r} has no {attribute!r}") from error
-    # An attribute may be anything, and so may what a factory returns.
-    if not callable(factory):
-        raise InputError(f"{name!r} is a {type(factory).__name__}: give a function of no arguments")
-    try:
-        made = factory()
-    except Exception as error:
-        raise InputError(f"{name!r} raised {type(error).__name__}: {error}; it is called without arguments") from error
-    if not isinstance(made, tuple) or len(made) not in (2, 3):
-        raise InputError(f"{name!r} returned a {type(made).__name__}: return (model, args) or (model, args, kwargs)")
-    model, args, *more = made
-    kwargs = more[0] if more else {}
-    # One input alone is what most models take.
-    if not isinstance(args, (tuple, list)):
-        args = (args,)
-    if not isinstance(kwargs, Mapping):
-        raise InputError(f"{name!r} returned a {type(kwargs).__name__} as kwargs: return a dict")
-    return model, tuple(args), dict(kwargs)
 
 
 def describe(found: Verification) -> dict[str, Any]:
@@ -164,6 +195,7 @@ def describe(found: Verification) -> dict[str, Any]:
         "stages": found.stages,
         "n_microbatches": found.n_microbatches,
         "dtype": str(found.dtype).removeprefix("torch."),
+        "loss": found.loss,
         "offending": [f"{d.kind} {d.name}" for d in found.offending],
         "differs_from_whole_batch": list(found.by_nature),
         "compression": None if found.compression is None else asdict(found.compression),
@@ -184,7 +216,7 @@ def _show(found: Verification) -> None:
     verdict = "equal" if found.equal else f"NOT equal: {len(found.offending)} of {len(ordered)} differ"
     print(
         f"\n{verdict}; {found.nodes} nodes by {found.front_end}, {found.stages} stages, {found.n_microbatches} "
-        f"microbatches, {describe(found)['dtype']}"
+        f"microbatches, {describe(found)['dtype']}; trained with {found.loss}"
     )
     if found.compression is not None:
         print(f"{found.compression}; all else is of exact cuts")

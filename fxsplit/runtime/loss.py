@@ -89,6 +89,12 @@ def sum_squares(outputs: Any, target: Any = None) -> Tensor:
 sum_squares.reduction = "sum"  # type: ignore[attr-defined]
 
 
+def name_loss(loss_fn: LossFn | None) -> str:
+    """Return the name of a loss function in quotes, for messages."""
+    function = getattr(loss_fn, "func", loss_fn)  # functools.partial
+    return repr(getattr(function, "__name__", repr(function)))
+
+
 def find_reduction(loss_fn: LossFn) -> str | None:
     """Return how a loss function says that it reduces the losses of rows to one number; None where it says nothing.
 
@@ -196,8 +202,7 @@ class BatchLoss:
     @property
     def name(self) -> str:
         """The name of the loss function, for errors; empty where the model computes its loss itself."""
-        function = getattr(self._loss_fn, "func", self._loss_fn)  # functools.partial
-        return "" if function is take_model_loss else f" of loss_fn {getattr(function, '__name__', repr(function))!r}"
+        return "" if self._loss_fn is take_model_loss else f" of loss_fn {name_loss(self._loss_fn)}"
 
     def look_at(self, microbatch: int, program: Program, outputs: Sequence[Any]) -> None:
         """Let the first steps find out what the loss means, from the last stage's outputs for a microbatch."""

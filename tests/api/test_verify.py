@@ -132,26 +132,6 @@ def test_what_rounding_makes_is_measured() -> None:
     assert len(gradients) == 4 and all(0.0 < d.rounding < 1e-12 for d in gradients)
 
 
-class Mixed(nn.Module):
-    """Has a part in half precision between casts that are written out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.out = nn.Linear(4, 8), nn.Linear(8, 8).bfloat16(), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.out(self.b(torch.tanh(self.a(x)).bfloat16()).float())
-        return out
-
-
-def test_a_model_with_parts_in_several_dtypes_is_named() -> None:
-    with (
-        fxsplit.compile(Mixed(), 2, **OPTIONS) as pipe,
-        pytest.raises(InputError, match=r"Mixed runs neither in float64 nor in float32 .*in bfloat16, float32"),
-    ):
-        fxsplit.verify(pipe, rows())
-
-
 class Island(nn.Module):
     """Computes a gate in float32 whatever its weights are in."""
 

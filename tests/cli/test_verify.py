@@ -53,6 +53,10 @@ def labelled():
     return Net(), (torch.randn(8, 8),), {"labels": torch.randint(0, 3, (8,))}
 
 
+def with_target():
+    return Net(), (torch.randn(8, 8),), {}, torch.randint(0, 3, (8,))
+
+
 def bare():
     return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(8, 8)
 
@@ -111,6 +115,22 @@ def test_a_wrong_gradient_is_found_and_named(
     assert code == 1 and found["equal"] is False and "gradient b.weight" in found["offending"]
     assert main(["verify", "verified_models:plain"]) == 1
     assert "NOT equal" in capsys.readouterr().out
+
+
+def test_the_loss_of_a_target(capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = answer(capsys, "with_target", "--loss-fn", "torch.nn.functional:cross_entropy")
+    assert code == 0 and found["loss"] == "loss_fn 'cross_entropy'"
+    assert answer(capsys, "plain")[1]["loss"] == "the sum of squares of the outputs"
+    assert main(["verify", "verified_models:labelled"]) == 0
+    assert "trained with the model's own loss" in capsys.readouterr().out
+    for factory, option, message in (
+        ("with_target", [], "--loss-fn is missing: name a function of outputs and target"),
+        ("plain", ["--loss-fn", "torch.nn.functional:cross_entropy"], "returns no target for it"),
+        ("with_target", ["--loss-fn", "torch.nn.functional"], "write MODULE:NAME, such as torch.nn.functional:cross_"),
+        ("with_target", ["--loss-fn", "torch.nn:CrossEntropyLoss"], "is no function or module: give loss_fn"),
+    ):
+        assert main(["verify", f"verified_models:{factory}", *option]) == 2
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

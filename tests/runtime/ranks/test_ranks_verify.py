@@ -133,6 +133,37 @@ def test_verify_over_a_mesh_and_over_replicas() -> None:
         assert 1e-3 < effect.gradient == pytest.approx(effect.left, rel=1e-9) and effect.lost < 1e-12
 
 
+def verify_targets(rank: int, n: int) -> list[Verification]:
+    """Return what is found for means over labels, sums and means over rows, by pipelines with unlike shares."""
+    mesh = make_mesh(n)
+    x, row = make_own_batch(mesh), mesh.get_local_rank("dp")
+    labels = torch.arange(SHARES[row]) % 3
+    # Three of the first pipeline's labels count, and five of the second's.
+    few = torch.cat([torch.full((5 if row == 0 else 1,), -100), labels])[: SHARES[row]]
+    summed = nn.CrossEntropyLoss(reduction="sum", weight=torch.tensor([1.0, 2.0, 3.0]))
+    found = []
+    for loss_fn, target in ((F.cross_entropy, few), (summed, labels), (F.mse_loss, torch.ones(SHARES[row], 3))):
+        with compile_row(mesh, gradient_hook="topk{share=0.2}", loss_fn=loss_fn) as pipe:
+            found.append(fxsplit.verify(pipe, x, target=target))
+    with compile_row(mesh, loss_fn=F.cross_entropy) as pipe:
+        with pytest.raises(InputError, match="a target on some ranks and none on others"):
+            fxsplit.verify(pipe, x, target=labels if rank else None)
+        with pytest.raises(InputError, match=r"target has shape \(3,\) and the batch has"):
+            fxsplit.verify(pipe, x, target=labels[:3])
+        assert fxsplit.verify(pipe, x, target=labels).equal, "the next call works"
+    return found
+
+
+def test_verify_with_the_loss_of_the_pipeline_over_a_mesh() -> None:
+    told = ranks(4, verify_targets, limit_s=200)
+    assert all(one == told[0] for one in told), "all ranks return the same"
+    for found, name in zip(told[0], ("cross_entropy", "CrossEntropyLoss()", "mse_loss"), strict=True):
+        assert found.equal and found.dtype is torch.float64 and found.loss == f"loss_fn {name!r}", found.offending
+        effect = found.gradient_hook
+        assert effect is not None and effect.gradient > 1e-2 and effect.loss == found.loss
+        assert f", for loss_fn {name!r};" in str(effect)
+
+
 class Locked:
     """The state of a hook that cannot be copied."""
 
@@ -146,12 +177,17 @@ class Locked:
 def verify_line(rank: int, n: int) -> tuple[Verification, list[str]]:
     """Return what is found for a pipeline of two ranks with compressed cuts, and what bad calls are answered."""
     x, told = torch.ones(8, 8).cumsum(0) / 8, []
-    with compile_row("world", compress="int8", bucket_bytes=None) as pipe:
+    y = torch.arange(8) % 3
+    options: dict[str, Any] = {"compress": "int8", "bucket_bytes": None, "loss_fn": F.cross_entropy}
+    with compile_row("world", **options) as pipe:
+        own = fxsplit.verify(pipe, x, target=y)
+        assert own.equal and own.loss == "loss_fn 'cross_entropy'", own.offending
         before = [p.detach().clone() for p in pipe.parameters()]
         found = fxsplit.verify(pipe, x)
         assert all(torch.equal(a, b) for a, b in zip(before, pipe.parameters(), strict=True)), "compiled for nothing"
         pipe.compile_for(x)
-        assert fxsplit.verify(pipe, x).compression is not None
+        other = fxsplit.verify(pipe, x).compression
+        assert other is not None and own.compression is not None and other.gradient != own.compression.gradient
         with pytest.raises(RanksDiffer, match=r"verify\(\) of pipeline 0") as differ:
             fxsplit.verify(pipe, x) if rank else pipe.state_dict()
         told.append(str(differ.value))
@@ -180,6 +216,9 @@ from torch import nn
 
 def make():
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)), (torch.randn(11, 8),)
+
+def label():
+    return (*make(), {}, torch.arange(11) % 3)
 """
 
 
@@ -187,8 +226,9 @@ def run_commands(rank: int, n: int, *given: list[str]) -> list[tuple[int, str, s
     """Run commands as under torchrun; return their exit codes, and what they print."""
     told = []
     for options in given:
+        factory = "launched_models:label" if "--loss-fn" in options else "launched_models:make"
         with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as error:
-            code = main(["verify", "launched_models:make", "--n-microbatches", "2", *options])
+            code = main(["verify", factory, "--n-microbatches", "2", *options])
         told.append((code, out.getvalue(), error.getvalue()))
     return told
 
@@ -204,15 +244,17 @@ def test_the_command_under_a_launcher(tmp_path: Any, monkeypatch: pytest.MonkeyP
     (tmp_path / "launched_models.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)
     hook = ["--pipelines", "2", "--gradient-hook", "topk{share=0.1}", "--json"]
-    first, second = ranks(2, run_commands, hook, [], *(options.split() for options in BAD))
-    assert [code for code, _, _ in first] == [code for code, _, _ in second] == [0, 0, 2, 2, 2]
+    loss = ["--pipelines", "2", "--loss-fn", "torch.nn.functional:cross_entropy", "--json"]
+    first, second = ranks(2, run_commands, hook, [], loss, *(options.split() for options in BAD))
+    assert [code for code, _, _ in first] == [code for code, _, _ in second] == [0, 0, 0, 2, 2, 2]
     assert not any(out for _, out, _ in second), "the first rank prints"
     told = json.loads(first[0][1])
     assert told["equal"] and told["stages"] == 1
     assert told["gradient_hook"]["how"] == "topk{share=0.1}" and 0 < told["gradient_hook"]["gradient"] < 1
     assert told["gradient_hook"]["lost"] < 1e-12
     assert "equal; " in first[1][1] and "2 stages" in first[1][1]
-    for said, *answers in zip(BAD.values(), first[2:], second[2:], strict=True):
+    assert json.loads(first[2][1])["loss"] == "loss_fn 'cross_entropy'"
+    for said, *answers in zip(BAD.values(), first[3:], second[3:], strict=True):
         assert all(said in error for _, _, error in answers), answers
 
 
