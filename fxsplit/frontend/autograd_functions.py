@@ -24,6 +24,7 @@ from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.patch import Method, patch_method
 from fxsplit.torch_internals.rng import lend_draws
 from fxsplit.torch_internals.undo import Turn
+from fxsplit.torch_internals.vmap import is_transformed
 
 TORCHS = ("torch._library.", "torch._functorch.")
 """Where torch defines autograd.Functions for operators that a graph does hold."""
@@ -62,6 +63,9 @@ def mark_functions() -> Iterator[list[Call]]:
     calls: list[Call] = []
 
     def replace(cls: Any, own: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # vmap runs the function's own rule, on tensors with one dimension more.
+        if is_transformed():
+            return own(cls, *args, **kwargs)
         leaves, structure = pytree.tree_flatten((args, kwargs))
         number = len(calls)
         calls.append(_make_call_of_tensors(cls, leaves, structure))

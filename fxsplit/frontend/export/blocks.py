@@ -3,6 +3,9 @@
 `with torch.no_grad(): y = x * 2` becomes `wrap_with_set_grad_enabled(False, submod_1, x)`: a node whose target is a
 higher order operator. Its arguments are the options of the mode (`False`), the *body* (`submod_1`, a GraphModule), and
 the values of the body's placeholders.
+
+What `torch.vmap` runs is a block too, and in a program it is a row of nodes, between one that begins and one that ends
+the vmap. They are cut out, and become a body.
 """
 
 from __future__ import annotations
@@ -12,9 +15,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 aten = torch.ops.aten
+VMAPS = {"_vmap_increment_nesting": 1, "_vmap_decrement_nesting": -1}
+"""The functions that begin and end a vmap, and how many more are under way after them."""
 
 
 class Region(nn.Module):
@@ -62,6 +67,41 @@ def writes(node: fx.Node) -> bool:
     if node.target in (aten.batch_norm.default, aten.instance_norm.default):
         return bool(node.args[5])
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def find_vmaps(program: fx.GraphModule) -> dict[fx.Node, list[fx.Node]]:
+    """Return the nodes of each outermost vmap of a program, from its begin to its end, by the node that begins it."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    begin, depth = None, 0
+    for node in program.graph.nodes:
+        change = VMAPS.get(getattr(node.target, "__name__", ""), 0) if node.op == "call_function" else 0
+        if change > 0 and not depth:
+            begin = node
+            found[begin] = []
+        depth += change
+        if begin is not None and (depth or change):
+            found[begin].append(node)
+    return found
+
+
+def cut_out(program: fx.GraphModule, nodes: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node], list[fx.Node]]:
+    """Return some nodes of a program as a body, the nodes with its placeholders' values, and the nodes that it returns.
+
+    What is no tensor, and no value of a node, the body fetches itself.
+    """
+    inside, graph = set(nodes), fx.Graph()
+    read = dict.fromkeys(value for node in nodes for value in node.all_input_nodes)
+    fetched = {v: operator.attrgetter(str(v.target))(program) for v in read if v.op == "get_attr"}
+    held = {value: found for value, found in fetched.items() if not isinstance(found, Tensor)}
+    given = [value for value in read if value not in held and (value in fetched or value not in inside)]
+    copies = {value: graph.placeholder(value.name) for value in given}
+    copies |= {value: graph.get_attr(value.name) for value in held}
+    for node in nodes:
+        if node.op != "get_attr":
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    returned = [node for node in nodes if node.op != "get_attr" and not inside.issuperset(node.users)]
+    graph.output(tuple(copies[node] for node in returned))
+    return fx.GraphModule({value.name: found for value, found in held.items()}, graph), given, returned
 
 
 def _fetches_body(program: fx.GraphModule, node: fx.Node) -> bool:

@@ -21,9 +21,9 @@ In a program all modules are taken apart into operators of aten, and each weight
     norm = call_module norm(linear)            torch's batch norms are modules, which count batches themselves
     mul = aten.mul(norm, detach)
 
-A block under another mode, such as autocast, becomes one call of a module. Marks around the calls of an
-autograd.Function (`autograd_functions`) become a call of the function. Operators in place of a submodule that stays
-whole (`whole_modules`) become a call of the submodule.
+A block under another mode, such as autocast, becomes one call of a module, and so does what torch.vmap runs. Marks
+around the calls of an autograd.Function (`autograd_functions`) become a call of the function. Operators in place of a
+submodule that stays whole (`whole_modules`) become a call of the submodule.
 """
 
 from __future__ import annotations
@@ -40,17 +40,20 @@ from torch import Tensor, fx, nn
 from fxsplit.errors import TraceError
 from fxsplit.frontend.autograd_functions import enter, leave
 from fxsplit.frontend.export.batch_norms import find_batch_norms, find_counter
-from fxsplit.frontend.export.blocks import Region, can_be_inlined, find_body, is_block, writes
+from fxsplit.frontend.export.blocks import Region, can_be_inlined, cut_out, find_body, find_vmaps, is_block, writes
 from fxsplit.frontend.export.whole_modules import WholeCall, whole
 from fxsplit.frontend.graph import find_submodule
 from fxsplit.ir.facts.numbers import list_number_nodes
 from fxsplit.torch_internals import pytree
+from fxsplit.torch_internals.vmap import run_vmap
 
 aten = torch.ops.aten
 END = 2**63 - 1
 """Where a slice ends that goes to the end."""
 ASSERTS = (aten._assert_tensor_metadata.default, aten._assert_scalar.default)
 """Checks of the example's dtypes and sizes, which the pipeline checks at each call."""
+IDLE = (*ASSERTS, "_guards_fn")
+"""What is not written: guards are asked for each number of rows, and not at each call."""
 VALUE_ASSERTS = (aten._assert_async.default, aten._assert_async.msg)
 """Checks of a tensor's values, which the model does at each call, and so does the graph."""
 UNWRAPS = (aten.item.default, aten._local_scalar_dense.default)
@@ -103,8 +106,12 @@ class GraphWriter:
             # Each user fetches a weight by itself: a fetch that two stages share would tie them together.
             return written[value] if value in written else self._fetch(body, value)
 
+        vmaps = find_vmaps(body)
+        inside = {node for nodes in vmaps.values() for node in nodes}
         for node in body.graph.nodes:
-            if node.op.startswith("call") and node.target not in ASSERTS and node.name != "_guards_fn":
+            if node in vmaps:
+                written |= self._write_vmap(body, vmaps[node], use)
+            elif node.op.startswith("call") and node not in inside and node.target not in IDLE:
                 written[node] = self._write_node(body, node, use)
         returned: Any = body.graph.output_node().args[0]
         return [use(v) if isinstance(v, fx.Node) else v for v in returned]
@@ -161,14 +168,25 @@ class GraphWriter:
             # What the block hands through from outside keeps its gradient.
             known = {id(v) for v in given}
             return tuple(v if id(v) in known else self._detach(v) for v in results)
-        for part in (m for m in inside.modules() if isinstance(m, fx.GraphModule)):
+        return self._write_region(node, Region(node.target, options, inside), given)  # type: ignore[arg-type]
+
+    def _write_vmap(self, body: fx.GraphModule, nodes: Sequence[fx.Node], use: Use) -> dict[fx.Node, Any]:
+        """Write what a vmap runs as one call of a module; return what has the values of its nodes that others read."""
+        inside, given, returned = cut_out(body, nodes)
+        call = self._write_region(nodes[0], Region(run_vmap, (), inside), [use(value) for value in given])
+        results = (self.graph.call_function(operator.getitem, (call, i)) for i in range(len(returned)))
+        return {node: _copy_meta(result, node) for node, result in zip(returned, results, strict=True)}
+
+    def _write_region(self, node: fx.Node, region: Region, given: Sequence[Any]) -> fx.Node:
+        """Write the block that begins at `node` as one call of a module."""
+        for part in (m for m in region.modules() if isinstance(m, fx.GraphModule)):
             self._refuse_calls(part)
             # Asserts name the device of the capture, and a stage may be on another one.
             for idle in [n for n in part.graph.nodes if n.target in ASSERTS]:
                 part.graph.erase_node(idle)
             part.recompile()
         name = f"region_{1 + sum(isinstance(held, Region) for held in self.held.values())}"
-        self.held[name] = Region(node.target, options, inside)  # type: ignore[arg-type]
+        self.held[name] = region
         return _copy_meta(self.graph.call_module(name, tuple(given)), node)
 
     def _refuse_calls(self, body: fx.GraphModule) -> None:
@@ -184,8 +202,8 @@ class GraphWriter:
             if node.target is whole:
                 call = self._wholes[args[4]]
                 raise TraceError(
-                    f"submodule {call.path!r} is called in a block of autocast, or of no_grad that writes, and such a "
-                    "block is one call in a graph: keep a module around it whole",
+                    f"submodule {call.path!r} is called in a block of autocast, vmap, or no_grad that writes, and "
+                    "such a block is one call in a graph: keep a module around it whole",
                     submodule=call.around,
                 )
 

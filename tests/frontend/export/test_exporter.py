@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -189,7 +189,7 @@ def test_rows_that_are_a_constant_of_whole_batches() -> None:
 
 
 class Documents(nn.Module):
-    """Makes its mask from a function of positions, which leaves an operator of higher order without a body."""
+    """Makes its mask from a function, under vmap, which leaves an operator of higher order without a body."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,12 +203,74 @@ class Documents(nn.Module):
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_an_operator_without_a_body_is_named_with_its_line(n: int) -> None:
-    """It was taken for a block, and the search for its body ended with a bare StopIteration."""
-    call = torch.randint(20, (4, 6)), torch.tensor([[0, 0, 1, 1, 1, 2]])
+def test_a_mask_that_is_made_of_a_function(n: int) -> None:
+    """The operator was taken for a block, and the search for its body ended with a bare StopIteration."""
+    torch.manual_seed(0)
+    model, call = Documents().double(), (torch.randint(20, (4, 6)), torch.tensor([[0, 0, 1, 1, 1, 2]]))
     chunks: Any = {"ids": 0, "doc": fxsplit.Replicate}
-    with pytest.raises(TraceError, match=r"test_exporter\.py.*leaf\("):
-        fxsplit.compile(Documents(), 2, example_inputs=call, n_microbatches=n, chunks=chunks, passes=FAST)
+    with fxsplit.compile(model, 2, example_inputs=call, n_microbatches=n, chunks=chunks, passes=FAST) as pipe:
+        compare_gradients(pipe, model, call)
+
+
+class Maps(nn.Module):
+    """Runs a function under vmap between its layers."""
+
+    def __init__(self, run: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.inner, self.b = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.weights = nn.Parameter(torch.randn(3, 4, 4))
+        self.run = run
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.b(self.run(self, self.a(x)))
+        return out
+
+
+def map_twice(model: Any, h: Tensor) -> Tensor:
+    inner: Tensor = torch.vmap(lambda row: torch.vmap(lambda e: e.sin() + e)(row) * row.sum())(h)
+    found: Tensor = torch.vmap(model.inner)(inner)
+    return found
+
+
+def map_without_gradients(model: Any, h: Tensor) -> Tensor:
+    def scale(row: Tensor) -> Tensor:
+        with torch.no_grad():
+            factor = row.square().sum()
+        return row * factor
+
+    found: Tensor = torch.vmap(scale)(h)
+    return found
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda m, h: torch.vmap(lambda row: row.softmax(0) * row.sum())(h),
+        lambda m, h: torch.vmap(lambda w, v: v @ w, in_dims=(0, None))(m.weights, h).mean(0),
+        lambda m, h: sum(torch.vmap(lambda row, c: (row * c, m.inner(row)), in_dims=(0, None))(h, torch.ones(4).to(h))),
+        map_twice,
+        map_without_gradients,
+    ],
+)
+def test_what_vmap_runs_is_one_module(run: Any) -> None:
+    """Its begin and its end, whose values nobody reads, were left out, and its nodes then did not run."""
+    torch.manual_seed(0)
+    model, x = Maps(run).double(), torch.randn(8, 4).double()
+    with fxsplit.compile(model, 2, n_microbatches=3, passes=FAST) as pipe:
+        for rows in (8, 7):
+            compare_gradients(pipe, model, (x[:rows],))
+
+
+def compare_gradients(pipe: fxsplit.Pipeline, model: nn.Module, call: tuple[Tensor, ...]) -> None:
+    """Compare outputs and all gradients of a pipeline with those of its model."""
+    found, wanted = pipe(*call), model(*call)
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+    weights = [*model.parameters()]
+    grads = (torch.autograd.grad(y.square().sum(), weights, allow_unused=True) for y in (found, wanted))
+    for got, expected in zip(*grads, strict=True):
+        assert (got is None) == (expected is None)
+        if got is not None:
+            torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
 
 
 class Constant(nn.Module):
