@@ -28,7 +28,7 @@ from fxsplit.frontend.check.trial import (
     run_pieces,
     take_batch,
 )
-from fxsplit.frontend.check.wrong_cuts import describe_wrong_cuts, explain_failure
+from fxsplit.frontend.check.wrong_cuts import describe_counting, describe_wrong_cuts, explain_failure
 from fxsplit.frontend.subject import Runnable, Subject
 from fxsplit.ir.facts.agreement import find_rows_dim, is_close, is_weighted_mean, list_kinds
 from fxsplit.ir.facts.counts import DIFFERS, Count, Watch, share_rows
@@ -228,7 +228,8 @@ class _Trial:
         self.doubtful = True
         shown = list(dict.fromkeys(f"{_describe(p)} for {n}" for p, n in zip(pieces, run.rows, strict=True)))
         found = f"{name} of {self._here.name} is {_describe(whole)} for {sum(run.rows)} rows, {' and '.join(shown)}"
-        return Meaning("unjoined", why=f"{found}: {reason}, so that microbatches do not make it; {ALONE}")
+        way = describe_counting(self._here) or ALONE
+        return Meaning("unjoined", why=f"{found}: {reason}, so that microbatches do not make it; {way}")
 
     # More runs
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from fxsplit.frontend.subject import Runnable, Subject
 from fxsplit.ir.facts.agreement import find_rows_dim, is_close, list_kinds
 from fxsplit.ir.facts.call import Inputs
 from fxsplit.ir.facts.chunks import Cut
-from fxsplit.torch_internals.fake_weights import keep_values
+from fxsplit.torch_internals.fake_weights import has_values, keep_values
 from fxsplit.torch_internals.interpret import preserve
 
 
@@ -53,6 +54,7 @@ def explain_failure(subject: Subject, error: Exception) -> InputError | None:
             return None
         cuts = _find_cuts(subject, here)
         counting = None if cuts or not failing else _find_counting(here, pieces[0], pieces[failing])
+        said = "" if cuts or counting else describe_counting(here)
     way = (
         f"{_describe_cuts(cuts, here.inputs)}: state {_write_chunks(cuts)}"
         if cuts
@@ -61,7 +63,8 @@ def explain_failure(subject: Subject, error: Exception) -> InputError | None:
         f"as lengths, state chunks={{{counting!r}: fxsplit.Replicate}} if every microbatch can take all of them, or "
         "compile with n_microbatches=1"
         if counting
-        else "state which arguments have rows and which every microbatch needs whole, chunks={'name': 0} or "
+        else said
+        or "state which arguments have rows and which every microbatch needs whole, chunks={'name': 0} or "
         "chunks={'name': fxsplit.Replicate}, or compile for larger microbatches, such as with n_microbatches=1"
     )
     which = f"microbatches of {subject.rows}" if failing == 0 else f"microbatch {failing}, which has {sizes[failing]}"
@@ -69,6 +72,29 @@ def explain_failure(subject: Subject, error: Exception) -> InputError | None:
         f"{here.name} runs on the whole example of {subject.batch} rows, and not on {which} "
         f"({type(error).__name__}: {summarize(error)}): {way}"
     )
+
+
+def describe_counting(here: Runnable) -> str:
+    """Return what to do about an argument that counts entries of another one, as offsets and sizes of pieces do.
+
+    Empty if no argument looks like that.
+    """
+    tensors = {spec.name: t for spec, t in zip(here.inputs.specs, here.tensors, strict=True)}
+    for name, t in tensors.items():
+        if t.is_floating_point() or t.dtype == torch.bool or t.numel() < 2 or t.ndim != 1 or not has_values(t):
+            continue
+        values = t.tolist()
+        # What counts from the start begins with 0, and ends with the length or before. Positions count one by one.
+        rises = values[0] == 0 and values == sorted(values) and set(np.diff(values)) != {1}
+        for other, (length, *_) in ((n, o.shape) for n, o in tensors.items() if n != name and o.ndim):
+            if sum(values) == length or (rises and values[-1] <= length):
+                what = f"offsets that count, up to {values[-1]}, the" if rises else "sizes that add up to the"
+                return (
+                    f"argument {name!r} of shape {tuple(t.shape)} holds {what} {length} entries of {other!r}, and is "
+                    "right for the whole batch only: give each row values of its own, such as the lengths of padded "
+                    "rows, and count in forward(), or compile with n_microbatches=1"
+                )
+    return ""
 
 
 def _runs(here: Runnable, tensors: Sequence[Tensor]) -> bool:

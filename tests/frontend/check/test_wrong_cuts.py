@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -172,4 +173,52 @@ def test_a_failure_in_a_later_microbatch_names_the_argument(how: str, values: li
     with pytest.raises(InputError, match=r"microbatch 1, .*argument 'offsets'.*chunks=\{'offsets'.*n_microbatches=1"):
         fxsplit.compile(Bags(how), 2, example_inputs=call, n_microbatches=2, passes=FAST)
     with fxsplit.compile(Bags(how), 2, example_inputs=call, n_microbatches=1, passes=FAST) as pipe:
+        torch.testing.assert_close(pipe(*call), pipe.model(*call))
+
+
+class Packed(nn.Module):
+    """Takes sequences of several lengths as one row of words, and how long they are as one of several arguments."""
+
+    def __init__(self, pool: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.words, self.head, self.pool = nn.Embedding(30, 8), nn.Linear(8, 2), pool
+
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        out: Tensor = self.head(self.pool(self.words(ids), lengths))
+        return out
+
+
+def pool_by_offsets(h: Tensor, offsets: Tensor) -> Tensor:
+    pairs = zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
+    return torch.stack([h[begin:end].mean(0) for begin, end in pairs])
+
+
+def attend_by_offsets(h: Tensor, offsets: Tensor) -> Tensor:
+    of = torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff())
+    return (h[None] * (of[:, None] == of[None])[..., None]).sum(1)
+
+
+def pool_by_sizes(h: Tensor, sizes: Tensor) -> Tensor:
+    return torch.stack([part.mean(0) for part in h.split(sizes.tolist())])
+
+
+@pytest.mark.parametrize(
+    ("pool", "values", "said"),
+    [
+        (pool_by_offsets, [0, 3, 5, 9, 12], r"offsets that count, up to 12, the 12 entries of 'ids'"),
+        (attend_by_offsets, [0, 3, 5, 9, 12], r"offsets that count, up to 12, the 12 entries of 'ids'"),
+        (pool_by_sizes, [3, 2, 4, 3], r"sizes that add up to the 12 entries of 'ids'"),
+        (lambda h, t: attend_by_offsets(h, F.pad(t.cumsum(0), (1, 0))), [3, 2, 4, 3], r"sizes that add up to the 12"),
+    ],
+)
+def test_an_argument_that_counts_entries_of_another_is_named(pool: Any, values: list[int], said: str) -> None:
+    """The error said that rows depend on each other, or what torch says of shapes, and named no argument."""
+    torch.manual_seed(0)
+    call = torch.randint(30, (12,)), torch.tensor(values)
+    with (
+        fxsplit.compile(Packed(pool), 2, n_microbatches=2, passes=FAST) as pipe,
+        pytest.raises(InputError, match=rf"argument 'lengths' of shape \(\d,\) holds {said}.* n_microbatches=1"),
+    ):
+        pipe(*call)
+    with fxsplit.compile(Packed(pool), 2, n_microbatches=1, passes=FAST) as pipe:
         torch.testing.assert_close(pipe(*call), pipe.model(*call))
