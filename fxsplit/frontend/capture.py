@@ -135,6 +135,8 @@ def _choose_watched(subject: Subject, watch: Watch, grad_enabled: bool) -> Check
         with restore_model(subject.model), torch.set_grad_enabled(grad_enabled or not subject.asks_for_gradients):
             checked = _choose_explained(subject)
     except TraceError as error:
+        if watch.gradients:
+            raise TraceError(_say_gradients(subject, watch), next(iter(watch.gradients)) or None) from error
         if not changes:
             raise
         # The second run of such a model may differ from the first, and so may its graph: that comes first.
@@ -155,6 +157,18 @@ def _choose_explained(subject: Subject) -> Checked:
         if explained is None:
             raise
         raise explained from error
+
+
+def _say_gradients(subject: Subject, watch: Watch) -> str:
+    """Return what to do about a forward() that takes gradients by itself, of which no graph can be made."""
+    path, line = next(iter(watch.gradients.items()))
+    where = f"in submodule {path!r}" if path else "in its own forward()"
+    way = "take it" if path else "move that part into a submodule, take it there"
+    return (
+        f"{subject.name} takes a gradient by itself {where} at {line}, as autograd.grad does, which no graph can hold:"
+        f" {way} inside of torch.enable_grad(), since the model also runs without gradients, and keep that submodule "
+        f"whole, fxsplit.leaf({path or 'its.path'!r})"
+    )
 
 
 def _say_changes(subject: Subject, changes: Sequence[str]) -> str:

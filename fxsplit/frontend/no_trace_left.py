@@ -118,22 +118,29 @@ def refuse_assignments(model: nn.Module) -> Iterator[None]:
     with restore_assigned(model) as assigned:
         yield
     if assigned:
-        raise TraceError(
-            f"forward() of {type(model).__name__} assigns to {next(iter(assigned))!r}, which a graph cannot hold: "
-            "write it in place, for example self.count.add_(1) for self.count += 1"
+        path, is_new = next(iter(assigned.items()))
+        name = type(model).__name__
+        way = (
+            f"call {name} once, then compile it, or register it in __init__()"
+            if is_new
+            else ("write it in place, for example self.count.add_(1) for self.count += 1")
         )
+        raise TraceError(f"forward() of {name} assigns to {path!r}, which a graph cannot hold: {way}")
 
 
 @contextmanager
-def restore_assigned(model: nn.Module) -> Iterator[dict[str, None]]:
-    """Restore parameters and buffers that the block assigned. Yields a dict that has their paths after the block."""
+def restore_assigned(model: nn.Module) -> Iterator[dict[str, bool]]:
+    """Restore parameters and buffers that the block assigned.
+
+    Yields a dict that has their paths after the block, and whether there was none under the path before.
+    """
     before = [(path, held, dict(held)) for path, m in model.named_modules() for held in (m._parameters, m._buffers)]
-    assigned: dict[str, None] = {}
+    assigned: dict[str, bool] = {}
 
     def put_back() -> None:
         for path, held, kept in before:
             names = [name for name in {**held, **kept} if held.get(name) is not kept.get(name)]
-            assigned.update(dict.fromkeys(f"{path}.{name}".removeprefix(".") for name in names))
+            assigned.update({f"{path}.{name}".removeprefix("."): kept.get(name) is None for name in names})
             put_items_back(held, tuple(kept.items()))
 
     # Put back even when the block fails: another front end will run the model.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import linecache
 from dataclasses import dataclass
 from traceback import walk_tb
 
 import torch
 from torch import nn
 
-from fxsplit.torch_internals.user_lines import is_users
+from fxsplit.torch_internals.user_lines import describe_line, is_users
 
 LIBRARIES = "site-packages/torch"
 """In the paths of torch's own libraries, such as torchvision, whose lines nobody can change."""
@@ -60,7 +59,7 @@ def find_stopped(model: nn.Module, error: BaseException) -> Stopped:
                 operator = str(held["func"])
             # What an operator calls, such as a kernel of the user's own, is no line of forward().
             elif operator is None and is_users(file) and LIBRARIES not in file:
-                line = f"{file}:{number}, {linecache.getline(file, number).strip()!r}"
+                line = describe_line(file, number)
         if line:
             break
     lines = [text.strip() for text in str(error).splitlines() if text.strip()]

@@ -52,6 +52,19 @@ class Contents:
         self._version = later._version if later._copy is None else self._version
         return True
 
+    def moves_to(self, holder: Any) -> bool:
+        """Return whether `holder` holds what was kept of another tensor or array, and take it for the holder then."""
+        later = Contents(holder)
+        if holder is self.holder:
+            return self.matches(later)
+        if self._copy is None or type(holder) is not type(self.holder) or not _can_be_copied(holder):
+            return False
+        wants = (isinstance(h, Tensor) and h.requires_grad for h in (self.holder, holder))
+        if len(set(wants)) > 1 or not _are_equal(self._copy, holder):
+            return False
+        self.holder, self._version = holder, later._version
+        return True
+
     def put_back(self) -> None:
         """Let the holder hold again what was kept of it."""
         if self._copy is None:
@@ -103,7 +116,9 @@ def _can_be_copied(holder: Any) -> bool:
 def _are_equal(a: Any, b: Any) -> bool:
     """Return whether two tensors or two arrays hold the same; what is no number equals itself here."""
     if not isinstance(a, Tensor):
-        return bool(a == b) if isinstance(a, (bytearray, array.array)) else a.tobytes() == b.tobytes()
+        if isinstance(a, (bytearray, array.array)):
+            return bool(a == b)
+        return (a.shape, a.dtype) == (b.shape, b.dtype) and a.tobytes() == b.tobytes()
     if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
         return False
     return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import sys
 import sysconfig
@@ -32,6 +33,11 @@ def find_users_line(frames: Iterable[tuple[FrameType, int]]) -> str:
     """Return the innermost of some frames that is the user's: ` from File "model.py", line 12`; empty for none."""
     own = [(frame.f_code.co_filename, line) for frame, line in frames if is_users(frame.f_code.co_filename)]
     return f' from File "{own[-1][0]}", line {own[-1][1]}' if own else ""
+
+
+def describe_line(file: str, line: int) -> str:
+    """Return a line of a file in words, with its code."""
+    return f"{file}:{line}, {linecache.getline(file, line).strip()!r}"
 
 
 def warn_user(message: str, category: type[FxsplitWarning] = FxsplitWarning) -> None:

@@ -57,7 +57,7 @@ def test_attributes_that_forward_sets_are_restored() -> None:
     """It would be wrong if compiling counted as a call and left traced values in the model."""
     model = CachesShape()
     with (
-        pytest.warns(fxsplit.FxsplitWarning, match=r"changes attribute 'calls' of the model \(from 0 to 1.*'last'"),
+        pytest.warns(fxsplit.FxsplitWarning, match=r"changes attribute 'last' .*'calls' of the model \(from 0 to 1"),
         fxsplit.compile(model, 2, example_inputs=vectors(), passes=FAST),
     ):
         assert model.calls == 0 and not hasattr(model, "last")
@@ -87,10 +87,7 @@ def test_hooks_that_compiling_made_the_model_register_are_gone() -> None:
         found = pipe(x)
         torch.testing.assert_close(found, model(x))
         # Called by itself the model has hooks for good, and one that nothing would call is refused.
-        with (
-            pytest.warns(UserWarning, match="attribute 'ready' of the model changed"),
-            pytest.raises(InputError, match="submodule 'inner' has hooks"),
-        ):
+        with pytest.raises(InputError, match="submodule 'inner' has hooks"):
             pipe(x)
 
 
@@ -156,7 +153,7 @@ def test_assignments_are_refused_by_name_and_writes_are_not() -> None:
         model[0].weight.add_(1)
     with pytest.raises(TraceError, match=r"assigns to '0\.weight'"), refuse_assignments(model):
         model[0].weight = nn.Parameter(torch.zeros(2, 2))
-    with pytest.raises(TraceError, match="assigns to 'added'"), refuse_assignments(model):
+    with pytest.raises(TraceError, match=r"assigns to 'added'.*call \w+ once, then compile"), refuse_assignments(model):
         model.register_buffer("added", torch.zeros(1))
     assert "added" not in model._buffers
 

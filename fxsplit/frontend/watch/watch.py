@@ -19,6 +19,7 @@ from pathlib import Path
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from fxsplit.frontend.asides import begin_aside, keep_notes
@@ -44,12 +45,12 @@ from fxsplit.frontend.watch.places import (
     list_globals,
     list_places,
 )
-from fxsplit.ir.facts.python_state import ABSENT, Place, PythonState, describe_change, is_plain, same
+from fxsplit.ir.facts.python_state import ABSENT, Cached, Place, PythonState, describe_change, is_plain, same
 from fxsplit.torch_internals.compiled_code import COMPILER, find_original
 from fxsplit.torch_internals.contents import Contents
 from fxsplit.torch_internals.interpret import get_storage_id
 from fxsplit.torch_internals.undo import undo_after
-from fxsplit.torch_internals.user_lines import FXSPLIT, TORCH
+from fxsplit.torch_internals.user_lines import FXSPLIT, TORCH, describe_line
 
 _PYTHON = sysconfig.get_path("stdlib")
 _TORCHS = tuple(str(Path(TORCH).parent / name) + os.sep for name in TORCHS)
@@ -58,7 +59,8 @@ _CALLS_OF_MODULES = ("_call_impl", "inner")
 _READ_ENVIRONMENT = type(os.environ).__getitem__.__code__
 """What all ways to read the environment end in, as os.getenv() does."""
 
-
+_DIFFERENTIATE = (torch.autograd.grad.__code__, torch.autograd.backward.__code__)
+"""What takes gradients, also for torch.func.grad and Tensor.backward()."""
 _ASIDES = ("_find_and_load", "_call_with_frames_removed")
 """The functions in which Python runs the bodies of modules."""
 
@@ -92,7 +94,7 @@ class Seen:
     them. loaded: whether the code reads it. stored: the line that sets it, if one does. silent: whether only hooks name
     it, or a library that it belongs to. lasting: the part of a container that the code does not change, in place of all
     of it. asked: whether the value is an answer of torch's. library: whether only what belongs to a library leads
-    there. changed: whether a call of the model changes it.
+    there. changed: whether a call of the model changes it. cached: what a call fills a cache with.
     """
 
     place: Place
@@ -106,6 +108,7 @@ class Seen:
     asked: bool = False
     library: bool = False
     changed: bool = False
+    cached: Cached | None = None
 
     def accept(self, begun: Any, *, new_only: bool) -> None:
         """Count the change since the place held `begun`, or only new entries, as made before the call."""
@@ -188,6 +191,8 @@ class Watch:
         self._codes: dict[CodeType, Names | bool | None] = {}
         self._once: set[CodeType] = set()
         self._in_aside = False
+        # Where forward() takes gradients by itself: the path of the submodule, and the user's line.
+        self.gradients: dict[str, str] = {}
         self._imported = frozenset(sys.modules)
         self._note_weights()
         # The code of torch's own modules is not watched. It reads what a module keeps, such as LayerNorm.eps.
@@ -290,7 +295,9 @@ class Watch:
         # What a library changes of its own, such as a cache, it knows how to use.
         own = ((key, seen) for key, seen in self._seen.items() if not (seen.library and seen.changed))
         found = [(key, seen) for key, seen in own if seen.loaded and not seen.homes <= inside]
-        return PythonState(tuple(seen.settle(key) for key, seen in found if not seen.is_fetched(fetched)))
+        cached = {key: seen.cached for key, seen in found if seen.cached is not None}
+        reads = tuple(seen.settle(key) for key, seen in found if not seen.is_fetched(fetched))
+        return PythonState(reads, cached=cached)
 
     def _enter(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
         """Note the start of a call; return what traces it further, or None where the code is not the user's."""
@@ -305,6 +312,8 @@ class Watch:
         if not isinstance(names, Names):
             if code is _READ_ENVIRONMENT:
                 self._take_environment(frame)
+            elif code in _DIFFERENTIATE:
+                self._note_gradient(frame)
             return None
         code = find_original(code)
         namespace = frame.f_globals
@@ -374,6 +383,15 @@ class Watch:
         if own is not None and isinstance(key, str):
             names = replace(own.names, loads=(key,))
             self._take(find_entry(os.environ, key, Label("global", "os.environ")), replace(own, names=names))
+
+    def _note_gradient(self, frame: FrameType) -> None:
+        """Note where the user's code takes a gradient."""
+        caller: FrameType | None = frame
+        while caller is not None and caller not in self._frames:
+            caller = caller.f_back
+        if caller is not None:
+            line = describe_line(caller.f_code.co_filename, caller.f_lineno)
+            self.gradients.setdefault(self._frames[caller].home.path, line)
 
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any]:
         """Note which objects the code holds by now, and which one it returns to its caller."""

@@ -7,7 +7,7 @@ of torch, and the graph keeps what was computed with them. So such a value is co
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import date, time, timedelta
 from enum import Enum
 from operator import is_
@@ -16,8 +16,9 @@ from uuid import UUID
 
 from fxsplit.ir.facts.figures import show
 from fxsplit.ir.graph import GivenFact
-from fxsplit.torch_internals.contents import Contents
-from fxsplit.torch_internals.objects import VALUES, same_constant
+from fxsplit.torch_internals import pytree
+from fxsplit.torch_internals.contents import Contents, has_contents
+from fxsplit.torch_internals.objects import VALUES, Opaque, same_constant, take_apart
 
 MOST_LETTERS = 80
 """The longest text of a value in a message."""
@@ -57,6 +58,34 @@ class Place:
     key: tuple[int, str] = (0, "")
 
 
+class Cached:
+    """What a cache holds once a call has filled it; `value` is copied as far as it is tensors, arrays and containers.
+
+    A graph made with an empty cache is right with a filled one too, for the same value.
+    """
+
+    def __init__(self, value: Any) -> None:
+        leaves, self._structure = _flatten(value)
+        self._leaves = [Contents(leaf).keep() if has_contents(leaf) else leaf for leaf in leaves]
+
+    def holds(self, value: Any) -> bool:
+        """Return whether a value holds the same."""
+        leaves, structure = _flatten(value)
+        return structure == self._structure and all(map(_is_alike, self._leaves, leaves))
+
+
+def _flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """Return the leaves of a value, and of the objects in it, with their structure."""
+    return pytree.tree_flatten(pytree.tree_map(take_apart, value))
+
+
+def _is_alike(kept: Any, leaf: Any) -> bool:
+    """Return whether a leaf is what was kept of another one; of what cannot be taken apart nothing is known."""
+    if isinstance(kept, Contents):
+        return has_contents(leaf) and kept.moves_to(leaf)
+    return not isinstance(leaf, Opaque) and same_constant(kept, leaf)
+
+
 @dataclass(frozen=True, eq=False)
 class Number:
     """A place that holds a number which is an input of a graph, or is to be one; `known` are two values it has had."""
@@ -80,12 +109,14 @@ class PythonState(GivenFact):
     """The places that forward() read, each with the value that it had when the graph was captured.
 
     followed: numbers that are inputs of the graph, in the order of its placeholders. stuck: the keys of places whose
-    numbers have changed and could not be made inputs, since forward() does more than compute with them.
+    numbers have changed and could not be made inputs, since forward() does more than compute with them. cached: by the
+    keys of places that a call fills, what they hold then.
     """
 
     reads: tuple[tuple[Place, Any], ...] = ()
     followed: tuple[Number, ...] = ()
     stuck: frozenset[tuple[int, str]] = frozenset()
+    cached: Mapping[tuple[int, str], Cached] = field(default_factory=dict)
 
     made_by: ClassVar[str] = "trace"
 
@@ -93,11 +124,17 @@ class PythonState(GivenFact):
         """Return the places that hold another value than when the graph was captured: name -> (then, now)."""
         # Asked before every call. Nearly always each place still holds the very same object.
         found = ((place, then, place.read()) for place, then in self.reads)
-        made = {p.name: describe_change(then, now) for p, then, now in found if now is not then and not same(then, now)}
+        differ = ((p, then, now) for p, then, now in found if now is not then and not same(then, now))
+        made = {p.name: describe_change(then, now) for p, then, now in differ if not self._is_filled(p, now)}
         if self.followed:
             given = ((number.place, number.place.read()) for number in self.followed if not number.is_argument)
             made |= {place.name: ("a number", describe(now)) for place, now in given if type(now) is not float}
         return made
+
+    def _is_filled(self, place: Place, now: Any) -> bool:
+        """Return whether a place is a cache that holds what a call fills it with."""
+        cached = self.cached.get(place.key)
+        return cached is not None and cached.holds(now)
 
     def list_numbers(self) -> list[Number]:
         """Return what may be an input of a new graph: the numbers followed, and the floats that have changed."""

@@ -77,7 +77,7 @@ CHANGES: list[tuple[Callable[[Any, Tensor], Any], str]] = [
     (set_by_text, "attribute 'aux' of the model"),
     (lambda m, h: m.kept.append(h), r"attribute 'kept' of the model \(from 0 items to 1\)"),
     (lambda m, h: m.nested["deep"].append(1), r"attribute \"nested\['deep'\]\" of the model \(from 1 items to 2"),
-    (lambda m, h: m.meter.update(1), r"attribute 'meter.total' of the model \(from 0 to 1, .*test_changes.py:\d+"),
+    (lambda m, h: m.meter.update(1), r".*attribute 'meter.total' of the model \(from 0 to 1, .*test_changes.py:\d+"),
     (lambda m, h: next(m.ids), "the state of attribute 'ids' of the model"),
     (lambda m, h: SEEN.append(1), r"global 'SEEN' \(from 0 items to 1\)"),
     (count_globally, r"global 'COUNT' \(from 0 to 1"),

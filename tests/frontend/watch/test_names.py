@@ -81,3 +81,37 @@ def import_late() -> Any:
 
 def test_imports_are_noted_with_how_far_up_they_go() -> None:
     assert read_names(import_late.__code__).imports == (("os.path", 0), ("", 1))
+
+
+def count(x: Any, y: Any) -> None:
+    global LIMIT
+    x.calls += 1
+    x.seen = x.seen + y.shape[0] * 2
+    x.mean = 0.9 * x.mean + 0.1 * y
+    LIMIT += 1
+
+
+def use_counts(x: Any, y: Any) -> Any:
+    x.calls += 1
+    y.other = y.calls + 1
+    x.items[0] += 1
+    x.pair = x.pair, 1
+    x.best = max(x.best, 1)
+    x.method = x.method() + 1
+    x.deep = x.deep.er + 1
+    return x.calls
+
+
+def test_a_counter_is_set_and_not_read() -> None:
+    names = read_names(count.__code__)
+    assert names.loads == ("shape",) and names.globals == {"LIMIT": False}
+    assert list(names.stores) == ["calls", "seen", "mean", "LIMIT"]
+    assert set(read_names(use_counts.__code__).loads) == {"calls", "items", "pair", "best", "method", "deep", "er"}
+
+
+def pass_count_on(x: Any, y: Any) -> None:
+    x.calls = y.calls + 1
+
+
+def test_the_next_value_in_another_object_is_read() -> None:
+    assert read_names(pass_count_on.__code__).loads == ("calls",)
