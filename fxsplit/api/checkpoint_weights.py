@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from fxsplit.api.checkpoint_storage import MODEL
 from fxsplit.errors import ElsewhereError, InputError
 from fxsplit.formats.save_safetensors import NAMES
-from fxsplit.torch_internals.away import Away, is_away
+from fxsplit.torch_internals.away import Away, exchange, is_away
 from fxsplit.torch_internals.fake_weights import dress_like
 
 
@@ -122,5 +122,5 @@ def make_room(state: ModelState, places: Mapping[int, torch.device]) -> None:
         if weight.is_meta:
             device = places.get(id(weight), torch.device("cpu"))
             room = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=device)
-            torch.utils.swap_tensors(weight, dress_like(weight, room))
+            exchange(weight, dress_like(weight, room))
             state.own[name] = weight

@@ -36,7 +36,7 @@ from fxsplit.ir.facts.example import Example
 from fxsplit.ir.facts.numbers import name_candidates
 from fxsplit.ir.facts.python_state import PythonState
 from fxsplit.ir.facts.scope import Scope, Shapes
-from fxsplit.ir.graph import Mode
+from fxsplit.ir.graph import IR, Mode
 from fxsplit.ir.interrupts import raise_lost_interrupt
 from fxsplit.ir.manager import Observer
 from fxsplit.ir.progress_bar import show_progress
@@ -216,11 +216,13 @@ class Compiler:
         count = first.adapt_candidate(self.options, inputs.count_rows(tensors)).n_microbatches
         rows = divide_rows(inputs.count_rows(tensors), count)
         from_shapes = first.captured[Example].from_shapes
-        lending = nullcontext() if self.team is None or from_shapes else self.team.lend(self.model)
-        with lending, enable_gradients(), cast_in_place(self._kinds, tensors, self._read_dtype()):
-            captured = fit_to_shapes(first.captured, self.model, call, rows, read_stated(self.options))
-        found = None if captured is None else replace(first, captured=captured)
-        return found if self.team is None or self.team.all_have(found) else None
+
+        def fit() -> IR | None:
+            with enable_gradients(), cast_in_place(self._kinds, tensors, self._read_dtype()):
+                return fit_to_shapes(first.captured, self.model, call, rows, read_stated(self.options))
+
+        captured = fit() if self.team is None else self.team.fit(self.model, fit, from_shapes=from_shapes)
+        return None if captured is None else replace(first, captured=captured)
 
     def _keep_for_shapes(self, mode: Mode, shapes: Shapes, compiled: Compiled) -> None:
         """Keep a record for shapes of its own; of many, those that were made last."""
@@ -288,8 +290,8 @@ class Compiler:
         like = None if moves_weights else like
         subject = Subject(self.model, options, rows, capture_rows, self.pin, like, moves_weights, observers)
         shapes = str([(t.dtype, tuple(t.shape)) for t in tensors])
-        team, lends = self.team, not from_shapes
-        together = nullcontext() if team is None else team.meet(options, self.model, shapes, lends=lends)
+        team = self.team
+        together = nullcontext() if team is None else team.meet(options, self.model, shapes, from_shapes=from_shapes)
         with together, self._run_for_compile(tensors):
             found = subject.find() if self.team is None else subject.find_together(self.team)
             candidate, captured, final, costs = found.candidate, found.captured, found.final, found.costs

@@ -10,11 +10,11 @@ import json
 import platform
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from math import inf
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import torch
 
@@ -36,6 +36,7 @@ from fxsplit.schedule.catalogue import ASYNCHRONOUS, Scheduler
 from fxsplit.schedule.of_plan import find_replicas
 from fxsplit.torch_internals.fake_weights import lacks_values
 
+T = TypeVar("T")
 GradientHook: TypeAlias = "str | tuple[Any, Callable[[Any, Any], Any]]"
 """What adds gradients over ranks: a name, or a state and a hook as torch's DDP takes them."""
 SEARCH = ("augment", "order", "partition")
@@ -137,10 +138,11 @@ class Team:
         return self._whole.me == 0
 
     @contextmanager
-    def meet(self, options: Options, model: torch.nn.Module, inputs: str, *, lends: bool) -> Iterator[None]:
+    def meet(self, options: Options, model: torch.nn.Module, inputs: str, *, from_shapes: bool) -> Iterator[None]:
         """Let all ranks compile in the block; raises RanksDiffer where one has another model, options or versions.
 
-        lends: whether each rank has the values of all weights in the block, as it has in the first compile.
+        Each rank has the values of all weights in the block, as it has in the first compile. from_shapes: it has those
+        of buffers only, as the weights may be more than a rank has memory for.
         """
         weights = [(n, tuple(w.shape), str(w.dtype), w.requires_grad) for n, w in list_named(model)]
         stated = [options.schedule, options.stages_per_device, options.n_microbatches, options.recompute]
@@ -155,29 +157,21 @@ class Team:
             call = f"compile number {self._whole.count('compile of ' + self.label)} of {self.label}"
             self._agreement.meet({"call": call, "program": program, "inputs": inputs}, 0)
             self._has_met = True
-            with self._whole.stop_clock(), self.holdings.lend(model) if lends else nullcontext():
+            with self._whole.stop_clock(), self.holdings.lend(_list_lent(model, from_shapes=from_shapes)):
                 yield
 
-    @contextmanager
-    def lend(self, model: torch.nn.Module) -> Iterator[None]:
-        """Let each rank have the values of all weights in the block, in which a graph is tried for other shapes."""
-        with self._agree_on_shapes(), self.holdings.lend(model):
-            yield
+    def fit(self, model: torch.nn.Module, fit: Callable[[], T | None], *, from_shapes: bool) -> T | None:
+        """Return the graph that `fit` returns, if it finds one on all ranks of the pipeline; None otherwise.
 
-    @contextmanager
-    def _agree_on_shapes(self) -> Iterator[None]:
-        """Let all ranks look in the block whether a graph holds for other shapes, for as long as a compile may take."""
-        with self.holdings.agree("other shapes", limit_s=COMPILE_LIMIT_S), self.world.stop_clock():
-            yield
-
-    def all_have(self, graph: object | None) -> bool:
-        """Return whether a graph that there is holds for other shapes on all ranks of the pipeline; None where not.
-
-        Each rank compares it with the model by itself, and what rounding hides from one of them is compiled by all.
-        Raises RanksDiffer where one makes another call.
+        `fit` looks whether a graph that there is holds for other shapes, with the values of all weights (see `meet`).
+        Each rank compares the graph with the model by itself. Where rounding hides a difference from one of them, all
+        compile. Raises RanksDiffer where one makes another call.
         """
-        with self._agree_on_shapes():
-            return all(map(int, self.world.gather(torch.tensor([int(graph is not None)]), "other shapes")))
+        agreed = self.holdings.agree("other shapes", limit_s=COMPILE_LIMIT_S)
+        with agreed, self.world.stop_clock(), self.holdings.lend(_list_lent(model, from_shapes=from_shapes)):
+            found = fit()
+            there = self.world.gather(torch.tensor([int(found is not None)]), "other shapes")
+        return found if all(map(int, there)) else None
 
     def tell(self, find: Callable[[], Told] | None) -> Told | None:
         """Return what the first rank finds, on the others; None on the first one itself, which alone gives `find`.
@@ -229,6 +223,11 @@ class Team:
         if len(self.world.rows) == 1 or self._has_met or lacks_values(model):
             return ""
         return f" of checksum {sum_values([weight for _, weight in list_named(model)]):x}"
+
+
+def _list_lent(model: torch.nn.Module, *, from_shapes: bool) -> dict[str, torch.Tensor]:
+    """Return the weights, by name, that ranks lend each other for a compile: buffers only of one `from_shapes`."""
+    return dict(model.named_buffers() if from_shapes else list_named(model))
 
 
 def make_team(world: World | None, options: Options) -> Team | None:

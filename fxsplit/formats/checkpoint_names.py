@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
@@ -131,13 +130,14 @@ def _is_of_transformers(model: nn.Module) -> bool:
 def check_free(name: str, weight: Tensor) -> None:
     """Raise InputError for a weight without values that cannot get any and stay the same object.
 
-    `torch.utils.swap_tensors` gives it values, and refuses a tensor that something else refers to.
+    What torch keeps behind the object is exchanged. An autograd graph would go on reading what is taken away.
     """
     if not weight.is_meta:
         return
     if any(list_gradient_hooks(weight)):
         raise InputError(f"{name!r} has gradient hooks and no values yet: register hooks after its weights are loaded")
-    if weakref.getweakrefcount(weight) or weight._use_count() > 1:  # type: ignore[attr-defined]
+    # Weak references mean the object, as those of a pipeline over ranks to its parameters do.
+    if weight._use_count() > 1:  # type: ignore[attr-defined]
         raise InputError(
             f"{name!r} has no values yet, and a weak reference or an autograd graph holds on to it: drop that first"
         )

@@ -25,7 +25,7 @@ from fxsplit.ir.facts.figures import show
 from fxsplit.ir.files import explain_unreadable
 from fxsplit.ir.progress import track
 from fxsplit.ir.progress_bar import show_progress
-from fxsplit.torch_internals.away import is_away
+from fxsplit.torch_internals.away import exchange, is_away
 from fxsplit.torch_internals.copy_trace import Part, Parts, fits, trace_copies
 from fxsplit.torch_internals.fake_weights import dress_like, fill_like
 
@@ -147,7 +147,7 @@ class WeightFiles:
                 _fill(uses, self._read(files, source))
         for name, weight in ours.items():
             if weight.is_meta:
-                torch.utils.swap_tensors(weight, dress_like(weight, filled.pop(name)))
+                exchange(weight, dress_like(weight, filled.pop(name)))
 
     def _read(self, files: Any, name: str) -> Tensor:
         """Return a tensor of the files, in memory of its own."""
@@ -291,6 +291,6 @@ def _give(weight: Tensor, value: Tensor, device: torch.device) -> None:
         return
     place = _choose_place(weight, device)
     if (value.dtype, value.device, value.stride()) == (weight.dtype, place, weight.stride()):
-        torch.utils.swap_tensors(weight, dress_like(weight, value))
+        exchange(weight, dress_like(weight, value))
     else:
-        torch.utils.swap_tensors(weight, fill_like(weight, value, place, weight.dtype))
+        exchange(weight, fill_like(weight, value, place, weight.dtype))

@@ -21,7 +21,7 @@ from fxsplit.ir.facts.call import Call, Inputs
 from fxsplit.ir.facts.python_state import Number
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.containers import to_plain_outputs
-from fxsplit.torch_internals.fake_weights import has_values, make_runnable
+from fxsplit.torch_internals.fake_weights import has_values, make_runnable, make_up_weights
 from fxsplit.torch_internals.thread_modes import enter_function_mode
 
 
@@ -34,7 +34,8 @@ class Subject:
     `from_shapes`: the model computes shapes and no values, as it must where weights have none. `asks_for_gradients`:
     forward() decides by whether gradients are enabled, or whether a weight requires one. `numbers`: Python numbers that
     are to be inputs of the graph, where forward() only computes with them. `outputs`: what the model has returned, by
-    rows, wherever it ran on stand-ins: all that it will return again.
+    rows, wherever it ran on stand-ins: all that it will return again. `made_up`: the model computes with values
+    that are made up in place of those of its weights; then it is not `from_shapes`.
     """
 
     model: nn.Module
@@ -47,6 +48,7 @@ class Subject:
     numbers: tuple[Number, ...] = ()
     outputs: dict[int, Any] = field(default_factory=dict)
     divided: tuple[int, ...] = ()
+    made_up: bool = False
 
     @property
     def name(self) -> str:
@@ -87,7 +89,9 @@ class Subject:
         """Yield the model, and beside it a graph of it, so that they run here on the first `rows` rows."""
         # One list of modules, since both must hold the same weights: copied once, or replaced once by stand-ins.
         modules = nn.ModuleList([self.model, *graphs])
-        with make_runnable(modules, self.take_rows(rows), from_shapes=self.from_shapes) as (here, tensors):
+        given = self.take_rows(rows)
+        ready = make_up_weights(modules, given) if self.made_up else make_runnable(modules, given, self.from_shapes)
+        with ready as (here, tensors):
             yield Runnable(self.name, here, self.inputs, tensors, rows, self.asks_for_gradients, self.outputs)
 
 

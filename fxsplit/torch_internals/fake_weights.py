@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
+from itertools import count
 from typing import Any, TypeVar, cast
 
 import torch
@@ -19,11 +20,13 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fxsplit.errors import InputError
 from fxsplit.torch_internals.away import Away, is_away
 from fxsplit.torch_internals.elsewhere import borrow
 from fxsplit.torch_internals.generators import keep_torch_generators
 from fxsplit.torch_internals.layouts import list_parts
 from fxsplit.torch_internals.log import hide_logged_warnings
+from fxsplit.torch_internals.made_up import MadeUp, make_up
 from fxsplit.torch_internals.patch import Method, patch_method
 from fxsplit.torch_internals.real_shapes import RealShapes
 from fxsplit.torch_internals.thread_modes import enter_dispatch_mode
@@ -44,8 +47,8 @@ def is_fake(tensor: Tensor) -> bool:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Return whether a tensor has more than a shape."""
-    return not (is_fake(tensor) or tensor.is_meta or is_away(tensor))
+    """Return whether a tensor has more than a shape, and keeps what is written to it."""
+    return not (is_fake(tensor) or tensor.is_meta or is_away(tensor) or isinstance(tensor, MadeUp))
 
 
 def lacks_values(model: nn.Module) -> bool:
@@ -104,6 +107,29 @@ def make_runnable(
         is_here = all(map(_is_in_host_memory, weights))
         with nullcontext() if is_here else _replace_weights(module, _copy_to_host):
             yield module, [t.detach().cpu().requires_grad_(t.requires_grad) for t in tensors]
+
+
+@contextmanager
+def make_up_weights(module: M, tensors: Sequence[Tensor]) -> Iterator[tuple[M, list[Tensor]]]:
+    """Yield the module and inputs for it, such that they run in host memory on made-up weights (see `made_up`).
+
+    Buffers are copies of those that have values, or that another rank has lent. Raises InputError for an input without
+    values.
+    """
+    if not all(map(has_values, tensors)):
+        raise InputError("inputs on the meta device have no values: give an example with values")
+    number = count()
+
+    def make(weight: Tensor) -> Tensor:
+        if not isinstance(weight, nn.Parameter):
+            if isinstance(weight, Away) and weight.lent is not None:
+                return borrow(weight).clone()
+            if has_values(weight):
+                return weight.detach().cpu().clone()
+        return make_up(weight, next(number))
+
+    with _replace_weights(module, make):
+        yield module, [t.detach().cpu().requires_grad_(t.requires_grad) for t in tensors]
 
 
 def are_together(weights: Iterable[Tensor], tensors: Iterable[Tensor]) -> bool:

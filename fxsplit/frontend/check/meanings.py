@@ -32,7 +32,7 @@ from fxsplit.frontend.check.wrong_cuts import describe_counting, describe_wrong_
 from fxsplit.frontend.subject import Runnable, Subject
 from fxsplit.ir.facts.agreement import find_rows_dim, is_close, is_weighted_mean, list_kinds
 from fxsplit.ir.facts.counts import DIFFERS, Count, Watch, share_rows
-from fxsplit.ir.facts.meanings import MEAN, Kind, Meaning
+from fxsplit.ir.facts.meanings import Kind, Meaning
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.fake_weights import has_values
 from fxsplit.torch_internals.user_lines import warn_user
@@ -49,11 +49,25 @@ def find_meanings(subject: Subject, gm: fx.GraphModule | None = None, *, joined:
 
     joined: whether outputs of microbatches are ever to be joined; where not, none means anything.
 
-    Warns of a meaning that is assumed, and of rows that depend on each other. Raises InputError for a Python value that
-    depends on the number of rows, and for an argument that is cut by mistake.
+    A model without weights runs on made-up ones. Warns of rows that depend on each other. Raises InputError for a
+    Python value that depends on the number of rows, and for an argument that is cut by mistake.
     """
+    if not subject.from_shapes or not joined:
+        return _find(subject, gm, joined=joined)
+    try:
+        return _find(replace(subject, from_shapes=False, made_up=True), gm)
+    except InputError:
+        raise
+    except Exception as error:  # a model may want certain values, or more memory than there is
+        return _find(subject, gm, failed=error)
+
+
+def _find(
+    subject: Subject, gm: fx.GraphModule | None, *, joined: bool = True, failed: Exception | None = None
+) -> tuple[Meaning, ...]:
+    """Return the meanings; `failed`: why the model did not run on made-up weights, so that only shapes are known."""
     with subject.make_runnable(subject.batch) as here:
-        trial = _Trial(subject, here, gm)
+        trial = _Trial(subject, here, gm, failed)
         if not joined:
             return trial.leave_whole()
         run = trial.run()
@@ -74,11 +88,15 @@ def find_meanings(subject: Subject, gm: fx.GraphModule | None = None, *, joined:
 class _Trial:
     """One trial of a subject; `here` is its model with the whole example.
 
-    `said` are texts to warn with. `doubtful`: whether an output is not what its microbatches make.
+    `failed`: why it runs by shapes only. `said` are texts to warn with. `doubtful`: whether an output is not what its
+    microbatches make.
     """
 
-    def __init__(self, subject: Subject, here: Runnable, gm: fx.GraphModule | None) -> None:
+    def __init__(
+        self, subject: Subject, here: Runnable, gm: fx.GraphModule | None, failed: Exception | None = None
+    ) -> None:
         self._subject = subject
+        self._failed = failed
         self._here = here
         self._gm = gm
         self.said: list[str] = []
@@ -100,7 +118,7 @@ class _Trial:
                 continue
             # A few rows show which dimension has them. What a number means, the whole example shows better.
             whole = failed or self._subject.from_shapes or sum(rows) >= self._subject.batch
-            if whole or all(_is_batch(name, run) for name in run.whole):
+            if whole or all(_is_batch(name, run) or self._is_shown(name, run) for name in run.whole):
                 return run
         if not self._subject.is_cut:
             return None
@@ -152,7 +170,8 @@ class _Trial:
 
     def look_at_gradients(self, run: Run, found: Sequence[Meaning]) -> None:
         """Say of a weight whose gradient for the batch is not what microbatches make, although the outputs are."""
-        if not self._may_compare:
+        # Gradients of made-up weights would take memory for all weights.
+        if not self._may_compare or self._subject.made_up:
             return
         named = (name for name in run.whole if isinstance(run.whole[name], Tensor))
         meanings = dict(zip(named, found, strict=True))
@@ -175,8 +194,13 @@ class _Trial:
     def _judge_rows(self, name: str, run: Run, dim: int, each: int) -> Meaning:
         """Return the meaning of an output that is as long as there are rows, or `each` times as long."""
         if self._subject.from_shapes:
-            unknown = "without weights it is unknown whether it is in the order of the rows"
-            return Meaning("rows", dim) if each == 1 else self._refuse(name, run, unknown)
+            if each > 1:
+                return self._refuse(name, run, f"it may not be in the order of the rows{self._say_failed}")
+            self.said.append(
+                f"the rows of {name} of {self._here.name} may depend on each other{self._say_failed}: the pipeline "
+                "computes them within microbatches"
+            )
+            return Meaning("rows", dim)
         for exact in (False, True):
             found, loose = self._look_closer(run) if exact else (run, False)
             whole, pieces = found.take(name)
@@ -195,14 +219,9 @@ class _Trial:
         """Return the meaning of an output whose shape is the same for any number of rows, such as a loss."""
         whole, pieces = run.take(name)
         if self._subject.from_shapes:
-            if not whole.is_floating_point():
-                return self._refuse(name, run, "without weights it is unknown whether it is a sum")
-            self.said.append(
-                f"{name} of {self._here.name} has no rows, and without weights nothing tells what it means: the "
-                "pipeline takes it for a mean over rows; if it is a sum, or compares rows, compile with "
-                "n_microbatches=1, or once the weights are loaded"
-            )
-            return MEAN
+            return self._refuse(name, run, f"it may be a mean or a sum{self._say_failed}")
+        if self._subject.made_up and not _is_finite(whole):
+            return self._refuse(name, run, "on made-up weights it is not finite, which tells neither a mean nor a sum")
         kinds = list_kinds(whole, pieces, run.rows)
         if not kinds:
             closer, loose = self._look_closer(run)
@@ -231,6 +250,12 @@ class _Trial:
         way = describe_counting(self._here) or ALONE
         return Meaning("unjoined", why=f"{found}: {reason}, so that microbatches do not make it; {way}")
 
+    @property
+    def _say_failed(self) -> str:
+        """Why only shapes are known, to stand after a sentence."""
+        failed = f"{type(self._failed).__name__}: {self._failed}"
+        return f", which is unknown as the model has no weights yet and fails on made-up ones ({failed})"
+
     # More runs
 
     @property
@@ -250,12 +275,24 @@ class _Trial:
         batch, rows = self._subject.batch, self._subject.rows
         cut = [spec for spec in self._here.inputs.specs if spec.cut.dim is not None]
         # Several arguments have to stay together: one may be no batch at all, and right at its full length only.
-        if self._subject.from_shapes or (sum(self._few) < batch and len(cut) == 1):
+        without_weights = self._subject.from_shapes or self._subject.made_up
+        if without_weights or (sum(self._few) < batch and len(cut) == 1):
             yield self._few
         yield choose_pieces(batch, rows)
         if self._subject.is_cut:
             yield divide_evenly(batch, rows)
             yield self._few  # memory may not suffice for the whole example
+
+    def _is_shown(self, name: str, run: Run) -> bool:
+        """Return whether a few rows suffice to show what a number means."""
+        # Of a model without weights the whole example may need more memory than there is.
+        whole, pieces = run.take(name)
+        is_number = self._subject.made_up and isinstance(whole, Tensor) and whole.is_floating_point()
+        alike = (
+            is_number and all(piece.shape == whole.shape for piece in pieces) and all(map(_is_finite, (whole, *pieces)))
+        )
+        # Of a few rows none may be counted, or all.
+        return alike and "same" not in list_kinds(whole, pieces, run.rows, loose=True)
 
     def _find_unjoined(self, here: Runnable, meanings: Mapping[str, Meaning]) -> str | None:
         """Return a weight whose gradient for a few rows is not the sum of those for pieces of them."""
@@ -265,7 +302,8 @@ class _Trial:
         """Return a run on the example's rows, or on some of them, with gradients where these will be asked for."""
         shapes = self._subject.from_shapes
         # A model that asks whether gradients are enabled would be another one.
-        if here is self._here and rows == self._few and self._may_compare and not here.asks_for_gradients:
+        early = here is self._here and rows == self._few and not self._subject.made_up
+        if early and self._may_compare and not here.asks_for_gradients:
             # Without gradients the same failure may be none.
             with suppress(Exception):
                 run, self._early = run_early(here, rows)
@@ -345,7 +383,8 @@ class _Trial:
     def _is_counted(self, name: str, whole: Tensor) -> bool:
         """Return whether a number is a mean of microbatches, but with other weights than their rows."""
         batch = self._subject.batch
-        if self._double is None or whole.ndim or not whole.is_floating_point() or batch < 3:
+        is_number = whole.ndim == 0 and whole.is_floating_point()
+        if self._double is None or not is_number or batch < 3 or self._subject.made_up:
             return False
         tensors = take_batch(self._double, batch)
         a, b, c = cut_pieces(self._here.inputs, tensors, divide_evenly(batch, -(-batch // 3)))
@@ -355,6 +394,11 @@ class _Trial:
             return is_weighted_mean({part: run_model(self._double, rows)[name] for part, rows in parts.items()})
         except Exception:  # for example two rows that must stay together
             return False
+
+
+def _is_finite(value: Tensor) -> bool:
+    """Return whether all entries of a tensor are finite."""
+    return bool(value.isfinite().all())
 
 
 def _is_batch(name: str, run: Run) -> bool:

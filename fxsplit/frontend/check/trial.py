@@ -22,6 +22,7 @@ from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.containers import to_plain_outputs
 from fxsplit.torch_internals.copies import copy_module
 from fxsplit.torch_internals.expectations import expect_averages, normalise_rows_alone
+from fxsplit.torch_internals.fake_weights import has_values
 from fxsplit.torch_internals.interpret import preserve
 from fxsplit.torch_internals.thread_modes import disable_compilers
 
@@ -146,7 +147,8 @@ def copy_in_double(here: Runnable, *, jitter: bool) -> Runnable | None:
         return None
     if jitter:
         generator = torch.Generator().manual_seed(0)
-        for weight in (w for w in model.parameters() if w.is_floating_point()):
+        # Made-up weights are moved already, and keep nothing that is written to them.
+        for weight in (w for w in model.parameters() if w.is_floating_point() and has_values(w)):
             noise = torch.randn(weight.shape, generator=generator, dtype=weight.dtype).to(weight.device)
             weight.data.add_(noise * JITTER * (weight.data.abs().mean() + JITTER))
     tensors = [t.double() if t.is_floating_point() else t for t in here.tensors]

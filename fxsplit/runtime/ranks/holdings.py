@@ -178,13 +178,12 @@ class Holdings:
             yield self
 
     @contextmanager
-    def lend(self, model: nn.Module) -> Iterator[None]:
-        """Let each rank have the values of all weights in host memory in the block, where the model is run for a check.
+    def lend(self, named: Mapping[str, Tensor]) -> Iterator[None]:
+        """Let each rank have the values of weights in host memory in the block, where the model is run for a check.
 
         To be called by all ranks. Weights stay where they are, and go by `Away.lent` on the other ranks. Nothing is
-        lent of a model that has weights without values.
+        lent where some of them have no values.
         """
-        named = dict(list_named(model))
         missing = torch.tensor([int(any(w.is_meta for w in named.values()))])
         if any(map(int, self._world.gather(missing, "the weights of a compile"))):
             yield

@@ -174,14 +174,73 @@ def test_a_batch_that_stays_whole_may_be_of_the_only_size() -> None:
     assert find_meanings(subject) == find_meanings(subject, joined=False) == (WHOLE,)
 
 
-def test_without_weights_numbers_are_taken_for_means_and_it_is_said() -> None:
-    subject = make_subject(Net(lambda h, y: (h, h.mean(), h.flatten())), *make_batch(), rows=4, from_shapes=True)
-    with pytest.warns(FxsplitWarning, match="output 1 of Net has no rows, and without weights nothing tells"):
-        found = find_meanings(subject)
-    assert [str(meaning) for meaning in found] == ["rows on 0", "mean", "unjoined"]
+def make_empty(call: Call) -> Net:
+    """A Net whose parameters are on the meta device."""
+    with fxsplit.without_weights():
+        return Net(call)
 
 
-def test_rows_that_the_check_has_run_on_shapes_are_not_run_again() -> None:
+@pytest.mark.parametrize("name", MEANINGS)
+def test_meanings_are_found_without_weights(name: str) -> None:
+    """Once every number was taken for a mean, with a warning: a sum was too small by the number of microbatches."""
+    call, expected = MEANINGS[name]
+    model = make_empty(call)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = find_meanings(make_subject(model, *make_batch(), rows=4, from_shapes=True))
+    assert tuple(map(str, found)) == ((expected,) if isinstance(expected, str) else expected)
+    assert all(weight.is_meta for weight in model.parameters())
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("ignored", [range(5), range(3, 10)])
+def test_counts_are_found_without_weights(ignored: range, reduction: str) -> None:
+    x, y = make_batch()
+    y[list(ignored)] = -100
+    model = make_empty(lambda h, y: F.cross_entropy(h, y, reduction=reduction))
+    (found,) = find_meanings(make_subject(model, x, y, rows=4, from_shapes=True), trace(model))
+    assert found.kind == reduction and (found.count is not None) == (reduction == "mean")
+
+
+def test_rows_that_depend_on_each_other_are_said_without_weights() -> None:
+    model = make_empty(lambda h, y: h.softmax(0))
+    with pytest.warns(FxsplitWarning, match="the rows of output 0 of Net depend on each other"):
+        find_meanings(make_subject(model, *make_batch(), rows=4, from_shapes=True))
+
+
+class Choosy(nn.Module):
+    """Refuses the values that are made up for it."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        self.a, self.call = nn.Linear(6, 4), call
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        if not self.a.weight.is_meta and self.a.weight.device.type == "cpu" and type(x) is Tensor:
+            raise RuntimeError("these are no weights of mine")
+        return self.call(self.a(x), y)
+
+
+def test_what_made_up_weights_do_not_tell_is_refused_or_said() -> None:
+    with fxsplit.without_weights():
+        model = Choosy(lambda h, y: (h, h.mean(), h.flatten()))
+    subject = make_subject(model, *make_batch(), rows=4, from_shapes=True)
+    with pytest.warns(
+        FxsplitWarning, match="the rows of output 0 of Choosy may depend on each other, which is unknown"
+    ):
+        rows, *others = find_meanings(subject)
+    assert str(rows) == "rows on 0" and [other.kind for other in others] == ["unjoined"] * 2
+    assert "it may be a mean or a sum, which is unknown as the model has no weights yet" in others[0].why
+    assert "(RuntimeError: these are no weights of mine)" in others[0].why and "n_microbatches=1" in others[0].why
+
+
+def test_a_number_that_is_not_finite_on_made_up_weights_is_refused() -> None:
+    model = make_empty(lambda h, y: h.square().sum() * float("inf"))
+    (found,) = find_meanings(make_subject(model, *make_batch(), rows=4, from_shapes=True))
+    assert found.kind == "unjoined" and "on made-up weights it is not finite" in found.why
+
+
+def test_few_rows_of_a_model_without_weights_are_run() -> None:
     sizes: list[int] = []
 
     class Notes(nn.Module):
@@ -194,7 +253,7 @@ def test_rows_that_the_check_has_run_on_shapes_are_not_run_again() -> None:
         check_graph(subject, trace(Notes()), rows)
     sizes.clear()
     assert [str(meaning) for meaning in find_meanings(subject)] == ["rows on 0"]
-    assert sizes == [5], "the batch of both; its pieces of 4 and 1 rows are known"
+    assert sizes == [5, 4, 1], "a microbatch and a row"
 
 
 def test_the_trial_leaves_no_trace() -> None:

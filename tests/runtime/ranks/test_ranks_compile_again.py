@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -64,14 +66,23 @@ def assert_close(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
-def run_scripts(rank: int, n: int, kind: str) -> int:
+def build(kind: str, weights: Path | None) -> tuple[nn.Module, nn.Module, dict[str, Any]]:
+    """Return a model, the same one to compare it with, and how to compile it; without weights, if there is a file."""
+    torch.manual_seed(0)
+    whole = OwnLoss(kind).double()
+    if weights is None:
+        return copy.deepcopy(whole), whole, {}
+    with fxsplit.without_weights():
+        model = OwnLoss(kind).double()
+    return model, whole, {"weights": weights}
+
+
+def run_scripts(rank: int, n: int, kind: str, weights: Path | None = None) -> int:
     count = 0
     for script in SCRIPTS.values():
-        torch.manual_seed(0)
-        model = OwnLoss(kind).double()
-        whole = copy.deepcopy(model)
+        model, whole, options = build(kind, weights)
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (model, whole)]
-        with fxsplit.compile(model, "world", n_microbatches=4, passes=FAST) as pipe:
+        with fxsplit.compile(model, "world", n_microbatches=4, passes=FAST, **options) as pipe:
             for seed, (mode, attributes, shape) in enumerate(script):
                 for m in (model, whole):
                     vars(m).update(attributes)
@@ -116,6 +127,18 @@ def test_own_losses_are_those_of_the_unsplit_model(kind: str) -> None:
 def test_own_losses_over_three_ranks(kind: str) -> None:
     trained = sum(mode == "train" for script in SCRIPTS.values() for mode, _, _ in script)
     assert sum(ranks(3, run_scripts, kind)) == trained * 7
+
+
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "kind", ["sum", *(pytest.param(k, marks=pytest.mark.long) for k in ("mean", "masked", "dict"))]
+)
+def test_own_losses_of_models_without_weights(kind: str, n: int, tmp_path: Path) -> None:
+    """A sum was taken for a mean, in the first compile too; and over ranks no weights could be loaded."""
+    whole = build(kind, None)[1]
+    save_file(whole.state_dict(), tmp_path / "model.safetensors")
+    trained = sum(mode == "train" for script in SCRIPTS.values() for mode, _, _ in script)
+    assert sum(ranks(n, run_scripts, kind, tmp_path)) == trained * 7
 
 
 class Centred(nn.Module):
