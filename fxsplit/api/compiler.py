@@ -44,6 +44,7 @@ from fxsplit.passes import Leaf
 from fxsplit.runtime.microbatches import divide_rows
 from fxsplit.runtime.program import Batch, Program
 from fxsplit.torch_internals import pytree
+from fxsplit.torch_internals.grad_leaves import hide_gradients
 from fxsplit.torch_internals.rng import lend_draws
 from fxsplit.torch_internals.thread_modes import cast_in_place, enable_gradients, leave_saved_hooks
 from fxsplit.torch_internals.undo import Turn, leave_no_trace
@@ -332,8 +333,9 @@ class Compiler:
     def _run_for_compile(self, tensors: Sequence[Tensor]) -> Iterator[None]:
         """Let the model run in the block in the modes that it will run in, and leave it as it was."""
         cast = cast_in_place(self._kinds, tensors, self._read_dtype())
+        gradients = hide_gradients(self.model.parameters())
         # What stays whole may count its runs.
-        with enable_gradients(), cast, leave_saved_hooks(), show_progress(), restore_model(self.model):
+        with enable_gradients(), cast, leave_saved_hooks(), show_progress(), restore_model(self.model), gradients:
             yield
 
     def _make_observers(self, inputs: Inputs, tensors: Sequence[Tensor]) -> Sequence[Observer]:

@@ -23,8 +23,8 @@ from fxsplit.runtime.targets import Targets
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.containers import to_plain_outputs
 from fxsplit.torch_internals.copies import copy_module
+from fxsplit.torch_internals.grad_leaves import hide_gradients
 from fxsplit.torch_internals.interpret import preserve
-from fxsplit.torch_internals.undo import undo_after
 
 RUNS = 3
 """Runs after the first in which a model must give the same outputs, to be believed to draw no random numbers."""
@@ -70,15 +70,7 @@ class Asked:
 @contextmanager
 def refuse_gradients(model: nn.Module, asked: Asked) -> Iterator[None]:
     """Raise InputError if weights of `model` itself get gradients in the block; put back those from before."""
-    before = [(weight, weight.grad) for weight in model.parameters()]
-
-    def put_back() -> None:
-        for weight, gradient in before:
-            weight.grad = gradient
-
-    with undo_after(put_back):
-        for weight, _ in before:
-            weight.grad = None
+    with hide_gradients(model.parameters()):
         yield
         reached = [name for name, weight in model.named_parameters() if weight.grad is not None]
         if reached:

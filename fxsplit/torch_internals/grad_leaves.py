@@ -117,6 +117,26 @@ class OwnHook(partial[Any]):
 
 
 @contextmanager
+def hide_gradients(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """Let the leaves have no `.grad` inside the block, and their own again after it.
+
+    A backward in the block may add to `.grad` by itself: an autograd.Function that runs another backward does.
+    """
+    before = [(leaf, leaf.grad) for leaf in leaves]
+
+    def put_back() -> None:
+        for leaf, gradient in before:
+            if leaf.grad is not gradient:
+                leaf.grad = gradient
+
+    with undo_after(put_back):
+        for leaf, gradient in before:
+            if gradient is not None:
+                leaf.grad = None
+        yield
+
+
+@contextmanager
 def mute(leaves: Iterable[Tensor], kinds: Sequence[str] = BOTH) -> Iterator[None]:
     """Let the leaves' gradient hooks do nothing in backwards of this thread inside the block, which it runs itself.
 

@@ -109,6 +109,50 @@ def test_step_returns_the_loss_of_the_whole_batch() -> None:
             assert_same_gradients(pipe, unsplit)
 
 
+class Again(torch.autograd.Function):
+    """Runs a block again in its backward, which adds to the gradients of the block's weights by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, block: nn.Module) -> Any:
+        ctx.block, ctx.x = block, x.detach()
+        with torch.no_grad():
+            return block(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x = ctx.x.requires_grad_()
+        with torch.enable_grad():
+            y = ctx.block(x)
+        torch.autograd.backward(y, gradient)
+        return x.grad, None
+
+
+class Reversible(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Any:
+        return Again.apply(x, self.inner)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("held", [None, 3.0])
+def test_compiling_adds_to_no_gradient(held: float | None) -> None:
+    """Also where a backward of the model's own adds to `.grad` whenever it runs."""
+    model = nn.Sequential(nn.Linear(8, 8), Reversible(), nn.Linear(8, 3)).double()
+    unsplit, x, y = copy.deepcopy(model), vectors(), torch.ones(8, 3).double()
+    for weight in (*model.parameters(), *unsplit.parameters()):
+        weight.grad = None if held is None else torch.full_like(weight, held)
+    gradients = {name: weight.grad for name, weight in model.named_parameters()}
+    with fxsplit.compile(model, 2, example_inputs=x, passes=FAST, n_microbatches=2, loss_fn=F.mse_loss) as pipe:
+        assert all(weight.grad is gradients[name] for name, weight in model.named_parameters())
+        assert held is None or all(bool((w.grad == held).all()) for w in model.parameters() if w.grad is not None)
+        pipe.step(x, target=y)
+        F.mse_loss(unsplit(x), y).backward()
+        assert_same_gradients(pipe, unsplit)
+        assert fxsplit.verify(pipe, x).equal
+
+
 def test_gradient_hooks_run_once_on_the_sum() -> None:
     model, unsplit = doubled(Mlp())
     x, y = vectors(), torch.randn(8, 3, dtype=torch.float64)

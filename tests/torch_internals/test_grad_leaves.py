@@ -15,6 +15,7 @@ from fxsplit.torch_internals.grad_leaves import (
     comes_through,
     find_leaves,
     find_recorded_leaves,
+    hide_gradients,
     list_gradient_hooks,
     mute,
     put_hook_behind,
@@ -200,3 +201,20 @@ def test_a_backward_knows_where_it_will_come_through() -> None:
     assert run() == (False, False, False) and run(weight) == (False, False, False)
     assert run(inner) == (True, True, False) and run(inner.exp()) == (True, True, False)
     assert run(other) == (False, False, True)
+
+
+def test_hidden_gradients_come_back() -> None:
+    """Also where the block fails."""
+    a, b = leaf(2), leaf(2)
+    held = a.grad = torch.full((2,), 5.0)
+
+    def add_and_fail() -> None:
+        with hide_gradients([a, b]):
+            assert a.grad is None
+            (a * b).sum().backward()
+            assert a.grad is not held and b.grad is not None
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        add_and_fail()
+    assert a.grad is held and held.tolist() == [5.0, 5.0] and b.grad is None
