@@ -200,11 +200,20 @@ def _refuse_resized(here: Runnable, shapes: Mapping[str, tuple[int, ...]]) -> No
     """Raise InputError for a buffer that has another shape than in `shapes`: a graph is for buffers of one shape."""
     now = {path: tuple(b.shape) for path, b in here.model.named_buffers()}
     path = next((path for path, shape in now.items() if shapes.get(path) != shape), None)
-    if path is not None:
+    if path is None:
+        return
+    before, after = shapes.get(path), now[path]
+    if after[:1] == (here.rows,) and before is not None and (len(after) > 1 or len(before) == 1 < sum(before)):
         raise InputError(
-            f"forward() of {here.name} resizes buffer {path!r} from {shapes.get(path)} to {now[path]}, as observers of "
-            f"torch.ao.quantization do in their first call: call {here.name} once, then compile it"
+            f"forward() of {here.name} gives buffer {path!r} a row for each row of its batch ({before} before, {after} "
+            f"after a call with {here.rows} rows), so that it would hold those of the last microbatch only: let "
+            "forward() make such a state from its input, and hand it from call to call as a value. A buffer is for "
+            "what does not depend on the number of rows"
         )
+    raise InputError(
+        f"forward() of {here.name} resizes buffer {path!r} from {before} to {after}, as observers of "
+        f"torch.ao.quantization do in their first call: call {here.name} once, then compile it"
+    )
 
 
 def _find_saved_buffers(here: Runnable, changed: set[int]) -> tuple[str, ...]:

@@ -292,6 +292,36 @@ class Resizes(nn.Module):
         return result
 
 
+class Keeps(nn.Module):
+    """Keeps the state of its last batch in a buffer, with a row for each row."""
+
+    state: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("state", torch.zeros(0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state = self.a(x).detach()
+        result: Tensor = self.b(self.a(x) + self.state)
+        return result
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_a_buffer_of_the_rows_of_a_batch_is_refused(called: bool) -> None:
+    """To call the model once gives the buffer the rows of that call, which no microbatch has."""
+    model, x = Keeps(), torch.randn(6, 4)
+    if called:
+        model(x)
+    before = tuple(model.state.shape)
+    with pytest.raises(
+        InputError, match=r"gives buffer 'state' a row for each row .*, \(3, 4\) after .* with 3 rows\)"
+    ):
+        fxsplit.compile(model, 2, example_inputs=x, n_microbatches=2)
+    assert model.state.shape == before
+
+
 def test_a_buffer_without_its_size_is_refused_and_as_it_was() -> None:
     """torch's error named two sizes that nobody had given, and the model was left changed."""
     model, x = Resizes(), torch.randn(6, 4)
