@@ -18,6 +18,9 @@ from fxsplit.torch_internals.undo import call_all
 CONTAINERS = (list, dict, set, deque)
 """The types of containers whose content can be put back."""
 
+KINDS = (OrderedDict, *CONTAINERS, tuple, frozenset)
+"""The classes of Python's own containers; an OrderedDict has an order that the methods of dict do not know."""
+
 OF_PYTHON = "__builtins__"
 """The entry that Python itself adds to a dict in which it evaluates a text."""
 
@@ -25,49 +28,73 @@ Stays = Callable[[Any, Any], bool]
 """Tells from the value of an entry before a call and its value now whether the entry stays as it is now."""
 
 
+def find_kind(container: Any) -> Any:
+    """Return the class of Python's own whose methods read a container; its own class for a Mapping of the user's.
+
+    Methods of a class derived from it may do more than read, or refuse to.
+    """
+    own = type(container)
+    if own in KINDS:
+        return own
+    return next((kind for kind in KINDS if isinstance(container, kind)), own)
+
+
+def count_items(container: Any) -> int:
+    """Return how many items a container holds."""
+    return int(find_kind(container).__len__(container))
+
+
+def list_items(container: Any) -> tuple[Any, ...]:
+    """Return the items of a container in their order: pairs of keys and values for a Mapping."""
+    kind = find_kind(container)
+    return tuple(kind.items(container) if issubclass(kind, Mapping) else kind.__iter__(container))
+
+
 def copy_items(container: Any) -> tuple[Any, ...]:
     """Return what a container holds, in its order."""
+    items = list_items(container)
     if isinstance(container, Mapping):
-        items = tuple(container.items())
-        return tuple(item for item in items if item[0] != OF_PYTHON) if OF_PYTHON in container else items
+        there = find_kind(container).__contains__(container, OF_PYTHON)
+        return tuple(item for item in items if item[0] != OF_PYTHON) if there else items
     # The order of a set depends on the addresses of its items.
-    return (frozenset(container),) if isinstance(container, set) else tuple(container)
+    return (frozenset(items),) if isinstance(container, set) else items
 
 
 def has_items(container: Any, before: tuple[Any, ...]) -> bool:
     """Return whether a container holds the same objects as when `copy_items` returned `before`, in the same order."""
     if isinstance(container, dict):
-        keys, values = zip(*before, strict=True) if before else ((), ())
-        return (
-            len(container) == len(before)
-            and all(map(is_, container, keys))
-            and all(map(is_, container.values(), values))
+        return count_items(container) == len(before) and all(
+            a is b and v is w for (a, v), (b, w) in zip(list_items(container), before, strict=True)
         )
+    now = list_items(container)
     if isinstance(container, set):
-        return set(map(id, container)) == set(map(id, before[0]))
-    return len(container) == len(before) and all(map(is_, container, before))
+        return set(map(id, now)) == set(map(id, before[0]))
+    return len(now) == len(before) and all(map(is_, now, before))
 
 
 def put_items_back(container: Any, before: tuple[Any, ...], stays: Stays = lambda then, now: False) -> None:
     """Let a container hold again what `copy_items` returned of it, but for the entries of a dict that are to stay."""
     if isinstance(container, dict):
         call_all(_plan_entries(container, before, stays))
-    elif isinstance(container, set):
+        return
+    held = list_items(container)
+    if isinstance(container, set):
         (items,) = before
-        there = set(map(id, container))
-        writes = [partial(set.update, container, items), partial(set.difference_update, container, container - items)]
+        there = set(map(id, held))
+        more = frozenset(held) - items
+        writes = [partial(set.update, container, items), partial(set.difference_update, container, more)]
         # In place of an item there may be another object that equals it.
-        other = [item for item in items if item in container and id(item) not in there]
+        other = [item for item in items if item in frozenset(held) and id(item) not in there]
         call_all([*writes, *(partial(write, container, item) for item in other for write in (set.discard, set.add))])
     elif isinstance(container, deque):
-        pairs = zip(range(len(container)), before, container, strict=False)
+        pairs = zip(range(len(held)), before, held, strict=False)
         writes = [partial(deque.__setitem__, container, i, then) for i, then, now in pairs if then is not now]
-        shorter = [partial(deque.pop, container)] * max(0, len(container) - len(before))
-        call_all([*writes, *shorter, partial(deque.extend, container, before[len(container) :])])
+        shorter = [partial(deque.pop, container)] * max(0, len(held) - len(before))
+        call_all([*writes, *shorter, partial(deque.extend, container, before[len(held) :])])
     else:
-        count = min(len(container), len(before))
-        begin = next((i for i in range(count) if container[i] is not before[i]), count)
-        if begin < max(len(container), len(before)):
+        count = min(len(held), len(before))
+        begin = next((i for i in range(count) if held[i] is not before[i]), count)
+        if begin < max(len(held), len(before)):
             list.__setitem__(container, slice(begin, None), before[begin:])
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fxsplit.errors import TraceError
 from fxsplit.frontend.asides import keep_notes
-from fxsplit.frontend.items import CONTAINERS, copy_items, has_items, merge_items, put_items_back
+from fxsplit.frontend.items import CONTAINERS, copy_items, has_items, list_items, merge_items, put_items_back
 from fxsplit.frontend.owners import find_foreign, is_imported, is_namespace
 from fxsplit.torch_internals.fake_weights import Snapshot
 from fxsplit.torch_internals.generators import keep_generators
@@ -89,7 +89,7 @@ def _list_collections(values: Iterable[Any]) -> list[Any]:
             found[id(value)] = value
         elif not isinstance(value, tuple):  # a tuple cannot change, but it may hold a list that does
             continue
-        left += value.values() if isinstance(value, dict) else value
+        left += (held for _, held in list_items(value)) if isinstance(value, dict) else list_items(value)
     return list(found.values())
 
 

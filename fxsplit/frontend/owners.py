@@ -43,7 +43,10 @@ def is_installed(module: str) -> bool:
 def is_namespace(value: Any) -> bool:
     """Return whether a value is the dict of a module, or of all modules."""
     # Python gives each module both names, and nothing else has them.
-    return value is sys.modules or (isinstance(value, dict) and "__spec__" in value and "__loader__" in value)
+    if not isinstance(value, dict) or value is sys.modules:
+        return value is sys.modules
+    # A class derived from dict may refuse to be asked.
+    return dict.__contains__(value, "__spec__") and dict.__contains__(value, "__loader__")
 
 
 def find_foreign() -> frozenset[int]:

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from fxsplit.frontend.items import copy_items, has_items, merge_items, put_items_back
+from fxsplit.frontend.items import copy_items, count_items, has_items, list_items, merge_items, put_items_back
+from fxsplit.frontend.owners import is_namespace
+from fxsplit.ir.facts.python_state import is_plain, same
 
 
 class Watched(dict[str, int]):
@@ -17,6 +19,49 @@ class Watched(dict[str, int]):
 
     def __setitem__(self, key: str, value: int) -> None:
         raise AssertionError("what a class of the user's does when it is written to is none of the put-back")
+
+
+class Refuses:
+    """Refuses to be read: what it holds is read past its own methods."""
+
+    def _refuse(self, *_: Any) -> Any:
+        raise NotImplementedError("ask another way")
+
+    __len__ = __iter__ = __contains__ = items = values = keys = _refuse
+
+
+class RefusingDict(Refuses, dict[str, int]):
+    pass
+
+
+class RefusingList(Refuses, list[int]):
+    pass
+
+
+class RefusingSet(Refuses, set[int]):
+    pass
+
+
+class RefusingTuple(Refuses, tuple[int, ...]):
+    pass
+
+
+def test_a_container_is_read_past_the_methods_of_its_class() -> None:
+    held = RefusingTuple((1, 2))
+    assert count_items(held) == 2 and list_items(held) == (1, 2) and is_plain(held)
+    assert same(held, RefusingTuple((1, 2))) and not same(held, RefusingTuple((1, 3)))
+    changes: list[tuple[Any, Callable[[Any], Any]]] = [
+        (RefusingDict(a=1, b=2), lambda v: dict.update(v, a=3, c=4)),
+        (RefusingList([1, 2]), lambda v: list.append(v, 3)),
+        (RefusingSet([1, 2]), lambda v: set.add(v, 3)),
+    ]
+    for container, change in changes:
+        before = copy_items(container)
+        change(container)
+        assert not has_items(container, before)
+        put_items_back(container, before)
+        assert has_items(container, before)
+        assert not is_namespace(container)
 
 
 class Unlike:

@@ -122,6 +122,32 @@ def test_compiling_leaves_no_trace_on_nested_collections() -> None:
     assert not model.queue and not model.counter and model.nested == {"seen": []}
 
 
+class Kinds(tuple[Any, ...]):
+    """Has no length to ask for, as that would be one of two numbers."""
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+def test_a_model_may_hold_a_tuple_that_refuses_to_be_asked() -> None:
+    class Holds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kinds, self.nested = Kinds(("a", [2])), {"x": [Kinds((1,))]}
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.b(torch.tanh(self.a(x))) * next(iter(self.nested["x"][0]))
+            return out if self.kinds else x
+
+    model = Holds()
+    with fxsplit.compile(model, ["cpu"] * 2, example_inputs=torch.ones(4, 4), n_microbatches=2, passes=FAST) as pipe:
+        assert torch.equal(pipe(torch.ones(4, 4)), model(torch.ones(4, 4)))
+
+
 def test_tensors_hooks_and_collections_are_put_back() -> None:
     model: Any = nn.Linear(2, 2)
     model.held, model.own = [1, {"a": 1}], torch.zeros(2)

@@ -16,12 +16,11 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from importlib.util import resolve_name
-from itertools import islice
 from typing import Any
 
 from torch import Tensor, nn
 
-from fxsplit.frontend.items import CONTAINERS, copy_items, put_items_back
+from fxsplit.frontend.items import CONTAINERS, copy_items, count_items, list_items, put_items_back
 from fxsplit.frontend.owners import is_installed, is_library, is_namespace
 from fxsplit.frontend.watch.found import ITEMS, VARIABLE, Found, Label
 from fxsplit.frontend.watch.inside import list_inside, list_of_thread
@@ -96,7 +95,7 @@ def keep_entries(container: Any, before: tuple[Any, ...], now: tuple[Any, ...]) 
         return partial(_copy_entries, container, keys)
     if isinstance(container, (list, deque)):
         count = next((i for i, (a, b) in enumerate(zip(before, now, strict=False)) if not same(a, b)), len(before))
-        return lambda: tuple(islice(container, count))
+        return lambda: list_items(container)[:count]
     return tuple
 
 
@@ -142,7 +141,7 @@ def _list_items(value: Any, names: Names, label: Label) -> Iterator[Found]:
     if is_namespace(value):
         yield from _list_namespace(value, names, label)
         return
-    if len(value) > MOST_ITEMS or type(value).__module__ == "os":
+    if count_items(value) > MOST_ITEMS or type(value).__module__ == "os":
         # Of a long table, or of the environment, only what the code names.
         for key in names.texts if isinstance(value, Mapping) else ():
             with suppress(Exception):

@@ -6,7 +6,7 @@ of torch, and the graph keeps what was computed with them. So such a value is co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date, time, timedelta
 from enum import Enum
@@ -173,15 +173,23 @@ def same(then: Any, now: Any) -> bool:
     if not isinstance(then, (tuple, frozenset)) or type(then) is not type(now):
         return same_constant(then, now) or (isinstance(then, DATES) and bool(then == now))
     if isinstance(then, frozenset):
-        return then == now if is_plain(then) else set(map(id, then)) == set(map(id, now))
+        plain = is_plain(then)
+        return frozenset.__eq__(then, now) if plain else {*map(id, _iterate(then))} == {*map(id, _iterate(now))}
+    if type(then) is not tuple:
+        then, now = tuple(_iterate(then)), tuple(_iterate(now))
     return len(then) == len(now) and (all(map(is_, then, now)) or all(map(same, then, now)))
 
 
 def is_plain(value: Any) -> bool:
     """Return whether a value is a number, a text, a dtype or the like, or a tuple of those, which nobody can change."""
     if isinstance(value, (tuple, frozenset)):
-        return all(map(is_plain, value))
+        return all(map(is_plain, _iterate(value)))
     return value is ... or isinstance(value, (*VALUES, *DATES, Enum))
+
+
+def _iterate(value: Any) -> Iterator[Any]:
+    """Return an iterator over the items of a tuple or frozenset, whose own class may refuse to be iterated over."""
+    return tuple.__iter__(value) if isinstance(value, tuple) else frozenset.__iter__(value)
 
 
 def describe_change(then: Any, now: Any) -> tuple[str, str]:
