@@ -15,7 +15,7 @@ from fxsplit.api import compiler as compiling
 from fxsplit.api import lowering
 from fxsplit.api.compiler import Compiler
 from fxsplit.api.options import Options
-from fxsplit.errors import InputError, MissingFact
+from fxsplit.errors import MissingFact
 from fxsplit.ir.chain import parse_chain
 from fxsplit.ir.facts.call import Call
 from fxsplit.passes import PASSES
@@ -156,8 +156,6 @@ def test_a_call_is_prepared_with_its_rows() -> None:
 
 
 def test_what_cannot_be_compiled_is_refused() -> None:
-    with pytest.raises(InputError, match=r"model is a function: give a torch\.nn\.Module"):
-        make(lambda x: x)  # type: ignore[arg-type]
     with pytest.raises(MissingFact, match=r"no Plan yet .* run 'partition' earlier in the chain"):
         make(Mlp(), "profile{repeats=1}").program("train", call(torch.randn(8, 8)))
     with pytest.raises(MissingFact, match=r"no Stages yet .* run 'emit' earlier in the chain"):
