@@ -72,6 +72,28 @@ class Spot:
         raise ElsewhereError(f"{self} is on rank {self.rank}, and {what} needs its values on this rank: {way}")
 
 
+class AwayStorage(torch.UntypedStorage):
+    """The storage of a tensor that is away: it has a size, and no memory."""
+
+    spot: Spot
+
+    def data_ptr(self) -> NoReturn:
+        """Raise ElsewhereError: safetensors and others read a tensor by the memory of its storage."""
+        self.spot.refuse("to read its storage")
+
+    def __getitem__(self, *args: Any) -> NoReturn:
+        """Raise ElsewhereError."""
+        self.spot.refuse("to read its storage")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Raise ElsewhereError."""
+        self.spot.refuse("to save or pickle it")
+
+    def clone(self) -> NoReturn:
+        """Raise ElsewhereError."""
+        self.spot.refuse("to copy its storage")
+
+
 class Away(Tensor):
     """A tensor whose values are on another rank; `spot` says where."""
 
@@ -123,6 +145,21 @@ class Away(Tensor):
     def data_ptr(self) -> int:
         """Return 0, as of a tensor without values."""
         return 0
+
+    def untyped_storage(self) -> AwayStorage:
+        """Return the tensor's storage, which raises ElsewhereError where its memory is asked for."""
+        found: Any = super().untyped_storage()
+        # It stays one storage, whose size and identity others may ask for.
+        found.__class__, found.spot = AwayStorage, self.spot
+        return cast(AwayStorage, found)
+
+    def storage(self) -> NoReturn:
+        """Raise ElsewhereError."""
+        self.spot.refuse("to read its storage")
+
+    def __dlpack__(self, **kwargs: Any) -> NoReturn:
+        """Raise ElsewhereError: libraries that take a tensor by its memory would read memory of others."""
+        self.spot.refuse("to hand its memory on")
 
     def tolist(self) -> NoReturn:
         """Raise ElsewhereError."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -12,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file, save_model
 from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load as load_by_torch
+from torch.distributed.checkpoint.state_dict_saver import save as save_by_torch
 from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel
 
@@ -234,6 +237,53 @@ def test_what_has_weights_of_other_ranks_is_refused_by_name(tmp_path: Path) -> N
         for text in texts:
             assert f"is on rank {1 - rank}, and this rank cannot save a" in text and "save the pipeline" in text
     assert sorted(p.name for p in tmp_path.iterdir()) == ["0", "1", "step-2"]
+
+
+class Wrapped(nn.Module):
+    """What keeps a module, as DistributedDataParallel does."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def save_by_others(rank: int, n: int, folder: Path) -> list[str]:
+    """Save the model by functions of torch and safetensors, which know nothing of ranks; return what each raises."""
+    model, optimizer = build()
+    pipe = fxsplit.compile(model, "world", **OPTIONS)
+    step(pipe, optimizer)
+    average = AveragedModel(model)
+    average.update_parameters(model)
+    file = folder / f"{rank}.safetensors"
+    found = []
+    for save in (
+        lambda: torch.save(Wrapped(model).state_dict(), file),
+        lambda: torch.save(copy.deepcopy(model), file),
+        lambda: torch.save(copy.deepcopy(model.state_dict()), file),
+        lambda: torch.save(average.state_dict(), file),
+        lambda: save_file({k: v.clone() for k, v in model.state_dict().items()}, file),
+        lambda: save_model(Wrapped(model), str(file)),
+        lambda: save_file(copy.deepcopy(average).module.state_dict(), file),
+        lambda: build(seed=3)[0].load_state_dict(model.state_dict()),
+        lambda: save_by_torch(model.state_dict(), checkpoint_id=folder / "parts"),
+    ):
+        # torch's CheckpointException is no Exception.
+        with pytest.raises(BaseException, match=r"is on rank \d, and .* needs its values on this rank") as caught:
+            save()
+        found.append(str(caught.value))
+    whole = pipe.state_dict()
+    save_by_torch(whole, checkpoint_id=folder / "whole")
+    loaded = {name: torch.zeros_like(value) for name, value in whole.items()}
+    load_by_torch(loaded, checkpoint_id=folder / "whole")
+    assert all(torch.equal(value, whole[name]) for name, value in loaded.items())
+    save_model(pipe, str(file))
+    assert all(torch.equal(value, whole[name]) for name, value in load_file(file).items())
+    pipe.close()
+    return found
+
+
+def test_what_others_save_is_whole_or_refused_by_name(tmp_path: Path) -> None:
+    assert [len(found) for found in ranks(2, save_by_others, tmp_path)] == [9, 9]
 
 
 def save_local(rank: int, n: int, folder: Path) -> str:

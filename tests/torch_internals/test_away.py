@@ -7,7 +7,9 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -36,6 +38,12 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "truth": lambda w: bool(w[0, 0] > 0),
     "use": lambda w: nn.functional.linear(torch.ones(2, 4), w),
     "pickle": lambda w: pickle.dumps(w),
+    "address": lambda w: w.untyped_storage().data_ptr(),
+    "bytes": lambda w: bytes(w.detach().untyped_storage()),
+    "list of bytes": lambda w: w.untyped_storage().tolist(),
+    "typed storage": lambda w: w.storage(),
+    "array by dlpack": lambda w: np.from_dlpack(w.detach()),
+    "safetensors": lambda w: safetensors.torch.save({"w": w.detach().clone()}),
     "vector": lambda w: nn.utils.parameters_to_vector([w, nn.Parameter(torch.ones(2))]),
     "copy it here": lambda w: torch.ones(3, 4).copy_(w.detach()),
     "add it here": lambda w: torch.ones(3, 4).add_(w.detach()),
@@ -98,5 +106,7 @@ def test_a_copy_is_away_too(weight: nn.Parameter) -> None:
 
 def test_no_memory_is_behind_it(weight: nn.Parameter) -> None:
     assert weight.data_ptr() == 0 and weight.numel() == 12
+    storage, other = weight.untyped_storage(), weight.detach().untyped_storage()
+    assert storage.nbytes() == 48 and storage is weight.untyped_storage() and storage._cdata != other._cdata
     with pytest.raises(RuntimeError):
-        weight.untyped_storage().data_ptr()
+        torch.UntypedStorage.data_ptr(storage)
