@@ -73,29 +73,37 @@ class Run:
         return found
 
 
-def train_and_save(rank: int, n: int, folder: Path) -> tuple[dict[str, str], list[float], dict[str, Tensor]]:
-    """Save after three steps, and make three more."""
-    run = Run(n, 2, seed=0)
-    for number in range(3):
+TOPK = "topk{share=0.2}"
+Found = tuple[dict[str, str], list[float], dict[str, Tensor]]
+"""Hashes of this rank's state, losses of later steps, and what all pipelines have left out."""
+
+
+def train_and_save(rank: int, n: int, folder: Path, hook: str = TOPK, steps: int = 3) -> Found:
+    """Save after some steps, and make three more."""
+    run = Run(n, 2, seed=0, hook=hook)
+    for number in range(steps):
         run.step(number)
-    fxsplit.save_checkpoint(folder, run.pipe, run.optimizer, step=3)
+    fxsplit.save_checkpoint(folder, run.pipe, run.optimizer, step=steps)
     state, left = run.hash(), run.sum_left()
-    after = [run.step(number) for number in range(3, 6)]
+    after = [run.step(number) for number in range(steps, steps + 3)]
     run.pipe.close()
     return state, after, left
 
 
-def load(rank: int, n: int, folder: Path, rows: int) -> tuple[dict[str, str], list[float], dict[str, Tensor]]:
-    run = Run(n, rows, seed=5)
+def load(rank: int, n: int, folder: Path, rows: int, hook: str = TOPK, steps: int = 3) -> Found:
+    """Load into a mesh of so many rows, and make three steps."""
+    run = Run(n, rows, seed=5, hook=hook)
     if rows > 1:
-        run.step(7)  # what was left out before is forgotten
-        assert fxsplit.load_checkpoint(folder, run.pipe, run.optimizer).step == 3
+        for number in range(7, 7 + steps):
+            run.step(number)  # what was left out before is forgotten
+        assert fxsplit.load_checkpoint(folder, run.pipe, run.optimizer).step == steps
     else:
-        with pytest.warns(FxsplitWarning, match=r"holds what gradient hooks have left out of gradients \(topk"):
+        name = hook.partition("{")[0]
+        with pytest.warns(FxsplitWarning, match=rf"holds what gradient hooks have left out of gradients \({name}"):
             fxsplit.load_checkpoint(folder, run.pipe, run.optimizer)
         fxsplit.load_checkpoint(folder, run.pipe)  # without an optimizer no training goes on
     state, left = run.hash(), run.sum_left() if rows > 1 else {}
-    after = [run.step(number) for number in range(3, 6)]
+    after = [run.step(number) for number in range(steps, steps + 3)]
     run.pipe.close()
     return state, after, left
 
@@ -132,6 +140,26 @@ def test_a_mesh_saves_and_any_other_loads(tmp_path: Path) -> None:
     for file in files:
         file.__exit__(None, None, None)
     assert sorted(names) == sorted(f"residual.{row}.{name}" for row in (0, 1) for name, _ in model.named_parameters())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("hook", "steps"), [(TOPK, 3), ("sketch{share=0.2}", 3), ("powersgd", 5)])
+def test_what_hooks_have_left_out_is_kept_on_other_meshes(hook: str, steps: int, tmp_path: Path) -> None:
+    """Saved on 2 pipelines of 2 stages; resumed on as many, on more, and on one, with other numbers of stages."""
+    found = ranks(4, train_and_save, tmp_path, hook, steps)
+    saved, left = merge([state for state, _, _ in found]), merge_left([left for _, _, left in found])
+    assert sum(bool(value.any()) for value in left.values()) > 3
+    for n, rows in [(4, 2), (2, 2), (3, 3), (4, 4), (3, 1)]:
+        again = ranks(n, load, tmp_path, rows, hook, steps)
+        assert merge([state for state, _, _ in again]) == saved, (n, rows)
+        if rows == 1:
+            continue
+        kept = merge_left([own for _, _, own in again])
+        assert kept.keys() == left.keys()
+        for name, value in kept.items():
+            torch.testing.assert_close(value, left[name], rtol=1e-12, atol=1e-15)
+    if hook != "powersgd":  # which finds its matrices again
+        assert [after for _, after, _ in ranks(4, load, tmp_path, 2, hook, steps)] == [after for _, after, _ in found]
 
 
 def go_on_with_power(rank: int, n: int, folder: Path) -> tuple[float, float, float]:

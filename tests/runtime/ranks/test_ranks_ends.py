@@ -24,6 +24,7 @@ class Nap(nn.Module):
         return nap(x)
 
 def nap(x):
+    end("in a step")
     if os.path.exists("nap"):
         open("napping", "w").close()
         time.sleep(60)
@@ -31,7 +32,21 @@ def nap(x):
 
 torch.fx.wrap("nap")
 
-rank, what = int(sys.argv[1]), sys.argv[2]
+rank, what, where = int(os.environ["RANK"]), sys.argv[1], sys.argv[2]
+
+def end(here):
+    """End this program here, if it is told to, and leave a file that says which rank it is."""
+    if where != here or not os.path.exists(f"begun-{rank}") or (here == "between steps" and rank == 0):
+        return
+    open(f"ended-{rank}", "w").close()
+    if what == "raise":
+        raise ValueError("the data is gone")
+    if what.startswith("exit"):
+        sys.exit(int(what[4:] or 0))
+    if what.startswith("_exit"):
+        os._exit(int(what[5:] or 0))
+    if what.startswith("SIG"):
+        os.kill(os.getpid(), getattr(signal, what))
 
 class Knot:
     """Refers to itself, so that only a search for cycles frees it, as Python's last one at the end of a program."""
@@ -49,14 +64,10 @@ x, y = torch.randn(8, 8), torch.randn(8, 3)
 passes = "profile{repeats=1},augment,order,partition,emit"
 pipe = fxsplit.compile(model, "world", example_inputs=x, n_microbatches=2, loss_fn=F.mse_loss, passes=passes)
 print(f"loss {float(pipe.step(x, target=y)):.6f}", flush=True)
-if what == "raise" and rank == 1:
-    raise ValueError("the data is gone")
-if what == "exit" and rank == 1:
-    sys.exit(0)
+open(f"begun-{rank}", "w").close()
+end("between steps")
 if what == "interrupt":
     open("nap", "w").close()
-if what == "kill" and rank == 1:
-    os.kill(os.getpid(), signal.SIGKILL)
 pipe.step(x, target=y)
 print("the step went well", flush=True)
 '''
@@ -67,14 +78,14 @@ LIMIT_S = 150.0
 class Programs:
     """Two ranks of the program, each with files for what it prints."""
 
-    def __init__(self, folder: Path, what: str) -> None:
+    def __init__(self, folder: Path, what: str, where: str = "") -> None:
         (folder / "program.py").write_text(PROGRAM)
-        env = {**os.environ, "PYTHONPATH": os.getcwd(), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         self.folder = folder
         self.started = []
         for rank in range(2):
-            command = [sys.executable, "program.py", str(rank), what]
+            command = [sys.executable, "program.py", what, where]
             with (folder / f"{rank}.out").open("w") as out, (folder / f"{rank}.err").open("w") as error:
+                env = make_environment() | {"RANK": str(rank)}
                 self.started.append(subprocess.Popen(command, cwd=folder, env=env, stdout=out, stderr=error))
 
     def finish(self) -> list[tuple[int, str, str]]:
@@ -90,21 +101,69 @@ class Programs:
         return [(code, out, error) for code, (out, error) in zip(codes, texts, strict=True)]
 
 
+def make_environment() -> dict[str, str]:
+    """Return the environment of a rank."""
+    return {**os.environ, "PYTHONPATH": os.getcwd(), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+
+
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("what", "code", "said"),
     [
-        ("raise", "ValueError: the data is gone"),
-        ("exit", "RankError: rank 1 of 2 has left: its program has ended, and it makes no more calls"),
-        ("kill", "RankError: rank 1 of 2 has left: its program has ended without a word"),
+        ("raise", 1, "ValueError: the data is gone"),
+        ("exit", 0, "RankError: rank 1 of 2 has left: its program has ended, and it makes no more calls"),
+        ("SIGKILL", -signal.SIGKILL, "RankError: rank 1 of 2 has left: its program has ended without a word"),
+        pytest.param(
+            "SIGSEGV", -signal.SIGSEGV, "rank 1 of 2 has left: its program has ended without", marks=pytest.mark.long
+        ),
+        pytest.param("exit3", 3, "rank 1 of 2 has left: its program has ended, and", marks=pytest.mark.long),
+        pytest.param("_exit3", 3, "rank 1 of 2 has left: its program has ended without", marks=pytest.mark.long),
     ],
 )
-def test_a_program_that_ends_between_steps_ends_the_others(what: str, said: str, tmp_path: Path) -> None:
-    (code, out, error), (code_1, out_1, error_1) = Programs(tmp_path, what).finish()
+def test_a_program_that_ends_between_steps_ends_the_others(what: str, code: int, said: str, tmp_path: Path) -> None:
+    (code_0, out, error), (code_1, out_1, error_1) = Programs(tmp_path, what, "between steps").finish()
     assert out == out_1 and out.startswith("loss ")
-    assert code == 1 and code_1 == {"raise": 1, "exit": 0, "kill": -signal.SIGKILL}[what], error_1
+    assert code_0 == 1 and code_1 == code, error_1
     assert said in error.splitlines()[-1], error
     # To look for cycles in all that torch has loaded takes a second, and others wait for whoever ends with an error.
-    assert [(tmp_path / f"freed-{rank}").exists() for rank in range(2)] == [False, what == "exit"]
+    assert [(tmp_path / f"freed-{rank}").exists() for rank in range(2)] == [False, what.startswith("exit")]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("what", "code", "said"),
+    [
+        ("exit3", 3, "RankError: rank {} of 2 has raised SystemExit: 3"),
+        ("_exit0", 0, "RankError: rank {} of 2 has left: its program has ended without a word"),
+        ("SIGSEGV", -signal.SIGSEGV, "RankError: rank {} of 2 has left: its program has ended without a word"),
+    ],
+)
+def test_a_program_that_ends_in_a_step_ends_the_others(what: str, code: int, said: str, tmp_path: Path) -> None:
+    found = Programs(tmp_path, what, "in a step").finish()
+    (ended,) = [rank for rank in range(2) if (tmp_path / f"ended-{rank}").exists()]
+    assert found[ended][0] == code, found[ended][2]
+    other, out, error = found[1 - ended]
+    assert other == 1 and out.count("\n") == 1, "its second step did not go well"
+    assert said.format(ended) in error.splitlines()[-1], error
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("what", "code"), [("SIGSEGV", -signal.SIGSEGV), ("exit3", 3), ("_exit0", 0)])
+def test_a_launcher_ends_all_ranks_and_says_how_one_has_ended(what: str, code: int, tmp_path: Path) -> None:
+    """The launcher names the rank whose process is gone first, and its code; that of the other one says what it heard.
+
+    To it a rank that ends with 0 has done its work. One that ends with a number takes a moment to be gone.
+    """
+    (tmp_path / "program.py").write_text(PROGRAM)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    run = subprocess.run(
+        [*launcher, "program.py", what, "between steps"],
+        cwd=tmp_path, env=make_environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False,
+    )  # fmt: skip
+    assert run.returncode == 1 and (tmp_path / "ended-1").exists()
+    cause = run.stderr.partition("Root Cause")[2]
+    told = "rank      : 1 " in cause and f"exitcode  : {code} " in cause
+    heard = "RankError: rank 1 of 2 has left: its program has ended" in run.stderr and "rank      : 0 " in cause
+    assert (told and code) or (heard and "exitcode  : 1 " in cause), run.stderr
 
 
 @pytest.mark.parametrize("pressed_for", [[0, 1], [0]], ids=["all", "one"])
