@@ -63,11 +63,12 @@ class RankFailed(AssertionError):
 
 
 def ranks(
-    n: int, function: Callable[..., Any], *args: Any, limit_s: float = 60, dying: Collection[int] = ()
+    n: int, function: Callable[..., Any], *args: Any, limit_s: float = 240, dying: Collection[int] = ()
 ) -> list[Any]:
     """Return what `function(rank, n, *args)` returns in each of n ranks, which have a process group on gloo.
 
-    limit_s: after so many seconds every rank is killed; RankFailed then shows where all their threads were.
+    limit_s: after so many seconds every rank is killed; RankFailed then shows where all their threads were. It is there
+        for ranks that wait in vain, which is 600 s: on a busy machine a first compile may take more than a minute.
     dying: ranks that are meant to end without a word, as by a signal; the result of one is its exit code.
 
     The exception that was raised first is raised here, with its rank in a note. Afterwards no rank is alive.

@@ -116,7 +116,7 @@ def test_gradients_are_those_of_the_pipeline_here(n: int, name: str, schedules: 
     pipe, *_ = compile_case(name, n, "1F1B")
     pipe.costs.save(costs)
     pipe.close()
-    found = ranks(n, train_in_torch, name, schedules, costs, limit_s=120)
+    found = ranks(n, train_in_torch, name, schedules, costs)
     for schedule in schedules:
         here, args, kwargs, target = compile_case(name, n, schedule, costs)
         losses = [here.step(*args, target=target, **kwargs) for _ in range(2)]
@@ -229,7 +229,7 @@ def refuse(rank: int, n: int, folder: str) -> dict[str, str]:
 
 
 def test_what_torch_cannot_run_is_refused_by_name(tmp_path: Path) -> None:
-    first, second = ranks(2, refuse, str(tmp_path), limit_s=120)
+    first, second = ranks(2, refuse, str(tmp_path))
     assert first == second
     expected = {
         "replicas": "stage 0 has 2 replicas",
@@ -308,7 +308,7 @@ def test_losses_are_scaled_as_they_say_and_refused_where_microbatches_weigh_othe
     model = Mlp(4).double()
     with fxsplit.compile(model, ["cpu"] * 2, example_inputs=x, passes=FAST, n_microbatches=4) as pipe:
         pipe.costs.save(costs)
-    _, last = ranks(2, train_with_losses, costs, limit_s=120)
+    _, last = ranks(2, train_with_losses, costs)
     even = torch.tensor([1, 0] * 4)
     torch.manual_seed(0)
     outputs = Mlp(4).double()(x).detach()

@@ -96,7 +96,7 @@ def step_divided(rank: int, n: int, name: str) -> list[tuple[str, float]]:
 @pytest.mark.parametrize(("name", "n"), [("tables", 3), ("sizes", 2)])
 def test_weights_that_no_way_leads_to_from_an_input_get_their_gradients(name: str, n: int) -> None:
     """torch's divided backward leaves them out without a word, so such stages do theirs at once."""
-    found = [pair for rank in ranks(n, step_divided, name, limit_s=90) for pair in rank]
+    found = [pair for rank in ranks(n, step_divided, name) for pair in rank]
     assert len(found) == len(list(TwoTables().parameters() if name == "tables" else make_case("sizes")[0].parameters()))
     assert all(apart < 1e-15 for _, apart in found), found
 
@@ -108,7 +108,7 @@ def test_torch_steps_as_the_ranks_do(name: str, schedule: str) -> None:
     """Of the Llama sizes cross too, which torch.export makes nodes of."""
     if name == "llama":
         pytest.importorskip("transformers")
-    found = ranks(2, step_both, name, schedule, limit_s=120)
+    found = ranks(2, step_both, name, schedule)
     last = 0 if schedule == "ZBVZeroBubble" else 1
     loss, other, _, handed = found[last]
     assert other == pytest.approx(loss, rel=1e-12) and found[1 - last][1] is None

@@ -88,7 +88,7 @@ def load(rank: int, n: int) -> dict[str, Any]:
 
 
 def test_state_that_lacks_parameters_of_a_rank_is_refused_or_warned_of() -> None:
-    first, second = ranks(2, load, limit_s=120)
+    first, second = ranks(2, load)
     silent = ("own", "union", "empty")
     assert [name for name in first if not first[name]] == ["own", "first", "union", "fewer", "empty"]
     assert [name for name in second if not second[name]] == ["own", "last", "union", "more", "empty"]

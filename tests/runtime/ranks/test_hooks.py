@@ -71,7 +71,7 @@ def lose_nothing(rank: int, n: int, kind: str) -> tuple[float, float, str]:
 @pytest.mark.parametrize("kind", ["topk", "sketch"])
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_what_is_applied_and_what_is_left_are_all_gradients(n: int, kind: str) -> None:
-    found = ranks(n, lose_nothing, kind, limit_s=120)
+    found = ranks(n, lose_nothing, kind)
     for worst, apart, told in found:
         assert worst < 1e-9 and apart == 0.0, "nothing is lost, and all ranks apply the same"
         assert "% saved)" in told
@@ -126,7 +126,7 @@ def test_training_on_uneven_shares_comes_to_the_whole_batchs_weights(name: str) 
                 assert p.grad is not None
                 p.sub_(0.05 * p.grad)
         whole.append(float(nn.functional.mse_loss(model(x), x @ weights).detach()))
-    found = ranks(2, train_with, name, rows, limit_s=90)
+    found = ranks(2, train_with, name, rows)
     assert found[0] == found[1]
     if name in ("allreduce", "user's"):
         assert found[0] == pytest.approx(whole, rel=1e-12)

@@ -62,7 +62,7 @@ def train_rank(rank: int, n: int, how: str, schedule: str, costs: str) -> Any:
 def test_ranks_compress_as_threads_do(n: int, how: str, schedule: str, tmp_path: Any) -> None:
     costs = str(tmp_path / "costs.json")
     fxsplit.profile(make_model(), X, n_microbatches=6, device="cpu", repeats=1).save(costs)
-    found = ranks(n, train_rank, how, schedule, costs, limit_s=90)
+    found = ranks(n, train_rank, how, schedule, costs)
     losses, state = train(["cpu"] * n, how, schedule, costs)
     assert [one[0] for one in found] == [losses] * n
     told = {name: value for one in found for name, value in one[1].items()}

@@ -111,7 +111,7 @@ def test_every_call_says_that_a_rank_has_left(n: int, how: str, tmp_path: Any) -
         how
     ]
     dying = [1] if how == "_exit" else []
-    *others, _ = ranks(n, call_after, how, str(tmp_path), dying=dying, limit_s=60)
+    *others, _ = ranks(n, call_after, how, str(tmp_path), dying=dying)
     for found in others:
         assert len(found) == 15
         for name, text in found.items():
@@ -138,7 +138,7 @@ def wait_limited(rank: int, n: int, fails: bool) -> list[str]:
     ("fails", "waited"), [(False, "all ranks at step number 1"), (True, "all ranks to go on after a failure")]
 )
 def test_a_limit_holds_for_all_that_a_step_waits_for(fails: bool, waited: str) -> None:
-    first, second = ranks(2, wait_limited, fails, limit_s=60)
+    first, second = ranks(2, wait_limited, fails)
     assert first == second and first[0].startswith("rank 0 of 2 has raised StepTimeout: the step takes longer than 0.5")
     assert f"rank 0: waits for {waited}" in first[0] and "rank 1: does not answer" in first[0]
 
@@ -179,13 +179,13 @@ def make_groups_in_vain(rank: int, n: int, ends: bool) -> list[str]:
 
 
 def test_an_interrupt_in_the_middle_of_making_groups_reaches_all_ranks() -> None:
-    first, second = ranks(2, make_groups_in_vain, False, limit_s=60)
+    first, second = ranks(2, make_groups_in_vain, False)
     assert first == ["KeyboardInterrupt: ", "well"]
     assert second[0].endswith("rank 0 of 2 has raised KeyboardInterrupt: KeyboardInterrupt") and second[1] == "well"
 
 
 def test_a_rank_that_is_lost_in_the_middle_of_making_groups_is_named() -> None:
-    code, found = ranks(2, make_groups_in_vain, True, limit_s=60, dying=[0])
+    code, found = ranks(2, make_groups_in_vain, True, dying=[0])
     assert code == 3 and all(f"rank 0 of 2 has left: {ENDED} without a word" in one for one in found), found
 
 
@@ -199,7 +199,7 @@ def end_before(rank: int, n: int) -> str:
 
 
 def test_a_rank_that_has_left_before_the_first_compile_is_named() -> None:
-    assert ranks(2, end_before, limit_s=60, dying=[1])[0].startswith(f"rank 1 of 2 has left: {ENDED}")
+    assert ranks(2, end_before, dying=[1])[0].startswith(f"rank 1 of 2 has left: {ENDED}")
 
 
 def fork_and_go_on(rank: int, n: int) -> float:
@@ -216,7 +216,7 @@ def fork_and_go_on(rank: int, n: int) -> float:
 
 
 def test_a_process_that_a_rank_has_forked_is_none() -> None:
-    first, second = ranks(2, fork_and_go_on, limit_s=60)
+    first, second = ranks(2, fork_and_go_on)
     assert first == second
 
 
@@ -237,7 +237,7 @@ def read_causes(rank: int, n: int) -> str:
 
 
 def test_a_wait_that_was_broken_off_does_not_say_that_its_time_was_over() -> None:
-    chain = ranks(2, read_causes, limit_s=60)[0]
+    chain = ranks(2, read_causes)[0]
     assert "has raised KeyError: 'between calls'" in chain and "has waited" not in chain, chain
 
 
@@ -253,4 +253,4 @@ def lose_while_adding(rank: int, n: int) -> str:
 
 
 def test_a_rank_that_is_lost_while_left_out_gradients_are_added_is_named() -> None:
-    assert ranks(2, lose_while_adding, limit_s=60, dying=[1])[0].startswith(f"rank 1 of 2 has left: {ENDED}")
+    assert ranks(2, lose_while_adding, dying=[1])[0].startswith(f"rank 1 of 2 has left: {ENDED}")

@@ -87,7 +87,7 @@ def stop_early(rank: int, n: int) -> tuple[list[float], list[float], float]:
 
 @pytest.mark.parametrize("n", [3, pytest.param(4, marks=pytest.mark.long)])
 def test_all_ranks_stop_early_together_as_the_unsplit_model_does(n: int) -> None:
-    first, *others = ranks(n, stop_early, limit_s=120)
+    first, *others = ranks(n, stop_early)
     assert all(one == first for one in others)
     losses, expected, apart = first
     assert len(losses) == len(expected) < 30 * 4, "it stopped early"
@@ -109,7 +109,7 @@ def stop_alone(rank: int, n: int) -> str:
 
 
 def test_a_rank_that_stops_early_for_itself_is_named() -> None:
-    first, _, third = ranks(3, stop_alone, limit_s=120)
+    first, _, third = ranks(3, stop_alone)
     assert first == third and first.startswith("rank 1 of 3 has left: its program has ended"), (first, third)
 
 

@@ -67,7 +67,7 @@ def measure(rank: int, n: int) -> dict[str, Verification]:
 
 
 def test_verify_measures_what_hooks_change() -> None:
-    told = ranks(4, measure, limit_s=120)
+    told = ranks(4, measure)
     assert all(one == told[0] for one in told), "all ranks return the same"
     for name, found in told[0].items():
         assert found.equal and found.stages == 2, name
@@ -121,7 +121,7 @@ def verify_rows(rank: int, n: int) -> tuple[Verification, Verification, Verifica
 
 
 def test_verify_over_a_mesh_and_over_replicas() -> None:
-    for own, wrong, replicas in ranks(4, verify_rows, limit_s=120):
+    for own, wrong, replicas in ranks(4, verify_rows):
         assert own.equal and set(own.by_nature) >= {"norm.running_mean", "norm.running_var"}
         rounded = own.gradient_hook
         assert rounded is not None and 1e-6 < rounded.gradient < 5e-2
