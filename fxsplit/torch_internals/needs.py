@@ -74,7 +74,11 @@ NEEDED = (
     "torch._subclasses.fake_tensor.FakeTensorMode",
     "torch._subclasses.fake_tensor.UnsupportedFakeTensorException",
     "torch._subclasses.fake_tensor.UnsupportedOperatorException",
+    "torch._subclasses.fake_tensor.disable_fake_tensor_cache",
     "torch._subclasses.fake_tensor.unset_fake_temporarily",
+    "torch.Tensor._has_symbolic_sizes_strides",
+    "torch.fx.experimental.proxy_tensor._extract_tensor_metadata",
+    "torch.fx.experimental.symbolic_shapes.ShapeEnv._inner_evaluate_expr",
     # Autograd
     "torch.Tensor._backward_hooks",
     "torch.Tensor._post_accumulate_grad_hooks",

@@ -10,13 +10,14 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
-from types import ClassMethodDescriptorType
+from types import ClassMethodDescriptorType, ModuleType
 from typing import Any
 
 from fxsplit.torch_internals.undo import undo_after
 
 Method = Callable[..., Any]
-Key = tuple[type, str]
+Owner = type | ModuleType
+Key = tuple[Owner, str]
 
 
 class _Patches(threading.local):
@@ -30,11 +31,12 @@ _patches = _Patches()
 
 
 @contextmanager
-def patch_method(owner: type, name: str, around: Callable[[Method], Method]) -> Iterator[None]:
+def patch_method(owner: Owner, name: str, around: Callable[[Method], Method]) -> Iterator[None]:
     """Let this thread's calls of a method go to what `around` returns for it. Other threads' calls are unchanged.
 
-    `owner` defines the method itself, as a function or a classmethod, in Python or in C. `around` is given a function
-    whose first argument is the object, or the class. Blocks nest, and blocks of several threads may overlap in any way.
+    `owner` is a class that defines the method itself, as a function or a classmethod, in Python or in C. `around` is
+    given a function whose first argument is the object, or the class. A module may be the owner of a function that its
+    own code calls by name. Blocks nest, and blocks of several threads may overlap in any way.
     """
     key = owner, name
     own = _install_dispatcher(owner, name)
@@ -44,7 +46,7 @@ def patch_method(owner: type, name: str, around: Callable[[Method], Method]) -> 
         yield
 
 
-def _install_dispatcher(owner: type, name: str) -> Method:
+def _install_dispatcher(owner: Owner, name: str) -> Method:
     """Return the method itself, behind a dispatcher now if it was not yet."""
     found = owner.__dict__[name]
     # A classmethod keeps its function there; one of C's, as torch 2.14 has them, is called with the class itself.

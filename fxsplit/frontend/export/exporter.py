@@ -45,6 +45,7 @@ from fxsplit.torch_internals.graph_devices import move_constants
 from fxsplit.torch_internals.log import hide_logged_warnings, hide_warnings
 from fxsplit.torch_internals.patch import Method, patch_method
 from fxsplit.torch_internals.real_shapes import ask_in_bfloat16
+from fxsplit.torch_internals.symbolic_sizes import ask_less_of_symbols
 from fxsplit.torch_internals.thread_modes import enter_function_mode
 from fxsplit.torch_internals.undo import undo_after
 from fxsplit.torch_internals.user_lines import warn_user
@@ -137,7 +138,8 @@ def _run_export(here: Runnable, numbers: Sequence[Number], front_end: TorchExpor
     tensors = tuple(here.clone_tensors())
     shapes = [_list_symbols(spec, t, front_end) for spec, t in zip(here.inputs.specs, tensors, strict=True)]
     given = (*tensors, *(_wrap_number(number.place.read()) for number in numbers))
-    return torch.export.export(here.model, given, strict=False, dynamic_shapes=(*shapes, *(None for _ in numbers)))
+    with ask_less_of_symbols():
+        return torch.export.export(here.model, given, strict=False, dynamic_shapes=(*shapes, *(None for _ in numbers)))
 
 
 def _wrap_number(value: float) -> Tensor:
