@@ -12,31 +12,30 @@ import zlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils import _foreach_utils as foreach
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxsplit.errors import InputError, RanksDiffer
-from fxsplit.torch_internals.away import Away, Spot, is_away, make_away
+from fxsplit.torch_internals.away import TOGETHER, Away, Spot, is_away, make_away
 from fxsplit.torch_internals.elsewhere import Elsewhere, send_away
 from fxsplit.torch_internals.gradients_aside import hide_gradients_from_optimizers
 from fxsplit.torch_internals.optimizer_loads import note_names
+from fxsplit.torch_internals.thread_modes import enter_dispatch_mode
 
 aten = torch.ops.aten
 NORMS = aten._foreach_norm.Scalar
 NORM = aten.linalg_vector_norm.default
 UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
-OPERATORS = {
-    torch._foreach_norm: NORMS,
-    torch.linalg.vector_norm: NORM,
-    torch.linalg.norm: NORM,
-    torch.norm: NORM,
-    Tensor.norm: NORM,
-    torch._amp_foreach_non_finite_check_and_unscale_: UNSCALE,
+NORM_FUNCTIONS = {
+    *(torch.linalg.norm, torch.linalg.vector_norm, torch.linalg.matrix_norm, torch.norm, Tensor.norm),
+    *(torch.frobenius_norm, torch.nuclear_norm),
 }
-"""Functions of torch, and the operators of `TOGETHER` that they are."""
+"""Functions of torch that compute a norm: of all numbers by an operator of `TOGETHER`, and any other one otherwise."""
 KEEPING = {Tensor.detach, Tensor.data.__get__, Tensor._values}  # type: ignore[attr-defined]
 """Functions that return the very gradient again."""
 
@@ -57,17 +56,21 @@ class OwnGradient(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function of torch; with the other ranks, where they call it with gradients that are away."""
         kwargs = kwargs or {}
-        if func in OPERATORS:
-            given = args[0] if args else next(iter(kwargs.values()))
-            listed = given if isinstance(given, (list, tuple)) else [given]
-            ledger = next(one.place[0] for one in listed if isinstance(one, OwnGradient))
-            if OPERATORS[func] is NORM:
-                args, kwargs = _read_norm(func, *args, **kwargs), {}
-            return ledger.run_together(OPERATORS[func], args, kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
+        # What a class of tensors reads of one, such as its shape, is no operator.
+        if func in KEEPING or getattr(func, "__name__", "") == "__get__":
+            with torch._C.DisableTorchFunctionSubclass():
+                found = func(*args, **kwargs)
+            if func in KEEPING and isinstance(found, Tensor):
+                mark_own(found, *args[0].place)
+            return found
+        together = _Together()  # type: ignore[no-untyped-call]
+        with torch._C.DisableTorchFunctionSubclass(), enter_dispatch_mode(together):
             found = func(*args, **kwargs)
-        if func in KEEPING and isinstance(found, Tensor):
-            mark_own(found, *args[0].place)
+        if func in NORM_FUNCTIONS and not together.has_met:
+            name = getattr(func, "__name__", "norm")
+            own = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, OwnGradient))
+            given = ", ".join([*map(repr, args[1:]), *(f"{k}={v!r}" for k, v in kwargs.items() if v is not own)])
+            _refuse_norm(*own.place, f"{name}() with {given or 'defaults'}")
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -80,25 +83,33 @@ class OwnGradient(Tensor):
         return made
 
 
-def _read_norm(
-    func: Any, given: Tensor, *args: Any, out: Tensor | None = None, dtype: torch.dtype | None = None, **named: Any
-) -> tuple[Any, ...]:
-    """Return the arguments of torch.linalg.vector_norm for the norm that a function of torch is called for.
+class _Together(TorchDispatchMode):
+    """Runs operators of TOGETHER on gradients of this rank with the other ranks.
 
-    The order is a text where torch computes a norm of matrices.
+    Whatever function of torch is called, the other ranks come to the operator too, by the same code of torch.
+    has_met: whether one has run.
     """
-    # Each function has names and defaults of its own.
-    is_old = func in (torch.norm, Tensor.norm)
-    names = ("p" if is_old else "ord", "dim", "keepdim", "out", "dtype")
-    told = {"out": out, "dtype": dtype, **dict(zip(names, args, strict=False)), **named}
-    order, dim = told.get(names[0]), told.get("dim")
-    lengths = given.ndim if dim is None else 1 if isinstance(dim, int) else len(dim)
-    is_frobenius = order in (None, "fro")
-    if is_frobenius:
-        order = 2
-    elif func is torch.linalg.norm and lengths != 1:
-        order = f"{order} of matrices"
-    return given, order, dim, told.get("keepdim", False), told["dtype"], told["out"]
+
+    has_met = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operator."""
+        kwargs = kwargs or {}
+        if func in TOGETHER:
+            own = next((g for g in pytree.tree_leaves((args, kwargs)) if isinstance(g, OwnGradient)), None)
+            if own is not None:
+                self.has_met = True
+                return own.place[0].run_together(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def _refuse_norm(ledger: GradientLedger, index: int, what: str) -> NoReturn:
+    """Raise InputError for a norm of the gradient of parameter number `index` that ranks do not compute together."""
+    raise InputError(
+        f"{what} of the gradient of {ledger.get_name(index)!r}, which is a tensor of one rank: ranks tell each other "
+        "vector norms of all numbers only, such as .grad.norm(). Compute any other norm on its own rank, of "
+        "p.grad.clone() for p in pipe.local_parameters()"
+    )
 
 
 def mark_own(gradient: Tensor, ledger: GradientLedger, index: int) -> None:
@@ -142,6 +153,10 @@ class GradientLedger:
         return len(known) == len(named) and all(
             a[0] == b[0] and a[1] is b[1] and a[2] == b[2] for a, b in zip(known, named, strict=True)
         )
+
+    def get_name(self, index: int) -> str:
+        """Return the name of parameter number `index` in the model."""
+        return self._entries[index].name
 
     def send_away(self, index: int, device: torch.device | None = None) -> None:
         """Let go of the values of parameter number `index`, which another rank has."""
@@ -208,34 +223,30 @@ class GradientLedger:
     def _find_all_norms(
         self, given: Sequence[Tensor], ord: Any = 2, dtype: torch.dtype | None = None
     ) -> tuple[Tensor, ...]:
-        """Return the norm of each gradient."""
+        """Return the norm of each gradient. Raises what torch raises for the arguments."""
+        for gradient in given:
+            _try_norm(gradient, ord, dtype=dtype)
         # All that each rank has: torch groups gradients by dtype, and not in the same order on every rank.
         told = self._tell_norms(range(len(self._entries)), float(ord), dtype, f"norms of order {float(ord)}")
         return tuple(self._find_norm(gradient, told, float(ord), dtype) for gradient in given)
 
     def _find_one_norm(
-        self,
-        gradient: Tensor,
-        ord: Any = 2,
-        dim: Any = None,
-        keepdim: bool = False,
-        dtype: torch.dtype | None = None,
-        out: Tensor | None = None,
+        self, gradient: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """Return the norm of one gradient, as torch.linalg.vector_norm does. Raises InputError for any other norm."""
+        """Return the norm of one gradient, as torch.linalg.vector_norm does.
+
+        Raises InputError for a norm over some dimensions, and what torch raises for the arguments.
+        """
         index = self._find_index(gradient)
         assert index is not None, "it is of this ledger"
-        name = self._entries[index].name
+        _try_norm(gradient, ord, dim, keepdim, dtype=dtype)
         dims = range(gradient.ndim) if dim in (None, [], ()) else [dim] if isinstance(dim, int) else dim
-        is_whole = {d % max(gradient.ndim, 1) for d in dims} == set(range(gradient.ndim))
-        if not is_whole or isinstance(ord, str) or out is not None:
-            raise InputError(
-                f"a norm of order {ord!r} over dimensions {list(dims)} of the gradient of {name!r}, which is a "
-                f"{gradient.ndim}-dimensional tensor of one rank: ranks tell each other vector norms of all numbers "
-                "only, such as .grad.norm(). Compute any other norm on its own rank, from pipe.local_parameters()"
-            )
+        if {d % max(gradient.ndim, 1) for d in dims} != set(range(gradient.ndim)):
+            _refuse_norm(self, index, f"a norm of order {ord!r} over dimensions {list(dims)}")
         order = float(ord)
-        told = self._tell_norms([index], order, dtype, f"the norm of order {order} of the gradient of {name!r}")
+        told = self._tell_norms(
+            [index], order, dtype, f"the norm of order {order} of the gradient of {self.get_name(index)!r}"
+        )
         found = self._find_norm(gradient, told, order, dtype)
         return found.reshape([1] * gradient.ndim) if keepdim else found
 
@@ -286,6 +297,13 @@ class GradientLedger:
                 "and look at the same gradients, in one order"
             )
         return [one[1:] for one in found]
+
+
+def _try_norm(gradient: Tensor, *args: Any, dtype: torch.dtype | None) -> None:
+    """Raise what torch raises for the arguments of a norm, on every rank, before ranks wait for each other."""
+    bare = torch.empty(gradient.shape, dtype=gradient.dtype, device="meta")
+    with torch._C.DisableTorchFunctionSubclass():
+        torch.linalg.vector_norm(bare, *args, dtype=dtype)
 
 
 class _AtTheEnd:

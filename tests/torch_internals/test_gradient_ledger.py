@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fxsplit.errors import ElsewhereError, InputError, RanksDiffer
@@ -272,6 +273,16 @@ NORMS: dict[str, Any] = {
     "vector_norm dtype": lambda g: torch.linalg.vector_norm(g, dtype=torch.float64),
     "linalg.norm": torch.linalg.norm,
     "linalg.norm fro": lambda g: torch.linalg.norm(g, "fro"),
+    "matrix_norm": torch.linalg.matrix_norm,
+    "matrix_norm by name": lambda g: torch.linalg.matrix_norm(input=g, ord="fro", dim=(-2, -1), keepdim=True),
+    "linalg.norm by name": lambda g: torch.linalg.norm(input=g, ord=None, dim=(0, 1), dtype=torch.float64),
+    "vector_norm by name": lambda g: torch.linalg.vector_norm(x=g, ord=1),
+    "vector_norm over all": lambda g: torch.linalg.vector_norm(g, 2, (-1, 0), True),
+    "torch.norm by name": lambda g: torch.norm(input=g, p="fro", dim=(0, 1)),
+    "foreach": lambda g: torch._foreach_norm([g])[0],
+    "foreach by name": lambda g: torch._foreach_norm(self=[g], ord=1, dtype=torch.float64)[0],
+    "total": lambda g: nn.utils.get_total_norm(tensors=[g], norm_type=3.0, error_if_nonfinite=True),
+    "total of one": lambda g: nn.utils.get_total_norm(g, float("inf"), foreach=False),
 }
 OTHER_NORMS: dict[str, Any] = {
     "largest singular value": lambda g: torch.linalg.norm(g, 2),
@@ -281,7 +292,19 @@ OTHER_NORMS: dict[str, Any] = {
     "nuclear of linalg": lambda g: torch.linalg.norm(g, "nuc"),
     "of rows": lambda g: g.norm(2, dim=1),
     "of rows, kept": lambda g: torch.linalg.vector_norm(g, dim=0, keepdim=True),
+    "matrix_norm 2": lambda g: torch.linalg.matrix_norm(g, 2),
+    "matrix_norm nuc": lambda g: torch.linalg.matrix_norm(input=g, ord="nuc"),
+    "rows of norm one": lambda g: F.normalize(g),
+    "out=": lambda g: torch.linalg.vector_norm(g, out=torch.empty(())),
 }
+WRONG_NORMS: dict[str, tuple[Any, type[Exception]]] = {
+    "narrower": (lambda g: torch.norm(g, 2, dtype=torch.float16), RuntimeError),
+    "narrower, listed": (lambda g: torch._foreach_norm([g], 2, torch.float16), RuntimeError),
+    "of a third dimension": (lambda g: torch.linalg.vector_norm(g, 2, 2), IndexError),
+    "twice": (lambda g: torch.linalg.vector_norm(g, 2, (0, 0)), RuntimeError),
+    "by no such name": (lambda g: g.norm(order=2), TypeError),
+}
+"""Arguments that torch refuses, and what it raises."""
 
 
 def take_norms(rank: int, world: int) -> int:
@@ -305,9 +328,43 @@ def take_norms(rank: int, world: int) -> int:
                 norm(mine.grad)
                 raise AssertionError(name)
             checked += 1
+        for name, (norm, error) in WRONG_NORMS.items():
+            for gradient in (mine.grad, other.grad):
+                with pytest.raises(error):
+                    norm(gradient)
+                    raise AssertionError(name)
+            checked += 1
     return checked
 
 
 def test_norms_are_those_of_torch_or_are_refused_on_all_ranks() -> None:
     found = ranks(2, take_norms)
-    assert found[0] == found[1] == 3 * (len(NORMS) + len(OTHER_NORMS))
+    assert found[0] == found[1] == 3 * (len(NORMS) + len(OTHER_NORMS) + len(WRONG_NORMS))
+
+
+def clip_with_a_norm(rank: int, world: int) -> list[float]:
+    norms = []
+    model, whole = build(), build()
+    ledger, weights = part(model, rank, world)
+    for step, (foreach, named) in enumerate([(None, True), (False, False), (True, True)]):
+        give_gradients(weights, step)
+        give_gradients(list(whole.parameters()), step)
+        ledger.share_present()
+        for m in (model, whole):
+            total = nn.utils.get_total_norm([p.grad for p in m.parameters() if p.grad is not None], foreach=foreach)
+            if named:
+                nn.utils.clip_grads_with_norm_(parameters=m.parameters(), max_norm=0.7, total_norm=total)
+            else:
+                nn.utils.clip_grads_with_norm_(list(m.parameters()), 0.7, total, foreach)
+            norms.append(float(total))
+        for mine, other in zip(model.parameters(), whole.parameters(), strict=True):
+            if not is_away(mine) and mine.grad is not None:
+                torch.testing.assert_close(mine.grad.as_subclass(Tensor), other.grad)
+                mine.grad = None
+            other.grad = None
+    return norms
+
+
+def test_gradients_are_clipped_with_a_norm() -> None:
+    for norms in ranks(2, clip_with_a_norm):
+        assert norms[::2] == norms[1::2] and len(norms) == 6
