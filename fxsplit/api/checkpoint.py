@@ -136,7 +136,7 @@ def _encode_extra(extra: Mapping[Any, Any] | None) -> tuple[Any, Notes]:
 
 
 def _make_absolute(folder: str | os.PathLike[str]) -> Path:
-    """Return the path of a folder, which the program may look at from another one by the time it is written."""
+    """Return the whole path of a folder: the program may go to another folder before it is written or read."""
     try:
         return Path(folder).absolute()
     except OSError as error:
@@ -258,11 +258,12 @@ def _complete(
 
 
 def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
-    """Return the newest complete checkpoint in a folder, by its step; None where there is none."""
+    """Return the whole path of the newest complete checkpoint in a folder, by its step; None if there is none."""
     if not isinstance(folder, (str, os.PathLike)):
         raise InputError(f"folder={show(folder)}: give the path of a folder")
-    put_back(folder)
-    return next(reversed(list_checkpoints(folder)), None)
+    path = _make_absolute(folder)
+    put_back(path)
+    return next(reversed(list_checkpoints(path)), None)
 
 
 @lose_no_interrupt

@@ -125,6 +125,10 @@ def test_the_folder_is_that_of_the_call(tmp_path: Path, monkeypatch: pytest.Monk
     changed.set()
     assert made.wait() == made.path == tmp_path / "first" / "runs" / "step-1" and made.path.is_dir()
     assert not any((tmp_path / "second").iterdir())
+    monkeypatch.chdir(tmp_path / "first")
+    latest = fxsplit.latest_checkpoint("runs")
+    monkeypatch.chdir(tmp_path / "second")
+    assert latest == made.path and fxsplit.load_checkpoint(latest, LAYER).step == 1
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
