@@ -35,6 +35,7 @@ from fxsplit.runtime.ranks.world import COMPILE_LIMIT_S, World
 from fxsplit.schedule.catalogue import ASYNCHRONOUS, Scheduler
 from fxsplit.schedule.of_plan import find_replicas
 from fxsplit.torch_internals.fake_weights import lacks_values
+from fxsplit.torch_internals.user_lines import warn_user
 
 T = TypeVar("T")
 GradientHook: TypeAlias = "str | tuple[Any, Callable[[Any, Any], Any]]"
@@ -156,6 +157,8 @@ class Team:
         with self._whole.watch(COMPILE_LIMIT_S):
             call = f"compile number {self._whole.count('compile of ' + self.label)} of {self.label}"
             self._agreement.meet({"call": call, "program": program, "inputs": inputs}, 0)
+            if len(self.world.rows) == 1 and not self._has_met:
+                self._warn_of_other_weights(model)
             self._has_met = True
             with self._whole.stop_clock(), self.holdings.lend(_list_lent(model, from_shapes=from_shapes)):
                 yield
@@ -223,6 +226,21 @@ class Team:
         if len(self.world.rows) == 1 or self._has_met or lacks_values(model):
             return ""
         return f" of checksum {sum_values([weight for _, weight in list_named(model)]):x}"
+
+    def _warn_of_other_weights(self, model: torch.nn.Module) -> None:
+        """Warn where ranks of one pipeline begin with other weights: each stage keeps those of its own rank."""
+        # A rank without values is to get them, as from a checkpoint.
+        sums = {} if lacks_values(model) else {name: sum_values(weight) for name, weight in list_named(model)}
+        told = [json.loads(text) for text in self._whole.gather_texts(json.dumps(sums), "the start of a compile")]
+        first = next((rank for rank, sums in enumerate(told) if sums), 0)
+        odd = [(rank, n) for rank, sums in enumerate(told) for n, value in sums.items() if value != told[first].get(n)]
+        if odd:
+            rank, name = odd[0]
+            warn_user(
+                f"rank {rank} begins with other weights than rank {first}, such as {name!r}, and each stage keeps those"
+                " of its own rank, so that together they are the model of no rank: build the model from one seed on all "
+                "ranks, torch.manual_seed(0), or load the same weights on each"
+            )
 
 
 def _list_lent(model: torch.nn.Module, *, from_shapes: bool) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.models import Buffers, LateReader, ManyInputs, Mlp, ModeDependent, Residual
+import fxsplit
+from tests.models import FAST, Buffers, LateReader, ManyInputs, Mlp, ModeDependent, Residual
 from tests.ranks import ranks
 from tests.runtime.ranks.compared import compare
 
@@ -102,3 +104,25 @@ def run_many_inputs(rank: int, n: int) -> int:
 
 def test_numbers_masks_and_dicts_cross_ranks() -> None:
     assert sum(ranks(2, run_many_inputs)) > 0
+
+
+def begin_apart(rank: int, n: int) -> list[list[str]]:
+    """Return what is said of a model from one seed, and of one from a seed for each rank."""
+    said = []
+    for seed in (0, rank):
+        torch.manual_seed(seed)
+        with warnings.catch_warnings(record=True) as seen, fxsplit.compile(Mlp(), "world", passes=FAST) as pipe:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                pipe.train(not pipe.training)
+                pipe.compile_for(torch.ones(4, 8))
+        said.append([str(w.message) for w in seen if "begins with other weights" in str(w.message)])
+    return said
+
+
+def test_ranks_that_begin_with_other_weights_are_named() -> None:
+    """Once, and not in the second compile, for which each rank has only those of its own stages."""
+    for alike, apart in ranks(2, begin_apart):
+        assert not alike and len(apart) == 1
+        assert apart[0].startswith("rank 1 begins with other weights than rank 0, such as 'layers.0.weight', and each")
+        assert "build the model from one seed on all ranks" in apart[0]
