@@ -157,6 +157,10 @@ COMPUTE: list[Callable[[int, int, int], Step]] = [
     plain(lambda m, a, b, c: F.dropout(a, 0.0, m.training)),
     plain(lambda m, a, b, c: a.masked_fill(b > 0.5, 0.2)),
     plain(lambda m, a, b, c: a.t().t()),
+    plain(lambda m, a, b, c: a + b.to((torch.bfloat16, torch.half, torch.float32, torch.int8)[c % 4]).to(b.dtype)),
+    plain(lambda m, a, b, c: torch.view_as_real(torch.complex(a, torch.tanh(b))).sum(-1)),
+    plain(lambda m, a, b, c: a * (a > b) + b[:, torch.arange(c % 4, c % 4 + 6, dtype=torch.int16).long() % 6]),
+    plain(lambda m, a, b, c: torch.vmap(lambda row, other: row * torch.tanh(other.sum()))(a, b)),
     in_place(lambda m, a, b: a.add_(0.3 * torch.tanh(b))),
     in_place(lambda m, a, b: a.mul_(0.9)),
     in_place(lambda m, a, b: a.clamp_(min=-0.7)),
@@ -297,6 +301,11 @@ def fill_once(seed: int) -> Step:
     return lambda model, live: live[-1] * KNOWN[fill()]
 
 
+def keep_once(seed: int) -> Step:
+    """Make a tensor in the first call, and keep it in a dict of the model."""
+    return lambda model, live: live[-1] * model.names.setdefault("scale", torch.linspace(1, 2, 6).to(live[-1]))
+
+
 def compile_layer(seed: int) -> Step:
     """Call a layer under torch.compile, which is compiled in the call."""
     return lambda model, live: torch.compile(model.layers[seed % 4], backend="eager")(live[-1])
@@ -327,7 +336,7 @@ def _double(h: Tensor) -> Tensor:
 DEFINES: dict[str, Callable[[int], Step]] = {
     made.__name__: made
     for made in (
-        *(import_module, import_plugin, import_into_attribute, generate, generate_once, fill_once),
+        *(import_module, import_plugin, import_into_attribute, generate, generate_once, fill_once, keep_once),
         *(compile_layer, compile_once, compile_before),
     )
 }

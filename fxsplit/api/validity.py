@@ -8,7 +8,7 @@ the model may hold others by now.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -82,7 +82,7 @@ class Validity:
     def check_hooks(self) -> None:
         """Raise InputError for a hook on a module whose inside is cut into stages: nothing would call it.
 
-        A hook that the model's own library has registered belongs to its forward(), and its effect is in the graph.
+        A hook of the library that a module around it comes from belongs to forward() there: its effect is in the graph.
         """
         if self._traced_into and has_global_hooks():
             raise InputError(
@@ -92,13 +92,18 @@ class Validity:
             )
         for path, module in self._traced_into:
             hooks = [hook for kind in HOOKS for hook in module.__dict__[kind].values()]
-            if not all(_is_from_library(hook, self._model) for hook in hooks):
+            if hooks and not all(_is_from_library(hook, self._list_around(path)) for hook in hooks):
                 kept_whole = next((path for path, _ in self._whole), "a layer")
                 raise InputError(
                     f"submodule {path!r} has hooks, and its inside is cut into stages, so they would never run: keep "
                     f"it whole, fxsplit.leaf({path!r}) in passes=, put them on modules that stay whole, such as "
                     f"{kept_whole!r}, or remove them"
                 )
+
+    def _list_around(self, path: str) -> list[nn.Module]:
+        """Return the module at a path, with all modules around it."""
+        parts = path.split(".")
+        return [self._model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts) + 1)]
 
     def check_weights(self) -> None:
         """Raise InputError for a parameter or buffer without values, where the model was captured by shapes alone."""
@@ -143,12 +148,14 @@ class Validity:
         return [(m, str(n.target)) for m in modules for n in m.graph.nodes if n.op == "get_attr"]
 
 
-def _is_from_library(hook: Callable[..., Any], model: nn.Module) -> bool:
-    """Return whether a hook comes from the installed package that the model's class comes from."""
-    package = type(model).__module__.partition(".")[0]
+def _is_from_library(hook: Callable[..., Any], modules: Sequence[nn.Module]) -> bool:
+    """Return whether a hook comes from the installed package that the class of one of the modules comes from."""
+    package = (getattr(hook, "__module__", None) or "").partition(".")[0]
     # A user's own module is installed too, in an editable way, but not among the site packages.
     file = getattr(sys.modules.get(package), "__file__", None) or ""
-    return "site-packages" in file and getattr(hook, "__module__", "").partition(".")[0] == package
+    if "site-packages" not in file or package == "torch":
+        return False
+    return any(type(module).__module__.partition(".")[0] == package for module in modules)
 
 
 def _relink(module: nn.Module, model: nn.Module, path: str) -> None:

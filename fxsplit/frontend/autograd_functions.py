@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from fxsplit.errors import TraceError
 from fxsplit.torch_internals import pytree
-from fxsplit.torch_internals.patch import Method, patch_method
+from fxsplit.torch_internals.patch import Method, find_owner_of_apply, patch_method
 from fxsplit.torch_internals.rng import lend_draws
 from fxsplit.torch_internals.undo import Turn
 from fxsplit.torch_internals.vmap import is_transformed
@@ -95,7 +95,7 @@ def _replace_calls(replace: Callable[[Any, Call, tuple[Any, ...], dict[str, Any]
             )
         return replace(cls, apply, args, kwargs)
 
-    with patch_method(torch.autograd.Function, "apply", lambda apply: partial(call, apply)):
+    with patch_method(find_owner_of_apply(), "apply", lambda apply: partial(call, apply)):
         yield
 
 

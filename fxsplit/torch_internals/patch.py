@@ -10,8 +10,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
+from inspect import getattr_static
 from types import ClassMethodDescriptorType, ModuleType
 from typing import Any
+
+import torch
 
 from fxsplit.torch_internals.undo import undo_after
 
@@ -34,9 +37,9 @@ _patches = _Patches()
 def patch_method(owner: Owner, name: str, around: Callable[[Method], Method]) -> Iterator[None]:
     """Let this thread's calls of a method go to what `around` returns for it. Other threads' calls are unchanged.
 
-    `owner` is a class that defines the method itself, as a function or a classmethod, in Python or in C. `around` is
-    given a function whose first argument is the object, or the class. A module may be the owner of a function that its
-    own code calls by name. Blocks nest, and blocks of several threads may overlap in any way.
+    `owner` is a class that has the method, as a function or a classmethod, in Python or in C. `around` is given a
+    function whose first argument is the object, or the class. A module may be the owner of a function that its own code
+    calls by name. Blocks nest, and blocks of several threads may overlap in any way.
     """
     key = owner, name
     own = _install_dispatcher(owner, name)
@@ -46,12 +49,24 @@ def patch_method(owner: Owner, name: str, around: Callable[[Method], Method]) ->
         yield
 
 
+def find_owner_of_apply() -> type:
+    """Return the class whose `apply` every call of an autograd.Function comes to.
+
+    A function that was kept before, such as `act = Act.apply`, is torch's own apply() and no patch of it. If that is
+    written in Python, it calls the one of its base class.
+    """
+    function = torch.autograd.Function
+    is_python = hasattr(getattr(getattr_static(function, "apply"), "__func__", None), "__code__")
+    return function.__mro__[1] if is_python else function
+
+
 def _install_dispatcher(owner: Owner, name: str) -> Method:
     """Return the method itself, behind a dispatcher now if it was not yet."""
-    found = owner.__dict__[name]
+    found = getattr_static(owner, name)
     # A classmethod keeps its function there; one of C's, as torch 2.14 has them, is called with the class itself.
     function: Method = getattr(found, "__func__", found)
-    own: Method | None = getattr(function, "fxsplit_own", None)
+    # What a class inherits may be the dispatcher of the class above.
+    own: Method | None = getattr(function, "fxsplit_own", None) if name in vars(owner) else None
     if own is None:
         # Several threads may come here at once: the last one wins, and all dispatchers do the same.
         dispatch = _make_dispatcher((owner, name), function)

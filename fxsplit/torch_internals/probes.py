@@ -21,7 +21,7 @@ from fxsplit.torch_internals.grad_sums import differentiate, find_unshared
 from fxsplit.torch_internals.interpret import count_writes, get_storage_id
 from fxsplit.torch_internals.modes import Modes, read_hooks
 from fxsplit.torch_internals.needs import refuse
-from fxsplit.torch_internals.patch import patch_method
+from fxsplit.torch_internals.patch import find_owner_of_apply, patch_method
 from fxsplit.torch_internals.thread_modes import enter_dispatch_mode, enter_saved_hooks
 from fxsplit.torch_internals.words import learn_words
 
@@ -123,7 +123,7 @@ def _sees_functions() -> bool:
     """Try that the calls of autograd.Functions can be replaced, as front ends do."""
     seen: list[object] = []
     function = type("Seen", (torch.autograd.Function,), {})
-    with patch_method(torch.autograd.Function, "apply", lambda _: lambda *args: seen.extend(args)):
+    with patch_method(find_owner_of_apply(), "apply", lambda _: lambda *args: seen.extend(args)):
         function.apply(1)  # type: ignore[attr-defined]
     return seen == [function, 1]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,6 +104,40 @@ def test_a_replaced_submodule_is_compiled_again() -> None:
         model[2] = nn.Linear(8, 2)
         assert pipe(x).shape == (8, 2)
         torch.testing.assert_close(pipe(x), model(x))
+
+
+LIBRARY = """
+from torch import nn
+class Body(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 8)
+        self.first.register_forward_hook(double)
+    def forward(self, x):
+        return self.second(self.first(x))
+def double(module, args, out):
+    return out * 2
+"""
+
+
+def test_hooks_of_the_library_of_a_part_are_in_the_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of a text model under adapters, where another library's module is around the model."""
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "bodies.py").write_text(LIBRARY)
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    bodies = importlib.import_module("bodies")
+    torch.manual_seed(0)
+    model, x = nn.Sequential(bodies.Body(), nn.Linear(8, 3)), vectors()
+    with fxsplit.compile(model, 2, example_inputs=x, n_microbatches=2, passes=FAST) as pipe:
+        torch.testing.assert_close(pipe(x), model(x))
+        # That module is none of the library's, and neither are modules around it.
+        other = nn.Sequential(nn.Sequential(nn.Linear(8, 8)), bodies.Body())
+        other[0].register_forward_hook(bodies.double)
+    with (
+        fxsplit.compile(other, 2, n_microbatches=2, passes=FAST) as pipe,
+        pytest.raises(InputError, match="submodule '0' has hooks"),
+    ):
+        pipe(x)
 
 
 def test_hooks_that_would_not_run_are_refused() -> None:

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
+import fxsplit
 from fxsplit.errors import TraceError
 from fxsplit.frontend.autograd_functions import enter, leave, mark_functions, record_functions
+from tests.models import FAST
 
 
 class Thirds(torch.autograd.Function):
@@ -61,6 +63,48 @@ def test_a_marked_call_becomes_a_function_of_its_tensors() -> None:
     torch.autograd.backward([scaled.sum(), same.sum()])
     assert one.grad is not None and two.grad is not None
     assert (one.grad.tolist(), two.grad.tolist()) == ([3.0, 3.0], [5.0, 5.0])
+
+
+class Halves(torch.autograd.Function):
+    """Has a context of its own, and a number with a default."""
+
+    @staticmethod
+    def forward(x: Tensor, factor: float = 0.5) -> Tensor:
+        return torch.sin(x) * factor
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.factor = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * ctx.factor * 7, None
+
+
+halve: Any = Halves.apply  # as torch's own tutorials have it
+
+
+class UsesKept(nn.Module):
+    def __init__(self, decides: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.act, self.decides = nn.Linear(4, 4), nn.Linear(4, 4), halve, decides
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.decides and x.shape[1] > 4:
+            return x
+        out: Tensor = self.b(self.act(halve(self.a(x), 0.25)))
+        return out
+
+
+@pytest.mark.parametrize("decides", [False, True])
+def test_a_function_that_was_kept_before_is_recorded(decides: bool) -> None:
+    """`act = Act.apply` was no patch of it, so that the function's own backward was lost, and the model refused."""
+    torch.manual_seed(0)
+    model, x = UsesKept(decides).double(), torch.randn(6, 4).double()
+    with fxsplit.compile(model, 2, n_microbatches=2, passes=FAST) as pipe:
+        grads = (torch.autograd.grad(out.square().sum(), [*model.parameters()]) for out in (pipe(x), model(x)))
+        for found, wanted in zip(*grads, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
 
 
 def test_marks_carry_the_numbers_of_call_and_output() -> None:

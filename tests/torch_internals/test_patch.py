@@ -52,6 +52,15 @@ def test_blocks_nest_and_end() -> None:
     assert Base().named() == "own" and Base.named.__name__ == "named"
 
 
+def test_a_method_that_is_inherited_is_patched_for_the_class() -> None:
+    class More(Derived):
+        pass
+
+    with patch_method(Derived, "named", called("a")), patch_method(Derived, "made", called("b")):
+        assert (More().named(), More.made(), Base().named(), Base.made()) == ("a own", "b More", "own", "Base")
+    assert (More().named(), More.made()) == ("own", "More")
+
+
 def test_a_classmethod_of_c_is_patched() -> None:
     """The patch of torch 2.14's autograd.Function.apply was no classmethod, and so called it without the class."""
     with patch_method(Keys, "keyed", lambda own: lambda cls, keys: own(cls, keys + cls.__name__[0])):
