@@ -8,20 +8,18 @@ from typing import Any
 import torch
 from torch._functorch.vmap import lazy_load_decompositions  # type: ignore[attr-defined]
 
-_functorch = torch._C._functorch
-
 
 def run_vmap(body: Callable[..., Any], *values: Any) -> Any:
     """Return what a body returns, which begins and ends a vmap; one that fails leaves none under way in the thread."""
     lazy_load_decompositions()
-    before = _functorch.maybe_current_level()
+    before = torch._C._functorch.maybe_current_level()
     try:
         return body(*values)
     finally:
-        while _functorch.maybe_current_level() != before:
-            _functorch._vmap_decrement_nesting()
+        while torch._C._functorch.maybe_current_level() != before:
+            torch._C._functorch._vmap_decrement_nesting()
 
 
 def is_transformed() -> bool:
     """Return whether the calling thread is inside of a transform of torch.func."""
-    return _functorch.maybe_current_level() is not None
+    return torch._C._functorch.maybe_current_level() is not None
