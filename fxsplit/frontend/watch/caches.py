@@ -1,0 +1,92 @@
+"""Caches: values that a call makes once, for calls after it to use.
+
+A graph is made with empty caches, and each of its calls makes the values again. So it must be the same whether a cache
+is empty or filled by another call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxsplit.errors import InputError
+from fxsplit.frontend.no_trace_left import restore_assigned
+from fxsplit.frontend.subject import Runnable
+from fxsplit.frontend.watch.watch import Seen, Watch
+from fxsplit.ir.facts.agreement import is_close
+from fxsplit.ir.facts.python_state import Cached
+from fxsplit.torch_internals import pytree
+from fxsplit.torch_internals.containers import to_plain_outputs
+from fxsplit.torch_internals.fake_weights import keep_values
+from fxsplit.torch_internals.generators import keep_generators
+from fxsplit.torch_internals.interpret import preserve
+
+OTHER = 1.25
+"""By what weights are multiplied for a call with other weights."""
+
+
+def check_caches(here: Runnable, watch: Watch, caches: dict[Seen, Cached]) -> None:
+    """Note what the caches hold, which are filled now, if other calls fill them alike; `watch` can empty the caches.
+
+    Raises InputError if another call returns other outputs with the filled caches than with empty ones.
+    """
+    # Weights change between steps of a training; an evaluation may keep what it makes of them.
+    with _change_weights(here) if here.model.training else nullcontext():
+        with_filled = _call_on_others(here)
+        watch.put_back()
+        with_empty = _call_on_others(here)
+    if with_filled is None or with_empty is None:
+        return
+    now = watch.find_changes()
+    if not all(map(_is_alike, with_filled, with_empty)):
+        # The cache that another call fills otherwise, if there is any.
+        seen = next((s for s, cached in caches.items() if s in now and not cached.holds(now[s])), next(iter(caches)))
+        raise InputError(
+            f"forward() of {here.name} keeps in {seen.place.name} what its first call makes of inputs or weights, "
+            "and later calls use it; the pipeline would make it again in each call, of other inputs: call "
+            f"{here.name} once, then compile it"
+        )
+    watch.put_back()
+    with _change_weights(here):
+        _call_on_others(here)
+    now = watch.find_changes()
+    for seen, cached in caches.items():
+        if seen in now and cached.holds(now[seen]):
+            seen.cached = cached
+
+
+@contextmanager
+def _change_weights(here: Runnable) -> Iterator[None]:
+    """Let the parameters that are trained have other values inside the block."""
+    trained = [p for p in here.model.parameters() if p.requires_grad]
+    with keep_values(trained):
+        for weight in trained:
+            weight.data.mul_(OTHER)
+        yield
+
+
+def _call_on_others(here: Runnable) -> list[Any] | None:
+    """Return the flat outputs of a call on other values of the same shapes; None if the model fails on them."""
+    with (
+        keep_generators(),
+        keep_values(here.model.parameters()),
+        preserve(here.modules),
+        restore_assigned(here.model),
+    ):
+        try:
+            with torch.no_grad():
+                returned = here.run_model(*(t.roll(1) for t in here.clone_tensors()))
+        except Exception:  # whatever a model makes of values that it was not given
+            return None
+        return pytree.tree_leaves(to_plain_outputs(returned))
+
+
+def _is_alike(a: Any, b: Any) -> bool:
+    """Return whether two outputs are equal, but for rounding."""
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return type(a) is type(b)
+    return a.shape == b.shape and is_close(a, b)
