@@ -238,8 +238,8 @@ class Team:
             rank, name = odd[0]
             warn_user(
                 f"rank {rank} begins with other weights than rank {first}, such as {name!r}, and each stage keeps those"
-                " of its own rank, so that together they are the model of no rank: build the model from one seed on all "
-                "ranks, torch.manual_seed(0), or load the same weights on each"
+                " of its own rank, so that together they are the model of no rank: build the model from one seed on"
+                " all ranks, torch.manual_seed(0), or load the same weights on each"
             )
 
 
