@@ -88,11 +88,11 @@ def make_encoder(*, by_length: bool = False) -> Made:
     return ByLength(model) if by_length else model, {"tokens": torch.randint(TOKENS, (4, 16))}
 
 
-def make_llama(layers: int, width: int, rows: int = 8, length: int = 128) -> Made:
+def make_llama(layers: int, width: int, rows: int = 8, length: int = 128, vocabulary: int = 32000) -> Made:
     """Return a Llama without weights, and tokens with labels for it."""
     hub = _import_transformers()
     config = hub.LlamaConfig(
-        num_hidden_layers=layers, hidden_size=width, intermediate_size=width * 11 // 4, vocab_size=32000,
+        num_hidden_layers=layers, hidden_size=width, intermediate_size=width * 11 // 4, vocab_size=vocabulary,
         num_attention_heads=width // 64, num_key_value_heads=width // 64, use_cache=False,
     )  # fmt: skip
     with fxsplit.without_weights():
