@@ -23,6 +23,7 @@ from fxsplit.ir.facts.machine import Device, Machine, check_device_count
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.workload import Workload
 from fxsplit.ir.interrupts import lose_no_interrupt
+from fxsplit.ir.progress_bar import show_progress
 from fxsplit.planner import Options
 from fxsplit.planner.borders import compress_cuts
 from fxsplit.planner.planner import Planner
@@ -81,7 +82,8 @@ def plan(
     check_compress(compress)
     # A pipeline with compressed cuts has costs that say so.
     costs = costs if compress is None else compress_cuts(costs, compress)
-    found = Planner(costs, pins or {}, keep).plan(*lay_out(where, schedule, n_microbatches), options or Options())
+    with show_progress():
+        found = Planner(costs, pins or {}, keep).plan(*lay_out(where, schedule, n_microbatches), options or Options())
     return check_can_run(found)
 
 

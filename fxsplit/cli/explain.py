@@ -15,6 +15,8 @@ from fxsplit.errors import InputError, PlanError
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.plan import PROVEN, Plan
 from fxsplit.ir.facts.price import format_bytes
+from fxsplit.ir.progress import track
+from fxsplit.ir.progress_bar import show_progress
 
 SHOWN = 3
 """How many nodes of a stage, values of a cut, and idle devices are named."""
@@ -31,7 +33,10 @@ def main(arguments: argparse.Namespace) -> int:
     (count,) = counts
     plan = question.plan(count)
     stages = [_explain_stage(plan, n, question.profile.costs) for n in range(len(plan.stages))]
-    cuts = [_explain_cut(question, count, plan, n) for n in range(1, len(plan.stages))]
+    with show_progress():
+        cuts = [
+            _explain_cut(question, count, plan, n) for n in track(range(1, len(plan.stages)), "plans without a cut")
+        ]
     if arguments.json:
         print_json(question.answer(plan) | {"explained": {"stages": stages, "cuts": cuts}})
         return 0

@@ -25,6 +25,8 @@ from fxsplit.ir.facts.machine import MAX_DEVICES, Machine, check_device_count
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.price import COST_MODELS
 from fxsplit.ir.facts.workload import Workload
+from fxsplit.ir.progress import track
+from fxsplit.ir.progress_bar import show_progress
 from fxsplit.planner import Options
 from fxsplit.planner.baselines import BASELINES, plan_baseline
 from fxsplit.planner.borders import PLACES, check_modules, compress_cuts, list_modules
@@ -163,7 +165,8 @@ class Question:
 
         Raises NoFit where none fits, or where every plan runs a node where it cannot run.
         """
-        plan = check_can_run((planner or self.planner).plan(*self.lay_out(count), self.options))
+        with show_progress():
+            plan = check_can_run((planner or self.planner).plan(*self.lay_out(count), self.options))
         # A node that cannot run is given a time beyond all others, so it is the bottleneck where it cannot be avoided.
         if plan.bottleneck_ms >= self.profile.never_ms:
             raise NoFit("no plan fits: some node runs on hosts alone, and there is no host for it")
@@ -186,7 +189,8 @@ def main(arguments: argparse.Namespace) -> int:
         return _emit(question, counts)
     if arguments.to:
         raise InputError(f"--to {arguments.to}: it is where --emit titan writes")
-    plans = [(count, question.plan(count)) for count in counts]
+    with show_progress():
+        plans = [(count, question.plan(count)) for count in track(counts, "numbers of devices")]
     if arguments.json:
         answers = [question.answer(plan) | ({} if count is None else {"n_devices": count}) for count, plan in plans]
         print_json(answers[0] if len(answers) == 1 else {"curve": answers})

@@ -15,6 +15,7 @@ from fxsplit.formats.plan_json import read_plan
 from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.price import format_bytes
+from fxsplit.ir.progress_bar import show_progress
 from fxsplit.planner import Options
 from fxsplit.planner.planner import Planner
 from fxsplit.schedule import SCHEDULES, Schedule, Simulation, Times, generate, simulate, verify
@@ -127,7 +128,8 @@ def _plan_profile(arguments: argparse.Namespace, schedule: Schedule) -> Plan:
     profile = read(arguments.profile, by_bytes=arguments.bandwidth is not None)
     bytes_per_s = profile.bytes_per_s if arguments.bandwidth is None else arguments.bandwidth
     machine = Machine.planned(schedule.n_stages, bytes_per_s)
-    return Planner(profile.costs).plan(*lay_out(machine, n_microbatches=schedule.n_microbatches), Options())
+    with show_progress():
+        return Planner(profile.costs).plan(*lay_out(machine, n_microbatches=schedule.n_microbatches), Options())
 
 
 def _name_devices(plan: Plan | None, schedule: Schedule) -> tuple[str, ...]:

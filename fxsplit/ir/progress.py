@@ -24,6 +24,11 @@ def _ignore(what: str, done: int, total: int) -> None:
 _listener: ContextVar[Listener] = ContextVar("fxsplit progress listener", default=_ignore)
 
 
+def has_listener() -> bool:
+    """Return whether somebody listens to the progress of work here."""
+    return _listener.get() is not _ignore
+
+
 @contextmanager
 def listen(listener: Listener) -> Iterator[None]:
     """Send the progress of all work inside the block to `listener`, in place of the listener outside of it."""

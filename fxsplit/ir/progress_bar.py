@@ -1,15 +1,16 @@
-"""The bars that show the progress of long work on a terminal; see `fxsplit.ir.progress` for the work's side."""
+"""The bars that show the progress of long work, on a terminal or in a notebook; see `fxsplit.ir.progress`."""
 
 from __future__ import annotations
 
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, TextIO
 
-from fxsplit.ir.progress import listen, phase
+from fxsplit.ir.progress import has_listener, listen, phase
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -20,38 +21,97 @@ PATIENCE_S = 1.0
 
 @contextmanager
 def show_progress() -> Iterator[None]:
-    """Show on standard error what work inside the block takes over a second, and how far it is, on terminals alone."""
-    # A program without a console, such as pythonw, has no standard error at all.
-    if sys.stderr is None or not sys.stderr.isatty():
+    """Show what work inside the block takes over a second, and how far it is.
+
+    It is shown on standard error if that is a terminal, and below the cell of a notebook. A notebook without ipywidgets
+    has a line of text for each phase. Anywhere else nothing is shown. A block inside of another shares its bars.
+    """
+    shown: _Bars | _Lines
+    if has_listener():
         yield
         return
-    bars = _Bars(sys.stderr)
+    # A program without a console, such as pythonw, has no standard error at all.
+    if is_notebook():
+        shown = _Bars(None) if find_spec("ipywidgets") else _Lines(sys.stderr)
+    elif sys.stderr is not None and sys.stderr.isatty():
+        shown = _Bars(sys.stderr)
+    else:
+        yield
+        return
     try:
-        with listen(bars.hear):
+        with listen(shown.hear):
             yield
     finally:
-        bars.stop()
+        shown.stop()
 
 
 @contextmanager
 def show_phase(what: str) -> Iterator[None]:
-    """Show on standard error that the block takes over a second, on terminals alone."""
+    """Show that the block takes over a second, if that can be shown (see show_progress)."""
     with show_progress(), phase(what):
         yield
+
+
+def is_notebook() -> bool:
+    """Return whether this program runs in the cells of a notebook."""
+    # IPython is never loaded for this: a program in a notebook has it.
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    # A kernel has a link to the notebook; IPython in a terminal has none.
+    return getattr(shell, "kernel", None) is not None
+
+
+class _Lines:
+    """A line of text for each phase that takes long, and for counted work."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._lock = stream, threading.Lock()
+        self._begin = time.monotonic()
+        self._timers: dict[str, threading.Timer] = {}
+        self._told: set[str] = set()
+
+    def hear(self, what: str, done: int, total: int) -> None:
+        """Take note of progress, from whichever thread."""
+        if done == 0:
+            self._timers[what] = _start_timer(self._tell, f"{what} ...")
+        elif what in self._timers:
+            self._timers.pop(what).cancel()
+        elif time.monotonic() - self._begin >= PATIENCE_S:
+            self._tell(f"{what}: {total} in all ...")
+
+    def stop(self) -> None:
+        """Show nothing any more."""
+        for timer in self._timers.values():
+            timer.cancel()
+
+    def _tell(self, text: str) -> None:
+        """Print a line once."""
+        with self._lock:
+            if text not in self._told:
+                self._told.add(text)
+                print(text, file=self._stream, flush=True)
+
+
+def _start_timer(show: Callable[[str], None], what: str) -> threading.Timer:
+    """Return a timer that shows something as soon as it has taken long enough."""
+    timer = threading.Timer(PATIENCE_S, show, [what])
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 class _Bars:
     """One line for each phase that is going on, and a bar for work whose items are counted."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO | None) -> None:
+        """Show bars on a terminal's stream, or in a notebook if there is none."""
         # rich takes a tenth of a second to load, which programs without a terminal need not wait for.
         from rich.console import Console
         from rich.progress import Progress
 
         # The stream of now, and no other one in its place: phases redirect standard error, to which others print.
-        self._progress = Progress(
-            console=Console(file=stream), transient=True, redirect_stdout=False, redirect_stderr=False
-        )
+        console = Console(file=stream) if stream else Console(force_jupyter=True)
+        self._progress = Progress(console=console, transient=True, redirect_stdout=False, redirect_stderr=False)
         self._begin = time.monotonic()
         self._lock = threading.Lock()
         self._tasks: dict[str, TaskID] = {}
@@ -78,10 +138,7 @@ class _Bars:
 
     def _begin_phase(self, what: str) -> None:
         """Show a phase as soon as it has taken long enough: nothing tells of it until it ends."""
-        timer = threading.Timer(PATIENCE_S, self._show_phase, [what])
-        timer.daemon = True
-        self._phases[what] = timer
-        timer.start()
+        self._phases[what] = _start_timer(self._show_phase, what)
 
     def _show_phase(self, what: str) -> None:
         """Show a phase that is going on, without an end in sight."""

@@ -23,7 +23,6 @@ from fxsplit.planner.clock import Clock
 from fxsplit.planner.contraction import contract_costless_nodes
 from fxsplit.planner.kernels import prefer_compiled
 from fxsplit.planner.lattice import antichains, enumerate_ideals
-from fxsplit.planner.search import beats
 from fxsplit.planner.sequence import sequence_states
 from fxsplit.planner.solve import Options, Task, bound_by_work, partition, pose_problems
 
@@ -33,7 +32,6 @@ __all__ = [
     "Task",
     "antichains",
     "enumerate_ideals",
-    "beats",
     "bound_by_work",
     "contract_costless_nodes",
     "partition",

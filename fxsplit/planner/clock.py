@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
@@ -39,6 +39,11 @@ class Clock:
     def over(self) -> bool:
         """Whether the deadline has passed."""
         return time.monotonic() >= self.deadline
+
+    def halve(self) -> Clock:
+        """Return a clock that ends after half of the time that is left."""
+        now = time.monotonic()
+        return replace(self, deadline=now + (self.deadline - now) / 2)
 
     def check(self) -> None:
         """Raise OutOfTime when the deadline has passed."""

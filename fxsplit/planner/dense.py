@@ -67,10 +67,11 @@ def best_path(
     too much work for the devices before them, and those that leave too much for the devices after them.
     """
     line = first_order(chains)
+    # With loads of about the size of the optimum, sums lose fewer digits.
+    problem = problem.under(upper)
     rough = _on_line(problem, line, upper)
     if rough is not None:
         upper = max(problem.loads(rough))
-        # With loads of about the size of the optimum, sums lose fewer digits.
         closer = problem.under(upper)
         if closer is not problem:
             rough = _on_line(closer, line, upper) or rough
@@ -99,7 +100,7 @@ def _on_line(problem: Problem, line: list[int], upper: float) -> Path | None:
     # An even split bounds how slow the best chain may be, which rules out most pairs.
     states, below = np.array(line, np.int64), np.tri(len(line), k=-1, dtype=np.bool_).T
     upper = min(upper, float(np.nextafter(_even(problem, states) * SLACK, inf)))
-    return _solve_fitting(problem, below, states, upper, Clock())
+    return _solve_fitting(problem.under(upper), below, states, upper, Clock())
 
 
 def _even(problem: Problem, line: NDArray[np.int64]) -> float:

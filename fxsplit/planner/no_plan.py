@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 import numpy as np
 
@@ -11,11 +12,13 @@ from fxsplit.ir.facts.antichains import Antichains
 from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.facts.price import format_bytes
 from fxsplit.planner.clock import Clock, OutOfTime
+from fxsplit.planner.kernels import SMALL
 from fxsplit.planner.problem import Path, Problem
-from fxsplit.planner.search import find_any, minimise
+from fxsplit.planner.search import Found, find_any, minimise
 
-NEAR_BYTES, NEAR = 0.5, 1e-6
-"""The least excess of memory is looked for up to so many bytes, or so large a share of it."""
+NEAR_BYTES, NEAR, NEAR_IN_LARGE = 0.5, 1e-6, 1e-3
+"""The least excess of memory is looked for up to so many bytes, or so large a share of it: a larger one in a large
+lattice, where each test takes a second."""
 
 
 def explain_misfit(
@@ -45,11 +48,16 @@ def explain_misfit(
     tries: list[tuple[float, list[float], Path]] = []
     try:
         # Without memory limits only pins, and the number of stages, can rule a chain out.
-        possible = [p for p in problems if minimise(p.without_memory(), chains, clock) is not None]
-        for problem in possible:
-            path = find_least_excess(problem, chains, clock)
-            excess = list_excess(problem, path)
-            tries.append((max(excess), excess, path))
+        possible = [p for p in problems if find_any(p.without_memory(), chains, clock) is not None]
+        # Of more stages each holds less, so few numbers of stages after the largest come closer.
+        for problem in sorted(possible, key=lambda problem: -problem.moves.n_stages):
+            nearest = min(tries)[0] if tries else inf
+            # By the sums alone, which are never above what a stage holds.
+            found = minimise(problem.for_excess(), chains, clock, upper=nearest)
+            if found is not None:
+                path = find_least_excess(problem, chains, clock, found)
+                excess = list_excess(problem, path)
+                tries.append((max(excess), excess, path))
     except OutOfTime:
         return NoFit(
             f"no plan fits{some}; allow more time (partition{{time_limit=}}) to be told which stage is short of memory"
@@ -81,19 +89,24 @@ def explain_misfit(
     )
 
 
-def find_least_excess(problem: Problem, chains: Antichains, clock: Clock) -> Path:
-    """Return the chain whose stages exceed the memory of their devices by the fewest bytes."""
-    found = minimise(problem.for_excess(), chains, clock)
-    assert found is not None  # a chain was found without memory, and it is one here too
+def find_least_excess(problem: Problem, chains: Antichains, clock: Clock, found: Found) -> Path:
+    """Return the chain whose stages exceed the memory of their devices by the fewest bytes.
+
+    `found` is that chain by the sums alone, which are never above what a stage holds.
+    """
     best, least, most = found.path, found.lower, max(list_excess(problem, found.path))
-    # The sums alone are a lower bound. Devices that are larger by a trial tell whether some chain has less.
-    while most - least > max(NEAR_BYTES, NEAR * abs(most)):
-        middle = (least + most) / 2
-        path = find_any(problem.with_more_memory(middle), chains, clock)
+    # Devices that are larger by a trial tell whether some chain has less. Just below the best first: most often the
+    # chain by the sums is the best, and one refusal is the proof.
+    bisect = False
+    share = NEAR if len(problem) <= SMALL else NEAR_IN_LARGE
+    while (near := max(NEAR_BYTES, share * abs(most))) < most - least:
+        trial = (least + most) / 2 if bisect else most - near
+        bisect = not bisect
+        path = find_any(problem.with_more_memory(trial), chains, clock)
         if path is None:
-            least = middle
+            least = trial
         else:
-            best, most = path, min(middle, max(list_excess(problem, path)))
+            best, most = path, min(trial, max(list_excess(problem, path)))
     return best
 
 

@@ -19,11 +19,11 @@ from fxsplit.ir.facts.pins import Pins, find_nodes, suggest_names
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.states import States
 from fxsplit.ir.facts.workload import Workload
+from fxsplit.ir.progress import phase
 from fxsplit.planner.clock import Clock
 from fxsplit.planner.lattice import enumerate_ideals
-from fxsplit.planner.search import beats
 from fxsplit.planner.sequence import sequence_states
-from fxsplit.planner.solve import Options, Task, bound_by_work, partition, pose_problems
+from fxsplit.planner.solve import Misfit, Options, Task, bound_by_work, find_plan, search
 
 MAX_STATES = 1_000_000
 """Ideals to enumerate at most, where nothing else is stated."""
@@ -48,18 +48,20 @@ def plan_stages(task: Task, chains: Antichains, states: States, enumerate_again:
     # Nodes joined to neighbours cannot have a stage of their own. That loses nothing unless every device is to have a
     # stage and a plan that leaves one idle would be faster.
     if chains.joined and (
-        isinstance(best, PlanError) or (task.options.use_all and _is_beaten(best, task, chains, states, clock))
+        not isinstance(best, Plan) or (task.options.use_all and _is_beaten(best, task, chains, states, clock))
     ):
         best = _take_better(best, _attempt(task, *enumerate_again(True), clock), task)
+    if isinstance(best, Misfit):
+        raise best.explain()
     if isinstance(best, PlanError):
         raise best
     return best
 
 
-def _attempt(task: Task, chains: Antichains, states: States, clock: Clock) -> Plan | PlanError:
+def _attempt(task: Task, chains: Antichains, states: States, clock: Clock) -> Plan | Misfit | PlanError:
     """Return the best plan among some states, or why there is none."""
     try:
-        return partition(task, chains, states, clock)
+        return find_plan(task, chains, states, clock)
     except PlanError as error:
         return error
 
@@ -68,10 +70,13 @@ def _is_beaten(plan: Plan, task: Task, chains: Antichains, states: States, clock
     """Return whether some plan that leaves devices idle is faster than `plan`, which leaves none idle."""
     # A plan on fewer devices leaves more freedom, so it bounds what joining may have lost.
     idle = replace(task, options=replace(task.options, use_all=False))
-    return any(beats(problem, chains, plan.bottleneck_ms, clock) for problem in pose_problems(idle, chains, states))
+    faster = search(idle, chains, states, clock, upper=plan.bottleneck_ms)
+    return faster.best is not None or faster.hurried
 
 
-def _take_better(joined: Plan | PlanError, whole: Plan | PlanError, task: Task) -> Plan | PlanError:
+def _take_better(
+    joined: Plan | Misfit | PlanError, whole: Plan | Misfit | PlanError, task: Task
+) -> Plan | Misfit | PlanError:
     """Return the better of a plan with nodes joined and one without, bounded by what is known of all nodes."""
     if not isinstance(joined, Plan) or (isinstance(whole, Plan) and whole.bottleneck_ms <= joined.bottleneck_ms):
         return whole
@@ -126,10 +131,11 @@ class Planner:
         if known is None or (known[0].slack is not None and len(known[0].blocks) < len(machine)):
             begin = time.perf_counter()
             costs = self._constrained
-            chains = enumerate_ideals(
-                costs, machine, self._pinned, self.max_states, join=not whole, ms_per_byte=ms_per_byte
-            )
-            known = chains, sequence_states(costs, chains)
+            with phase(f"enumerating states of {len(costs.nodes)} nodes"):
+                chains = enumerate_ideals(
+                    costs, machine, self._pinned, self.max_states, join=not whole, ms_per_byte=ms_per_byte
+                )
+                known = chains, sequence_states(costs, chains)
             self._known[key] = known
             if not chains.joined:  # there was nothing to join, so these are all states too
                 self._known.setdefault((memory_bytes, True, 0.0), known)
@@ -147,6 +153,7 @@ class Planner:
                 machine, bool(self.never) or not task.interchangeable, task.reduce_ms_per_byte
             )
             again = partial(self.lattice, machine, ms_per_byte=task.reduce_ms_per_byte)
-            return plan_stages(task, chains, states, again, clock)
+            with phase(f"planning for {len(machine)} devices"):
+                return plan_stages(task, chains, states, again, clock)
         finally:
             self.seconds["solve"] += time.perf_counter() - begin - (self.seconds["states"] - earlier)

@@ -25,7 +25,7 @@ from fxsplit.ir.facts.workload import Workload
 from fxsplit.planner.allowed import list_allowed
 from fxsplit.planner.clock import Clock
 from fxsplit.planner.fitting import Refused, Scale
-from fxsplit.planner.kernels import fit
+from fxsplit.planner.kernels import run_counted
 from fxsplit.planner.kernels.separable import reach, reach_bounded
 from fxsplit.planner.kernels.tables import IDLE, NO_BANS, NO_NEEDS, Bools, Floats, Ints, Tables
 from fxsplit.planner.moves import Move, Moves, powers
@@ -108,7 +108,7 @@ class Problem:
         if t.launch.size and not bounded:
             # No start is worse than another for its memory alone where memory has no limit.
             t = t._replace(space_start=t.launch, space_end=t.launch, space_low=t.launch)
-        return fit(reach_bounded if bounded or t.launch.size else reach, len(self))(t, threshold, steps)
+        return run_counted(reach_bounded if bounded or t.launch.size else reach, len(self), steps, t, threshold)
 
     def trace(self, origin: Ints, via: Ints) -> Path | None:
         """Return the chain that two tables (by configuration and state) lead back along, or None where none is full."""

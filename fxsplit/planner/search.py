@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
+
+import numpy as np
 
 from fxsplit.ir.facts.antichains import Antichains
 from fxsplit.planner.clock import Clock, OutOfTime
@@ -33,35 +36,45 @@ class Found:
     lower: float
 
 
-def minimise(problem: Problem, chains: Antichains, clock: Clock | None = None) -> Found | None:
-    """Return the chain of states whose slowest stage is fastest, or None when no chain fits.
+def minimise(
+    problem: Problem, chains: Antichains, clock: Clock | None = None, *, lower: float = 0.0, upper: float = inf
+) -> Found | None:
+    """Return the chain of states whose slowest stage is fastest, or None when no chain below `upper` ms fits.
 
     Small lattices are solved by definition (dense.py). In large ones the chains of one topological order come first,
     of which the best is often the best of all. Then thresholds are tested, between the lower bound and just below the
-    best so far, until nothing is left between them. When time is up the best so far is returned; raises OutOfTime where
-    there is none.
+    best so far, until nothing is left between them. No chain beats `lower` ms, as the caller knows. When time is up the
+    best so far is returned; raises OutOfTime where there is none.
     """
     clock = clock or Clock()
+    lower = max(lower, problem.lower_bound())
+    below = upper - SLACK * abs(upper) if upper < inf else inf
+    if lower > below:
+        return None
     if len(problem) <= SMALL:
-        path, proven = best_path(problem, chains, clock=clock)
+        path, proven = best_path(problem, chains, below, clock)
         if path is None and not proven:
             raise OutOfTime
         if path is None:
             return None
         load = max(problem.loads(path))
-        return Found(path, load, load if proven else min(problem.lower_bound(), load))
+        return Found(path, load, load if proven else min(lower, load))
+    if upper < inf:
+        # Most chains that are to beat another one do not: a single refusal tells, and no good chain is needed for it.
+        rough = problem.under(upper).test(below, clock)
+        return None if rough is None else _by_thresholds(problem, clock, rough, lower)
     rough = best_line(problem, chains)
     # Where the dense solver cannot take a line, because it is long, thresholds on the line do.
     if rough is None and len(problem) > len(chains.blocks) + 1:
         order = first_order(chains)
-        line = _by_thresholds(problem.restricted(order), Clock(), None)
+        on_line = problem.restricted(order)
+        line = _by_thresholds(on_line, Clock(), None, on_line.lower_bound())
         rough = None if line is None else [(order[state], move) for state, move in line.path]
-    return _by_thresholds(problem, clock, rough)
+    return _by_thresholds(problem, clock, rough, lower)
 
 
-def _by_thresholds(problem: Problem, clock: Clock, best: Path | None) -> Found | None:
-    """Return the best chain by tests of thresholds; `best` is a good chain, if one is known."""
-    lower = problem.lower_bound()
+def _by_thresholds(problem: Problem, clock: Clock, best: Path | None, lower: float) -> Found | None:
+    """Return the best chain by tests of thresholds; `best` is a good chain, if one is known, and none beats `lower`."""
     best = best or _climb(problem, lower, clock)
     if best is None:
         return None
@@ -86,20 +99,6 @@ def _by_thresholds(problem: Problem, clock: Clock, best: Path | None) -> Found |
     return Found(best, upper, min(lower, upper))
 
 
-def beats(problem: Problem, chains: Antichains, load: float, clock: Clock | None = None) -> bool:
-    """Return whether some chain's slowest stage is faster than `load` ms; when time is up, whether that might be so."""
-    below = load - SLACK * abs(load)
-    if problem.lower_bound() > below:
-        return False
-    if len(problem) <= SMALL:
-        path, proven = best_path(problem, chains, below, clock or Clock())
-        return path is not None or not proven
-    try:
-        return problem.under(load).test(below, clock) is not None
-    except OutOfTime:
-        return True
-
-
 def find_any(problem: Problem, chains: Antichains, clock: Clock) -> Path | None:
     """Return a chain that fits, however slow, or None where there is none; raises OutOfTime."""
     if len(problem) > SMALL:
@@ -112,10 +111,11 @@ def find_any(problem: Problem, chains: Antichains, clock: Clock) -> Path | None:
 
 def _climb(problem: Problem, lower: float, clock: Clock) -> Path | None:
     """Return a chain not far from the best: thresholds rise until one allows a chain, as low ones are cheap to test."""
-    step = 0.01
+    # Under limits of memory there may be no chain at all, and tests are dear: few thresholds come before all loads.
+    times, step = (16, 0.04) if np.isfinite(problem.capacity).any() else (4, 0.01)
     while True:
         threshold = lower * (1 + step) if lower > 0 and step < 1e4 else ANYTHING
         found = problem.test(threshold, clock)
         if found is not None or threshold == ANYTHING:
             return found
-        step *= 4
+        step *= times

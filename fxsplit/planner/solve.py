@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -23,7 +23,7 @@ from fxsplit.planner.direct import pose_direct
 from fxsplit.planner.moves import list_moves
 from fxsplit.planner.no_plan import explain_misfit
 from fxsplit.planner.problem import Path, Problem, pose_problem
-from fxsplit.planner.search import Found, minimise
+from fxsplit.planner.search import SLACK, Found, minimise
 
 RECOMPUTE = ("never", "always", "auto")
 MOST_CELLS, MOST_BOUNDED = 2**26, 2**25
@@ -109,9 +109,22 @@ class Task:
         """Return which devices a search leaves idle: fewer than could be, where to try all takes too long."""
         n = len(self.machine)
         # Where a configuration counts stages there is one for each number, in a search for each number.
-        bounded = _stage_counts(self.costs, self.workload, self.machine, self.options) != [None]
+        bounded = self.stage_counts != [None]
         cells = n_states * n * (3 if len(set(self.machine.links)) > 1 else 1) * (n * n / 2 if bounded else 1)
         return "last" if self.idle == "any" and cells > (MOST_BOUNDED if bounded else MOST_CELLS) else self.idle
+
+    @cached_property
+    def stage_counts(self) -> list[int | None]:
+        """The numbers of stages to plan for; None is all at once, if memory does not depend on the number."""
+        unlimited = all(not isfinite(d.memory_bytes) for d in self.machine.devices)
+        held = bool(self.workload.versions) or any(n.kept_bytes or n.waiting_bytes for n in self.costs.nodes)
+        if self.options.costs.forwards:
+            held = held or any(n.output_bytes for n in self.costs.nodes)
+            held = held or any(i.output_bytes for i in self.costs.inputs)
+        if unlimited or not held:
+            return [None]
+        exactly = self.options.use_all and self.options.model != "replicated"
+        return [len(self.machine)] if exactly else list(range(1, len(self.machine) + 1))
 
     @property
     def recompute(self) -> str:
@@ -138,59 +151,170 @@ class Task:
         )
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What a search for the best plan has come to.
+
+    `best` is the fastest chain, None if no chain was found. No plan that the task allows beats `lower` ms. `complete`
+    tells whether all plans that the task allows were searched, `hurried` whether the time was too short for some.
+    `problems` are the problems that were searched.
+    """
+
+    best: Found | None
+    lower: float
+    complete: bool
+    hurried: bool
+    problems: tuple[Problem, ...]
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """No plan fits. To find out why takes longer than to find that out, and is done only if a user is told."""
+
+    task: Task
+    chains: Antichains
+    outcome: Outcome
+    clock: Clock
+
+    def explain(self) -> PlanError:
+        """Return the error that says by how much, and where."""
+        keeps = self.task.recompute == "never" and not self.task.workload.inference
+        machine, schedule, outcome = self.task.machine, self.task.workload.schedule, self.outcome
+        return explain_misfit(
+            outcome.problems, self.chains, machine, schedule, self.clock, complete=outcome.complete, keeps=keeps
+        )
+
+
 def partition(task: Task, chains: Antichains, states: States, clock: Clock | None = None) -> Plan:
     """Return the plan among these states whose slowest stage is fastest.
 
     Raises PlanError when none fits, saying by how much and where. `clock` is one that runs already, if not a new one.
     """
+    plan = find_plan(task, chains, states, clock or Clock.limited(task.options.time_limit))
+    if isinstance(plan, Misfit):
+        raise plan.explain()
+    return plan
+
+
+def find_plan(task: Task, chains: Antichains, states: States, clock: Clock) -> Plan | Misfit:
+    """Return the plan among these states whose slowest stage is fastest, or what tells why none fits.
+
+    Raises PlanError if there are too few blocks, or too little time.
+    """
     costs, machine, options = task.costs, task.machine, task.options
     _check_size(task, chains)
-    # A lower bound holds for all plans only if it is the smallest of the bounds for every number of stages.
-    clock = clock or Clock.limited(options.time_limit)
-    best: Found | None = None
-    lower, hurried = inf, False
-    posed = []
-    complete = chains.complete and task.choose_idle(len(states)) == task.idle
-    for problem in pose_problems(task, chains, states):
-        # With a plan at hand the rest of the numbers is not looked at, and the work alone bounds their plans.
-        if best is not None and clock.over:
-            lower = min(lower, bound_by_work(costs, machine))
-            break
-        posed.append(problem)
-        try:
-            found = minimise(problem, chains, clock)
-        except OutOfTime:
-            hurried, found = True, None
-            lower = min(lower, problem.lower_bound())
-        # The bound of a search among some states, or some ways to leave devices out, says nothing of others.
-        if complete:
-            lower = min(lower, inf if found is None else found.lower)
-        if found is not None and (best is None or found.load < best.load):
-            best = found
-    if best is None and hurried:
+    outcome = search(task, chains, states, clock)
+    best, lower = outcome.best, outcome.lower
+    if best is None and outcome.hurried:
         raise PlanError(f"no plan was found within time_limit={options.time_limit} s: allow more time, or fewer states")
     if best is None:
-        keeps = task.recompute == "never" and not task.workload.inference
-        raise explain_misfit(posed, chains, machine, task.workload.schedule, clock, complete=complete, keeps=keeps)
-    if task.choose_idle(len(states)) != task.idle:
-        lower = min(lower, _bound_any_idle(task, chains, states, clock))
-    elif not chains.complete:
-        lower = min(lower, *(_bound(problem, chains, best.load) for problem in posed))
+        return Misfit(task, chains, outcome, clock)
     # Price from the definition, on the graph: so no error of the search's sums reaches the plan.
     priced = price_split(costs, machine, task.workload, _split(costs, chains, best.path), options.costs)
     reached = max(s.load_ms for s in priced)
     if chains.slack is not None:
         # Keeping light nodes together may empty a stage, so plans that leave devices idle bound those that do not.
-        idle = list(pose_problems(replace(task, options=replace(options, use_all=False)), chains, states))
-        bounds = [_lower_bound(p, chains, clock) for p in idle]
-        lower = max(min([lower, *bounds]) - task.bound_slack_ms(chains.slack), bound_by_work(costs, machine))
+        if options.use_all:
+            idle = replace(task, options=replace(options, use_all=False))
+            lower = min(lower, search(idle, chains, states, clock, upper=lower).lower)
+        lower = max(lower - task.bound_slack_ms(chains.slack), bound_by_work(costs, machine))
     # What the search says holds of these costs only if the states are the planner's own, and sum up these costs.
     sound = chains.enumerated and isclose(best.load, reached, rel_tol=PROVEN)
     lower = lower if sound else bound_by_work(costs, machine)
-    proven = sound and complete and best.load - lower <= 1e-9 * reached
+    proven = sound and outcome.complete and best.load - lower <= 1e-9 * reached
     bound_ms = reached if proven else min(lower, reached)
     plan = Plan.of(priced, costs, machine, task.workload, options.costs, lower_bound_ms=bound_ms, n_states=len(chains))
     return plan.prove("search" if proven else "bound")
+
+
+def search(task: Task, chains: Antichains, states: States, clock: Clock, upper: float = inf) -> Outcome:
+    """Return the fastest chain below `upper` ms over all numbers of stages, and a load in ms that no plan beats.
+
+    What a stage holds depends on how many stages there are, so limits of memory take a search for each number. Without
+    these limits one search is enough, which is much faster. Its best chain bounds all others, and is the best of all if
+    it fits. If it does not fit, the other searches begin with its number of stages: few chains beat what they find.
+    """
+    bounded = task.stage_counts != [None]
+    free = replace(task, machine=task.machine.lift_memory_limits()) if bounded else task
+    (problem,) = pose_problems(free, chains, states)
+    hurried, best = False, None
+    try:
+        best = minimise(problem, chains, clock.halve() if bounded else clock, upper=upper)
+    except OutOfTime:
+        hurried = True
+    every = chains.complete and free.choose_idle(len(states)) == free.idle
+    lower = _bound(free, problem, best, chains, states, upper=upper, hurried=hurried)
+    if not bounded or (best is None and not hurried) or (best is not None and _fits(task, chains, best.path)):
+        # The reason why nothing fits is asked of the problems with their limits.
+        failed = best is None and upper == inf and bounded
+        problems = tuple(pose_problems(task, chains, states)) if failed else (problem,)
+        return Outcome(best, lower, every, hurried, problems)
+    n_stages = None if best is None else len(best.path)
+    return _search_counts(task, chains, states, clock, Outcome(None, lower, every, hurried, ()), upper, n_stages)
+
+
+def _search_counts(
+    task: Task,
+    chains: Antichains,
+    states: States,
+    clock: Clock,
+    free: Outcome,
+    upper: float,
+    n_stages: int | None,
+) -> Outcome:
+    """Return the fastest chain that fits, from a search for each number of stages, those near to `n_stages` first.
+
+    `free` is what a search without limits of memory has come to.
+    """
+    numbers = [n for n in task.stage_counts if n is not None]
+    counts = sorted(numbers, key=lambda n: (abs(n - (n_stages or numbers[-1])), -n))
+    best: Found | None = None
+    least, hurried, posed = inf, False, []
+    for problem in pose_problems(task, chains, states, counts):
+        # With a plan at hand the rest of the numbers is not looked at.
+        if best is not None and clock.over:
+            least = free.lower
+            break
+        posed.append(problem)
+        # A device stays idle unless it makes the plan faster: fewer stages win if they are as fast.
+        fewer = best is not None and problem.moves.n_stages < len(best.path)
+        limit = upper if best is None else best.load * (1 + 2 * SLACK) if fewer else best.load
+        try:
+            found = minimise(problem, chains, clock, lower=free.lower, upper=limit)
+        except OutOfTime:
+            hurried, least = True, min(least, free.lower, problem.lower_bound())
+            continue
+        if found is not None:
+            best, least = found, min(least, found.lower)
+    # A search among some states, or some ways to leave devices out, bounds no others.
+    complete = chains.complete and task.choose_idle(len(states)) == task.idle
+    lower = max(free.lower, min(least, upper)) if complete else free.lower
+    return Outcome(best, lower, complete, hurried, tuple(posed))
+
+
+def _bound(
+    task: Task, problem: Problem, best: Found | None, chains: Antichains, states: States, *, upper: float, hurried: bool
+) -> float:
+    """Return a load in ms that no plan beats, also none that the search for `best` below `upper` did not look at."""
+    least = bound_by_work(task.costs, task.machine)
+    # A search that leaves only the last devices idle says nothing of plans that leave others idle.
+    if task.choose_idle(len(states)) != task.idle:
+        return least
+    if not chains.complete:
+        # The states of one order say nothing of others.
+        if chains.levels is None:
+            return max(least, problem.lower_bound())
+        return max(least, level_bound(problem, chains.levels, upper if best is None else best.load))
+    if best is None:
+        return max(least, problem.lower_bound()) if hurried else upper
+    return max(least, best.lower)
+
+
+def _fits(task: Task, chains: Antichains, path: Path) -> bool:
+    """Return whether every stage of a chain fits into the memory of its devices."""
+    devices = task.machine.devices
+    stages = price_split(task.costs, task.machine, task.workload, _split(task.costs, chains, path), task.options.costs)
+    return all(stage.memory_bytes <= devices[d].memory_bytes for stage in stages for d in stage.devices)
 
 
 def bound_by_work(costs: Costs, machine: Machine) -> float:
@@ -203,32 +327,6 @@ def bound_by_work(costs: Costs, machine: Machine) -> float:
     return max(costs.compute_ms / sum(d.speed for d in machine.devices), costs.launch_ms / len(machine))
 
 
-def _bound(problem: Problem, chains: Antichains, load: float) -> float:
-    """Return a load in ms that no chain beats, also none of states that were not enumerated."""
-    return problem.lower_bound() if chains.levels is None else level_bound(problem, chains.levels, load)
-
-
-def _bound_any_idle(task: Task, chains: Antichains, states: States, clock: Clock) -> float:
-    """Return a load in ms that no plan beats, whichever devices it leaves idle: the best load if memory were free."""
-    devices = tuple(replace(d, memory_bytes=inf) for d in task.machine.devices)
-    unbounded = replace(task, machine=replace(task.machine, devices=devices))
-    least = bound_by_work(task.costs, task.machine)
-    # The states of one order, and searches that leave only the last devices idle, say nothing of others.
-    if not chains.complete or unbounded.choose_idle(len(states)) != unbounded.idle:
-        return least
-    problems = pose_problems(unbounded, chains, states)
-    return max(least, min(_lower_bound(problem, chains, clock) for problem in problems))
-
-
-def _lower_bound(problem: Problem, chains: Antichains, clock: Clock) -> float:
-    """Return a load in ms that no chain of a problem beats, infinite where no chain exists."""
-    try:
-        found = minimise(problem, chains, clock)
-    except OutOfTime:
-        return problem.lower_bound()
-    return inf if found is None else found.lower
-
-
 def _split(costs: Costs, chains: Antichains, path: Path) -> Split:
     """Return the stages of a chain of states, each with its nodes in graph order."""
     # From the last stage to the first: a block belongs to the first state that holds it.
@@ -239,12 +337,17 @@ def _split(costs: Costs, chains: Antichains, path: Path) -> Split:
     return [(names, move.devices, move.recompute) for names, (_, move) in zip(nodes, path, strict=True)]
 
 
-def pose_problems(task: Task, chains: Antichains, states: States) -> Iterator[Problem]:
-    """Yield the search problems of which the best answer is the plan: one for each number of stages, or one for all."""
+def pose_problems(
+    task: Task, chains: Antichains, states: States, counts: Sequence[int | None] | None = None
+) -> Iterator[Problem]:
+    """Yield the search problems of which the best answer is the plan: one for each number of stages, or one for all.
+
+    `counts` are the numbers of stages in the order to search them, all that the task allows if not given.
+    """
     # What a stage holds in memory depends on the schedule, and so on how many stages come after it.
     machine, options, pinned = task.machine, task.options, task.pinned
     idle = task.choose_idle(len(states))
-    for n_stages in _stage_counts(task.costs, task.workload, machine, options):
+    for n_stages in task.stage_counts if counts is None else counts:
         replicated = options.model == "replicated"
         # Equal devices are one type in a free order, unless something is pinned to one of them.
         named = frozenset(pinned.values())
@@ -259,18 +362,6 @@ def pose_problems(task: Task, chains: Antichains, states: States) -> Iterator[Pr
                 problem, task.costs, chains, machine, options.costs, interchangeable=task.interchangeable
             )
         yield problem
-
-
-def _stage_counts(costs: Costs, workload: Workload, machine: Machine, options: Options) -> list[int | None]:
-    """Return the numbers of stages to plan for; None is all at once, where memory does not depend on the number."""
-    unlimited = all(not isfinite(d.memory_bytes) for d in machine.devices)
-    held = bool(workload.versions) or any(n.kept_bytes or n.waiting_bytes for n in costs.nodes)
-    if options.costs.forwards:
-        held = held or any(n.output_bytes for n in costs.nodes) or any(i.output_bytes for i in costs.inputs)
-    if unlimited or not held:
-        return [None]
-    exactly = options.use_all and options.model != "replicated"
-    return [len(machine)] if exactly else list(range(1, len(machine) + 1))
 
 
 def _number(chains: Antichains, names: frozenset[str]) -> list[int]:

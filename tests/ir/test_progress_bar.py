@@ -6,14 +6,16 @@ import io
 import sys
 import threading
 from contextlib import redirect_stderr
+from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 import fxsplit
-from fxsplit.ir.progress import phase, track
-from fxsplit.ir.progress_bar import show_progress
+from fxsplit.ir.progress import listen, phase, track
+from fxsplit.ir.progress_bar import is_notebook, show_progress
 
 PASSES = "pass profile", "pass augment", "pass order", "pass partition"
 
@@ -86,6 +88,68 @@ def test_the_phases_of_a_compile_have_names(monkeypatch: pytest.MonkeyPatch) -> 
     assert [n for n in names if n.startswith("pass ")][:4] == [
         f"pass {p}" for p in ("profile", "augment", "order", "partition")
     ]
+
+
+class Kernel:
+    """What IPython hands out in a notebook."""
+
+    kernel = object()
+
+
+def in_a_notebook(monkeypatch: pytest.MonkeyPatch, *, widgets: bool) -> None:
+    """Make this process look like the kernel of a notebook, with ipywidgets or without."""
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=Kernel))
+    found = {"ipywidgets": object() if widgets else None}
+    monkeypatch.setattr("fxsplit.ir.progress_bar.find_spec", found.__getitem__)
+
+
+def test_a_notebook_without_widgets_has_a_line_for_each_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fxsplit.ir.progress_bar.PATIENCE_S", 0.0)
+    file = Terminal("planning")
+    monkeypatch.setattr(sys, "stderr", file)
+    in_a_notebook(monkeypatch, widgets=False)
+    with show_progress():
+        for _ in range(2):
+            with phase("planning"):
+                assert file.shown.wait(60)
+        assert list(track("abc", "profiling")) == ["a", "b", "c"]
+    assert file.getvalue() == "planning ...\nprofiling: 3 in all ...\n"
+
+
+def test_a_notebook_with_widgets_has_bars(monkeypatch: pytest.MonkeyPatch) -> None:
+    consoles: list[bool] = []
+
+    def make_console(*, force_jupyter: bool) -> Console:
+        consoles.append(force_jupyter)
+        return Console()
+
+    in_a_notebook(monkeypatch, widgets=True)
+    monkeypatch.setattr("rich.console.Console", make_console)
+    with show_progress():
+        pass
+    assert consoles == [True]
+
+
+def test_ipython_in_a_terminal_is_no_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not is_notebook()
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=object))
+    assert not is_notebook()
+
+
+def test_a_block_inside_of_another_shares_its_bars(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[str] = []
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with listen(lambda what, done, total: heard.append(what)), show_progress():
+        assert list(track("a", "profiling")) == ["a"]
+    assert heard == ["profiling"]
+
+
+def test_planning_tells_what_takes_long() -> None:
+    costs = fxsplit.profile(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.randn(4, 4), n_microbatches=2)
+    told: list[str] = []
+    with listen(lambda what, done, total: told.append(what)):
+        fxsplit.plan(costs, 2)
+    assert f"enumerating states of {len(costs.nodes)} nodes" in told and "planning for 2 devices" in told
 
 
 def test_nothing_is_shown_where_nobody_looks(capfd: pytest.CaptureFixture[str]) -> None:

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from math import inf
+from typing import Any
 
 import pytest
 
 import fxsplit
-from fxsplit.errors import ChainError, NoFit
+from fxsplit.errors import ChainError, NoFit, PlanError
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.machine import Device, Machine
-from fxsplit.planner import Options, Task, antichains, bound_by_work, partition, pose_problems, sequence_states
+from fxsplit.planner import (
+    Options,
+    Task,
+    antichains,
+    bound_by_work,
+    no_plan,
+    partition,
+    pose_problems,
+    search,
+    sequence_states,
+    solve,
+)
+from fxsplit.planner.clock import Clock
+from fxsplit.planner.planner import Planner
+from fxsplit.planner.problem import Problem
+from fxsplit.planner.search import Found
 from tests.graphs import node, workload
 
 CHAIN = Costs(tuple(node(f"n{i}", [f"n{i - 1}"] if i else [], kept_bytes=1) for i in range(4)), (), ("n3",), rows=1)
@@ -125,3 +142,70 @@ def test_without_backwards_no_stage_recomputes(recompute: str) -> None:
         fxsplit.plan(CHAIN, machine, inference=True, options=Options(recompute=way)) for way in (recompute, "never")
     ]
     assert plans[0].stages == plans[1].stages and plans[0].bottleneck_ms == 2.0
+
+
+def unequal(memory_bytes: float, count: int = 4) -> Machine:
+    """Return devices of one size, joined by a fast and a slow link in turn."""
+    devices = tuple(Device(f"d{i}", memory_bytes=memory_bytes) for i in range(count))
+    return Machine(devices, tuple(1e6 if i % 2 else 1e9 for i in range(count - 1)))
+
+
+def count_searches(monkeypatch: pytest.MonkeyPatch, task: Task) -> tuple[list[int], float]:
+    """Return the number of stages of each problem that planning searches, 0 for all at once, and the bottleneck."""
+    searched: list[int] = []
+
+    def minimise_and_note(problem: Problem, *args: Any, **kwargs: Any) -> Found | None:
+        searched.append(problem.moves.n_stages)
+        return search.minimise(problem, *args, **kwargs)
+
+    monkeypatch.setattr(solve, "minimise", minimise_and_note)
+    chains = antichains(task.costs, 100)
+    return searched, partition(task, chains, sequence_states(task.costs, chains)).bottleneck_ms
+
+
+LONG = Costs(
+    tuple(
+        node(f"n{i}", [f"n{i - 1}"] if i else [], kept_bytes=10, parameter_bytes=200 if i < 2 else 50) for i in range(8)
+    ),
+    (),
+    ("n7",),
+    rows=1,
+)
+
+
+def test_one_search_is_enough_if_the_best_plan_without_limits_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = unequal(1e9)
+    searched, _ = count_searches(monkeypatch, Task(LONG, machine, workload(machine), Options(use_all=False)))
+    assert searched == [0]
+
+
+def test_numbers_of_stages_near_the_best_plan_without_limits_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    roomy = unequal(inf)
+    task = Task(LONG, roomy, workload(roomy), Options(use_all=False))
+    _, free_ms = count_searches(monkeypatch, task)
+    chains = antichains(LONG, 100)
+    free = partition(task, chains, sequence_states(LONG, chains))
+    # The best plan without limits is short of a byte, and only that.
+    tight = unequal(max(stage.memory_bytes for stage in free.stages) - 1)
+    searched, bound_ms = count_searches(monkeypatch, replace(task, machine=tight))
+    assert searched[:2] == [0, len(free.stages)] and sorted(searched) == [0, 1, 2, 3, 4] and bound_ms >= free_ms
+
+
+def test_why_nothing_fits_is_asked_only_if_a_user_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planning tries joined nodes first, and all nodes if that fails."""
+    asked: list[object] = []
+
+    def explain_and_note(*args: Any, **kwargs: Any) -> PlanError:
+        asked.append(args)
+        return no_plan.explain_misfit(*args, **kwargs)
+
+    monkeypatch.setattr(solve, "explain_misfit", explain_and_note)
+    machine = unequal(100)
+    with pytest.raises(NoFit, match="no plan fits in memory"):
+        Planner(LONG).plan(machine, workload(machine), Options(use_all=False))
+    assert len(asked) == 1
+
+
+def test_half_of_the_time_goes_to_the_search_without_limits() -> None:
+    clock = Clock.limited(100.0)
+    assert 49.0 < clock.halve().deadline - time.monotonic() <= 50.0 and Clock().halve().deadline == inf

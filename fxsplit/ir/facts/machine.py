@@ -213,6 +213,10 @@ class Machine(GivenFact):
         kinds = {(d.memory_bytes, d.speed, d.bytes_per_s, d.host) for d in self.devices}
         return len(kinds) == 1 and len(set(self.links)) <= 1
 
+    def lift_memory_limits(self) -> Machine:
+        """Return the same devices and links, with memory without limit."""
+        return replace(self, devices=tuple(replace(d, memory_bytes=inf) for d in self.devices))
+
     def bytes_per_ms(self, own: int, other: int) -> float:
         """Return the bandwidth with which device `own` exchanges values with `other`, in bytes per millisecond.
 

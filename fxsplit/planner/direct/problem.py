@@ -23,7 +23,7 @@ from fxsplit.ir.facts.price import CostModel
 from fxsplit.planner.clock import Clock
 from fxsplit.planner.dense import line_of, membership
 from fxsplit.planner.direct import kernels
-from fxsplit.planner.kernels import fit
+from fxsplit.planner.kernels import fit, run_counted
 from fxsplit.planner.kernels.lattice import live_bytes
 from fxsplit.planner.kernels.tables import IDLE, Bools, Floats, Ints, Lattice, Tensors
 from fxsplit.planner.moves import Moves
@@ -77,7 +77,8 @@ class DirectProblem(Problem):
 
     def reach(self, threshold: float, steps: int, *, closing: bool = True) -> tuple[Ints, Ints, int]:
         """Return the kernel's two tables for `trace`, and how many steps it took of at most `steps`."""
-        return fit(kernels.reach, len(self))(self._lattice, self.tables, self._tensors, closing, threshold, steps)
+        tables = self._lattice, self.tables, self._tensors
+        return run_counted(kernels.reach, len(self), steps, *tables, closing, threshold)
 
     def under(self, upper: float) -> DirectProblem:
         """Return the problem with no tensor so dear that small ones are lost in sums with it.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import inf
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -51,6 +52,30 @@ def test_enumeration_stops_at_the_cap_when_compiled(plain: None) -> None:
     part, _ = Planner(costs, max_states=4095).lattice(Machine.planned(2))
     assert whole.complete and len(whole) == 4096
     assert not part.complete and len(part) == 13
+
+
+def test_a_kernel_is_compiled_for_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of ideals says little of a kernel that looks at pairs of them."""
+    compiled: list[int] = []
+
+    def kernel(need: int, steps: int) -> tuple[Any, Any, int]:
+        return None, None, min(need, steps + 1)
+
+    def compile_kernel(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def machine_code(need: int, steps: int) -> tuple[Any, Any, int]:
+            compiled.append(steps)
+            return None, None, min(need, steps + 1)
+
+        return machine_code
+
+    monkeypatch.setattr(kernels, "compile_kernel", compile_kernel)
+    monkeypatch.setattr(kernels, "PLAIN_STEPS", 100)
+    # Small work stays plain, also if the caller's limit ends it.
+    assert kernels.run_counted(kernel, 10, 10**6, 40)[2] == 40
+    assert kernels.run_counted(kernel, 10, 20, 40)[2] == 21 and compiled == []
+    # What the process has spent counts, and the kernel starts again as machine code.
+    assert kernels.run_counted(kernel, 10, 10**6, 60)[2] == 60 and compiled == [10**6]
+    assert kernels.run_counted(kernel, 10, 500, 1)[2] == 1 and compiled == [10**6, 500]
 
 
 def test_a_clock_gives_a_kernel_its_time_in_steps() -> None:
