@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxsplit.errors import RankError
+from fxsplit.errors import InputError, RankError
 from fxsplit.runtime.program import Program
 from fxsplit.runtime.ranks.agreement import Agreement
 from fxsplit.runtime.ranks.world import World
@@ -53,9 +53,12 @@ class Holdings:
         # In the model's order, which is the same on all ranks.
         named = [(name, weight) for name, weight in list_named(model) if id(weight) in rank_of]
         owners = {name: rank_of[id(weight)] for name, weight in named}
-        if self._owners and owners != self._owners:
+        if owners != self._owners:
             with self._world.watch():
-                self._move(named, owners)
+                if self._owners:
+                    self._move(named, owners)
+                else:
+                    self._refuse_other_places(named, owners)
         self._owners = owners
         trained = [(name, weight, owners[name]) for name, weight in named if isinstance(weight, nn.Parameter)]
         # Another one only where it would know other parameters: gradients that there are belong to it.
@@ -68,6 +71,20 @@ class Holdings:
             spot = Spot(name, owner, index_of.get(name, 0), self._ledger, absent=absent)
             if owners[name] != self._world.me and not (isinstance(weight, Away) and _is_at(weight.spot, spot)):
                 send_away(weight, spot, self._world.device)
+
+    def _refuse_other_places(self, named: Sequence[tuple[str, Tensor]], owners: dict[str, int]) -> None:
+        """Raise InputError on all ranks where an earlier pipeline has a weight on another rank than this one wants."""
+        # The earlier pipeline expects its weights where they are, and so does the state of an optimizer.
+        elsewhere = [i for i, (n, w) in enumerate(named) if isinstance(w, Away) and owners[n] == self._world.me]
+        found = self._world.gather(torch.tensor([elsewhere[0] if elsewhere else -1]), "the weights of a pipeline")
+        first = max(map(int, found))
+        if first >= 0:
+            name = named[first][0]
+            raise InputError(
+                f"{name!r} is on another rank than rank {owners[name]}, which has it by the plan of this pipeline: "
+                "another pipeline over the same model has a plan of its own. Compile this one with the plan of that "
+                "pipeline, costs=other.costs, and the same options; or call one pipeline in both modes"
+            )
 
     def _move(self, named: Sequence[tuple[str, Tensor]], owners: dict[str, int]) -> None:
         """Bring the values of weights that are to be on another rank than now to that rank."""

@@ -25,6 +25,7 @@ from fxsplit.torch_internals.away import is_away
 from tests.checkpoints import X, Y, build, compare, make_adamw
 from tests.models import FAST, Mlp
 from tests.ranks import ranks
+from tests.times import state_times
 
 OPTIONS: dict[str, Any] = {"passes": FAST, "n_microbatches": 4, "loss_fn": F.cross_entropy, "example_inputs": X}
 
@@ -269,3 +270,35 @@ def change_plans(rank: int, n: int) -> str:
 
 def test_weights_go_where_another_plan_wants_them() -> None:
     assert ranks(2, change_plans) == ["trained"] * 2
+
+
+def compile_twice(rank: int, n: int, same: bool) -> list[str]:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6))).double(), torch.randn(8, 4).double()
+    whole = copy.deepcopy(model)
+    options: dict[str, Any] = {"example_inputs": x, "n_microbatches": 2, "loss_fn": F.mse_loss}
+    state_times(_0=30.0)
+    first = fxsplit.compile(model, "world", **options)
+    state_times()
+    with first:
+        costs: dict[str, Any] = {"costs": first.costs} if same else {}
+        try:
+            second = fxsplit.compile(model, "world", **options, **costs)
+        except InputError as error:
+            # The first one goes on.
+            torch.testing.assert_close(first.step(x, target=x), F.mse_loss(whole(x), x).detach())
+            return [str(error)]
+        with second:
+            for pipe in (second, first, second):
+                torch.testing.assert_close(pipe.step(x, target=x), F.mse_loss(whole(x), x).detach())
+    return []
+
+
+def test_a_second_pipeline_with_other_places_is_refused_on_all_ranks() -> None:
+    """It failed in its first step, in the middle of a stage."""
+    for (said,) in ranks(2, compile_twice, False):
+        assert re.match(r"'\d.(weight|bias)' is on another rank than rank 0, which has it", said) and "costs=" in said
+
+
+def test_a_second_pipeline_with_the_plan_of_the_first_runs() -> None:
+    assert ranks(2, compile_twice, True) == [[], []]
