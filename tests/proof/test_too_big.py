@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -282,12 +283,14 @@ def test_peak_of_memory(tmp_path: Path) -> None:
         index |= dict.fromkeys(held, f"{number}.safetensors")
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(json.dumps({"weight_map": index}))
-    done = subprocess.run([sys.executable, "-c", PEAKS, str(path)], check=True, capture_output=True, text=True)
+    # malloc gives large blocks back at once then. By default it keeps some after the first, another number in each run.
+    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000"}
+    done = subprocess.run([sys.executable, "-c", PEAKS, str(path)], check=True, capture_output=True, text=True, env=env)
     total, building, planning, loading = (int(n) for n in done.stdout.split())
     operator = total / layers
     assert total > 190e6
     assert building < 4 * operator
-    assert planning < 10 * operator  # its weights, their gradients, their copies, and what torch and malloc keep
+    assert planning < 6 * operator  # its weights, their gradients, and their copies
     assert loading < total + 2 * operator
 
 
