@@ -110,6 +110,20 @@ def test_only_what_would_not_fit_recomputes() -> None:
     assert [s.memory_bytes for s in plan.stages] == [200, 200] and plan.stages[0].backward_ms == 2 * (2 + 1)
 
 
+def test_the_step_of_an_optimizer_counts_for_stages_that_hand_values_on() -> None:
+    """The search knows nothing of it under direct sends, and the price of its plan counted it."""
+    two = Costs(tuple(node(f"n{i}", [], 1.0, parameter_bytes=429 * (i == 0)) for i in range(2)), (), ("n0",), rows=1)
+    machine = Machine.planned(3, memory_bytes=3000)
+    held = {}
+    for model in ("direct", "forwarded"):
+        options = Options(model=model, use_all=False)
+        plan = solve(two, machine, options)
+        assert plan is not None and plan.bottleneck_ms == best_bottleneck(two, machine, workload(machine), options)
+        held[model] = [stage.memory_bytes for stage in plan.stages]
+    # Two versions of the weights fit before another stage under direct sends, and not with a step's own memory.
+    assert held == {"direct": [429 * 5, 0], "forwarded": [0, 429 * 4]}
+
+
 @many
 @given(profiles(5), clusters(free=False), st.data())
 def test_dear_tensors_do_not_hide_cheap_ones(costs: Costs, machine: Machine, data: st.DataObject) -> None:

@@ -95,7 +95,8 @@ def measure_stage(
         buffer_bytes=buffers,
         kept_bytes=kept,
         boundary_bytes=boundary,
-        step_bytes=float(STEP_COPIES * max((n.parameter_bytes for n in nodes), default=0.0)),
+        # Nor what its optimizer allocates while it steps.
+        step_bytes=float(STEP_COPIES * max((n.parameter_bytes for n in nodes), default=0.0)) if forwards else 0.0,
         # As floats, whatever a profile has: a plan that was written and read is the same plan.
         **{figure: float(amount) for figure, amount in vars(held).items()},
     )
