@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, TextIO
@@ -26,7 +27,7 @@ def show_progress() -> Iterator[None]:
     It is shown on standard error if that is a terminal, and below the cell of a notebook. A notebook without ipywidgets
     has a line of text for each phase. Anywhere else nothing is shown. A block inside of another shares its bars.
     """
-    shown: _Bars | _Lines
+    shown: _Display
     if has_listener():
         yield
         return
@@ -61,60 +62,12 @@ def is_notebook() -> bool:
     return getattr(shell, "kernel", None) is not None
 
 
-class _Lines:
-    """A line of text for each phase that takes long, and for counted work."""
+class _Display(ABC):
+    """Hears of work from whichever thread, and shows what takes long."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream, self._lock = stream, threading.Lock()
-        self._begin = time.monotonic()
-        self._timers: dict[str, threading.Timer] = {}
-        self._told: set[str] = set()
-
-    def hear(self, what: str, done: int, total: int) -> None:
-        """Take note of progress, from whichever thread."""
-        if done == 0:
-            self._timers[what] = _start_timer(self._tell, f"{what} ...")
-        elif what in self._timers:
-            self._timers.pop(what).cancel()
-        elif time.monotonic() - self._begin >= PATIENCE_S:
-            self._tell(f"{what}: {total} in all ...")
-
-    def stop(self) -> None:
-        """Show nothing any more."""
-        for timer in self._timers.values():
-            timer.cancel()
-
-    def _tell(self, text: str) -> None:
-        """Print a line once."""
-        with self._lock:
-            if text not in self._told:
-                self._told.add(text)
-                print(text, file=self._stream, flush=True)
-
-
-def _start_timer(show: Callable[[str], None], what: str) -> threading.Timer:
-    """Return a timer that shows something as soon as it has taken long enough."""
-    timer = threading.Timer(PATIENCE_S, show, [what])
-    timer.daemon = True
-    timer.start()
-    return timer
-
-
-class _Bars:
-    """One line for each phase that is going on, and a bar for work whose items are counted."""
-
-    def __init__(self, stream: TextIO | None) -> None:
-        """Show bars on a terminal's stream, or in a notebook if there is none."""
-        # rich takes a tenth of a second to load, which programs without a terminal need not wait for.
-        from rich.console import Console
-        from rich.progress import Progress
-
-        # The stream of now, and no other one in its place: phases redirect standard error, to which others print.
-        console = Console(file=stream) if stream else Console(force_jupyter=True)
-        self._progress = Progress(console=console, transient=True, redirect_stdout=False, redirect_stderr=False)
+    def __init__(self) -> None:
         self._begin = time.monotonic()
         self._lock = threading.Lock()
-        self._tasks: dict[str, TaskID] = {}
         self._phases: dict[str, threading.Timer] = {}
 
     def hear(self, what: str, done: int, total: int) -> None:
@@ -123,36 +76,104 @@ class _Bars:
             self._begin_phase(what)
         elif what in self._phases:
             self._end_phase(what)
-        # The bar starts late and once: work that follows fast would make it flicker.
+        # It is shown late and once: work that follows fast would make it flicker.
         elif time.monotonic() - self._begin >= PATIENCE_S:
             with self._lock:
-                if what not in self._tasks:
-                    self._tasks[what] = self._add(what, total)
-                self._progress.update(self._tasks[what], completed=done)
+                self._show_count(what, done, total)
 
     def stop(self) -> None:
         """Show nothing any more."""
         for what in list(self._phases):
             self._end_phase(what)
-        self._progress.stop()
 
     def _begin_phase(self, what: str) -> None:
         """Show a phase as soon as it has taken long enough: nothing tells of it until it ends."""
-        self._phases[what] = _start_timer(self._show_phase, what)
+        timer = threading.Timer(PATIENCE_S, self._show_late, [what])
+        timer.daemon = True
+        self._phases[what] = timer
+        timer.start()
 
-    def _show_phase(self, what: str) -> None:
-        """Show a phase that is going on, without an end in sight."""
+    def _show_late(self, what: str) -> None:
+        """Show a phase, if it still goes on."""
         with self._lock:
             if what in self._phases:
-                self._tasks[what] = self._add(what, None)
+                self._show_phase(what)
 
     def _end_phase(self, what: str) -> None:
         """Show a phase no longer."""
         with self._lock:
             self._phases.pop(what).cancel()
-            task = self._tasks.pop(what, None)
-            if task is not None:
-                self._progress.remove_task(task)
+            self._hide_phase(what)
+
+    @abstractmethod
+    def _show_phase(self, what: str) -> None:
+        """Show a phase that is going on, without an end in sight."""
+
+    @abstractmethod
+    def _hide_phase(self, what: str) -> None:
+        """Show a phase no longer, if it is shown."""
+
+    @abstractmethod
+    def _show_count(self, what: str, done: int, total: int) -> None:
+        """Show how many items of some work are done."""
+
+
+class _Lines(_Display):
+    """A line of text for each phase that takes long, and for counted work."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._stream = stream
+        self._told: set[str] = set()
+
+    def _show_phase(self, what: str) -> None:
+        self._tell(f"{what} ...")
+
+    def _hide_phase(self, what: str) -> None:
+        """Leave the line where it is: what is printed stays."""
+
+    def _show_count(self, what: str, done: int, total: int) -> None:
+        self._tell(f"{what}: {total} in all ...")
+
+    def _tell(self, text: str) -> None:
+        """Print a line once."""
+        if text not in self._told:
+            self._told.add(text)
+            print(text, file=self._stream, flush=True)
+
+
+class _Bars(_Display):
+    """One line for each phase that is going on, and a bar for work whose items are counted."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        """Show bars on a terminal's stream, or in a notebook if there is none."""
+        super().__init__()
+        # rich takes a tenth of a second to load, which programs without a terminal need not wait for.
+        from rich.console import Console
+        from rich.progress import Progress
+
+        # The stream of now, and no other one in its place: phases redirect standard error, to which others print.
+        console = Console(file=stream) if stream else Console(force_jupyter=True)
+        self._progress = Progress(console=console, transient=True, redirect_stdout=False, redirect_stderr=False)
+        self._tasks: dict[str, TaskID] = {}
+
+    def stop(self) -> None:
+        """Show nothing any more."""
+        super().stop()
+        self._progress.stop()
+
+    def _show_phase(self, what: str) -> None:
+        self._tasks[what] = self._add(what, None)
+
+    def _hide_phase(self, what: str) -> None:
+        task = self._tasks.pop(what, None)
+        if task is not None:
+            self._progress.remove_task(task)
+
+    def _show_count(self, what: str, done: int, total: int) -> None:
+        if what not in self._tasks:
+            self._tasks[what] = self._add(what, total)
+        self._progress.update(self._tasks[what], completed=done)
 
     def _add(self, what: str, total: int | None) -> TaskID:
         """Return a new line."""

@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from math import prod, sqrt
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-
-T = TypeVar("T", bound=Tensor)
 
 aten = torch.ops.aten
 
