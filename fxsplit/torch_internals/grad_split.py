@@ -68,13 +68,13 @@ class WeightBackward(NamedTuple):
     gradients: list[Tensor]
     product: Product | None = None
 
-    def run(self) -> Sequence[Tensor | None]:
-        """Return the gradients of the weights. To be called under no_grad."""
+    def run(self, retain_graph: bool = False) -> Sequence[Tensor | None]:
+        """Return the gradients of the weights, under no_grad; with `retain_graph` the graph keeps what it saved."""
         if self.product is not None:
             found = differentiate_product(self.product, self.edges[0].node, self.gradients[0], self.weights)
             if found is not None:
                 return found
-        return differentiate(self.edges, self.gradients, self.weights)
+        return differentiate(self.edges, self.gradients, self.weights, retain_graph)
 
 
 def find_branch_nodes(

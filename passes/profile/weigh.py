@@ -123,7 +123,9 @@ class Weight:
         self._note_early(made, made.gradients[: len(first)], layout)
         for left in collect_weight_backwards(dict(nodes), made.gradients[len(first) :]):
             with torch.no_grad(), count_allocations() as later:
-                gradients = left.run()
+                # Activations are kept, as in the first half: what was allocated before is not to be freed meanwhile.
+                # torch's profiler would warn of such a block, whose size it does not know.
+                gradients = left.run(retain_graph=True)
             self.late_peak_bytes = max(self.late_peak_bytes, later.peak_bytes or 0)
             del gradients
 

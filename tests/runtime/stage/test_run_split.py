@@ -361,7 +361,7 @@ def test_sparse_gradients_of_weights_are_counted_by_their_parts() -> None:
     class Left(grad_split.WeightBackward):
         """The gradient that autograd has found."""
 
-        def run(self) -> list[Tensor | None]:
+        def run(self, retain_graph: bool = False) -> list[Tensor | None]:
             return [gradient]
 
     sums = Sums()
