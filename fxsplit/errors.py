@@ -134,7 +134,12 @@ class RanksDiffer(InputError):
 
 
 class RankError(FxsplitError, RuntimeError):
-    """Another rank of the pipeline failed, or is lost; the message says which, and what it raised."""
+    """Another rank of the pipeline failed, or is lost; the message says which, and what it raised.
+
+    `rank` is that rank's number if it told of its failure, or if its program has ended; None otherwise.
+    """
+
+    rank: int | None = None
 
     def __str__(self) -> str:
         # It is also of the other rank's own type, and a KeyError would print the message as a quoted string.

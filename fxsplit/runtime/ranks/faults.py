@@ -71,15 +71,21 @@ class Fault:
             # An error of a stage is two things, a StageError and what the stage raised.
             if not any(issubclass(kind, own) for kind in kinds):
                 kinds.append(own)
-        # Some types cannot be subclassed, or not together.
-        while len(kinds) > 1:
-            with suppress(TypeError):
-                made: RankError = type(
-                    "RankError", tuple(kinds), {"__module__": __name__, "__init__": Exception.__init__}
-                )(message)
-                return made
-            kinds.pop()
-        return RankError(message)
+        made = _make_of_kinds(kinds, message)
+        made.rank = self.rank
+        return made
+
+
+def _make_of_kinds(kinds: list[type[Exception]], message: str) -> RankError:
+    """Return an error of all `kinds`, of which the first is RankError, or of as many of them as go together."""
+    # Some types cannot be subclassed, or not together.
+    for count in range(len(kinds), 1, -1):
+        with suppress(TypeError):
+            # Named as users know it: in a traceback stands the name of the class.
+            body = {"__module__": RankError.__module__, "__init__": Exception.__init__}
+            made: RankError = type("RankError", tuple(kinds[:count]), body)(message)
+            return made
+    return RankError(message)
 
 
 def find_type(name: str) -> type[Exception] | None:

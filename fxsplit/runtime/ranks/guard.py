@@ -16,6 +16,7 @@ from functools import cache
 from multiprocessing import parent_process
 from multiprocessing.util import Finalize
 from types import TracebackType
+from typing import Any
 
 from torch.distributed import DistError, ProcessGroup
 
@@ -55,6 +56,7 @@ class Guard:
         list_groups: Callable[[], Iterable[ProcessGroup]],
         describe: Callable[[], str],
     ) -> None:
+        self.rank = me
         self._members = find_membership()
         self._board = Board(clone_store(), name, me, n_ranks, self._members)
         # The thread has a board of its own, as one that waits in a store keeps others waiting.
@@ -223,7 +225,11 @@ def _hear_of_ends() -> None:
     show = sys.excepthook
 
     def hear(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        show(kind, error, traceback)
+        # A hook of the user's, as one that reports errors, is given what there is.
+        if _is_told_by_another(error) and (show is sys.__excepthook__ or show.__module__.startswith("torch.")):
+            _show_line(show, error, traceback)
+        else:
+            show(kind, error, traceback)
         _leave_all(error)
         atexit.register(_end_soon)
 
@@ -232,6 +238,20 @@ def _hear_of_ends() -> None:
     if parent_process() is not None:
         # A process that multiprocessing has started calls no hook for an error, and a forked one nothing at its end.
         Finalize(None, _end_started, exitpriority=0)
+
+
+def _is_told_by_another(error: BaseException) -> bool:
+    """Return whether an error is another rank's, which shows it with its traceback."""
+    return isinstance(error, RankError) and error.rank not in (None, *(guard.rank for guard in _guards))
+
+
+def _show_line(show: Callable[..., Any], error: BaseException, traceback: TracebackType | None) -> None:
+    """Show another rank's error in one line, with the line of this rank's program that it came out of."""
+    # The first frame is the program's own. What this rank waited for meanwhile says nothing of the error.
+    where = f' (at File "{traceback.tb_frame.f_code.co_filename}", line {traceback.tb_lineno})' if traceback else ""
+    lines = str(error).splitlines() or [""]
+    brief = RankError(f"{lines[0]}{' ...' if lines[1:] else ''}{where}")
+    show(type(brief), brief, None)
 
 
 def _end_started() -> None:

@@ -124,6 +124,9 @@ def test_a_program_that_ends_between_steps_ends_the_others(what: str, code: int,
     assert out == out_1 and out.startswith("loss ")
     assert code_0 == 1 and code_1 == code, error_1
     assert said in error.splitlines()[-1], error
+    # One error has one traceback, that of the rank that raised it; the other one says where it was.
+    assert "Traceback" not in error and error.splitlines()[-1].endswith('program.py", line 58)'), error
+    assert error_1.count("Traceback") == (what == "raise")
     # To look for cycles in all that torch has loaded takes a second, and others wait for whoever ends with an error.
     assert [(tmp_path / f"freed-{rank}").exists() for rank in range(2)] == [False, what.startswith("exit")]
 
