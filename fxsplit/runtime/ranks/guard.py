@@ -10,6 +10,7 @@ import atexit
 import gc
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
@@ -58,9 +59,11 @@ class Guard:
     ) -> None:
         self.rank = me
         self._members = find_membership()
-        self._board = Board(clone_store(), name, me, n_ranks, self._members)
+        # What blocks have been finished in this turn by this rank, and with whom it has met in the one that it is in.
+        self._finished, self._met = Counter[tuple[int, ...]](), set[tuple[int, ...]]()
+        self._board = Board(clone_store(), name, me, n_ranks, self._members, self._finished)
         # The thread has a board of its own, as one that waits in a store keeps others waiting.
-        self._watched = Board(clone_store(), name, me, n_ranks, self._members)
+        self._watched = Board(clone_store(), name, me, n_ranks, self._members, self._finished)
         self._list_groups = list_groups
         self._watcher = Watcher(self._watched, self._break_waits, describe)
         self._watches = False
@@ -77,7 +80,8 @@ class Guard:
         """Watch over what all ranks do in the block, which may take `limit_s`; raises the first failure of any rank.
 
         A rank raises its own error where it has one. Otherwise it raises a RankError, which is also of the type of the
-        first failure, and at once if a rank has left. A block inside of another one only has a limit of its own.
+        first failure, and at once if a rank has left, unless that rank has finished this block before: it is not waited
+        for. A block inside of another one only has a limit of its own.
         `firm`: the limit holds for those too.
         """
         if self._watches:
@@ -89,9 +93,11 @@ class Guard:
         self._watched.turn = self._board.turn
         self._watches = True
         self.has_broken_off = False
+        self._met.clear()
         try:
             with self._watcher.watch(limit_s, firm=firm):
                 yield
+            self._finished.update(self._met)
         except BaseException as error:
             fault = self._settle(error)
             if fault is None:
@@ -111,6 +117,10 @@ class Guard:
                 return
         self._is_over = True
         raise left.make_error(self._board.n_ranks)
+
+    def note_meeting(self, ranks: tuple[int, ...]) -> None:
+        """Note that these ranks of the default group have come to the block that this rank is in, as all of them do."""
+        self._met.add(ranks)
 
     def fail(self, error: BaseException) -> None:
         """Let all other ranks know of an error that was raised outside of what is watched over."""
@@ -151,7 +161,7 @@ class Guard:
             raise RankError(f"rank {self._board.me} has waited for all ranks to make their groups anew")
 
     def check(self) -> None:
-        """Raise RankError if a rank has failed in this turn, or has left: to wait for it is in vain."""
+        """Raise RankError if a rank has failed in this turn, or has left and is waited for."""
         if (fault := self._board.read()) is not None:
             raise fault.make_error(self._board.n_ranks)
 
@@ -162,6 +172,12 @@ class Guard:
     def rest(self) -> None:
         """End the thread that watches, until there is something to watch over."""
         self._watcher.rest()
+
+    def tell_finished(self) -> None:
+        """Tell the other ranks which blocks this rank has finished; to be called before it leaves."""
+        if self._members.is_mine:
+            with suppress(DistError):
+                self._board.tell_finished()
 
     def leave(self, error: BaseException | None) -> None:
         """Tell the other ranks that this rank's program has ended, so that none waits for it.
@@ -177,10 +193,10 @@ class Guard:
                 # Whoever ended first does not wait for this rank, which ends too, as after Ctrl-C on all of them.
                 self._board.end_turn()
                 return
-            # First: what ended the program says more than that it has ended.
-            first = self._board.post(left if error is None else Fault.of(error, self._board.me))
+            # First: what ended the program says more than that it has ended. An end without an error is no failure.
+            first = self._board.read_turn() if error is None else self._board.post(Fault.of(error, self._board.me))
             self._members.leave(left)
-            if first.rank != self._board.me:
+            if first is not None and first.rank != self._board.me:
                 self._board.end_turn()
             elif error is not None and not isinstance(error, RankError):
                 self._board.wait_until_seen(SEEN_S)
@@ -279,6 +295,10 @@ def _end_soon() -> None:
 
 def _leave_all(error: BaseException | None) -> None:
     """Tell all other ranks that the program of this process ends."""
+    # Of all guards first: the others learn from any of them that this rank has left.
+    if error is None:
+        for guard in list(_guards):
+            guard.tell_finished()
     for guard in list(_guards):
         guard.leave(error)
         guard.rest()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import count
 
@@ -33,7 +34,7 @@ class Membership:
         default = dist.group.WORLD
         self.limit_s = min(read_timeout_s(default, LIMIT_S), LIMIT_S)
         self._default = default
-        self._rank, self._n_ranks = dist.get_rank(), dist.get_world_size()
+        self.rank, self._n_ranks = dist.get_rank(), dist.get_world_size()
         self._process = os.getpid()
         self._store = clone_store()
         # Each start by a launcher has a number of its own, and may use the store of the one before.
@@ -57,11 +58,12 @@ class Membership:
 
     def make_fault(self, error: BaseException | None) -> Fault:
         """Return the fault that says that the program of this rank has ended, by an error or well."""
-        why = ", and it makes no more calls" if error is None else f" by {Fault.of(error, self._rank)}"
-        return Fault(self._rank, (), f"its program has ended{why}")
+        why = ", and it makes no more calls" if error is None else f" by {Fault.of(error, self.rank)}"
+        return Fault(self.rank, (), f"its program has ended{why}")
 
     def leave(self, fault: Fault) -> None:
         """Tell all ranks that this one has left."""
+        self._store.set(f"{self._key}/{fault.rank}", fault.to_text())
         self._store.compare_set(self._key, "", fault.to_text())
 
     def find_left(self, *, sparing: bool = False) -> Fault | None:
@@ -70,28 +72,48 @@ class Membership:
         sparing: for who asks again and again; connections are not looked at each time.
         """
         if self._left is None:
-            looks = not sparing or time.monotonic() > self._looked + LOOK_S
-            self._left = self._read() or (self._miss() if looks else None)
+            looks = not sparing or self._is_time_to_look()
+            self._left = self._read(self._key) or (self._miss() if looks else None)
         return self._left
+
+    def find_missing(self, is_ahead: Callable[[int], bool]) -> Fault | None:
+        """Return that a rank has left and is waited for, or None; for who asks again and again.
+
+        is_ahead: whether a rank that has left has finished all that this rank may wait for.
+        """
+        left = self.find_left(sparing=True)
+        if left is None or not is_ahead(left.rank):
+            return left
+        # The first that left is not waited for, and another one may be, which is not remembered by `find_left`.
+        gone = self._list_gone() if self._is_time_to_look() else ()
+        missed = next((rank for rank in gone if not is_ahead(rank)), None)
+        return None if missed is None else self._read(f"{self._key}/{missed}") or Fault(missed, (), SILENT)
 
     def check(self) -> None:
         """Raise RankError where a rank has left."""
         if (left := self.find_left()) is not None:
             raise left.make_error(self._n_ranks)
 
-    def _read(self) -> Fault | None:
+    def _read(self, key: str) -> Fault | None:
         """Return what a rank has said that has left."""
         # The store may be gone, with the rank or the launcher that kept it.
         with suppress(DistError):
-            if self._store.check([self._key]):
-                return Fault.parse(self._store.get(self._key).decode())
+            if self._store.check([key]):
+                return Fault.parse(self._store.get(key).decode())
         return None
+
+    def _is_time_to_look(self) -> bool:
+        """Return whether connections have not been looked at for a while."""
+        return time.monotonic() > self._looked + LOOK_S
+
+    def _list_gone(self) -> Iterator[int]:
+        """Return the ranks whose connections are closed, which are looked at one by one."""
+        self._looked = time.monotonic()
+        return (rank for rank in range(self._n_ranks) if rank != self.rank and has_closed(self._lines, rank))
 
     def _miss(self) -> Fault | None:
         """Return that a rank has left whose connection is closed."""
-        self._looked = time.monotonic()
-        others = (rank for rank in range(self._n_ranks) if rank != self._rank)
-        gone = next((rank for rank in others if has_closed(self._lines, rank)), None)
+        gone = next(self._list_gone(), None)
         if gone is None:
             return None
         # A rank that can say why it ends has done so before. Of one that cannot, all others are to say the same.

@@ -301,6 +301,7 @@ class World:
         by_rank = sort_by_rank(found, self.ranks)
         work = begin_collective([own, *found], self._control.allgather, [by_rank], [own])
         self.wait(work, f"all ranks at {what}")
+        self._guard.note_meeting(self.ranks)
 
     def gather_texts(self, text: str, what: str) -> list[str]:
         """Return the text of every rank."""

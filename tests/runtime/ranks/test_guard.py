@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import time
+from contextlib import suppress
 
 import pytest
 
 from fxsplit.errors import RankError
-from fxsplit.runtime.ranks.board import Board
-from fxsplit.runtime.ranks.guard import Guard
+from fxsplit.runtime.ranks.board import Board, look_until
+from fxsplit.runtime.ranks.guard import Guard, _end_started
 from fxsplit.torch_internals.process_groups import clone_store
 from tests.ranks import end_by_error, ranks
 
@@ -102,3 +104,59 @@ def go_on_alone(rank: int, n: int, how: str) -> str:
 def test_a_rank_that_goes_on_learns_that_functions_of_other_processes_have_ended(how: str, told: str) -> None:
     """A forked process does not run what is noted for a program's end, and the groups are broken since a failure."""
     assert ranks(2, go_on_alone, how, limit_s=20)[0] == f"rank 1 of 2 has {told}"
+
+
+ALL, ROWS = (0, 1, 2), ((0, 1), (2,))
+
+
+def leave_early(rank: int, n: int, meets: str, dies: bool) -> list[str]:
+    """Return what rank 0 is told in a call that rank 2 has finished before it left, and in the next call."""
+    guard, store, found = Guard("test", rank, n, list, str), clone_store(), []
+
+    def look() -> str:
+        """Return what is raised, if anything, once the thread of the guard has had time to look."""
+        time.sleep(0.5)
+        try:
+            guard.check()
+        except RankError as error:
+            return str(error)
+        return "broken off" if guard.has_broken_off else "goes on"
+
+    with suppress(RankError), guard.watch(30):
+        guard.note_meeting(ALL if meets == "all" else ROWS[rank // 2])
+        if rank != 2:
+            store.wait(["rank 2 has left"])
+            if rank == 1 and dies:
+                os._exit(3)
+            if dies:
+                look_until(lambda: guard.has_broken_off, 30)
+            found.append(look())
+    if rank == 2:
+        _end_started()
+        store.set("rank 2 has left", "1")
+    elif not dies:
+        with pytest.raises(RankError) as caught, guard.watch(30):
+            look_until(lambda: guard.has_broken_off, 30)
+            guard.check()
+        found.append(str(caught.value))
+    guard.rest()
+    return found
+
+
+LEFT = "rank 2 of 3 has left: its program has ended, and it makes no more calls"
+
+
+def test_a_rank_may_leave_while_others_are_in_a_call_that_it_has_finished() -> None:
+    """They raised that it had left, though nothing of it was waited for: at the end of a script, now and then."""
+    first, second, _ = ranks(3, leave_early, "all", False)
+    assert first == second == ["goes on", LEFT]
+
+
+def test_a_rank_that_has_not_finished_a_call_is_missed_after_one_that_has() -> None:
+    first, _, _ = ranks(3, leave_early, "all", True, dying=[1])
+    assert first[0].startswith("rank 1 of 3 has left: its program has ended without a word")
+
+
+def test_of_other_pipelines_of_a_mesh_only_what_all_ranks_finish_counts() -> None:
+    first, second, _ = ranks(3, leave_early, "row", False)
+    assert first == second == [LEFT, LEFT]
