@@ -194,12 +194,12 @@ def test_an_interrupt_waits_until_torch_has_switched_a_mode() -> None:
     @lose_no_interrupt
     def work() -> None:
         done.append(scope["switch"]())
-        done.append(call(lambda: time.sleep(5)))
+        done.append(call(lambda: time.sleep(60)))
 
     begin = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         work()
-    assert done == ["switched"] and time.monotonic() - begin < 4.5
+    assert done == ["switched"] and time.monotonic() - begin < 50
     time.sleep(0.05)  # nothing is sent once the call is over
 
 

@@ -185,12 +185,11 @@ from tests.runtime import test_runtime
 signal.signal(signal.SIGINT, signal.default_int_handler)
 test_runtime.nap_s = 0.001
 pipe = fxsplit.compile(test_runtime.Sleeps(), 2, example_inputs=torch.randn(64, 4), n_microbatches=64)
-test_runtime.nap_s = 0.3
+test_runtime.nap_s = 1.0
 print("ready", flush=True)
 try:
     pipe(torch.randn(64, 4))
 except KeyboardInterrupt:
-    begin = time.perf_counter()
     test_runtime.nap_s = 0.001
     print("stopped", pipe(torch.randn(64, 4)).shape[0], flush=True)
     pipe.close()
@@ -199,7 +198,7 @@ except KeyboardInterrupt:
 
 
 def test_ctrl_c_stops_within_a_batch_and_the_pipeline_is_usable_again() -> None:
-    """The whole batch would take twenty seconds."""
+    """The whole batch would take more than a minute."""
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
     with subprocess.Popen(
         [sys.executable, "-c", CTRL_C], stdout=subprocess.PIPE, text=True, env=environment
@@ -210,7 +209,7 @@ def test_ctrl_c_stops_within_a_batch_and_the_pipeline_is_usable_again() -> None:
         program.send_signal(signal.SIGINT)
         begin = time.monotonic()
         assert program.stdout.readline().strip() == "stopped 64"
-        assert time.monotonic() - begin < 15.0
+        assert time.monotonic() - begin < 50.0
         assert program.stdout.readline().strip() == "threads []"
         assert program.wait(timeout=30) == 0
 

@@ -108,7 +108,7 @@ def test_a_worker_may_close_them() -> None:
     with workers() as made:
         job = Job(2, lambda device: made.close() if device == 0 else None)
         made.run(job)
-        deadline = time.monotonic() + 5.0
+        deadline = time.monotonic() + 30.0
         while any(thread.is_alive() for thread, _, _ in job.ran.values()) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert not any(thread.is_alive() for thread, _, _ in job.ran.values())
@@ -126,7 +126,7 @@ def test_a_worker_that_cannot_start_is_an_error(place: str, monkeypatch: pytest.
         patched.setattr(f"fxsplit.runtime.backends.threads.{place}", refuse)
         with pytest.raises(torch.OutOfMemoryError, match="no memory for a context"):
             Workers([CPU] * 2, 1)
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 30.0
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert threading.active_count() == before
@@ -186,7 +186,7 @@ def test_an_interrupted_caller_waits_a_moment_for_the_workers(stops: bool, monke
     left: list[int] = []
 
     def act(device: int) -> None:
-        (job.stopped if stops else end).wait(20.0)
+        (job.stopped if stops else end).wait(60.0)
         left.append(device)
 
     job = Job(2, act)
@@ -194,7 +194,7 @@ def test_an_interrupted_caller_waits_a_moment_for_the_workers(stops: bool, monke
         begin = time.monotonic()
         with interrupted_after(0.05), pytest.raises(KeyboardInterrupt):
             made.run(job)
-        assert time.monotonic() - begin < 10.0 and job.stopped.is_set()
+        assert time.monotonic() - begin < 50.0 and job.stopped.is_set()
         assert sorted(left) == ([0, 1] if stops else [])
         end.set()
         made.run(Job(2))

@@ -21,6 +21,9 @@ from fxsplit.runtime.ranks.watcher import Watcher
 from fxsplit.torch_internals.process_groups import break_waits, clone_store
 from tests.ranks import ranks
 
+WAIT_S = 120
+"""How long gloo waits: far longer than a busy machine takes to wake it."""
+
 
 class Caught(Exception):
     """An exception that the tests define, and so every rank knows."""
@@ -28,7 +31,7 @@ class Caught(Exception):
 
 def job(rank: int, world: int, act: Callable[[int], None], limit_s: float, collective: bool = False) -> Any:
     """Wait for messages that never come, once `act` is over; return what was raised, and after how long."""
-    group = dist.new_group(list(range(world)), timedelta(seconds=40))
+    group = dist.new_group(list(range(world)), timedelta(seconds=WAIT_S))
     board = Board(clone_store(), "test", rank, world)
     watcher = Watcher(Board(clone_store(), "test", rank, world), lambda: break_waits(group), lambda: f"at {rank}")
     dist.barrier()
@@ -66,9 +69,9 @@ def raise_on_1(rank: int) -> None:
 
 @pytest.mark.parametrize("collective", [False, True])
 def test_an_error_of_one_rank_wakes_the_others(collective: bool) -> None:
-    """They wait in gloo for 40 s, and hear of the error within one second."""
+    """They wait in gloo, and hear of the error long before that gives up, in a tenth of a second on a free machine."""
     for took, kinds, text, _ in ranks(3, job, raise_on_1, 30.0, collective):
-        assert 0.3 <= took < 0.3 + 5.0
+        assert 0.3 <= took < WAIT_S / 2
         assert {"RankError", "Caught"} <= kinds
         assert text == "rank 1 of 3 has raised Caught: it is broken"
 
@@ -123,7 +126,7 @@ def sleep_on_2(rank: int) -> None:
 
 def test_a_limit_says_what_each_rank_waits_for() -> None:
     for took, kinds, text, _ in ranks(3, job, sleep_on_2, 0.5):
-        assert 0.5 <= took < 10
+        assert 0.5 <= took < WAIT_S / 2
         assert "StepTimeout" in kinds
         assert "longer than 0.5 s" in text
         assert all(f"rank {r}: at {r}" in text for r in range(3)), "the thread of a rank that computes answers too"
@@ -139,7 +142,7 @@ def test_an_interrupt_reaches_a_rank_that_waits_inside_of_torch() -> None:
     found = ranks(2, job, interrupt_0, 30.0)
     assert [one[3] for one in found] == [True, False]
     for took, _, text, _ in found:
-        assert 0.3 <= took < 0.3 + 5.0
+        assert 0.3 <= took < WAIT_S / 2
         assert text == "rank 0 of 2 has raised KeyboardInterrupt: KeyboardInterrupt"
 
 
