@@ -54,6 +54,7 @@ from fxsplit.ir.facts.figures import is_count, show
 from fxsplit.ir.interrupts import lose_no_interrupt
 from fxsplit.runtime.ranks.agreement import hash_text
 from fxsplit.runtime.ranks.holdings import Holdings
+from fxsplit.torch_internals.thread_modes import leave_inference_mode
 from fxsplit.torch_internals.undo import leave_no_trace
 
 CPU = f"{RANDOM}cpu"
@@ -268,6 +269,7 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
 
 @lose_no_interrupt
 @leave_no_trace
+@leave_inference_mode()
 def load_checkpoint(
     path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None, *, random_state: bool = True
 ) -> Restored:

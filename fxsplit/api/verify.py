@@ -37,6 +37,7 @@ from fxsplit.torch_internals.copies import copy_module
 from fxsplit.torch_internals.fake_weights import are_together
 from fxsplit.torch_internals.generators import keep_torch_generators
 from fxsplit.torch_internals.no_dropout import disable_dropout
+from fxsplit.torch_internals.thread_modes import enable_gradients
 from fxsplit.torch_internals.undo import leave_no_trace
 
 STEPS = 2
@@ -96,6 +97,7 @@ class Verification:
 
 @lose_no_interrupt
 @leave_no_trace
+@enable_gradients()
 def verify(pipe: Pipeline, inputs: Any, more: Mapping[str, Any] | None = None, *, target: Any = None) -> Verification:
     """Train copies of a pipeline and of its model for two steps on one batch, and compare all they leave behind.
 

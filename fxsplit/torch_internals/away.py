@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import ProcessGroup
 from torch.utils import _pytree as pytree
 
 from fxsplit.errors import ElsewhereError
+from fxsplit.torch_internals.thread_modes import leave_inference_mode
 from fxsplit.torch_internals.undo import call_all
 
 T = TypeVar("T", bound=Tensor)
@@ -187,9 +188,11 @@ def make_away(
     It says that it is on `device`, by default that of the other one.
     """
     strides = like.stride() if like.layout == torch.strided else None
-    made: Any = torch.Tensor._make_wrapper_subclass(
-        kind, like.shape, strides, dtype=like.dtype, device=device or like.device, requires_grad=requires_grad
-    )
+    # As of a tensor that has values: one that is made in inference mode, as by detach(), has no version to share.
+    with leave_inference_mode():
+        made: Any = torch.Tensor._make_wrapper_subclass(
+            kind, like.shape, strides, dtype=like.dtype, device=device or like.device, requires_grad=requires_grad
+        )
     made.spot = spot
     return cast(T, made)
 

@@ -65,21 +65,35 @@ class OwnModes:
 
 
 @contextmanager
+def leave_inference_mode() -> Iterator[None]:
+    """Run the block under no_grad if the caller is in inference mode.
+
+    A tensor that is made in inference mode can never be written to outside of it: a buffer of messages, a weight that
+    comes to another rank, or the state of an optimizer.
+    """
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    outside = torch.inference_mode(False)
+
+    def leave() -> None:
+        if not torch.is_inference_mode_enabled():
+            outside.__exit__(None, None, None)
+
+    # No `with` for torch's own blocks: one that an interrupt kept from ending ends when the garbage collector comes.
+    with keep_modes(), undo_after(leave):
+        outside.__enter__()
+        torch.set_grad_enabled(False)
+        yield
+
+
+@contextmanager
 def enable_gradients() -> Iterator[None]:
     """Let gradients be computed inside the block, whichever modes the caller is in.
 
     A first call may come under no_grad or inference_mode, and what is learnt then must hold for training too.
     """
-    outside, entered = torch.inference_mode(False), torch.is_inference_mode_enabled()
-
-    def leave() -> None:
-        if entered and not torch.is_inference_mode_enabled():
-            outside.__exit__(None, None, None)
-
-    # No `with` for torch's own blocks: one that an interrupt kept from ending ends when the garbage collector comes.
-    with keep_modes(), undo_after(leave):
-        if entered:
-            outside.__enter__()
+    with leave_inference_mode(), keep_modes():
         torch.set_grad_enabled(True)
         yield
 

@@ -33,6 +33,7 @@ from fxsplit.torch_internals.process_groups import (
     is_timeout,
     make_group,
 )
+from fxsplit.torch_internals.thread_modes import leave_inference_mode
 
 COMPILE_LIMIT_S = 7200.0
 """How long ranks wait for the first one, which measures and plans for all of them."""
@@ -99,7 +100,8 @@ class World:
         `firm`: whether the limit also holds for blocks inside that have limits of their own.
         """
         limit_s = self.limit_s if limit_s is None else limit_s
-        with self._guard.watch(limit_s, firm=firm):
+        # Buffers of messages, and weights that come here, are written to in later blocks too.
+        with leave_inference_mode(), self._guard.watch(limit_s, firm=firm):
             if self._guard.is_broken:
                 with self.waits_inside("all ranks to go on after a failure"):
                     self._guard.renew(self.whole._renew, limit_s)
