@@ -31,7 +31,6 @@ from fxsplit.api.checkpoint_storage import (
     save_tensors,
 )
 from fxsplit.api.checkpoint_weights import check_model, make_room, read_model, refuse_away
-from fxsplit.api.compiled import get_mode
 from fxsplit.api.pipeline import Pipeline
 from fxsplit.api.ranks import Team
 from fxsplit.api.saving import Saving, wait_for_saving
@@ -203,8 +202,7 @@ def _list_places(model: nn.Module) -> dict[int, torch.device]:
     """Return the device of each weight of a pipeline that is compiled, by its identity."""
     if not isinstance(model, Pipeline):
         return {}
-    compiled = model.compiler.get_compiled(get_mode(model.model))
-    return {} if compiled is None else {id(weight): device for weight, device in compiled.program.list_placed()}
+    return {id(weight): device for weight, device in model.compiler.list_placed()}
 
 
 def _list_texts(model: nn.Module) -> list[Callable[[Path], None]]:

@@ -6,7 +6,7 @@ weight to the stage that it has in the first one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -38,7 +38,7 @@ def read_versions(model: nn.Module) -> dict[str, tuple[int, int | None]]:
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
-    """What runs for one mode and shape, and what it was made from.
+    """What runs for one mode, way of calling the model and shape, and what it was made from.
 
     `captured` is the graph, `final` the IR after the last pass, and `costs` what the rewriting into stages forgets.
     `found_count` is the number of microbatches that a search has chosen, if there was one. `moves_weights` says that a
@@ -67,7 +67,7 @@ class Compiled:
         return Candidate(scheduler, fewer if fewer <= rows else count)
 
     def serves(self, captured: IR) -> bool:
-        """Return whether these stages are right in the other mode too, whose graph is `captured`.
+        """Return whether these stages are right for `captured` too, the graph of the other mode, or of other shapes.
 
         The graph may be the same and memory not: what dropout returns is its input in evaluation, and a copy in
         training.
@@ -111,13 +111,14 @@ class Compiled:
         now = read_versions(model) if self.versions else {}
         return next((path for path, version in self.versions.items() if now.get(path) != version), None)
 
-    def place(self, model: nn.Module, team: Team | None) -> None:
+    def place(self, model: nn.Module, team: Team | None, others: Sequence[Program] = ()) -> None:
         """Move the model's weights, as they are now, to the devices of their stages.
 
-        Of the ranks of a team each lets go of the weights of the others.
+        Of the ranks of a team each lets go of the weights of the others. others: programs of the same model, whose
+        weights stay where they are.
         """
         self.validity.relink()
         # Before weights move: one that comes from another rank is not here yet.
         if team is not None:
-            team.holdings.hold(model, self.program)
+            team.holdings.hold(model, [self.program, *others])
         self.program.place_weights()

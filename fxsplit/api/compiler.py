@@ -6,6 +6,7 @@ program (lowering). Weights then move to the devices of their stages.
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -31,8 +32,9 @@ from fxsplit.frontend.no_trace_left import restore_model
 from fxsplit.frontend.other_shapes import fit_to_shapes
 from fxsplit.ir.dump import make_observers
 from fxsplit.ir.dump_folder import DumpFolder
-from fxsplit.ir.facts.call import Call, Inputs
+from fxsplit.ir.facts.call import Call, FlatCall, Inputs, TensorSpec, flatten_call
 from fxsplit.ir.facts.example import Example
+from fxsplit.ir.facts.number_arguments import is_taken
 from fxsplit.ir.facts.numbers import name_candidates
 from fxsplit.ir.facts.python_state import PythonState
 from fxsplit.ir.facts.scope import Scope, Shapes
@@ -50,6 +52,8 @@ from fxsplit.torch_internals.thread_modes import cast_in_place, enable_gradients
 from fxsplit.torch_internals.undo import Turn, leave_no_trace
 from fxsplit.torch_internals.user_lines import warn_user
 
+MOST_WAYS = 16
+"""So many ways of calling a model are kept, such as with labels and without."""
 MOST_SHAPES = 16
 """So many programs for other shapes are kept of a model that has to be exported for each shape anew."""
 MOST_FITTED = 1000
@@ -59,10 +63,11 @@ MOST_OUTDATED = 4
 
 
 class Compiler:
-    """Compiles one model with one set of options: a program for each mode, and for each shape where that needs its own.
+    """Compiles one model with one set of options: a program for each mode and way of calling it, on one set of weights.
 
-    What was compiled is kept by (mode, shapes). Under (mode, None) is the first program of a mode, which is right for
-    all shapes unless its graph was exported.
+    A way of calling is which arguments are tensors, which are None and how many there are: see `Inputs.is_way`. What
+    was compiled is kept by (mode, number of the way, shapes). Under (mode, way, None) is the first program of a mode,
+    which is right for all shapes unless its graph was exported. All programs have a weight on the same stage.
     """
 
     def __init__(
@@ -78,9 +83,11 @@ class Compiler:
         self.options = options
         self.weights = weights  # to be read when the first mode is compiled, and None then
         self._from_shapes = from_shapes
-        self._kept: dict[tuple[Mode, Shapes | None], Compiled] = {}
+        self._kept: dict[tuple[Mode, int, Shapes | None], Compiled] = {}
+        self._ways: dict[int, Inputs] = {}  # by number; the last to be forgotten last
+        self._n_ways = 0
         # Programs of values that forward() read and that are others now, such as modes of torch; the latest last.
-        self._outdated: deque[tuple[Mode, Compiled]] = deque(maxlen=MOST_OUTDATED)
+        self._outdated: deque[tuple[Mode, int, Compiled]] = deque(maxlen=MOST_OUTDATED)
         self._modules = ModuleWatch(model)
         self._said_fewer = False
         self._folder: DumpFolder | None = None
@@ -93,7 +100,7 @@ class Compiler:
     @leave_no_trace
     def program(self, mode: Mode, call: Call) -> Program:
         """Return the program that runs `call` in a mode, which the model must be in; compile it if there is none."""
-        return self._find(mode, call).program
+        return self._find(mode, call, self._flatten(call)).program
 
     @leave_no_trace
     def prepare(self, mode: Mode, call: Call) -> Batch:
@@ -101,13 +108,14 @@ class Compiler:
 
         Raises InputError for a call that the program is not made for, or that has too few rows for its microbatches.
         """
-        compiled = self._find(mode, call)
+        flat = self._flatten(call)
+        compiled = self._find(mode, call, flat)
         # A parameter may have been replaced since the last call, by load_state_dict(assign=True) for example.
         compiled.validity.relink()
         compiled.validity.check_weights()
         program = compiled.program
         inputs = compiled.captured[Example].inputs
-        tensors = self._bind(inputs, call)
+        tensors = self._bind(inputs, flat)
         rows = program.inputs.count_rows(tensors)
         count = compiled.adapt_candidate(self.options, rows).n_microbatches
         self._say_fewer(rows, count)
@@ -127,14 +135,36 @@ class Compiler:
             )
 
     def get_compiled(self, mode: Mode) -> Compiled | None:
-        """Return what was compiled first in a mode, or in the other mode where only that is compiled."""
-        return self._kept.get((mode, None)) or self._kept.get((OTHER_MODE[mode], None))
+        """Return what was compiled first in a mode, or in the other mode where only that is compiled.
+
+        Of several ways of calling the model it is the first.
+        """
+        for wanted in (mode, OTHER_MODE[mode]):
+            ways = [way for known, way, shapes in self._kept if known == wanted and shapes is None]
+            if ways:
+                return self._kept[wanted, min(ways), None]
+        return None
+
+    def list_programs(self) -> list[Program]:
+        """Return all programs that there are, each once; they agree on where each weight is."""
+        kept = [*self._kept.values(), *(compiled for *_, compiled in self._outdated)]
+        return [*{id(compiled.program): compiled.program for compiled in kept}.values()]
+
+    def list_placed(self) -> list[tuple[Tensor, torch.device]]:
+        """Return each parameter and buffer of this process that some program reads, with the device it belongs on."""
+        placed = {id(w): (w, device) for program in self.list_programs() for w, device in program.list_placed()}
+        return [*placed.values()]
 
     @leave_no_trace
     def place_all(self) -> None:
         """Move the weights, which may be others now than before, to the devices of their stages."""
         for compiled in self._kept.values():
-            compiled.place(self.model, self.team)
+            self._place(compiled)
+
+    def _place(self, compiled: Compiled) -> None:
+        """Move the weights of one record to the devices of their stages; over ranks others stay where they are."""
+        others = [] if compiled.moves_weights else self.list_programs()
+        compiled.place(self.model, self.team, others)
 
     def recompile_like(self, model: nn.Module, options: Options) -> Compiler:
         """Return a compiler for another model, which captures it by shapes alone where this one did."""
@@ -142,73 +172,108 @@ class Compiler:
         world = self.team.world if self.team else None
         return Compiler(model, options, from_shapes=from_shapes, team=make_team(world, options))
 
-    def _find(self, mode: Mode, call: Call) -> Compiled:
+    def _find(self, mode: Mode, call: Call, flat: FlatCall) -> Compiled:
         """Return what is compiled for a call, after compiling it if need be; raises InputError for unusable hooks."""
         with self._turn.take():
             # All that was compiled is of another model then.
             if self._modules.find_replaced():
                 self._kept.clear()
                 self._outdated.clear()
-            first = self._kept.get((mode, None))
+                self._ways.clear()
+            way = self._find_way(flat)
+            first = self._kept.get((mode, way, None))
             if first is None or self._is_outdated(first, call):
                 # A compile runs the model, which then is what it was before: what batches under way write would be
                 # lost. And weights may move.
                 with self.pause():
-                    first = self._find_again(mode, call) or self._compile_first(mode, call, outdated=first)
+                    first = self._find_again(mode, way, call) or self._compile_way(mode, way, call, outdated=first)
         first.validity.check_hooks()
         # Only an exported graph is for one shape; calls of other models are bound once, in `prepare`.
         scope = first.captured[Scope]
         if not scope.fixed:
             return first
-        shapes = scope.other_shapes(self._bind(first.captured[Example].inputs, call))
-        return first if shapes is None else self._find_for_shapes(mode, call, shapes, first)
+        shapes = scope.other_shapes(self._bind(first.captured[Example].inputs, flat))
+        return first if shapes is None else self._find_for_shapes(mode, way, call, shapes, first)
 
-    def _find_again(self, mode: Mode, call: Call) -> Compiled | None:
+    def _flatten(self, call: Call) -> FlatCall:
+        """Return a call as one flat list of values, for what the model's forward() takes."""
+        known = next(iter(self._ways.values()), None)
+        return flatten_call(inspect.signature(self.model.forward) if known is None else known.signature, *call)
+
+    def _find_way(self, flat: FlatCall) -> int:
+        """Return the number of the way in which a call is made; a new one where there is none yet."""
+        way = next((way for way, inputs in self._ways.items() if self._is_way(inputs, flat)), None)
+        if way is not None:
+            return way
+        self._n_ways += 1
+        return self._n_ways
+
+    def _is_way(self, inputs: Inputs, flat: FlatCall) -> bool:
+        return inputs.is_way(flat, self._read_dtype(), self._kinds)
+
+    def _keep_way(self, way: int, compiled: Compiled) -> None:
+        """Remember how calls of a way are made; of many ways, those that were made last and the first one."""
+        self._ways.setdefault(way, compiled.captured[Example].inputs)
+        forgotten = [*self._ways][1 : 1 + max(len(self._ways) - MOST_WAYS, 0)]
+        if forgotten:
+            warn_user(
+                f"{type(self.model).__name__} is called in more than {MOST_WAYS} ways, each of which compiles, and the "
+                f"way ({self._ways[forgotten[0]].describe()}) is forgotten: hand what changes often to forward() as a "
+                "tensor or a number"
+            )
+        for key in [key for key in self._kept if key[1] in forgotten]:
+            del self._kept[key]
+        for old in forgotten:
+            del self._ways[old]
+
+    def _find_again(self, mode: Mode, way: int, call: Call) -> Compiled | None:
         """Return what was compiled for the Python values that there are now, and make it the mode's first again."""
-        found = next((c for c in self._outdated if c[0] == mode and not self._is_outdated(c[1], call)), None)
+        known = (c for c in self._outdated if c[:2] == (mode, way))
+        found = next((c for c in known if not self._is_outdated(c[2], call)), None)
         if found is None:
             return None
         self._outdated.remove(found)
         self._keep_first(*found)
-        return found[1]
+        return found[2]
 
-    def _keep_first(self, mode: Mode, compiled: Compiled) -> None:
-        """Make a record the first of its mode. The one that was first may be right again, for values of then."""
+    def _keep_first(self, mode: Mode, way: int, compiled: Compiled) -> None:
+        """Make a record the first of its mode and way; the one before may be right again, for values of then."""
         # What was made after an interrupt that was lost may be another way through the model.
         raise_lost_interrupt()
-        replaced = self._kept.get((mode, None))
+        replaced = self._kept.get((mode, way, None))
         if compiled.moves_weights:
             self._outdated.clear()
         elif replaced is not None:
-            self._outdated.append((mode, replaced))
+            self._outdated.append((mode, way, replaced))
         # Programs of this mode for other shapes were made beside the one that was first, and are outdated with it.
-        self._kept = {k: c for k, c in self._kept.items() if k[0] != mode and not compiled.moves_weights}
-        compiled.place(self.model, self.team)
-        self._kept[mode, None] = compiled
+        self._kept = {k: c for k, c in self._kept.items() if k[:2] != (mode, way) and not compiled.moves_weights}
+        self._place(compiled)
+        self._kept[mode, way, None] = compiled
+        self._keep_way(way, compiled)
 
-    def _find_for_shapes(self, mode: Mode, call: Call, shapes: Shapes, first: Compiled) -> Compiled:
+    def _find_for_shapes(self, mode: Mode, way: int, call: Call, shapes: Shapes, first: Compiled) -> Compiled:
         """Return what is compiled for other shapes than the example's: an exported graph is for its own alone."""
         with self._turn.take():
-            kept = self._kept.get((mode, shapes))
+            kept = self._kept.get((mode, way, shapes))
             # Other shapes may take another way through forward(), which reads other values. A record of the first
             # program has no values of its own, and those have been looked at.
             if kept is not None and (kept.validity is first.validity or not self._is_outdated(kept, call)):
-                self._kept[mode, shapes] = self._kept.pop((mode, shapes))  # the last to be forgotten
+                self._kept[mode, way, shapes] = self._kept.pop((mode, way, shapes))  # the last to be forgotten
                 return kept
             # Modes that share the first program share those for other shapes as well.
-            other = self._kept.get((OTHER_MODE[mode], None))
-            if other is not None and other.program is first.program and (OTHER_MODE[mode], shapes) in self._kept:
-                return self._kept[OTHER_MODE[mode], shapes]
+            other = self._kept.get((OTHER_MODE[mode], way, None))
+            if other is not None and other.program is first.program and (OTHER_MODE[mode], way, shapes) in self._kept:
+                return self._kept[OTHER_MODE[mode], way, shapes]
             # The model is run, and then is what it was before: what batches under way write would be lost.
             with self.pause():
                 compiled = self._fit(call, first) or self._compile(call, first, outdated=kept)
                 raise_lost_interrupt()
-                compiled.place(self.model, self.team)
+                self._place(compiled)
             # No other program finds its weights where it expects them then.
             if compiled.moves_weights:
-                self._kept = {(mode, None): compiled}
+                self._kept = {(mode, way, None): compiled}
             else:
-                self._keep_for_shapes(mode, shapes, compiled)
+                self._keep_for_shapes(mode, way, shapes, compiled)
             return compiled
 
     def _fit(self, call: Call, first: Compiled) -> Compiled | None:
@@ -225,24 +290,52 @@ class Compiler:
         captured = fit() if self.team is None else self.team.fit(self.model, fit, from_shapes=from_shapes)
         return None if captured is None else replace(first, captured=captured)
 
-    def _keep_for_shapes(self, mode: Mode, shapes: Shapes, compiled: Compiled) -> None:
+    def _keep_for_shapes(self, mode: Mode, way: int, shapes: Shapes, compiled: Compiled) -> None:
         """Keep a record for shapes of its own; of many, those that were made last."""
-        self._kept[mode, shapes] = compiled
+        self._kept[mode, way, shapes] = compiled
         # Records of one program cost little, and programs of their own hold stages and what was measured.
-        first = self._kept[mode, None].program
+        first = self._kept[mode, way, None].program
+        known = [(key, c) for key, c in self._kept.items() if key[:2] == (mode, way) and key[2]]
         for most, own in ((MOST_SHAPES, True), (MOST_FITTED, False)):
-            alike = [k for k, c in self._kept.items() if k[0] == mode and k[1] and (c.program is not first) == own]
+            alike = [key for key, c in known if (c.program is not first) == own]
             for key in alike[:-most]:
                 del self._kept[key]
 
-    def _compile_first(self, mode: Mode, call: Call, outdated: Compiled | None) -> Compiled:
-        """Return a mode compiled for a call, with all weights on their devices; keep it as the mode's first.
+    def _compile_way(self, mode: Mode, way: int, call: Call, outdated: Compiled | None) -> Compiled:
+        """Return a mode compiled for a call of a way, as `_compile_first` does.
+
+        Raises InputError where a tensor of another kind than in a way that there is makes the model fail.
+        """
+        try:
+            return self._compile_first(mode, way, call, outdated)
+        except Exception as error:
+            # A tensor of another dtype is the usual reason, and a model's own error says less of it.
+            misfit = None if way in self._ways else self._find_misfit(call)
+            if misfit is None:
+                raise
+            raise misfit from error
+
+    def _find_misfit(self, call: Call) -> InputError | None:
+        """Return what a call has otherwise than a known way, where it is the dtype or dimensions of a tensor alone."""
+        for inputs in self._ways.values():
+            flat = self._flatten(call)
+            _, values, structure, _ = flat
+            pairs = [*zip(inputs.leaves, values, strict=True)] if structure == inputs.structure else []
+            if pairs and all(isinstance(v, Tensor) if isinstance(s, TensorSpec) else is_taken(s, v) for s, v in pairs):
+                try:
+                    self._bind(inputs, flat)
+                except InputError as error:
+                    return error
+        return None
+
+    def _compile_first(self, mode: Mode, way: int, call: Call, outdated: Compiled | None) -> Compiled:
+        """Return a mode compiled for a call, with all weights on their devices; keep it as the first of mode and way.
 
         Raises InputError where a Python value that forward() reads has another value while a graph is made.
         """
         hopeful = set() if outdated is None else name_candidates(outdated.captured, *call)
         said = outdated is None or self._announce(outdated, call, hopeful)
-        like = self._kept.get((OTHER_MODE[mode], None)) or outdated
+        like = self._kept.get((OTHER_MODE[mode], way, None)) or outdated or self.get_compiled(mode)
         try:
             compiled = self._compile(call, like, outdated)
             if not self._kept:
@@ -259,7 +352,7 @@ class Compiler:
                 f"forward() reads {name}, which is {now} in this call and {then} whenever a graph is made: decide "
                 "outside of forward(), and hand the decision in as an argument"
             )
-        self._keep_first(mode, compiled)
+        self._keep_first(mode, way, compiled)
         if self.weights is not None:
             # The model was built without values; they are read once their places are known.
             self.weights.load(self.model, compiled.program.list_placed(), Extra.WARN)
@@ -269,8 +362,9 @@ class Compiler:
     def _compile(self, call: Call, like: Compiled | None, outdated: Compiled | None) -> Compiled:
         """Return the model's present mode, compiled for a call.
 
-        like: what the model was compiled to before, in the other mode or for other shapes. Its stages are shared where
-            the graph is the same; otherwise every weight stays on the stage that it has there.
+        like: what the model was compiled to before, in the other mode, for other shapes or for another way of calling
+            it. Its stages are shared where the graph is the same; otherwise every weight stays on the stage that it has
+            in all programs that there are.
         outdated: what was right for the call before something changed, which may be `like`.
         """
         inputs, tensors = Inputs.of(self.model, *call, self.options.chunks)
@@ -289,8 +383,12 @@ class Compiler:
         )
         options, moves_weights = self._choose_options(call, like)
         like = None if moves_weights else like
-        subject = Subject(self.model, options, rows, capture_rows, self.pin, like, moves_weights, observers)
-        shapes = str([(t.dtype, tuple(t.shape)) for t in tensors])
+        same_way = like is not None and self._is_way(like.captured[Example].inputs, self._flatten(call))
+        others = [] if like is None else self.list_programs()
+        subject = Subject(
+            self.model, options, rows, capture_rows, self.pin, like, same_way, others, moves_weights, observers
+        )
+        shapes = f"({inputs.describe()}) of {[(t.dtype, tuple(t.shape)) for t in tensors]}"
         team = self.team
         together = nullcontext() if team is None else team.meet(options, self.model, shapes, from_shapes=from_shapes)
         with together, self._run_for_compile(tensors):
@@ -304,6 +402,8 @@ class Compiler:
         if like is None and costs is not None and costs.noise is not None:
             warn_user(costs.noise, UnsteadyProfileWarning)
         program = build_program(self.model, self.options, candidate, captured, final, self._find_here())
+        if not found.moves_weights:
+            program = program.live_with(others)
         return Compiled(
             captured=captured,
             final=final,
@@ -393,9 +493,9 @@ class Compiler:
             )
         return name is not None
 
-    def _bind(self, inputs: Inputs, call: Call) -> list[Tensor]:
+    def _bind(self, inputs: Inputs, flat: FlatCall) -> list[Tensor]:
         """Return the tensors of a call, whose floating type may follow the model's; raises InputError for a misfit."""
-        return inputs.bind(*call, self._read_dtype(), self._kinds)
+        return inputs.bind_flat(flat, self._read_dtype(), self._kinds)
 
     def _read_dtype(self) -> torch.dtype | None:
         """Return the floating type of the model's parameters, or None where it has no such parameters."""

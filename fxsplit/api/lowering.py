@@ -80,31 +80,31 @@ def lower(
     captured: IR,
     candidate: Candidate,
     known: Costs | None,
-    other: Program | None = None,
+    others: Sequence[Program] = (),
     observers: Sequence[Observer] = (),
 ) -> tuple[IR, Costs | None]:
     """Return the stages that the chain of passes makes of a captured graph, and the costs, which emitting forgets.
 
-    candidate: the schedule to plan for. known: costs measured before. other: the program of the model's other mode;
-        every weight stays on the stage that it has there.
+    candidate: the schedule to plan for. known: costs measured before. others: programs of the model in its other mode,
+        for other shapes and ways of calling it; every weight stays on the stage that it has there.
 
     Raises PlanError where no plan fits, MissingFact for a chain that learns no Plan.
     """
     keep = KeepCosts()
     # `facts` describe the run, and outlive every rewrite of the graph.
-    facts = list_facts(options, captured, candidate, known, other)
+    facts = list_facts(options, captured, candidate, known, others)
     check = Rewrites(captured).check
     return run_chain(captured.learn(*facts), options.passes, [keep, *observers], check), keep.found
 
 
 def list_facts(
-    options: Options, captured: IR, candidate: Candidate, known: Costs | None, other: Program | None
+    options: Options, captured: IR, candidate: Candidate, known: Costs | None, others: Sequence[Program]
 ) -> list[Fact]:
     """Return what the chain starts from, besides the graph and its example."""
     pins = captured.get(Pins)
-    if other is not None:
+    if others:
         # In this order: a weight cannot move, and what is pinned besides was pinned where the weights are.
-        pins = Pins.join([pins or Pins({}), pin_weights(captured, other)])
+        pins = Pins.join([pins or Pins({}), pin_weights(captured, others)])
     # What `fxsplit.plan` plans for, too: so both come to the same plan.
     machine, workload = candidate.scheduler.lay_out(
         options.machine, candidate.n_microbatches, may_idle=pins is not None
@@ -121,17 +121,18 @@ def list_facts(
     return facts
 
 
-def pin_weights(captured: IR, other: Program) -> Pins:
-    """Return pins that keep every parameter and buffer of a graph on the stage it has in another program.
+def pin_weights(captured: IR, others: Sequence[Program]) -> Pins:
+    """Return pins that keep every parameter and buffer of a graph on the stage it has in other programs.
 
-    A weight that several stages share may be anywhere.
+    A weight that several stages share, in one program or in two, may be anywhere.
     """
     # By memory, not by identity: one mode may call a module, and the other fetch its weight by itself.
     homes: dict[int, set[int]] = {}
-    for stage, planned in zip(other.stages.stages, other.plan.stages, strict=True):
-        for weight in list_weights(stage.module):
-            # Pins name devices, which are numbered as stages are unless a stage has several.
-            homes.setdefault(get_storage_id(weight), set()).add(planned.devices[0])
+    for other in others:
+        for stage, planned in zip(other.stages.stages, other.plan.stages, strict=True):
+            for weight in list_weights(stage.module):
+                # Pins name devices, which are numbered as stages are unless a stage has several.
+                homes.setdefault(get_storage_id(weight), set()).add(planned.devices[0])
     only_home = {storage: next(iter(indices)) for storage, indices in homes.items() if len(indices) == 1}
     pinned = {
         node.name: only_home.get(get_storage_id(weight))

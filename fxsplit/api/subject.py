@@ -14,10 +14,12 @@ from fxsplit.api.options import Candidate, Options
 from fxsplit.api.ranks import Team, Told, describe_graph, describe_program
 from fxsplit.errors import PlanError
 from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.facts.example import Example
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.graph import IR
 from fxsplit.ir.manager import Observer
 from fxsplit.runtime.microbatches import divide_rows
+from fxsplit.runtime.program import Program
 
 Pin = Callable[[IR], IR]
 """Adds Pins to what was captured, where nodes are to be on certain stages."""
@@ -41,8 +43,10 @@ class Found:
 class Subject:
     """A model in its present mode, to be compiled for a call of so many rows.
 
-    like: what it was compiled to before, in the other mode or for other shapes. moves_weights: whether that is of no
-    use, and every weight may move. graphs: what ranks compare of what was captured.
+    like: what it was compiled to before, in the other mode, for other shapes or for another way of calling it.
+    same_way: whether that is for calls of the same way. others: all programs that there are, whose weights stay where
+    they are. moves_weights: whether those are of no use, and every weight may move. graphs: what ranks compare of what
+    was captured.
     """
 
     model: nn.Module
@@ -51,6 +55,8 @@ class Subject:
     capture_rows: CaptureRows
     pin: Pin
     like: Compiled | None
+    same_way: bool
+    others: Sequence[Program]
     moves_weights: bool
     observers: Sequence[Observer]
     graphs: list[str] = field(default_factory=list)
@@ -66,18 +72,32 @@ class Subject:
         captured = self._capture(candidate)
         # Most models have one graph for both modes: capturing it is all that the second mode costs then. A pass of
         # the user's may do another thing to the same graph, since its mode or an attribute is another one now.
-        if like is not None and options.ignores_mode and like.serves(captured):
+        if like is not None and self.same_way and options.ignores_mode and like.serves(captured):
             return Found(candidate, captured, None, like.costs, moves_weights)
         try:
-            program = like.program if like else None
-            final, costs = lower(options, captured, candidate, known, program, self.observers)
-        except PlanError:
+            final, costs = lower(options, captured, candidate, known, self.others, self.observers)
+        except PlanError as error:
             if like is None:
                 raise
+            if not self.same_way:
+                raise self._explain_other_order(captured, like, error) from error
             # Memory is shared otherwise in this mode, and the weights' places do not suit it: plan anew.
             moves_weights = True
             final, costs = lower(options, captured, candidate, known, observers=self.observers)
         return Found(candidate, captured, final, costs, moves_weights)
+
+    def _explain_other_order(self, captured: IR, like: Compiled, error: PlanError) -> PlanError:
+        """Return what to do about another way of calling the model, for which no plan leaves weights where they are.
+
+        Weights would move back and forth with every other call.
+        """
+        here, there = captured[Example].inputs, like.captured[Example].inputs
+        return PlanError(
+            f"{type(self.model).__name__} was compiled for calls with ({there.describe()}), and a call with "
+            f"({here.describe()}) finds no plan that leaves its weights on their stages: {error}. Compile for the "
+            "other way first (example_inputs=), keep in one stage what both read in another order (pin), or compile a "
+            "copy of the model for the other way"
+        )
 
     def find_together(self, team: Team) -> Found:
         """Return the stages that the first rank finds, on every rank.
@@ -120,8 +140,8 @@ class Subject:
         if told.shared:
             return Found(told.candidate, captured, None, told.costs, told.moves_weights)
         options = told.apply(self.options)
-        program = self.like.program if self.like and not told.moves_weights else None
-        final, costs = lower(options, captured, told.candidate, told.costs, program, self.observers)
+        others = [] if told.moves_weights else self.others
+        final, costs = lower(options, captured, told.candidate, told.costs, others, self.observers)
         return Found(told.candidate, captured, final, costs, told.moves_weights)
 
     def _capture(self, candidate: Candidate) -> IR:

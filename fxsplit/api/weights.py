@@ -105,14 +105,13 @@ class WithWeights(Facade):
         """
         files = WeightFiles(path, dtype)
         # Each tensor goes to the device of its stage, which only a plan can tell.
-        compiled = self.compiler.get_compiled(get_mode(self.model))
-        if compiled is None:
+        if self.compiler.get_compiled(get_mode(self.model)) is None:
             raise InputError(
                 "this pipeline compiles on its first call, and its weights have no places yet: compile with "
                 "example_inputs=, or give the checkpoint as compile(weights=path)"
             )
         with self.keep_idle():
-            files.load(self.model, compiled.program.list_placed(), Extra.REFUSE if strict else Extra.IGNORE)
+            files.load(self.model, self.compiler.list_placed(), Extra.REFUSE if strict else Extra.IGNORE)
 
     @lose_no_interrupt
     @leave_no_trace

@@ -42,17 +42,21 @@ Finish = Callable[[int, tuple[Any, ...]], Tensor]
 def find_own_loss(outputs: Any) -> Tensor | None:
     """Return the loss that a model has computed itself, or None where there is none.
 
-    It is a float of no dimension: the only output, the first one, or the one called `loss`, which may also be a tensor
-    of one element, as a sum is that was divided by such a tensor.
+    It is a float of no dimension: the only output, the first one, the second of a pair, as in (logits, loss), or the
+    one called `loss`, which may also be a tensor of one element, as a sum is that was divided by such a tensor.
     """
     named = isinstance(outputs, Mapping) or (not isinstance(outputs, Tensor) and hasattr(outputs, "loss"))
     if named:
         outputs = outputs.get("loss") if isinstance(outputs, Mapping) else outputs.loss
     elif isinstance(outputs, (tuple, list)) and outputs:
-        outputs = outputs[0]
-    if not isinstance(outputs, Tensor) or not outputs.is_floating_point():
-        return None
-    return outputs if outputs.ndim == 0 or (named and outputs.numel() == 1) else None
+        outputs = outputs[1] if len(outputs) == 2 and not _is_number(outputs[0]) else outputs[0]
+    if named and isinstance(outputs, Tensor) and outputs.is_floating_point() and outputs.numel() == 1:
+        return outputs
+    return outputs if _is_number(outputs) else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 0
 
 
 def find_own_meaning(program: Program, n_microbatches: int) -> Meaning:
@@ -60,7 +64,8 @@ def find_own_meaning(program: Program, n_microbatches: int) -> Meaning:
 
     Raises InputError where the batch's loss follows from none of them, as of one that compares rows with each other.
     """
-    places = [torch.empty(()) for _ in program.joined]
+    # What has rows is no loss.
+    places = [torch.empty(1 if meaning.kind == "rows" else ()) for meaning in program.joined]
     loss = find_own_loss(program.build_result(places))
     meaning = next((m for m, place in zip(program.joined, places, strict=True) if place is loss), MEAN)
     if meaning.kind == "unjoined" and n_microbatches > 1:

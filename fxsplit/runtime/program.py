@@ -60,6 +60,8 @@ class Program:
     detached: why no gradient of the stages reaches the model (None: every gradient does).
     here: the devices that run in this process (None: all of them); other processes run the others.
     fingerprint: what processes compare that run one program together.
+    living: by (stage, number among its weights), the stage that a weight lives with, where that is not the first one
+        that has it: other programs of the model have it there.
     sums_apart: whether gradients of replicas are added when the schedule is over, and not by it.
     """
 
@@ -79,6 +81,7 @@ class Program:
     here: frozenset[int] | None = None
     fingerprint: str = ""
     sums_apart: bool = False
+    living: Mapping[tuple[int, int], int] = field(default_factory=dict)
     # Values of weights that live in other processes, by the id of the model's own; brought here before each batch.
     fetched: dict[int, Tensor] = field(default_factory=dict, init=False)
     # Learnt as batches run. Buffers that a recomputing stage writes are told apart by its first run.
@@ -182,13 +185,27 @@ class Program:
         return {key: here.get(key, ELSEWHERE) for key in self.list_owners()}
 
     def list_owners(self) -> dict[int, tuple[Tensor, Stage]]:
-        """Return each parameter and buffer with the first stage that has it, stage by stage, by its identity."""
+        """Return each parameter and buffer with the stage that it lives with, stage by stage, by its identity.
+
+        That is the first stage that has it, unless other programs of the model have it elsewhere.
+        """
         # A weight that two stages read has one home; stages on other devices run with copies (see Replica).
         found: dict[int, tuple[Tensor, Stage]] = {}
         for stage in self.stages.stages:
-            for weight in list_weights(stage.module):
-                found.setdefault(id(weight), (weight, stage))
+            for number, weight in enumerate(list_weights(stage.module)):
+                home = self.living.get((stage.index, number), stage.index)
+                found.setdefault(id(weight), (weight, self.stages[home]))
         return found
+
+    def live_with(self, others: Sequence[Program]) -> Program:
+        """Return the same program with each weight on the stage where the first of `others` that has it has it."""
+        known: dict[int, int] = {}
+        for program in others:
+            for key, (_, stage) in program.list_owners().items():
+                known.setdefault(key, stage.index)
+        held = [(stage.index, *pair) for stage in self.stages.stages for pair in enumerate(list_weights(stage.module))]
+        living = {(stage, number): known[id(w)] for stage, number, w in held if known.get(id(w), stage) != stage}
+        return replace(self, living=living) if living else self
 
     def list_placed(self) -> list[tuple[Tensor, torch.device]]:
         """Return each parameter and buffer of this process with the device it belongs on, stage by stage."""

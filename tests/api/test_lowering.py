@@ -63,19 +63,19 @@ def test_facts_describe_machine_schedule_and_known_costs() -> None:
     options = make()
     captured = capture_model(Mlp(), options, X, 2, from_shapes=False)
     _, costs = lower(options, captured, Candidate(Scheduler("1F1B", 2), 4), None)
-    facts = {type(f): f for f in list_facts(options, captured, Candidate(Scheduler("1F1B", 2), 4), costs, None)}
+    facts = {type(f): f for f in list_facts(options, captured, Candidate(Scheduler("1F1B", 2), 4), costs, [])}
     workload: Any = facts[Workload]
     assert workload.in_flight == {1: (1,), 2: (2, 1)} and not workload.may_idle and workload.versions == {}
     known: Any = facts[KnownCosts]
     assert known.costs is costs and not known.complete, "measured by a search: other operators may be measured too"
     stated = make(costs=costs)
-    facts = {type(f): f for f in list_facts(stated, captured, Candidate(Scheduler("1F1B", 2), 4), costs, None)}
+    facts = {type(f): f for f in list_facts(stated, captured, Candidate(Scheduler("1F1B", 2), 4), costs, [])}
     known = facts[KnownCosts]
     assert known.complete, "stated by the user: a model with other operators is another model"
-    facts = {type(f): f for f in list_facts(options, captured, Candidate(Scheduler("PipeDream", 2), 4), None, None)}
+    facts = {type(f): f for f in list_facts(options, captured, Candidate(Scheduler("PipeDream", 2), 4), None, [])}
     asynchronous: Any = facts[Workload]
     assert asynchronous.versions == {1: (1,), 2: (2, 1)} and KnownCosts not in facts
-    looped: Any = list_facts(options, captured, Candidate(Scheduler("Interleaved1F1B", 2), 4), None, None)[0]
+    looped: Any = list_facts(options, captured, Candidate(Scheduler("Interleaved1F1B", 2), 4), None, [])[0]
     assert len(looped) == 4, "each device has two places for stages"
 
 
@@ -85,7 +85,7 @@ def test_weights_are_pinned_to_the_stage_that_alone_has_them() -> None:
     candidate = Candidate(Scheduler("1F1B", 2), 4)
     final, _ = lower(options, captured, candidate, None)
     program = build_program(model, options, candidate, captured, final)
-    pins, stages = pin_weights(captured, program), program.stages
+    pins, stages = pin_weights(captured, [program]), program.stages
     owner = {str(n.target): s.index for s in stages.stages for n in s.module.graph.nodes if n.op == "call_module"}
     named = {n.name: str(n.target) for n in captured.gm.graph.nodes if n.op == "call_module"}
     assert {named[name]: stage for name, stage in pins.stages.items()} == owner and pins.optional == set(pins.stages)

@@ -177,7 +177,14 @@ def number(value: float) -> Tensor:
 
 @pytest.mark.parametrize(
     ("outputs", "index"),
-    [(number(2.0), None), ((number(2.0), 1), 0), ([number(2.0)], 0), ({"loss": number(2.0)}, "loss")],
+    [
+        (number(2.0), None),
+        ((number(2.0), 1), 0),
+        ((number(2.0), number(3.0)), 0),
+        ((torch.ones(2), number(2.0)), 1),
+        ([number(2.0)], 0),
+        ({"loss": number(2.0)}, "loss"),
+    ],
 )
 def test_a_model_may_return_its_loss(outputs: Any, index: Any) -> None:
     expected = outputs if index is None else outputs[index]
@@ -197,7 +204,18 @@ def test_a_named_loss_may_have_one_element() -> None:
 
 @pytest.mark.parametrize(
     "outputs",
-    [torch.ones(1), (torch.ones(1),), torch.ones(2), torch.tensor(1), {"other": number(1.0)}, (), "text", [3.0]],
+    [
+        torch.ones(1),
+        (torch.ones(1),),
+        torch.ones(2),
+        torch.tensor(1),
+        {"other": number(1.0)},
+        (),
+        "text",
+        [3.0],
+        (torch.ones(2), None),
+        (torch.ones(2), torch.ones(2), number(3.0)),
+    ],
 )
 def test_what_is_no_loss(outputs: Any) -> None:
     assert find_own_loss(outputs) is None

@@ -206,11 +206,9 @@ class Programs:
 
     def _pin(self, captured: IR) -> IR:
         """Return a captured step with its weights, and what it keeps, where the programs that there are have them."""
-        placed = self._find_placed()
-        programs = [*self.list_programs(), *([] if placed is None else [placed])]
-        pins = [pin_read_weights(captured, program) for program in programs]
-        pins += [pin_pasts(captured, program) for program in programs]
-        return captured.learn(Pins.join(pins)) if pins else captured
+        programs = [*self.list_programs(), *self._compiler.list_programs()]
+        pins = [pin_read_weights(captured, programs), *(pin_pasts(captured, program) for program in programs)]
+        return captured.learn(Pins.join(pins)) if programs else captured
 
     def _find_placed(self) -> Program | None:
         """Return the pipeline's own program, where it has one: its weights stay where that has them."""
@@ -240,19 +238,19 @@ def repeat_rows(tensors: dict[str, Tensor], least: int) -> dict[str, Tensor]:
     return {name: t.index_select(0, chosen.to(t.device)) for name, t in tensors.items()}
 
 
-def pin_read_weights(captured: IR, other: Program) -> Pins:
-    """Return pins that keep weights where another program has them, but those that this graph reads more often.
+def pin_read_weights(captured: IR, others: Sequence[Program]) -> Pins:
+    """Return pins that keep weights where other programs have them, but those that this graph reads more often.
 
     An embedding that is the last layer too, for example, is read in two places by a decoder, and in one by an encoder.
     """
     here = count_readers([captured.gm])
-    there = count_readers([stage.module for stage in other.stages.stages])
-    pins = pin_weights(captured, other)
+    counts = [count_readers([stage.module for stage in other.stages.stages]) for other in others]
+    pins = pin_weights(captured, others)
     more = {
         node.name
         for node in captured.gm.graph.nodes
         for weight in list_node_weights(captured.gm, node)
-        if here[get_storage_id(weight)] > there[get_storage_id(weight)]
+        if here[key := get_storage_id(weight)] > max((there[key] for there in counts), default=0)
     }
     found = {name: stage for name, stage in pins.stages.items() if name not in more}
     return Pins(found, optional=frozenset(found))

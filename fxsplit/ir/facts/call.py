@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fxsplit.errors import CallError, InputError
 from fxsplit.ir.facts.chunks import Chunks, Cut, find_cuts
-from fxsplit.ir.facts.number_arguments import NUMBERS, NumberSpec, is_taken
+from fxsplit.ir.facts.number_arguments import NUMBERS, NumberSpec, is_taken, is_taken_in_way
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.containers import register_dataclasses
 from fxsplit.torch_internals.modes import is_autocast_on
@@ -48,6 +48,13 @@ class TensorSpec:
     shape: tuple[int, ...]
     cut: Cut
 
+    def takes_kind(self, value: Tensor, dtype: torch.dtype | None, kinds: Collection[str] = ()) -> bool:
+        """Return whether the graph takes a tensor of this dtype and so many dimensions; arguments as in `check`."""
+        # After model.double() the inputs are double too. Under autocast each operator converts by itself.
+        follows = value.is_floating_point() and self.dtype.is_floating_point and value.dtype == dtype
+        known = value.dtype == self.dtype or follows or is_autocast_on([value.device.type, *kinds])
+        return known and value.ndim == len(self.shape)
+
     def check(self, value: Tensor, dtype: torch.dtype | None, kinds: Collection[str] = ()) -> None:
         """Raise InputError unless the graph takes `value` in this place; `dtype` is what the model has become.
 
@@ -58,18 +65,17 @@ class TensorSpec:
                 f"argument {self.name!r} is on {value.device} and the pipeline takes it on {self.device}: "
                 f"move it with .to({str(self.device)!r})"
             )
-        # After model.double() the inputs are double too. Under autocast each operator converts by itself.
-        follows = value.is_floating_point() and self.dtype.is_floating_point and value.dtype == dtype
-        if value.dtype != self.dtype and not follows and not is_autocast_on([value.device.type, *kinds]):
-            raise InputError(
-                f"argument {self.name!r} is {value.dtype} and the pipeline takes {self.dtype}: "
-                f"convert it with .to({self.dtype})"
-            )
+        if self.takes_kind(value, dtype, kinds):
+            return
         if value.ndim != len(self.shape):
             raise InputError(
                 f"argument {self.name!r} has shape {tuple(value.shape)}, {value.ndim} dimensions, and the pipeline was "
-                f"compiled for {len(self.shape)}: reshape it, or compile another pipeline"
+                f"compiled for {len(self.shape)}: reshape it"
             )
+        raise InputError(
+            f"argument {self.name!r} is {value.dtype} and the pipeline takes {self.dtype}: "
+            f"convert it with .to({self.dtype})"
+        )
 
 
 @dataclass(frozen=True)
@@ -155,6 +161,25 @@ class Inputs:
                 found[f"argument {name!r}"] = (leaf.value if isinstance(leaf, NumberSpec) else leaf), now
         return found
 
+    def is_way(self, flat: FlatCall, dtype: torch.dtype | None, kinds: Collection[str] = ()) -> bool:
+        """Return whether a call is made in this way: the same arguments are tensors of the same kinds, None, and so on.
+
+        Numbers may be others, and so may what has no value of its own, as a function: `bind` refuses another one.
+        `dtype` and `kinds` are those of `bind`.
+        """
+        _, values, structure, _ = flat
+        if structure != self.structure:
+            return False
+        for leaf, value in zip(self.leaves, values, strict=True):
+            if isinstance(leaf, TensorSpec) != isinstance(value, Tensor):
+                return False
+            if isinstance(leaf, TensorSpec):
+                if not leaf.takes_kind(value, dtype, kinds):
+                    return False
+            elif not is_taken_in_way(leaf, value):
+                return False
+        return True
+
     def freeze(self, but: Container[str]) -> Inputs:
         """Return the same inputs with numbers as constants, but for those of these names."""
         frozen = (v.value if isinstance(v, NumberSpec) and v.name not in but else v for v in self.leaves)
@@ -204,13 +229,17 @@ class Inputs:
         the stages' devices: under autocast for one of them, too, an input may have another type. Raises InputError,
         naming the argument, where the call has another structure, constant, dtype, device or number of dimensions.
         """
-        names, values, structure, _ = flatten_call(self.signature, args, kwargs)
+        return self.bind_flat(flatten_call(self.signature, args, kwargs), dtype, kinds)
+
+    def bind_flat(self, flat: FlatCall, dtype: torch.dtype | None, kinds: Collection[str] = ()) -> list[Tensor]:
+        """Return the tensors of a call as `bind` does."""
+        names, values, structure, _ = flat
         refuse_opaque(values)
         # The graph has a placeholder for each tensor of the example, and no other.
         if structure != self.structure:
             raise InputError(
-                f"this pipeline was compiled for arguments ({_list_leaves(self.leaves)}) and is called with others "
-                f"({_list_names(names)}): compile another pipeline for the other way of calling the model"
+                f"this was compiled for arguments ({self.describe()}) and is called with others "
+                f"({_list_names(names)}): call it in the same way"
             )
         refuse_nested({n: v for n, v in zip(names, values, strict=True) if isinstance(v, Tensor)})
         tensors: list[Tensor] = []
@@ -227,6 +256,10 @@ class Inputs:
         refuse_sparse(self.specs, tensors)
         self.count_rows(tensors)
         return tensors
+
+    def describe(self) -> str:
+        """Return for a message what the model is called with: the names of tensors and numbers, and constants."""
+        return _list_leaves(self.leaves)
 
     def cut_otherwise(self, cuts: Mapping[str, Cut]) -> Inputs:
         """Return the same call with the rows of some tensors elsewhere, by name."""
@@ -257,7 +290,7 @@ class Inputs:
         batched = [(s, tuple(t.shape), int(t.shape[s.cut.dim])) for s, t in pairs if s.cut.dim is not None]
         if not batched:
             raise InputError(
-                f"the model is called without any tensor to cut ({_list_leaves(self.leaves)}): a pipeline needs a "
+                f"the model is called without any tensor to cut ({self.describe()}): a pipeline needs a "
                 "batch; torch.from_numpy and torch.tensor make one"
             )
         # The first one is named in errors, since the caller knows best what it is. One entry a row comes before more.

@@ -46,10 +46,16 @@ class Holdings:
 
     # What a plan wants
 
-    def hold(self, model: nn.Module, program: Program) -> None:
-        """Let each weight be on the rank of its stage alone; one that no stage has stays on all ranks."""
-        homes = program.homes
-        rank_of = {key: homes[stage.index][0] for key, (_, stage) in program.list_owners().items()}
+    def hold(self, model: nn.Module, programs: Sequence[Program]) -> None:
+        """Let each weight be on the rank of its stage alone; one that no stage has stays on all ranks.
+
+        programs: all that the pipeline keeps. They agree on the stage of each weight.
+        """
+        rank_of = {
+            key: program.homes[stage.index][0]
+            for program in reversed(programs)
+            for key, (_, stage) in program.list_owners().items()
+        }
         # In the model's order, which is the same on all ranks.
         named = [(name, weight) for name, weight in list_named(model) if id(weight) in rank_of]
         owners = {name: rank_of[id(weight)] for name, weight in named}

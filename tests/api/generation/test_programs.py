@@ -78,9 +78,9 @@ def test_a_weight_that_is_read_more_often_is_not_pinned() -> None:
         program, model = pipe.compiler.program("eval", Call((), EXAMPLE)), pipe.model
         model.tied = True  # type: ignore[assignment]
         with fxsplit.compile(model, 2, example_inputs=EXAMPLE, passes=FAST, inference=True) as tied:
-            found = pin_read_weights(tied.traced, program).stages
+            found = pin_read_weights(tied.traced, [program]).stages
             assert {"layers_1", "layers_2", "layers_3"} <= set(found) and "layers_0" not in found
-            assert "layers_0" in pin_read_weights(pipe.traced, program).stages
+            assert "layers_0" in pin_read_weights(pipe.traced, [program]).stages
 
 
 def test_readers_are_counted_by_memory() -> None:

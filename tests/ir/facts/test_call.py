@@ -180,12 +180,10 @@ def test_what_an_object_holds_is_no_constant(kind: Any) -> None:
         for scale in (3.0, 4.0):  # once it has changed, a number in an object is an input as well
             batch = kind(bias=x, scale=scale)
             torch.testing.assert_close(pipe(x, batch), model(x, batch), rtol=0, atol=1e-12)
-        with pytest.raises(
-            InputError, match=r"argument 'batch_\w*scale' is None, and the pipeline was compiled for 3.0"
-        ):
+        with pytest.raises(TypeError, match="unsupported operand"):
             pipe(x, kind(bias=x, scale=None))
-        with pytest.raises(InputError, match="compiled for arguments"):
-            pipe(x, kind(bias=x, scale=2.0, more=1))
+        batch = kind(bias=x, scale=2.0, more=1)
+        torch.testing.assert_close(pipe(x, batch), model(x, batch), rtol=0, atol=1e-12)
 
 
 def test_a_value_that_nothing_can_be_said_of_is_refused_unless_nobody_reads_it() -> None:
