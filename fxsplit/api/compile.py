@@ -133,6 +133,7 @@ def compile(
         gradient_hook=gradient_hook,
         bucket_bytes=bucket_bytes,
         dump=dump,
+        side_by_side=world is not None and len(world.rows) > 1,
     )
     if dtype is not None and weights is None:
         raise InputError(

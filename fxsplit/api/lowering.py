@@ -44,7 +44,7 @@ def read_stated(options: Options) -> Stated:
     """Return what the options state of the model."""
     # Whether a submodule stays whole is decided by tracing, which comes before every pass.
     leaves = [step.path for step in options.chain if isinstance(step, standard.Leaf)]
-    return Stated(options.chunks, leaves, joined=options.n_microbatches != 1)
+    return Stated(options.chunks, leaves, joined=options.n_microbatches != 1 or options.side_by_side)
 
 
 def capture_model(

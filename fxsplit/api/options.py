@@ -79,6 +79,8 @@ class Options:
     observed: bool = True
     # Nor is this: whether lengths that an exported graph has symbols for may be any, and are compiled for once.
     lengths_open: bool = False
+    # Nor this: whether other pipelines have other rows of the batch, as over a mesh of two dimensions.
+    side_by_side: bool = False
 
     def __post_init__(self) -> None:
         if self.n_microbatches not in (None, AUTO):

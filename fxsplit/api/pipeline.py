@@ -25,7 +25,6 @@ from fxsplit.api.generation.generate import generate, takes_generate
 from fxsplit.api.generation.programs import Programs
 from fxsplit.api.loss_meanings import LossMeanings
 from fxsplit.api.no_gradients import give_no_gradients
-from fxsplit.api.ranks import are_side_by_side
 from fxsplit.api.stream import Stream, check_has_batches
 from fxsplit.api.together import act_together
 from fxsplit.errors import ClosedError, FxsplitError, InputError
@@ -78,7 +77,7 @@ class Pipeline(WithExports):
         self.__dict__["compiler"] = compiler
         self._engine: Engine | None = None
         self._programs: Programs | None = None
-        self._loss_meanings = LossMeanings(compiler.options.loss_fn, side_by_side=are_side_by_side(compiler.team))
+        self._loss_meanings = LossMeanings(compiler.options.loss_fn, side_by_side=compiler.options.side_by_side)
         self._starting = Turn()  # the first batches of several threads share one engine
         self._stepped = False
         self._closed = False

@@ -271,11 +271,6 @@ def make_team(world: World | None, options: Options) -> Team | None:
     return Team(world, Summing(world, options.gradient_hook, options.bucket_bytes))
 
 
-def are_side_by_side(team: Team | None) -> bool:
-    """Return whether there are other pipelines, with rows of their own."""
-    return team is not None and team.summing.columns.n_pipelines > 1
-
-
 def describe_graph(captured: IR) -> str:
     """Return what two ranks have alike if they captured the same graph: its number, and how many nodes it has."""
     # Addresses of objects, and numbers of GPUs, are those of one process.

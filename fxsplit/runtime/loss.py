@@ -59,15 +59,20 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 0
 
 
+def find_loss_meaning(program: Program) -> Meaning:
+    """Return what the loss that a model returns means by microbatches; a mean where it is not known to be an output."""
+    # What has rows is no loss.
+    places = [torch.empty(1 if meaning.kind == "rows" else ()) for meaning in program.joined]
+    loss = find_own_loss(program.build_result(places))
+    return next((m for m, place in zip(program.joined, places, strict=True) if place is loss), MEAN)
+
+
 def find_own_meaning(program: Program, n_microbatches: int) -> Meaning:
     """Return how the losses that a model returns for its microbatches make the batch's: as a mean, or as a sum.
 
     Raises InputError where the batch's loss follows from none of them, as of one that compares rows with each other.
     """
-    # What has rows is no loss.
-    places = [torch.empty(1 if meaning.kind == "rows" else ()) for meaning in program.joined]
-    loss = find_own_loss(program.build_result(places))
-    meaning = next((m for m, place in zip(program.joined, places, strict=True) if place is loss), MEAN)
+    meaning = find_loss_meaning(program)
     if meaning.kind == "unjoined" and n_microbatches > 1:
         raise InputError(meaning.why)
     return meaning if meaning.kind in ("sum", "mean") else MEAN

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from fxsplit.errors import InputError
 from fxsplit.ir.facts.counts import Count, Watch
-from fxsplit.runtime.loss import BatchLoss, find_own_meaning
+from fxsplit.runtime.loss import BatchLoss, find_loss_meaning
 from fxsplit.runtime.meeting import Occasion
 from fxsplit.runtime.program import Batch
 
@@ -27,6 +27,7 @@ class Kind(IntEnum):
     COUNTED_ROWS = 3  # a mean over rows, divided by a count
     OTHER = 4  # it divides by a count, and does more than that
     OPEN = 5  # the first microbatch of the first step will tell
+    COMPARED = 6  # its rows depend on each other
 
 
 class Portion(NamedTuple):
@@ -80,8 +81,10 @@ def _count_labels(count: Count, loss: BatchLoss, rows: Sequence[int]) -> float:
 
 def find_own_portion(batch: Batch, found: Portion) -> Portion:
     """Return what there is of a loss that the model computes itself. `found` has the rows."""
-    own = find_own_meaning(batch.program, len(batch.rows))
-    if isinstance(own.count, Watch):
+    own = find_loss_meaning(batch.program)
+    if own.kind == "unjoined":
+        return found._replace(kind=Kind.COMPARED)
+    if own.kind == "counted" or isinstance(own.count, Watch):
         return found._replace(kind=Kind.OTHER)
     if own.count is None:
         return found._replace(kind=Kind.SUM if own.kind == "sum" else Kind.MEAN)
@@ -103,6 +106,12 @@ def weigh_portion(own: int, portions: Sequence[Portion]) -> float | None:
     kind = max(portion.kind for portion in portions)
     if kind == Kind.OPEN:
         return None
+    if kind == Kind.COMPARED:
+        raise InputError(
+            "the loss that the model returns is neither a mean nor a sum of that of its rows, and each pipeline of a "
+            "mesh has rows of its own: call pipe(x) and backward(), in which each pipeline weighs by its rows, or "
+            "return a sum"
+        )
     if kind == Kind.OTHER:
         raise InputError(
             "the loss is divided by a count, which pipelines of a mesh have each for themselves, and is more than the "

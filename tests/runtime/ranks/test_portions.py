@@ -75,10 +75,16 @@ class OwnLoss(nn.Module):
         lost: Tensor = (self.layers(x) - y).square().sum(1) * mask
         if self.how == "mean":
             return lost.mean()
+        if self.how == "sum":
+            return lost.sum()
+        if self.how == "weighted":
+            return lost.square().mean() / lost.mean()
+        if self.how == "compared":
+            return lost.std()
         return lost.sum() / (mask.sum() if self.how == "count" else mask.mean())
 
 
-def own_loss(rank: int, n: int, how: str) -> float | str:
+def own_loss(rank: int, n: int, how: str, n_microbatches: int) -> float | str:
     mesh = make_mesh(n)
     own = get_own(mesh)
     torch.manual_seed(0)
@@ -87,7 +93,7 @@ def own_loss(rank: int, n: int, how: str) -> float | str:
     x, y = make_batch(0)
     mask = (torch.arange(ROWS) < 9).double()
     first = {"x": x[:6], "y": y[:6], "mask": mask[:6]}
-    pipe = fxsplit.compile(model, mesh, example_inputs=first, passes=FAST, n_microbatches=2)
+    pipe = fxsplit.compile(model, mesh, example_inputs=first, passes=FAST, n_microbatches=n_microbatches)
     expected = unsplit(x, y, mask)
     expected.backward()
     try:
@@ -100,9 +106,19 @@ def own_loss(rank: int, n: int, how: str) -> float | str:
 
 def test_a_models_own_loss_is_that_of_all_rows_or_refused() -> None:
     for how in ("mean", "count"):
-        assert max(ranks(4, own_loss, how)) < 1e-12
-    for text in ranks(4, own_loss, "other"):
+        assert max(ranks(4, own_loss, how, 2)) < 1e-12
+    for text in ranks(4, own_loss, "other", 2):
         assert "the loss is divided by a count, which pipelines of a mesh have each for themselves" in str(text)
+
+
+@pytest.mark.parametrize("how", ["sum", "mean", "count"])
+def test_a_models_own_loss_is_that_of_all_rows_if_each_pipeline_has_one_microbatch(how: str) -> None:
+    assert max(ranks(2, own_loss, how, 1)) < 1e-12
+
+
+@pytest.mark.parametrize(("how", "text"), [("compared", "neither a mean nor a sum"), ("weighted", "the quotient")])
+def test_a_loss_that_pipelines_do_not_make_is_refused_if_each_has_one_microbatch(how: str, text: str) -> None:
+    assert all(text in str(found) for found in ranks(2, own_loss, how, 1))
 
 
 def test_a_portion_weighs_by_what_its_loss_is_divided_by() -> None:
