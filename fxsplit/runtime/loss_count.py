@@ -15,7 +15,6 @@ from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.expectations import expect_averages
 from fxsplit.torch_internals.thread_modes import enter_function_mode
 
-
 TRIED = 16
 """How many classes, from the first one, are tried as labels."""
 

@@ -295,10 +295,12 @@ def test_labels_that_a_loss_changes_are_no_count_although_the_first_microbatch_h
     if name == "other classes":
         y = torch.tensor([0, 1, 2, 1, 2, 2, 0, 1])
     expected = CHANGED[name](copy.deepcopy(model)(x), y).detach()
-    with fxsplit.compile(model, ["cpu"] * 2, n_microbatches=4, loss_fn=CHANGED[name], passes=FAST) as pipe:
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            found = pipe.step(x, target=y)
+    with (
+        fxsplit.compile(model, ["cpu"] * 2, n_microbatches=4, loss_fn=CHANGED[name], passes=FAST) as pipe,
+        warnings.catch_warnings(record=True) as said,
+    ):
+        warnings.simplefilter("always")
+        found = pipe.step(x, target=y)
     close = abs(float(found - expected)) < 1e-12
     # Averages that microbatches do not make are said, as ever.
     assert close or any("no mean over rows" in str(w.message) for w in said)
