@@ -21,7 +21,7 @@ from bench.memory.measure import Peak, find_program, measure_step
 from bench.memory.networks import NETWORKS, SCHEDULES
 from fxsplit.api.pipeline import Pipeline
 from fxsplit.ir.facts.costs import Costs
-from fxsplit.ir.facts.price import format_bytes
+from fxsplit.ir.facts.figures import format_bytes
 from fxsplit.schedule import simulate
 from fxsplit.schedule.catalogue import ASYNCHRONOUS
 from fxsplit.schedule.memory import find_peak, trace_memory

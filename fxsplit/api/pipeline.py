@@ -36,6 +36,7 @@ from fxsplit.ir.facts.scope import Scope
 from fxsplit.ir.facts.stages import Stages
 from fxsplit.ir.graph import IR
 from fxsplit.ir.interrupts import lose_no_interrupt
+from fxsplit.ir.shown import Parts, Shown
 from fxsplit.runtime.engine import Engine
 from fxsplit.runtime.loss import BatchLoss, find_weights, take_model_loss
 from fxsplit.runtime.microbatches import split_target
@@ -57,7 +58,7 @@ from fxsplit.torch_internals.uncompiled import leave_uncompiled
 from fxsplit.torch_internals.undo import Turn, leave_no_trace
 
 
-class Pipeline(WithExports):
+class Pipeline(Shown, WithExports):
     """A model run as a pipeline of stages.
 
     Parameters, buffers, submodules, hooks and mode are the model's own (the very same dictionaries), so state_dict(),
@@ -118,11 +119,18 @@ class Pipeline(WithExports):
         """How the model became a graph: symbolic_trace (perhaps with submodules kept whole), export or graph_module."""
         return self.traced[Scope].front_end
 
-    def __repr__(self) -> str:
+    def summarise(self) -> str:
+        """Return what the pipeline is of, and how it runs."""
         name = type(self.model).__name__
         if self.compiler.get_compiled(get_mode(self.model)) is None:
-            return f"Pipeline({name}, compiles on its first call)"
-        return f"Pipeline({name})\n{self.plan}"
+            return f"{name}, compiles on its first call"
+        return f"{name}, {self.plan.summarise()}"
+
+    def show(self) -> Parts:
+        """Return what the pipeline is of, and its plan if there is one."""
+        yield repr(self)
+        if self.compiler.get_compiled(get_mode(self.model)) is not None:
+            yield from self.plan.show()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
         """Return a pipeline over a copy of the model, with the same options, that compiles on its first call."""

@@ -29,6 +29,7 @@ from fxsplit.api.verify_trials import Trial
 from fxsplit.errors import InputError
 from fxsplit.ir.facts.call import Call, parse_example_inputs
 from fxsplit.ir.interrupts import lose_no_interrupt
+from fxsplit.ir.shown import Parts, Shown, Table
 from fxsplit.runtime.loss import LossFn
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.away import is_away
@@ -44,12 +45,14 @@ STEPS = 2
 """The second step starts from weights and buffers that the first one has changed."""
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.15}
 """Sums in another order differ by rounding, which layers amplify; a lost gradient differs by its own size."""
+FEW = 10
+"""How many values are listed if all agree."""
 STEP_SIZE = 0.01
 """How far a step goes along the steepest gradient, as a share of the largest weight."""
 
 
-@dataclass(frozen=True)
-class Verification:
+@dataclass(frozen=True, repr=False)
+class Verification(Shown):
     """What was compared, the largest relative difference of each over all steps, and what the pipeline is.
 
     `by_nature` are names of outputs, gradients and buffers in which the unsplit model itself, run on microbatches,
@@ -93,6 +96,34 @@ class Verification:
     def largest(self) -> float:
         """The largest relative difference."""
         return max((d.value for d in self.differences), default=0.0)
+
+    def summarise(self) -> str:
+        """Return whether the pipeline is the model, and how many values were compared."""
+        verdict = "equal" if self.equal else f"NOT equal: {len(self.offending)} of {len(self.differences)} differ"
+        return f"{verdict}; {len(self.differences)} values compared, largest difference {self.largest:.1e}"
+
+    def show(self) -> Parts:
+        """Return a row for each output, gradient and buffer, the largest differences first, and the verdict."""
+        ordered = sorted(self.differences, key=lambda d: -d.value)
+        # If something differs, the whole list shows where it begins.
+        listed = ordered if self.offending else ordered[:FEW]
+        rows = [(d.kind, f"{d.value:.1e}", d.name) for d in listed]
+        yield Table(("what", ">relative difference", "name"), rows)
+        if len(listed) < len(ordered):
+            yield f"... and {len(ordered) - len(listed)} more, none larger"
+        verdict = "equal" if self.equal else f"NOT equal: {len(self.offending)} of {len(ordered)} differ"
+        dtype = str(self.dtype).removeprefix("torch.")
+        yield f"\n{verdict}; {self.nodes} nodes by {self.front_end}, {self.stages} stages"
+        yield f"{self.n_microbatches} microbatches, {dtype}; trained with {self.loss}"
+        if self.compression is not None:
+            yield f"{self.compression}; all else is of exact cuts"
+        if self.gradient_hook is not None:
+            yield f"{self.gradient_hook}; all else is of exact sums"
+        if self.by_nature:
+            yield (
+                f"{len(self.by_nature)} values differ from the model on the whole batch by nature, as the unsplit "
+                f"model on microbatches does (batch norm, buffers, other counts): {', '.join(self.by_nature[:3])} ..."
+            )
 
 
 @lose_no_interrupt

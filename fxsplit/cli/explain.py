@@ -9,14 +9,16 @@ from math import inf
 from typing import Any
 
 from fxsplit.api.plan import build_machine, lay_out
-from fxsplit.cli.output import print_json
+from fxsplit.cli.output import print_json, print_parts
 from fxsplit.cli.plan import Question
 from fxsplit.errors import InputError, PlanError
 from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.facts.costs_text import sum_by_module
+from fxsplit.ir.facts.figures import format_bytes
 from fxsplit.ir.facts.plan import PROVEN, Plan
-from fxsplit.ir.facts.price import format_bytes
 from fxsplit.ir.progress import track
 from fxsplit.ir.progress_bar import show_progress
+from fxsplit.ir.shown import Table
 
 SHOWN = 3
 """How many nodes of a stage, values of a cut, and idle devices are named."""
@@ -40,41 +42,53 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(question.answer(plan) | {"explained": {"stages": stages, "cuts": cuts}})
         return 0
-    print(plan)
+    print_parts(plan.show())
     for n, stage in enumerate(stages):
         note = ", the slowest" if stage["load"] == plan.bottleneck_ms else ""
         print(f"\nstage {n}: {stage['load']:.4f} ms{note}, {100 * stage['transfer_share']:.0f} % of it transfers")
         if stage["launch"]:
             decides = "which decides" if stage["launch"] == stage["load"] else "meanwhile"
             print(f"  its host launches for {stage['launch']:.4f} ms, {decides}")
-        for name, share in stage["largest"].items():
-            print(f"  {_describe_node(question, name):<40}{100 * share:>6.1f} % of its computing")
+        print_parts([_tabulate(question, stage)])
     for line in _explain_idle(question, count, plan):
         print(line)
     for n, cut in enumerate(cuts, 1):
         nominal = question.profile.nominal_bytes_per_ms
         print(f"\ncut {n}, between stage {n - 1} and {n}: {_format_amount(cut['bytes'], nominal)} forward and back")
-        for name, bytes_ in cut["largest"].items():
-            print(f"  {name:<40}{_format_amount(bytes_, nominal):>12}")
+        rows = [(f"  {_describe(question, name)}", _format_amount(b, nominal)) for name, b in cut["largest"].items()]
+        print_parts([Table(("  made by", ">sent"), rows)] if rows else [])
         print(f"  next best without this cut: {_format_next_best(cut, plan)}")
     return 0
 
 
 def _explain_stage(plan: Plan, number: int, costs: Costs) -> dict[str, Any]:
-    """Return what fills a stage: the shares of its largest nodes, and the share of its load that is transfers."""
+    """Return what fills a stage: the shares of its largest modules and nodes, and what of its load is transfers."""
     stage = plan.stages[number]
     time = {n: costs.by_name[n].forward_ms + costs.by_name[n].backward_ms for n in stage.nodes}
     # Nodes may all be free, and shares of nothing are then 0.
     total = sum(time.values()) or 1.0
     # Ties by name, so that the same plan is explained the same way.
     largest = sorted(time, key=lambda n: (-time[n], n))[:SHOWN]
+    nodes = [costs.by_name[n] for n in stage.nodes]
+    modules = sum_by_module(nodes, SHOWN) if any(n.module for n in nodes) else {}
     moved = stage.receive_ms + stage.send_ms
     return {
         "load": stage.load_ms,
         "launch": stage.launch_ms,
         "transfer_share": moved / stage.load_ms if stage.load_ms else 0.0,
+        "modules": {name: sum(time[n.name] for n in held) / total for name, held in modules.items()},
         "largest": {n: time[n] / total for n in largest},
     }
+
+
+def _tabulate(question: Question, stage: dict[str, Any]) -> Table:
+    """Return a table of the largest modules of a stage, and of its largest nodes."""
+    shares = {name: (share, "") for name, share in stage["modules"].items()}
+    for name, share in stage["largest"].items():
+        # A module that is one node stands there already. Profiles of other tools know no modules.
+        shares.setdefault(_describe(question, name), (share, "one node" if stage["modules"] else ""))
+    rows = [(f"  {name}", f"{100 * share:.1f} %", note) for name, (share, note) in shares.items()]
+    return Table(("  largest", ">of its computing", ""), rows)
 
 
 def _explain_idle(question: Question, count: int | None, plan: Plan) -> list[str]:
@@ -127,10 +141,13 @@ def _explain_cut(question: Question, count: int | None, plan: Plan, number: int)
     }
 
 
-def _describe_node(question: Question, name: str) -> str:
-    """Return a node's name, with what it does where the name does not say so: PipeDream numbers its nodes."""
-    op = question.profile.costs.by_name[name].op
-    return f"{name} {op}"[:39] if question.profile.format == "pipedream" else name
+def _describe(question: Question, name: str) -> str:
+    """Return where in the model a node is, or its name and what it does: PipeDream numbers its nodes."""
+    node = question.profile.costs.by_name.get(name)
+    # An input of the model crosses cuts too.
+    if node is None:
+        return name
+    return f"{name} {node.op}" if question.profile.format == "pipedream" else node.place
 
 
 def _format_amount(bytes_: float, nominal: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
@@ -11,6 +12,10 @@ from math import isfinite
 from typing import Any, TextIO, cast
 
 from fxsplit.errors import FileError
+from fxsplit.ir.shown import WIDTH, Parts, render
+
+LEAST = 40
+"""In fewer columns no table can be read."""
 
 
 class _Output:
@@ -84,6 +89,12 @@ def print_error(text: str) -> None:
     """Print a line on standard error, where that is possible."""
     with suppress(OSError):
         print(text, file=sys.stderr, flush=True)
+
+
+def print_parts(parts: Parts) -> None:
+    """Print tables and lines, as wide as the terminal, or as wide as text is elsewhere."""
+    width = shutil.get_terminal_size((WIDTH, 0)).columns if sys.stdout.isatty() else WIDTH
+    print(render(parts, max(width, LEAST)))
 
 
 def print_json(data: Any) -> None:

@@ -8,12 +8,12 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from math import inf, isfinite
+from math import inf
 from typing import Any
 
 from fxsplit.api.plan import build_machine, check_can_run, choose_passes, lay_out
 from fxsplit.api.titan import CONFIG, SCHEDULE, check_forward, emit_titan
-from fxsplit.cli.output import print_json
+from fxsplit.cli.output import print_json, print_parts
 from fxsplit.cli.words import read_bandwidth, take_text
 from fxsplit.errors import InputError, NoFit
 from fxsplit.formats import Profile, read
@@ -27,6 +27,7 @@ from fxsplit.ir.facts.price import COST_MODELS
 from fxsplit.ir.facts.workload import Workload
 from fxsplit.ir.progress import track
 from fxsplit.ir.progress_bar import show_progress
+from fxsplit.ir.shown import Table
 from fxsplit.planner import Options
 from fxsplit.planner.baselines import BASELINES, plan_baseline
 from fxsplit.planner.borders import PLACES, check_modules, compress_cuts, list_modules
@@ -196,10 +197,7 @@ def main(arguments: argparse.Namespace) -> int:
         print_json(answers[0] if len(answers) == 1 else {"curve": answers})
         return 0
     if len(plans) > 1:
-        print(f"{'devices':>8}{'bottleneck ms':>15}{'speed-up':>10}{'gap':>12}{'stages':>8}")
-        for count, plan in plans:
-            proof = plan.standing.removeprefix("gap ")
-            print(f"{count:>8}{plan.bottleneck_ms:>15.4f}{plan.speedup:>10.2f}{proof:>12}{len(plan.stages):>8}")
+        print_parts([_tabulate(plans)])
         if arguments.n_microbatches is None:
             print(
                 "each row has two microbatches a device, so the batch grows with it: --n-microbatches states one number"
@@ -208,14 +206,30 @@ def main(arguments: argparse.Namespace) -> int:
             print(UNLIMITED)
         return 0
     (_, plan) = plans[0]
-    print(plan)
+    print_parts(plan.show())
     if question.costs_no_transfers(counts[0]):
         print(UNLIMITED)
     if arguments.baselines:
-        print(_price_baselines(question, counts[0], plan))
+        print()
+        print_parts([_price_baselines(question, counts[0], plan)])
     seconds = {"load": question.load_s, **question.planner.seconds}
     print("seconds: " + ", ".join(f"{name} {s:.4f}" for name, s in seconds.items()))
     return 0
+
+
+def _tabulate(plans: Sequence[tuple[int | None, Plan]]) -> Table:
+    """Return a row for each number of devices."""
+    rows = [
+        (
+            count,
+            f"{plan.bottleneck_ms:.4f}",
+            f"{plan.speedup:.2f}",
+            plan.standing.removeprefix("gap "),
+            len(plan.stages),
+        )
+        for count, plan in plans
+    ]
+    return Table((">devices", ">bottleneck ms", ">speed-up", ">gap", ">stages"), rows)
 
 
 def _emit(question: Question, counts: Sequence[int | None]) -> int:
@@ -240,23 +254,23 @@ def _emit(question: Question, counts: Sequence[int | None]) -> int:
     return 0
 
 
-def _price_baselines(question: Question, count: int | None, plan: Plan) -> str:
+def _price_baselines(question: Question, count: int | None, plan: Plan) -> Table:
     """Return a table of simple splits, each with how many times as long as the plan its slowest stage takes."""
     machine, workload = question.lay_out(count)
     # Simple splits cut where the planner may not have looked, so they need all states and not a contraction's.
     chains, states = question.planner.lattice(machine, whole=True)
-    rows = [f"\n{'split':<12}{'bottleneck ms':>15}{'x plan':>8}", f"{'plan':<12}{plan.bottleneck_ms:>15.4f}{1:>8.2f}"]
+    rows = [("plan", f"{plan.bottleneck_ms:.4f}", "1.00", "")]
     for name in BASELINES:
         other = plan_baseline(name, question.profile.costs, chains, states, machine, workload, question.options.costs)
         if other is None:
-            rows.append(f"{name:<12}{'too few nodes':>15}")
+            rows.append((name, "-", "-", "too few nodes"))
             continue
         # Replicas are on like devices, so the first one tells whether a stage fits.
         fits = all(s.memory_bytes <= machine.devices[s.devices[0]].memory_bytes for s in other.stages)
         ratio = other.bottleneck_ms / plan.bottleneck_ms if plan.bottleneck_ms else inf
-        note = "" if fits else "  does not fit in memory"
-        rows.append(f"{name:<12}{other.bottleneck_ms:>15.4f}{ratio if isfinite(ratio) else inf:>8.2f}{note}")
-    return "\n".join(rows)
+        note = "" if fits else "does not fit in memory"
+        rows.append((name, f"{other.bottleneck_ms:.4f}", f"{ratio:.2f}", note))
+    return Table(("split", ">bottleneck ms", ">x plan", "note"), rows)
 
 
 def _parse_pin(text: str) -> tuple[str, int]:

@@ -7,15 +7,16 @@ from typing import Any
 
 from fxsplit.api.microbatch_count import choose_microbatch_count
 from fxsplit.api.plan import lay_out
-from fxsplit.cli.output import print_json
+from fxsplit.cli.output import print_json, print_parts
 from fxsplit.cli.words import read_bandwidth, take_text
 from fxsplit.errors import InputError
 from fxsplit.formats import read
 from fxsplit.formats.plan_json import read_plan
+from fxsplit.ir.facts.figures import format_bytes
 from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.facts.plan import Plan
-from fxsplit.ir.facts.price import format_bytes
 from fxsplit.ir.progress_bar import show_progress
+from fxsplit.ir.shown import Table
 from fxsplit.planner import Options
 from fxsplit.planner.planner import Planner
 from fxsplit.schedule import SCHEDULES, Schedule, Simulation, Times, generate, simulate, verify
@@ -176,14 +177,16 @@ def _show(simulation: Simulation, courses: tuple[Course, ...], timeline: Timelin
 
     schedule = simulation.schedule
     versions, lags = schedule.weight_versions(), schedule.lag()
-    print(f"{'device':<12}{'stages':<14}{'bubble':>8}{'activations':>13}{'memory':>12}{'versions':>10}{'lag':>5}")
+    rows = []
     for d, name in enumerate(timeline.devices):
         own = [s for s, home in enumerate(schedule.homes) if d in home]
+        figures = f"{100 * simulation.bubbles[d]:.1f} %", f"{schedule.peak_activations()[d]:g}"
         held = format_bytes(find_peak(courses[d])) if courses else "-"
-        row = f"{name:<12}{','.join(map(str, own)):<14}{100 * simulation.bubbles[d]:>6.1f} %"
-        row += f"{schedule.peak_activations()[d]:>13g}{held:>12}"
-        print(row + f"{max((versions[s] for s in own), default=0):>10}{max((lags[s] for s in own), default=0):>5}")
-    time = f"{simulation.step_ms:g} forwards" if unit else f"{simulation.step_ms:.3f} ms"
+        behind = (max((kept[s] for s in own), default=0) for kept in (versions, lags))
+        rows.append((name, ", ".join(map(str, own)), *figures, held, *behind))
+    heads = ("device", "stages", ">bubble", ">activations", ">memory", ">versions", ">lag")
+    print_parts([Table(heads, rows)])
+    time = f"{simulation.step_ms:g} x one forward" if unit else f"{simulation.step_ms:.3f} ms"
     print(f"{schedule.name}, {schedule.n_microbatches} microbatches: {time}, bubble {100 * simulation.bubble:.1f} %")
     for (name, _), busy in zip(timeline.links, simulation.busy_links.values(), strict=True):
         print(f"link {name}: busy {100 * busy:.1f} % of the step")

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fxsplit.cli.output import print_json
+from fxsplit.cli.output import print_json, print_parts
 from fxsplit.cli.words import take_text
 from fxsplit.errors import FxsplitError, InputError
 from fxsplit.ir.facts.machine import check_device_count
@@ -21,8 +21,6 @@ if TYPE_CHECKING:  # torch takes a second to load, and --help needs none of it
 
 CHAIN = "profile{repeats=1},augment,order,partition,emit"
 """The passes unless others are asked for: one repeat, since what is compared does not depend on exact costs."""
-SHOWN = 10
-"""How many names are listed where all agree."""
 
 
 class Made(NamedTuple):
@@ -135,7 +133,7 @@ def _verify(arguments: argparse.Namespace, devices: Any, made: Made, *, quiet: b
     if arguments.json:
         print_json(describe(found))
     else:
-        _show(found)
+        print_parts(found.show())
     return 0 if found.equal else 1
 
 
@@ -201,29 +199,3 @@ def describe(found: Verification) -> dict[str, Any]:
         "compression": None if found.compression is None else asdict(found.compression),
         "gradient_hook": None if found.gradient_hook is None else asdict(found.gradient_hook),
     }
-
-
-def _show(found: Verification) -> None:
-    """Print a row for each output, gradient and buffer, the largest differences first, and the verdict."""
-    print(f"{'what':<10}{'relative difference':>20}  name")
-    ordered = sorted(found.differences, key=lambda d: -d.value)
-    # Where something differs, the whole list shows where it begins.
-    listed = ordered if found.offending else ordered[:SHOWN]
-    for d in listed:
-        print(f"{d.kind:<10}{d.value:>20.1e}  {d.name}")
-    if len(listed) < len(ordered):
-        print(f"... and {len(ordered) - len(listed)} more, none larger")
-    verdict = "equal" if found.equal else f"NOT equal: {len(found.offending)} of {len(ordered)} differ"
-    print(
-        f"\n{verdict}; {found.nodes} nodes by {found.front_end}, {found.stages} stages, {found.n_microbatches} "
-        f"microbatches, {describe(found)['dtype']}; trained with {found.loss}"
-    )
-    if found.compression is not None:
-        print(f"{found.compression}; all else is of exact cuts")
-    if found.gradient_hook is not None:
-        print(f"{found.gradient_hook}; all else is of exact sums")
-    if found.by_nature:
-        print(
-            f"{len(found.by_nature)} values differ from the model on the whole batch by nature, as the unsplit model "
-            f"on microbatches does (batch norm, buffers, other counts): {', '.join(found.by_nature[:3])} ..."
-        )

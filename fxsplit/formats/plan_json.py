@@ -56,6 +56,8 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "stages": [
             {
                 "nodes": list(s.nodes),
+                "begins_at": s.begins_at,
+                "ends_at": s.ends_at,
                 "devices": [plan.device_names[d] for d in s.devices],
                 "load": s.load_ms,
                 "recompute": s.recompute,
@@ -170,6 +172,9 @@ def _read_stage(index: int, data: dict[str, Any], names: list[str], *, held: boo
         nodes=tuple(str(n) for n in as_list(data["nodes"])),
         devices=tuple(names.index(d) for d in data["devices"]),
         recompute=_truth(data["recompute"], f"recompute of stage {index}"),
+        # Files of earlier versions do not say where in the model stages are.
+        begins_at=str(data.get("begins_at", "")),
+        ends_at=str(data.get("ends_at", "")),
         **{figure: _number(data[figure], f"{figure} of stage {index}") for figure in _FIGURES},
     )
     if known:

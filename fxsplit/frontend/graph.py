@@ -15,6 +15,7 @@ from fxsplit.frontend.subject import Subject
 from fxsplit.ir.facts.python_state import Number
 from fxsplit.ir.facts.scope import Scope
 from fxsplit.torch_internals.interpret import find_target
+from fxsplit.torch_internals.module_stack import find_module_path
 from fxsplit.torch_internals.user_lines import is_users
 
 
@@ -47,9 +48,7 @@ class FrontEnd(Protocol):
 
 def find_submodule(node: fx.Node) -> str | None:
     """Return the path of the innermost submodule that a node was made in; None for the model itself."""
-    # fx and torch.export both note the stack of modules here, outermost first; the model's own path is empty.
-    paths = [str(path) for path, *_ in (node.meta.get("nn_module_stack") or {}).values()]
-    return next((path for path in reversed(paths) if path), None)
+    return find_module_path(node) or None
 
 
 def find_line(node: fx.Node) -> str:

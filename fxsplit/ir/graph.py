@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar, cast, runtime_checkable
 
 from fxsplit.errors import ChainError, MissingFact
+from fxsplit.ir.shown import Parts, Shown
 
 if TYPE_CHECKING:  # torch takes a second to load, and planning from a profile needs none of it
     from torch import fx
@@ -24,6 +25,8 @@ Mode = Literal["train", "eval"]
 @runtime_checkable
 class Fact(Protocol):
     """Something known about a graph. A fact can check itself against the graph, and its text is a section of a dump.
+
+    A fact that has `dumped`, a text, is a section of that text instead.
 
     made_by: the pass that learns it, for error messages. given: whether it describes the run (the machine, the example)
     and not the graph, so that it outlives a rewrite of the graph; false for a class that derives from Fact.
@@ -58,8 +61,8 @@ class Step:
     seconds: float
 
 
-@dataclass(frozen=True, eq=False)
-class IR:
+@dataclass(frozen=True, eq=False, repr=False)
+class IR(Shown):
     """A graph and what is known about it; passes return a new one and never edit `gm` in place.
 
     `model` is the name of the class that the graph was captured from, and `mode` the mode that the model was in. A pass
@@ -74,6 +77,17 @@ class IR:
     fallen: Mapping[type, type] = field(default_factory=lambda: MappingProxyType({}))
     model: str = ""
     mode: Mode = "train"
+
+    def summarise(self) -> str:
+        """Return what the graph is of, how large it is, and what is known about it."""
+        known = ", ".join(kind.__name__ for kind in self.facts) or "nothing"
+        return f"{self.model or 'no model'}, {self.mode} mode, {len(self.gm.graph.nodes)} nodes; known: {known}"
+
+    def show(self) -> Parts:
+        """Return the text of a dump."""
+        from fxsplit.ir.text import render
+
+        return [render(self).rstrip("\n")]
 
     def __getitem__(self, kind: type[F]) -> F:
         """Return the fact of type `kind`; raises MissingFact, with the next step, where it is not known."""

@@ -14,18 +14,22 @@ return %layer
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx
 
-from fxsplit.ir.graph import IR
 
+def render(ir: Any) -> str:
+    """Return the text of an IR, which calls this file to print itself.
 
-def render(ir: IR) -> str:
-    """Return the text of an IR. Equal IRs give equal texts; only measured figures differ from run to run."""
+    Equal IRs give equal texts; only measured figures differ from run to run.
+    """
     sections = [f"# fxsplit ir: {ir.model or type(ir.gm).__name__}, {ir.mode} mode"]
     sections += [f"# {i}: {step.text}" for i, step in enumerate(ir.steps, 1)]
     sections.append("\n[graph]\n" + render_graph(ir.gm))
     # dict keeps the order in which facts were learnt.
-    sections += [f"\n[{kind.__name__}]\n{fact}" for kind, fact in ir.facts.items()]
+    # What print() shows of a fact may leave out what a dump needs.
+    sections += [f"\n[{kind.__name__}]\n{getattr(fact, 'dumped', fact)}" for kind, fact in ir.facts.items()]
     return "\n".join(sections) + "\n"
 
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from fxsplit.errors import NoFit, PlanError
 from fxsplit.ir.facts.antichains import Antichains
+from fxsplit.ir.facts.figures import format_bytes
 from fxsplit.ir.facts.machine import Machine
-from fxsplit.ir.facts.price import format_bytes
 from fxsplit.planner.clock import Clock, OutOfTime
 from fxsplit.planner.kernels import SMALL
 from fxsplit.planner.problem import Path, Problem

@@ -6,6 +6,7 @@ import io
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from fxsplit.errors import InputError
 from fxsplit.ir.files import write_whole
@@ -14,6 +15,8 @@ from fxsplit.schedule.timeline import Timeline
 
 COLOURS = {"F": "#4c78a8", "B": "#54a24b", "I": "#72b7b2", "W": "#eeca3b"}
 OTHER = "#b279a2"
+HATCHES = {"I": "////", "W": "xxxx"}
+"""Marks that tell the halves of a backward from the whole and from forwards, also where there is no colour."""
 KINDS = (".svg", ".png", ".pdf")
 INCHES_A_LANE, INCHES_WIDE = 0.35, 10.0
 FAINTER = 0.25
@@ -39,16 +42,17 @@ def save_picture(timelines: Sequence[Timeline], path: str | os.PathLike[str]) ->
     figure = Figure(figsize=(INCHES_WIDE, INCHES_A_LANE * sum(lanes) + 0.8 * len(lanes)), layout="constrained")
     axes = figure.subplots(len(timelines), 1, squeeze=False, sharex=True, gridspec_kw={"height_ratios": lanes})[:, 0]
     # The legend has the kinds of actions that occur, in the order in which they do.
-    seen: dict[str, str] = {}
+    seen: dict[str, tuple[str, str]] = {}
     for axis, timeline in zip(axes, timelines, strict=True):
         for lane, (_, spans) in enumerate(timeline.rows):
             stages = sorted({span.action.stage for span in spans})
             for action, begin_ms, end_ms in spans:
                 colour = COLOURS.get(action.op, OTHER)
-                seen.setdefault((NAMES | SENDS).get(action.op, action.op.lower()), colour)
+                seen.setdefault((NAMES | SENDS).get(action.op, action.op.lower()), (colour, action.op))
                 # Beyond a few stages all are equally pale, or they could not be seen.
                 pale = max(0.3, 1.0 - FAINTER * stages.index(action.stage))
-                axis.barh(lane, end_ms - begin_ms, left=begin_ms, color=colour, alpha=pale, edgecolor="white", lw=0.4)
+                looks: Any = {"color": colour, "edgecolor": "white", "lw": 0.4, "hatch": HATCHES.get(action.op)}
+                axis.barh(lane, end_ms - begin_ms, left=begin_ms, alpha=pale, **looks)
                 # A number that is wider than its block could not be told from its neighbours'.
                 if action.microbatch >= 0 and end_ms - begin_ms > 0.012 * timeline.length_ms:
                     middle = (begin_ms + end_ms) / 2
@@ -59,7 +63,10 @@ def save_picture(timelines: Sequence[Timeline], path: str | os.PathLike[str]) ->
         for side in ("top", "right", "left"):
             axis.spines[side].set_visible(False)
     axes[-1].set_xlabel("ms", fontsize=8)
-    handles = [Patch(color=colour, label=name) for name, colour in seen.items()]
+    handles = [
+        Patch(facecolor=colour, edgecolor="white", hatch=HATCHES.get(op), label=name)
+        for name, (colour, op) in seen.items()
+    ]
     figure.legend(handles=handles, ncols=len(handles), fontsize=7, loc="outside lower right", frameon=False)
     # matplotlib would leave half a picture where the disk is full.
     picture = io.BytesIO()

@@ -2,27 +2,30 @@
 
 1F1B on two devices with two microbatches, in 18 columns:
 
-    a 0 1 .... 0  .. 1
-    b ..0  0  1  1  ....
+    a F0F1....B0 ..B1
+    b ..F0B0  F1B1  ....
+    F forward  B backward  . idle
 """
 
 from __future__ import annotations
 
 from rich.text import Text
 
-from fxsplit.schedule.action import Action
+from fxsplit.schedule.action import NAMES, SEND_B, SEND_F, SENDS, Action
 from fxsplit.schedule.timeline import Timeline
 
 COLOURS = {"F": "white on blue", "B": "black on green", "I": "black on cyan", "W": "black on yellow"}
 OTHER = "white on magenta"
+LETTERS = {op: op for op in NAMES} | {SEND_F: "f", SEND_B: "b"}
+"""What a block begins with, so that operations are told apart without colours too."""
 
 
 def draw(timeline: Timeline, width: int = 100) -> Text:
-    """Return the drawing, at most `width` characters wide, with as many lines as there are devices and links.
+    """Return the drawing: a line of at most `width` characters for each device and link, and a legend below.
 
-    A block bears the number of its microbatch where it is wide enough, and dashes where it is not. Its colour is the
-    operation: blue for F, green for B, cyan for I, yellow for W, magenta for all else. Later stages of a device
-    are dim. Dots are idle time.
+    A block bears the letter of its operation and the number of its microbatch, or the letter and dashes if it is too
+    narrow for both. Its colour is the operation: blue for F, green for B, cyan for I, yellow for W, magenta for all
+    else. Later stages of a device are dim. Dots are idle time.
     """
     label = max((len(name) for name, _ in timeline.rows), default=0) + 1
     columns = max(1, width - label)
@@ -42,11 +45,26 @@ def draw(timeline: Timeline, width: int = 100) -> Text:
                 text.append(_fill_block(action, end - max(begin, at)), style=style)
             at = max(at, begin, end)
         text.append("." * (columns - at) + "\n", style="dim")
+    ops = {span.action.op for _, spans in timeline.rows for span in spans}
+    if ops:
+        text.append(_make_legend(ops))
     return text
 
 
+def _make_legend(ops: set[str]) -> Text:
+    """Return a line that says what the letters are, in their colours."""
+    legend = Text()
+    for op, name in (NAMES | SENDS).items():
+        if op in ops:
+            legend.append(LETTERS[op], style=COLOURS.get(op, OTHER))
+            legend.append(f" {name}  ")
+    legend.append(". idle\n")
+    return legend
+
+
 def _fill_block(action: Action, width: int) -> str:
-    """Return the number of the microbatch, or the operation where it has none, in `width` characters."""
-    # A sum over replicas has no microbatch.
-    number = str(action.microbatch) if action.microbatch >= 0 else action.op
-    return f"{number:^{width}}" if len(number) <= width else "-" * width
+    """Return the letter of the operation and the number of the microbatch, in `width` characters."""
+    letter = LETTERS.get(action.op, "")
+    # A sum over replicas has no microbatch, and bears its name.
+    label = f"{letter}{action.microbatch}" if letter else action.op
+    return f"{label:^{width}}" if len(label) <= width else f"{letter:-<{width}}"

@@ -8,8 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fxsplit.ir.facts.figures import format_bytes
+from fxsplit.ir.shown import Parts, Shown, Table
 from fxsplit.schedule.action import COMPUTES, FORWARD, SEND_B, SEND_F, Action
-from fxsplit.schedule.memory import Course
+from fxsplit.schedule.memory import Course, find_peak
 from fxsplit.schedule.simulate import Simulation, Trip
 
 
@@ -21,8 +23,8 @@ class Span(NamedTuple):
     end_ms: float
 
 
-@dataclass(frozen=True)
-class Timeline:
+@dataclass(frozen=True, repr=False)
+class Timeline(Shown):
     """The spans of each device, in order of time.
 
     `memory` is what each device held, where that is known. `links` are names of links with their messages, which are
@@ -54,6 +56,21 @@ class Timeline:
             for a, b in simulation.busy_links
         )
         return cls(schedule.name, names, spans, memory, links)
+
+    def summarise(self) -> str:
+        """Return which schedule this is of, how long it takes, and on how many devices."""
+        return f"{self.title}, {self.length_ms:.3f} ms on {len(self.devices)} devices"
+
+    def show(self) -> Parts:
+        """Return a table of how busy each device is, and what it holds at most where that is known."""
+        rows = []
+        for number, (name, spans) in enumerate(zip(self.devices, self.spans, strict=True)):
+            busy = sum(span.end_ms - span.begin_ms for span in spans if span.action.op in COMPUTES)
+            idle = 1.0 - busy / self.length_ms if self.length_ms else 0.0
+            held = [format_bytes(find_peak(course)) for course in self.memory[number : number + 1]]
+            rows.append((name, len(spans), f"{busy:.3f}", f"{100 * idle:.1f} %", *held))
+        yield Table(("device", ">actions", ">computes ms", ">idle", *[">memory"] * bool(self.memory)), rows)
+        yield f"{self.title}: {self.length_ms:.3f} ms; fxsplit.report.draw shows when"
 
     @property
     def rows(self) -> list[tuple[str, tuple[Span, ...]]]:

@@ -41,6 +41,7 @@ from fxsplit.torch_internals.dependences import list_node_weights
 from fxsplit.torch_internals.grad_catch import is_caught
 from fxsplit.torch_internals.interpret import get_storage_id, preserve
 from fxsplit.torch_internals.layouts import count_bytes
+from fxsplit.torch_internals.module_stack import find_module_path
 from fxsplit.torch_internals.observe import Observation
 from fxsplit.torch_internals.past import find_slot
 from fxsplit.torch_internals.undo import undo_after
@@ -265,7 +266,7 @@ def _build_node_cost(node: fx.Node, held: Sequence[Tensor], seen: Observation, k
     return NodeCost(
         name=node.name,
         op=name_operator(node),
-        module=find_module_path(node),
+        module=find_path(node),
         signature=key,
         inputs=tuple(i.name for i in node.all_input_nodes),
         output_bytes=seen.output_bytes,
@@ -295,11 +296,6 @@ def find_owner(nodes: Mapping[str, Observation], name: str) -> str:
     return owners[0]
 
 
-def find_module_path(node: fx.Node) -> str:
-    """Return the path of the innermost submodule that `node` was traced in; empty for the model itself."""
-    if node.op in ("call_module", "get_attr"):
-        return str(node.target)
-    # Tracers list the modules that they are in, outermost first.
-    stack = node.meta.get("nn_module_stack") or {}
-    paths = [entry[0] for entry in stack.values()]
-    return str(paths[-1]) if paths else ""
+def find_path(node: fx.Node) -> str:
+    """Return the path of what a node calls or fetches, or of the innermost submodule that it was traced in."""
+    return str(node.target) if node.op in ("call_module", "get_attr") else find_module_path(node)

@@ -14,6 +14,7 @@ from torch import nn
 import fxsplit
 from fxsplit import IR, Plan
 from fxsplit.errors import BrokenFact, FileError, FxsplitWarning
+from fxsplit.ir.text import render
 from tests.models import FAST, Mlp, ModeDependent, Residual
 
 FILES = ["00-trace.txt", "01-profile.txt", "02-augment.txt", "03-order.txt", "04-partition.txt", "05-emit.txt"]
@@ -32,7 +33,7 @@ def test_dump_writes_the_ir_before_the_first_and_after_every_pass(tmp_path: Path
     assert sorted(p.name for p in (tmp_path / "a").iterdir()) == FILES
     trace = (tmp_path / "a" / FILES[0]).read_text()
     assert "%stem_0 = module stem.0(%x) : float32[4, 8, 8, 8]" in trace
-    assert "[Costs]" not in trace and "[Machine]\ncpu:0: cpu" in trace
+    assert "[Costs]" not in trace and "[Machine]\ndevice  is " in trace
     for name, section in zip(FILES[1:-1], ("Costs", "Antichains", "States", "Plan", "Stages", "Stages"), strict=True):
         assert f"\n[{section}]\n" in (tmp_path / "a" / name).read_text()
 
@@ -99,7 +100,9 @@ def test_the_rewritten_graph_is_the_model(tmp_path: Path) -> None:
 def test_steps_and_repr() -> None:
     with fxsplit.compile(Mlp(), 2, example_inputs=torch.randn(8, 8), passes=FAST) as pipe:
         assert [s.text for s in pipe.ir.steps] == [*FAST.split(","), "batch-norm"]
-        assert repr(pipe).startswith("Pipeline(Mlp)\nstage ")
+        assert repr(pipe) == f"Pipeline(Mlp, 2 stages, 1F1B, bottleneck {pipe.plan.bottleneck_ms:.3f} ms, optimal)"
+        assert str(pipe) == f"{pipe!r}\n{pipe.plan}" and str(pipe.ir) == render(pipe.ir).rstrip("\n")
+        assert repr(pipe.ir).startswith("IR(Mlp, train mode, 6 nodes; known: ") and "\n" not in repr(pipe.ir)
 
 
 def list_files(folder: Path) -> list[str]:

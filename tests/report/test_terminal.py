@@ -12,7 +12,11 @@ from tests.report.timelines import TIMELINE
 
 def test_blocks_are_as_wide_as_they_take_long() -> None:
     """Eight milliseconds on 16 columns behind ten of names: two columns each."""
-    assert draw(TIMELINE, 26).plain.splitlines() == ["a          7  ........----", "long name .... 3  1......."]
+    assert draw(TIMELINE, 26).plain.splitlines() == [
+        "a          F7 ........----",
+        "long name .... B3 W.......",
+        "F forward  B backward  W weight gradient  . idle",
+    ]
 
 
 def test_an_operation_without_a_microbatch_bears_its_name() -> None:
@@ -21,15 +25,15 @@ def test_an_operation_without_a_microbatch_bears_its_name() -> None:
 
 def test_colours_say_what_and_dim_says_a_later_stage() -> None:
     drawing = draw(TIMELINE, 26)
-    styles = {drawing.plain[span.start : span.end].strip(): str(span.style) for span in drawing.spans}
-    assert styles["7"] == "white on blue" and styles["3"] == "black on green"
-    assert styles["1"] == "black on yellow dim" and styles["----"] == "white on magenta"
+    styles = {drawing.plain[span.start : span.end].strip(): str(span.style) for span in drawing.spans[:-4]}
+    assert styles["F7"] == "white on blue" and styles["B3"] == "black on green"
+    assert styles["W"] == "black on yellow dim" and styles["----"] == "white on magenta"
     assert styles["........"] == "dim"
 
 
 def test_links_have_lines_behind_the_devices() -> None:
     timeline = replace(TIMELINE, links=(("a > long name", (Span(Action(0, "SEND_F", 7), 2.0, 4.0),)),))
-    assert draw(timeline, 14 + 16).plain.splitlines()[2] == "a > long name .... 7  ........"
+    assert draw(timeline, 14 + 16).plain.splitlines()[2] == "a > long name .... f7 ........"
 
 
 def test_nothing_to_draw() -> None:

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from fxsplit.errors import BrokenFact, ProfileError
 from fxsplit.ir.facts.compress import count_sent_bytes
 from fxsplit.ir.facts.costs_check import check_costs
-from fxsplit.ir.facts.costs_text import list_rows
+from fxsplit.ir.facts.costs_text import list_parts
 from fxsplit.ir.facts.figures import as_list, is_count, show
 from fxsplit.ir.facts.loss import LossCost
 from fxsplit.ir.files import explain_unreadable, write_whole
 from fxsplit.ir.graph import IR, Fact
+from fxsplit.ir.shown import Parts, Shown, render
 
 if TYPE_CHECKING:  # planning from a profile needs no torch
     from torch import fx
@@ -108,6 +109,16 @@ class NodeCost:
     made: str = ""
 
     @property
+    def place(self) -> str:
+        """Where the node is in the user's model: its module's path, and its own name if it is not that module.
+
+        For example `layers.2.attention (linear_131)`; a node that is in no module has its name alone.
+        """
+        if not self.module:
+            return self.name
+        return self.module if self.op.startswith(("call_module", "get_attr")) else f"{self.module} ({self.name})"
+
+    @property
     def launch_ms(self) -> float:
         """How long the host is busy with launching the node, forward and backward, in milliseconds."""
         return self.forward_launch_ms + self.backward_launch_ms
@@ -145,8 +156,8 @@ class InputCost:
     made: str = ""
 
 
-@dataclass(frozen=True, eq=False)
-class Costs(Fact):
+@dataclass(frozen=True, eq=False, repr=False)
+class Costs(Shown, Fact):
     """The measured graph: nodes in execution order, the graph's inputs and outputs, and its constraints.
 
     `together` are sets of nodes that no cut may part; `ordered` are pairs that keep their order though no value flows
@@ -378,9 +389,18 @@ class Costs(Fact):
             raise ProfileError(f"{name!r} is a damaged profile: {error}") from error
         return costs
 
-    def __str__(self) -> str:
-        """One row a node: name, times, bytes; then what stays together or in order, and what was measured."""
-        return "\n".join(list_rows(self))
+    def summarise(self) -> str:
+        """Return how many nodes there are, and what they take."""
+        return f"{len(self.nodes)} nodes, {self.compute_ms:.3f} ms for a microbatch of {self.rows} rows"
+
+    def show(self) -> Parts:
+        """Return a table of the nodes, or of the largest modules where there are many; then what was measured."""
+        return list_parts(self, whole=False)
+
+    @cached_property
+    def dumped(self) -> str:
+        """The section of a dump: every node, whatever their number."""
+        return render(list_parts(self, whole=True))
 
 
 _SELDOM = ("forward_launch_ms", "backward_launch_ms", *MEMORY[1:], "kept_for", "kept_for_bytes", "lies_in", "made")

@@ -42,6 +42,15 @@ def parse_bytes(text: str, *, rate: bool = False) -> float:
     return float(found[1]) * BYTES[found[2]]
 
 
+def format_bytes(count: float) -> str:
+    """Return a number of bytes for people, in powers of 1024."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
+
+
 def is_count(value: object, least: int = 0) -> bool:
     """Return whether a value is a whole number, no bool, from `least` up, and not larger than a float holds exactly."""
     return type(value) is int and least <= value < 2**53

@@ -14,8 +14,9 @@ from math import inf
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from fxsplit.errors import InputError
-from fxsplit.ir.facts.figures import TOO_LARGE, show
+from fxsplit.ir.facts.figures import TOO_LARGE, format_bytes, show
 from fxsplit.ir.graph import GivenFact
+from fxsplit.ir.shown import Parts, Shown, Table
 
 if TYPE_CHECKING:  # torch takes a second to load, and a planned machine has no torch devices
     import torch
@@ -88,8 +89,8 @@ class Device:
             )
 
 
-@dataclass(frozen=True)
-class Machine(GivenFact):
+@dataclass(frozen=True, repr=False)
+class Machine(Shown, GivenFact):
     """Devices in pipeline order, and the bandwidth between each and the next.
 
     `links[i]` joins devices i and i + 1, in bytes per second. An infinite link hands values over without a copy, as
@@ -257,13 +258,25 @@ class Machine(GivenFact):
         sharers = len({home for home, d in zip(homes, self.torch_devices(), strict=True) if d.type == "cpu"})
         return max(1, (os.cpu_count() or 1) // max(1, sharers))
 
-    def __str__(self) -> str:
-        lines = []
-        for i, device in enumerate(self.devices):
-            memory = "unlimited" if device.memory_bytes == inf else f"{device.memory_bytes:.0f} bytes"
-            link = "" if i + 1 == len(self.devices) else f", link to next {self.links[i]:g} bytes/s"
-            lines.append(f"{device.name}: {device.torch_device}, memory {memory}, speed {device.speed:g}{link}")
-        return "\n".join(lines)
+    def summarise(self) -> str:
+        """Return how many devices there are, and what they are called."""
+        names = [d.name for d in self.devices]
+        return f"{len(names)} devices: {', '.join(names[:8])}{', ...' if names[8:] else ''}"
+
+    def show(self) -> Parts:
+        """Return a table of the devices and the links between them."""
+        rows = []
+        for device, link in zip(self.devices, [*map(_format_rate, self.links), ""], strict=True):
+            memory = "unlimited" if device.memory_bytes == inf else format_bytes(device.memory_bytes)
+            place = device.torch_device or ("a host" if device.host else "planned for")
+            own = _format_rate(device.bytes_per_s)
+            rows.append((device.name, place, memory, f"{device.speed:g}", own, link))
+        yield Table(("device", "is", ">memory", ">speed", ">own link", ">link to next"), rows)
+
+
+def _format_rate(bytes_per_s: float) -> str:
+    """Return a bandwidth for people."""
+    return "unlimited" if bytes_per_s == inf else f"{bytes_per_s:.6g} B/s"
 
 
 def check_device_count(count: int) -> None:

@@ -12,6 +12,7 @@ from typing import ClassVar, Literal
 
 from fxsplit.errors import BrokenFact
 from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.facts.figures import format_bytes
 from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.facts.pins import Pins
 from fxsplit.ir.facts.price import (
@@ -19,20 +20,20 @@ from fxsplit.ir.facts.price import (
     CostModel,
     StagePlan,
     find_busiest_ms,
-    format_bytes,
     price_single_device,
     price_split,
 )
 from fxsplit.ir.facts.workload import Workload
 from fxsplit.ir.graph import IR, Fact
+from fxsplit.ir.shown import Parts, Shown, Table
 
 Proof = Literal["search", "bound"]
 PROVEN = 1e-6
 """A plan whose gap is below this is called optimal. The search compares loads with a slack of 1e-9."""
 
 
-@dataclass(frozen=True, eq=False)
-class Plan(Fact):
+@dataclass(frozen=True, eq=False, repr=False)
+class Plan(Shown, Fact):
     """Stages in pipeline order, and what is proven of them.
 
     `lower_bound_ms` is a load that the slowest stage of no plan can beat. `single_ms` is the time of one microbatch on
@@ -231,45 +232,60 @@ class Plan(Fact):
         own = sum(s.in_bytes + s.in_gradient_bytes for s in behind)
         return f"{format_bytes(sent)} for a microbatch in place of {format_bytes(own)}"
 
-    def __str__(self) -> str:
-        """A table of the stages, then the bottleneck with its lower bound and gap."""
-        # A CPU launches nothing, and needs no column for it.
-        launched = any(s.launch_ms for s in self.stages)
-        head = f"{'launch ms':>11}" * launched
-        rows = [
-            f"{'stage':<6}{'device':<10}{'nodes':>6}{'fwd ms':>10}{'bwd ms':>10}{'xfer ms':>9}{head}"
-            f"{'in':>11}{'out':>11}{'memory':>11}  first .. last in graph order"
-        ]
-        for i, s in enumerate(self.stages):
-            names = "+".join(self.device_names[d] for d in s.devices)
-            rows.append(
-                f"{i:<6}{names:<10}{len(s.nodes):>6}{s.forward_ms:>10.3f}{s.backward_ms:>10.3f}"
-                f"{s.receive_ms + s.send_ms + s.reduce_ms:>9.3f}{f'{s.launch_ms:>11.3f}' * launched}"
-                f"{format_bytes(s.in_bytes):>11}{format_bytes(s.out_bytes):>11}{format_bytes(s.memory_bytes):>11}  "
-                f"{f'{s.nodes[0]} .. {s.nodes[-1]}' if s.nodes else '(passes values on)'}"
-            )
-        bound = f"lower bound {self.lower_bound_ms:.3f} ms, {self.standing} among {self.n_states} states"
-        # A bound that nobody has proven is no bound.
-        proof = self.standing if self.standing == "not proven" else bound
-        rows.append(
-            f"bottleneck {self.bottleneck_ms:.3f} ms{format_spread(self.spread)}, {proof}; "
-            f"steady-state speed-up {self.speedup:.2f} over one device"
+    def summarise(self) -> str:
+        """Return how many stages there are, and how good they are."""
+        return f"{len(self.stages)} stages, {self.schedule}, bottleneck {self.bottleneck_ms:.3f} ms, {self.standing}"
+
+    def show(self) -> Parts:
+        """Return a table of what the stages take, one of what they hold, then the bottleneck with its bound and gap."""
+        yield Table(*self._list_figures())
+        yield Table(
+            ("stage", ">nodes", "first .. last in graph order"),
+            [(i, len(s.nodes), _name_ends(s)) for i, s in enumerate(self.stages)],
         )
-        rows.append(f"{self.schedule}, {self.n_microbatches} microbatches of {self.rows} rows")
+        # A bound that nobody has proven is no bound.
+        bound = f"lower bound {self.lower_bound_ms:.3f} ms, " * (self.standing != "not proven")
+        among = f" among {self.n_states} states" * bool(bound)
+        yield f"bottleneck {self.bottleneck_ms:.3f} ms{format_spread(self.spread)}, {bound}{self.standing}{among}"
+        yield f"steady-state speed-up {self.speedup:.2f} over one device"
+        yield f"{self.schedule}, {self.n_microbatches} microbatches of {self.rows} rows"
         if self.fixed_rows:
             sizes = " and ".join(map(str, self.fixed_rows))
-            rows.append(
+            yield (
                 f"the graph is for microbatches of {sizes} rows only, since forward() makes its number of rows a "
                 "constant; microbatches of another size get a graph of their own"
             )
         if self.shared_ms:
-            rows.append(
+            yield (
                 "stages that share a GPU take turns on it, and are planned as on GPUs of their own: a step takes "
                 f"{self.n_microbatches * self.shared_ms:.3f} ms at least"
             )
-        rows += [f"measured on: {self.measured_on}"] if self.measured_on else []
-        rows += [f"cuts are compressed ({self.compress}): {self._describe_sent()}"] if self.compress else []
-        return "\n".join(rows)
+        if self.measured_on:
+            yield f"measured on: {self.measured_on}"
+        if self.compress:
+            yield f"cuts are compressed ({self.compress}): {self._describe_sent()}"
+
+    def _list_figures(self) -> tuple[list[str], list[list[str]]]:
+        """Return the heads of the columns with what stages take, and a row for each stage."""
+        # A CPU launches nothing, and needs no column for it.
+        launched = any(s.launch_ms for s in self.stages)
+        heads = ["stage", "device", ">fwd ms", ">bwd ms", ">xfer ms", *[">launch ms"] * launched]
+        rows = []
+        for i, s in enumerate(self.stages):
+            times = [s.forward_ms, s.backward_ms, s.receive_ms + s.send_ms + s.reduce_ms, *[s.launch_ms] * launched]
+            sizes = map(format_bytes, (s.in_bytes, s.out_bytes, s.memory_bytes))
+            names = "+".join(self.device_names[d] for d in s.devices)
+            rows.append([str(i), names, *(f"{ms:.3f}" for ms in times), *sizes])
+        return [*heads, ">in", ">out", ">memory"], rows
+
+
+def _name_ends(stage: StagePlan) -> str:
+    """Return where in the model a stage begins and ends."""
+    if not stage.nodes:
+        return "(passes values on)"
+    # Plans of files of earlier versions name nodes alone.
+    first, last = stage.begins_at or stage.nodes[0], stage.ends_at or stage.nodes[-1]
+    return first if first == last else f"{first} .. {last}"
 
 
 def _find_shared_ms(stages: Sequence[StagePlan], machine: Machine) -> float:

@@ -56,6 +56,7 @@ class StagePlan:
     `weight_ms` is what of `backward_ms` can be left for later, the gradients of weights alone.
     `forward_launch_ms` and `backward_launch_ms` are how long the stage's host is busy with launching. It launches while
     the device computes what was launched before, so `load_ms` is the larger of what the two take.
+    `begins_at` and `ends_at` are the places in the user's model of its first and its last node, in graph order.
     `in_bytes` and `out_bytes` are the values that cross its two boundaries, `in_gradient_bytes` and
     `out_gradient_bytes` the gradients that return over them. `in_sent_bytes` and `in_sent_gradient_bytes` are in how
     many bytes they cross the first of the boundaries, which are fewer where cuts are compressed.
@@ -107,6 +108,8 @@ class StagePlan:
     sent_bytes: float = 0.0
     sent_gradient_bytes: float = 0.0
     step_bytes: float = 0.0
+    begins_at: str = ""
+    ends_at: str = ""
 
     @property
     def memory_kinds(self) -> dict[str, float]:
@@ -188,6 +191,7 @@ def _price_stage(costs: Costs, machine: Machine, model: CostModel, split: Split,
     reduce = sum(n.parameter_bytes for n in nodes) * machine.reduce_ms_per_byte(devices)
     busy = forward + backward + reduce
     load = max(busy, receive, send) if model.name == "overlapped" else busy + receive + send
+    begins_at, ends_at = _find_ends(nodes)
     launch_forward, launch_backward = _price_launches(nodes, len(devices), host=host, recompute=recompute)
     return StagePlan(
         nodes=tuple(names),
@@ -209,7 +213,16 @@ def _price_stage(costs: Costs, machine: Machine, model: CostModel, split: Split,
         weight_ms=0.0 if host else sum(n.late_ms for n in nodes) / speed,
         forward_launch_ms=launch_forward,
         backward_launch_ms=launch_backward,
+        begins_at=begins_at,
+        ends_at=ends_at,
     )
+
+
+def _find_ends(nodes: Sequence[NodeCost]) -> tuple[str, str]:
+    """Return where in the model a stage begins and ends: the places of its first and last node inside of a module."""
+    # Nodes of no module, and those that fetch weights, are in no place that a user would look for.
+    inside = [n for n in nodes if n.module and not n.op.startswith("get_attr")] or nodes
+    return (inside[0].place, inside[-1].place) if inside else ("", "")
 
 
 def _weigh_stages(
@@ -295,12 +308,3 @@ def find_busiest_ms(stages: Sequence[StagePlan], machine: Machine, model: CostMo
     if model.name == "overlapped":
         return max(map(max, busy.values()), default=0.0)
     return max((max(sum(times[:3]), times[3]) for times in busy.values()), default=0.0)
-
-
-def format_bytes(count: float) -> str:
-    """Return a number of bytes for people, in powers of 1024."""
-    for unit in ("B", "KiB", "MiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"

@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 
 from fxsplit.errors import BrokenFact
 from fxsplit.ir.graph import IR, Fact
+from fxsplit.ir.shown import Parts, Shown, Table
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.containers import rebuild
 
@@ -56,8 +57,8 @@ class Ref:
     position: int
 
 
-@dataclass(frozen=True, eq=False)
-class Stages(Fact):
+@dataclass(frozen=True, eq=False, repr=False)
+class Stages(Shown, Fact):
     """All stages in pipeline order; `result` is the model's output with a Ref in place of each tensor.
 
     For a model that returns `{"loss": tensor, "kind": "mean"}` the result is `{"loss": Ref(0), "kind": "mean"}`.
@@ -116,8 +117,22 @@ class Stages(Fact):
         if not set(places) <= set(range(len(self.stages[-1].outputs))):
             raise BrokenFact(f"the result takes outputs {places} of {len(self.stages[-1].outputs)} of the last stage")
 
-    def __str__(self) -> str:
-        """Every stage's inputs, outputs and code."""
+    def summarise(self) -> str:
+        """Return how many stages there are, and where they run."""
+        return f"{len(self)} stages on {', '.join(s.device_name for s in self.stages)}"
+
+    def show(self) -> Parts:
+        """Return a table of the stages, with what each takes and gives."""
+        rows = []
+        for s in self.stages:
+            computing = sum(node.op not in ("placeholder", "output") for node in s.module.graph.nodes)
+            rows.append((s.index, s.device_name, computing, " ".join(s.inputs), " ".join(s.outputs)))
+        yield Table(("stage", "device", ">nodes", "takes", "gives"), rows)
+        yield "print(stages[0].code) shows what a stage does"
+
+    @property
+    def dumped(self) -> str:
+        """The section of a dump: every stage's inputs, outputs and code."""
         parts = []
         for s in self.stages:
             parts.append(f"stage {s.index} on {s.device_name}: ({', '.join(s.inputs)}) -> ({', '.join(s.outputs)})")

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx, nn
 
 from fxsplit.errors import FxsplitError
 from fxsplit.ir.facts.stages import Stage
@@ -24,6 +24,7 @@ from fxsplit.torch_internals.grad_leaves import comes_through, mute, put_hook_be
 from fxsplit.torch_internals.grad_split import BranchFinder, BranchNodes, WeightBackward, collect_weight_backwards
 from fxsplit.torch_internals.grad_sums import Share, Sums, find_unshared, make_shares
 from fxsplit.torch_internals.layouts import count_bytes
+from fxsplit.torch_internals.module_stack import find_module_path
 from fxsplit.torch_internals.thread_modes import NO_CONTEXT
 from fxsplit.torch_internals.user_lines import is_users
 from fxsplit.torch_internals.words import is_second_backward
@@ -199,7 +200,7 @@ def list_frames(innermost: FrameType | None) -> Frames:
 def find_node(frames: Frames, stage: Stage) -> str:
     """Return the node of a stage that its code is at, with the user's line. Empty where no frame is the stage's.
 
-    For example: `, node 'relu' from File "model.py", line 12`.
+    For example: `, node 'relu_3' in layers.2.mlp from File "model.py", line 12`.
     """
     code = type(stage.module).forward.__code__
     for frame, line in frames:
@@ -207,14 +208,18 @@ def find_node(frames: Frames, stage: Stage) -> str:
             # Each line of the generated code is `name = call(...)`, with the name of its node.
             name = linecache.getline(code.co_filename, line).strip().split(" = ")[0]
             node = next((n for n in stage.module.graph.nodes if n.name == name), None)
-            return f", node {name!r}{_describe_origin(node.meta) if node else ''}"
+            return f", node {name!r}{_describe_origin(node, stage.module) if node else ''}"
     return ""
 
 
-def _describe_origin(meta: dict[str, Any]) -> str:
-    """Return the user's file and line that a node was traced from, or nothing where they are not known."""
-    rows = (row.strip() for row in str(meta.get("stack_trace") or "").splitlines())
+def _describe_origin(node: fx.Node, module: nn.Module) -> str:
+    """Return where in the model a node is, and the user's file and line that it was traced from, as far as known."""
+    path = find_module_path(node)
+    if node.op == "call_module":
+        # A number, as in an nn.Sequential, says little of a layer.
+        path = f"{node.target} ({type(module.get_submodule(str(node.target))).__name__})"
+    rows = (row.strip() for row in str(node.meta.get("stack_trace") or "").splitlines())
     places = [row.split(", in ")[0] for row in rows if row.startswith("File")]
     own = [place for place in places if is_users(place.split('"')[1])]
     # The innermost frame of the user's comes last.
-    return f" from {own[-1]}" if own else ""
+    return (f" in {path}" if path else "") + (f" from {own[-1]}" if own else "")

@@ -16,9 +16,10 @@ from fxsplit.errors import BrokenFact
 from fxsplit.ir.facts.antichains import Antichains
 from fxsplit.ir.facts.blocks import Blocks, build_csr
 from fxsplit.ir.facts.costs import Costs, Exchange
+from fxsplit.ir.facts.figures import format_bytes
 from fxsplit.ir.facts.machine import Device, Machine
 from fxsplit.ir.facts.plan import Plan
-from fxsplit.ir.facts.price import CostModel, format_bytes, price_split
+from fxsplit.ir.facts.price import CostModel, price_split
 from fxsplit.ir.facts.states import SUMMED, States
 from fxsplit.ir.facts.workload import Workload
 from fxsplit.ir.graph import IR
@@ -148,7 +149,7 @@ def test_a_table_has_launches_where_there_are_some(ir: IR) -> None:
     assert "launch ms" not in str(ir[Plan]) and "launch ms" not in str(ir[Costs])
     launched = tuple(replace(s, forward_launch_ms=1.5, backward_launch_ms=2.0) for s in ir[Plan].stages)
     head, first, *_ = str(replace(ir[Plan], stages=launched)).splitlines()
-    assert head.split()[9:11] == ["launch", "ms"] and first.split()[6] == "3.500"
+    assert head.split()[8:10] == ["launch", "ms"] and first.split()[5] == "3.500"
     nodes = tuple(replace(n, backward_launch_ms=0.25) for n in ir[Costs].nodes)
     costs = replace(ir[Costs], nodes=nodes, environment={"device": "H100", "clock": "1 GHz"})
     head, first, *rest = str(costs).splitlines()

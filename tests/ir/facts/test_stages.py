@@ -47,8 +47,13 @@ def test_outputs_are_filled_into_the_models_own_structure() -> None:
 def test_stages_that_agree_with_the_graph_verify() -> None:
     stages, ir = two()
     stages.verify(ir)
-    text = str(stages)
+    text = stages.dumped
     assert "stage 0 on cpu:0: (x, kept) -> (h, kept)" in text and "  def forward(self, h, kept):" in text
+    assert str(stages).splitlines()[:2] == [
+        "stage  device  nodes  takes   gives",
+        "0      cpu:0       1  x kept  h kept",
+    ]
+    assert repr(stages) == "Stages(2 stages on cpu:0, cpu:1)"
 
 
 def test_stages_that_the_graph_does_not_call_are_broken() -> None:

@@ -110,7 +110,7 @@ def test_a_failure_is_found_at_its_node() -> None:
     assert forward(stage, Packet((-X,), (False,))).outputs[0].tolist() == (-X).tolist()
     with pytest.raises(ValueError, match="too much") as caught:
         forward(stage, Packet((X,), (False,)))
-    assert find_node(list(traceback.walk_tb(caught.value.__traceback__)), stage) == ", node 'inner'"
+    assert find_node(list(traceback.walk_tb(caught.value.__traceback__)), stage) == ", node 'inner' in inner (Raises)"
     torchs = f'  File "{torch.__file__}", line 1, in forward\n'
     for trace, origin in (
         (torchs + '  File "model.py", line 12, in forward', ' from File "model.py", line 12'),
@@ -118,7 +118,10 @@ def test_a_failure_is_found_at_its_node() -> None:
     ):
         for node in stage.module.graph.nodes:
             node.meta["stack_trace"] = trace if node.name == "inner" else 'File "other.py", line 1, in forward'
-        assert find_node(list(traceback.walk_tb(caught.value.__traceback__)), stage) == f", node 'inner'{origin}"
+        assert (
+            find_node(list(traceback.walk_tb(caught.value.__traceback__)), stage)
+            == f", node 'inner' in inner (Raises){origin}"
+        )
     assert find_node([], stage) == ""
 
 
