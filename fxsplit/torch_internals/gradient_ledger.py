@@ -186,16 +186,16 @@ class GradientLedger:
             # Assigned anew only where that changes something: it is asked for at every step.
             if isinstance(weight, Elsewhere):
                 there = found[entry.rank][index] > 0
-                weight.grad = self._make_gradient(weight) if there else None
+                weight.grad = self._make_gradient(weight, index) if there else None
             elif weight is not None and weight.grad is not None and not self._alone:
                 mark_own(weight.grad, self, index)
 
-    @staticmethod
-    def _make_gradient(weight: Elsewhere) -> Tensor:
-        """Return the gradient that a parameter has on its own rank, as one that is away."""
-        if isinstance(weight.grad, Away):
+    def _make_gradient(self, weight: Elsewhere, index: int) -> Tensor:
+        """Return the gradient that parameter number `index` has on its own rank, as one that is away."""
+        # One of another pipeline over the same model would wait for the ranks of that one.
+        if isinstance(weight.grad, Away) and weight.grad.spot.meeting is self:
             return weight.grad
-        return make_away(Away, weight, replace(weight.spot, gradient=True))
+        return make_away(Away, weight, replace(weight.spot, gradient=True, index=index, meeting=self))
 
     def _get_own(self, entry: Entry) -> Tensor | None:
         """Return the gradient of a parameter of this rank, if it has one."""

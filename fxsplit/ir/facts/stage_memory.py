@@ -133,7 +133,7 @@ def fill_peak(stage: StageMemory, moments: Sequence[Moment], *, recompute: bool)
     moving, versions = count_moving(stage, fullest), fullest.versions * stage.parameter_bytes
     in_hand = getattr(stage, fullest.during) if fullest.during else 0.0
     # Sums that the action makes itself are among those that the stage always holds.
-    in_hand -= (1 - fullest.sums) * stage.parameter_bytes
+    in_hand = max(in_hand - (1 - fullest.sums) * stage.parameter_bytes, 0.0)
     # A stage that recomputes has the activations of the microbatch in hand alone, and those between two halves.
     activations = fullest.halfway * min(stage.kept_bytes, stage.halfway_bytes) + min(stage.kept_bytes, in_hand)
     if not recompute:

@@ -290,7 +290,18 @@ def compile_twice(rank: int, n: int, same: bool) -> list[str]:
             return [str(error)]
         with second:
             for pipe in (second, first, second):
-                torch.testing.assert_close(pipe.step(x, target=x), F.mse_loss(whole(x), x).detach())
+                model.zero_grad()
+                whole.zero_grad()
+                wanted = F.mse_loss(whole(x), x)
+                wanted.backward()
+                torch.testing.assert_close(pipe.step(x, target=x), wanted.detach())
+                # A gradient that was one of the other pipeline waited for ranks that came for this one's.
+                for times, further in ((1, second), (2, first), (3, None)):
+                    for weight, other in zip(model.parameters(), whole.parameters(), strict=True):
+                        assert weight.grad is not None and other.grad is not None
+                        torch.testing.assert_close(weight.grad.norm(), times * other.grad.norm())
+                    if further is not None:
+                        further.step(x, target=x)
     return []
 
 
