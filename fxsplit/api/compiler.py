@@ -482,8 +482,9 @@ class Compiler:
             )
             return True
         changes = self._find_changes(outdated, call)
-        # A submodule's mode is changed on purpose. A number may be a counter, which would cost a compile every call.
-        silent = (name in followed or name.endswith("training' of the model") for name in changes)
+        # Modes are changed on purpose. A number may be a counter, which would cost a compile every call.
+        modes = ("training' of the model", "is_grad_enabled()")
+        silent = (name in followed or name.endswith(modes) for name in changes)
         name = next((name for name, quiet in zip(changes, silent, strict=True) if not quiet), None)
         if name is not None:
             then, now = changes[name]

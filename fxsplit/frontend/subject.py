@@ -23,6 +23,7 @@ from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.containers import to_plain_outputs
 from fxsplit.torch_internals.fake_weights import has_values, make_runnable, make_up_weights
 from fxsplit.torch_internals.thread_modes import enter_function_mode
+from fxsplit.torch_internals.torch_transformers import ask_no_values, take_masks_as_given
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,6 +144,7 @@ class Runnable:
 
     def run_call(self, call: Call) -> Any:
         """Return what the model's forward() returns for a call."""
-        with enter_function_mode(NeverDropped()) if self.model.training else nullcontext():
+        kept = enter_function_mode(NeverDropped()) if self.model.training else nullcontext()
+        with kept, take_masks_as_given() if has_values(self.tensors[0]) else ask_no_values():
             # Not model(...): the model's own hooks run around the whole pipeline, and no graph holds them.
             return self.model.forward(*call.args, **call.kwargs)

@@ -27,6 +27,8 @@ NEEDED = (
     "torch.nn.modules.batchnorm._NormBase",
     "torch.nn.modules.dropout._DropoutNd",
     "torch.nn.RNNBase._update_flat_weights",
+    "torch.nn.modules.transformer._detect_is_causal_mask",
+    "torch.nn.functional._canonical_mask",
     "torch.nn.modules.module._global_forward_hooks",
     "torch.nn.modules.module._global_forward_pre_hooks",
     "torch.nn.modules.module._global_backward_hooks",

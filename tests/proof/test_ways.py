@@ -205,6 +205,21 @@ def test_a_dtype_that_the_model_takes_is_another_way(monkeypatch: pytest.MonkeyP
         assert len(captured) == 3
 
 
+def test_where_the_rows_are_is_stated_of_arguments_that_a_way_lacks() -> None:
+    class Masked(Reversible):
+        def forward(self, x: Tensor, back: Tensor | None = None, more: Sequence[Tensor] = ()) -> Tensor:
+            result: Tensor = self.b(torch.tanh(self.a(x)) + (0 if back is None else back) + sum(more))
+            return result
+
+    model, x, row = Masked(), torch.randn(8, 8), torch.randn(8)
+    chunks = {"back": fxsplit.Replicate, "more": fxsplit.Replicate}
+    with fxsplit.compile(model, ["cpu"] * 2, **OPTIONS, chunks=chunks) as pipe:
+        for call in ((x,), (x, row), (x, None, [row, row])):
+            torch.testing.assert_close(pipe(*call), model(*call))
+    with pytest.raises(InputError, match=r"'bak': \.\.\.} names no tensor argument"):
+        fxsplit.compile(model, ["cpu"] * 2, **OPTIONS, chunks={"bak": 0}, example_inputs=x)
+
+
 def test_of_many_ways_the_last_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     class Sums(nn.Module):
         def __init__(self) -> None:

@@ -47,6 +47,7 @@ from fxsplit.torch_internals.patch import Method, patch_method
 from fxsplit.torch_internals.real_shapes import ask_in_bfloat16
 from fxsplit.torch_internals.symbolic_sizes import ask_less_of_symbols
 from fxsplit.torch_internals.thread_modes import enter_function_mode
+from fxsplit.torch_internals.torch_transformers import ask_no_values
 from fxsplit.torch_internals.undo import undo_after
 from fxsplit.torch_internals.user_lines import warn_user
 
@@ -102,6 +103,7 @@ def _export(subject: Subject, front_end: TorchExport) -> Graph:
                     wholes.replace_calls(),
                     _skip_idle_conversions(),
                     ask_in_bfloat16(),
+                    ask_no_values(),
                     watch_hooks(_refuse_hook),
                 ):
                     program = _run_export(here, subject.numbers, front_end)

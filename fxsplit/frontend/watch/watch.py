@@ -49,6 +49,7 @@ from fxsplit.ir.facts.python_state import ABSENT, Cached, Place, PythonState, de
 from fxsplit.torch_internals.compiled_code import COMPILER, find_original
 from fxsplit.torch_internals.contents import Contents
 from fxsplit.torch_internals.interpret import get_storage_id
+from fxsplit.torch_internals.torch_transformers import ENCODE, may_pack
 from fxsplit.torch_internals.undo import undo_after
 from fxsplit.torch_internals.user_lines import FXSPLIT, TORCH, describe_line
 
@@ -314,6 +315,8 @@ class Watch:
                 self._take_environment(frame)
             elif code in _DIFFERENTIATE:
                 self._note_gradient(frame)
+            elif code is ENCODE:
+                self._take_grad_mode(frame)
             return None
         code = find_original(code)
         namespace = frame.f_globals
@@ -383,6 +386,14 @@ class Watch:
         if own is not None and isinstance(key, str):
             names = replace(own.names, loads=(key,))
             self._take(find_entry(os.environ, key, Label("global", "os.environ")), replace(own, names=names))
+
+    def _take_grad_mode(self, frame: FrameType) -> None:
+        """Note that torch's encoder asks whether there are gradients, where it returns something else without them."""
+        given = frame.f_locals
+        if may_pack(given["self"], given["mask"], given["src_key_padding_mask"]):
+            names = Names(("is_grad_enabled",), {}, {"torch": True}, (), asks=False)
+            home = Home(self._paths.get(id(given["self"]), ""), frozenset())
+            self._take_globals(frame, _Frame(names, "", home, in_hook=False))
 
     def _note_gradient(self, frame: FrameType) -> None:
         """Note where the user's code takes a gradient."""

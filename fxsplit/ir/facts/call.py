@@ -112,7 +112,11 @@ class Inputs:
         # A tensor is cut or replicated; any other value becomes part of the graph.
         named = {n: v for n, v in zip(names, values, strict=True) if isinstance(v, Tensor)}
         refuse_nested(named)
-        cuts = find_cuts(named, dict(zip(names, roots, strict=True)), chunks or {})
+        # Another way of calling the model may have a tensor where this one has None, or an empty list.
+        absent = {*signature.parameters} - {*roots}
+        absent |= {key for n, v, root in zip(names, values, roots, strict=True) if v is None for key in (n, root)}
+        stated = {key: cut for key, cut in (chunks or {}).items() if key not in absent - {*named}}
+        cuts = find_cuts(named, dict(zip(names, roots, strict=True)), stated)
         leaves = [
             TensorSpec(name, v.dtype, v.device, tuple(v.shape), cuts[name]) if isinstance(v, Tensor) else v
             for name, v in zip(names, values, strict=True)
