@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fxsplit.errors import InputError
 from fxsplit.ir.facts.call import Inputs
-from fxsplit.ir.facts.counts import Count, Weights
+from fxsplit.ir.facts.counts import Count, Watch, Weights
 from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.facts.meanings import Meaning
 from fxsplit.ir.facts.plan import Plan
@@ -231,6 +231,13 @@ class Program:
                 weight.grad.data = weight.grad.data.to(device)
         for stage in self.stages_here:
             flatten_weights(stage.module.modules())
+
+    def list_counted(self) -> dict[str, Tensor]:
+        """Return the buffers that counts of outputs read, such as weights of classes, by names alike on all ranks."""
+        counts = [meaning.count for meaning in self.joined if meaning.count is not None]
+        whole = [one for count in counts for one in (count.counts if isinstance(count, Watch) else [count])]
+        held = [list(c.compute.named_buffers()) if isinstance(c.compute, nn.Module) else [] for c in whole]
+        return {f"{i} {name}": buffer for i, named in enumerate(held) for name, buffer in named}
 
     @cached_property
     def keeps_zeros(self) -> bool:

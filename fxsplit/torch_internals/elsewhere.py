@@ -7,6 +7,7 @@ from `Away`. A weight that is brought back is as before.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -69,6 +70,15 @@ def borrow(weight: Away) -> Tensor:
     made = _make_own(weight, weight.lent)
     made.__dict__.update({name: value for name, value in weight.__dict__.items() if name not in OF_AWAY})
     return made
+
+
+def call_with_lent(function: Callable[..., Any], tensors: Sequence[Any]) -> Any:
+    """Call a function; if it is a module, with the values that are lent of its buffers, where these are away."""
+    buffers = function.named_buffers() if isinstance(function, nn.Module) else ()
+    lent = {name: borrow(buffer) for name, buffer in buffers if isinstance(buffer, Away)}
+    if not lent or not isinstance(function, nn.Module):
+        return function(*tensors)
+    return torch.func.functional_call(function, lent, tuple(tensors))
 
 
 def _make_own(weight: Tensor, value: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from fxsplit.errors import InputError
 from fxsplit.torch_internals import pytree
+from fxsplit.torch_internals.elsewhere import call_with_lent
 from fxsplit.torch_internals.host_copies import Coming, is_on_host
 from fxsplit.torch_internals.user_lines import warn_user
 
@@ -94,7 +95,7 @@ class Count:
 
     def _count(self, tensors: Sequence[Any]) -> Tensor:
         """Return what `compute` counts, a number where the tensors are."""
-        return torch.as_tensor(self.compute(*tensors)).reshape(())
+        return torch.as_tensor(call_with_lent(self.compute, tensors)).reshape(())
 
     def _make_divisors(self, counts: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
         """Return what makes numbers of so many rows their sums, from the counts, in double precision."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -56,8 +56,8 @@ class RankCrew:
     def meet(self, occasion: Occasion) -> Iterator[Meeting]:
         """Compare what this rank is about to do with what the others are, and open the wire for it."""
         self.check_free()
-        with self.world.watch():
-            meeting = self._open(occasion)
+        with self.world.watch(), ExitStack() as stack:
+            meeting = self._open(occasion, stack)
             try:
                 yield meeting
             except BaseException:
@@ -65,8 +65,8 @@ class RankCrew:
                 self.summing.settle(kept=False)
                 raise
 
-    def _open(self, occasion: Occasion) -> RankMeeting:
-        """Return a meeting for which all ranks have come."""
+    def _open(self, occasion: Occasion, stack: ExitStack) -> RankMeeting:
+        """Return a meeting for which all ranks have come; what `stack` ends is for its length."""
         program, schedule = occasion.batch.program, occasion.schedule
         # Drawn on every rank, whose generators stay alike; a backward draws as its forward did.
         own = new_seed() if occasion.call != "backward" and program.draws() else 0
@@ -80,6 +80,9 @@ class RankCrew:
         self.world.open_pairs(self._pairs[id(schedule)][1])
         self.summing.open_groups(program)
         key = self._find_key(occasion)
+        # All ranks weigh microbatches, and one has each buffer. A backward weighs as its forward did.
+        if occasion.call != "backward" and (counted := program.list_counted()):
+            stack.enter_context(self.holdings.lend(counted))
         meeting = RankMeeting(self.wire, occasion, ties, seed, key, self.run, self.holdings, self.summing)
         meeting.open()
         return meeting

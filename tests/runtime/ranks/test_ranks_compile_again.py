@@ -30,16 +30,24 @@ class OwnLoss(nn.Module):
         self.kind, self.scale, self.squared = kind, 1.0, False
         self.embed, self.hidden = nn.Embedding(20, 8), nn.Linear(8, 8)
         self.more, self.head = nn.Linear(8, 8), nn.Linear(8, 20)
+        self.register_buffer("classes", torch.linspace(0.5, 4.0, 20))
+        self.register_buffer("ignored", torch.tensor(IGNORED))
+        self.classes: Tensor
+        self.ignored: Tensor
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Any:
+        if self.kind == "masked by a buffer":
+            tokens = tokens * (labels != self.ignored)
         out = self.head(torch.tanh(self.more(torch.tanh(self.hidden(self.embed(tokens)))))) * self.scale
         if self.squared:
             out = out + 0.1 * out.square()
         flat, wanted = out.flatten(0, 1), labels.flatten()
         if self.kind in ("sum", "mean"):
             return F.cross_entropy(flat, wanted, reduction=self.kind)
-        if self.kind == "masked":
-            mask = (wanted != IGNORED).double()
+        if self.kind == "weighted":
+            return {"loss": F.cross_entropy(flat, wanted, self.classes), "logits": out}
+        if self.kind.startswith("masked"):
+            mask = (wanted != (IGNORED if self.kind == "masked" else self.ignored)).double()
             return (F.cross_entropy(flat, wanted, reduction="none") * mask).sum() / mask.sum()
         correct = ((out.argmax(-1) == labels) & (labels != IGNORED)).sum()
         return {"loss": F.cross_entropy(flat, wanted), "correct": correct, "logits": out}
@@ -86,6 +94,8 @@ def run_scripts(rank: int, n: int, kind: str, weights: Path | None = None) -> in
             for seed, (mode, attributes, shape) in enumerate(script):
                 for m in (model, whole):
                     vars(m).update(attributes)
+                    # Weights are loaded in the first call.
+                    m.get_buffer("classes").mul_(torch.linspace(0.9, 1.2, 20) if seed else 1.0)
                     m.train(mode == "train")
                 count += run_step(pipe, whole, optimizers, make_batch(seed, *shape))
             found = pipe.state_dict()
@@ -115,7 +125,9 @@ def run_step(pipe: Any, whole: nn.Module, optimizers: list[Any], batch: tuple[Te
     return len(here)
 
 
-@pytest.mark.parametrize("kind", ["sum", pytest.param("mean", marks=pytest.mark.long), "masked", "dict"])
+@pytest.mark.parametrize(
+    "kind", ["sum", pytest.param("mean", marks=pytest.mark.long), "masked", "dict", "weighted", "masked by a buffer"]
+)
 def test_own_losses_are_those_of_the_unsplit_model(kind: str) -> None:
     # Seven parameters that train, in each of eleven steps, each on one rank.
     trained = sum(mode == "train" for script in SCRIPTS.values() for mode, _, _ in script)
