@@ -10,39 +10,44 @@ from fxsplit.ir.facts.compress import HOW
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.graph import IR
-from fxsplit.planner.borders import PLACES, check_modules, compress_cuts, list_modules
+from fxsplit.planner.borders import ANYWHERE, check_modules, check_place, compress_cuts, list_wholes
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Let cuts lie anywhere, or at the borders of modules alone: `profile,cut{at=modules},augment,order,...`.
+    """Let cuts lie anywhere, or only at the borders of modules: `profile,cut{at=modules},augment,order,...`.
+
+    `at` is "anywhere"; "modules" for the model's own parts; "modules=2" for their parts, and so on down; or a pattern
+    of paths, such as "model.layers.*", for the borders of the modules that match it (see planner/borders.py).
 
     `compress` is how values and gradients that cross are compressed: "bf16" or "int8" (see ir/facts/compress.py), which
-    changes what the pipeline computes. Raises ChainError for another place or another way.
+    changes what the pipeline computes. Raises ChainError for what is none of these.
     """
 
-    at: str = "anywhere"
+    at: str = ANYWHERE
     compress: str = ""
 
     name: ClassVar[str] = "cut"
     ignores_mode: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.at not in PLACES:
-            raise ChainError(f"cut{{at={self.at}}}: give {' or '.join(PLACES)}")
+        try:
+            check_place(self.at)
+        except ValueError as error:
+            raise ChainError(f"cut{{at={self.at}}}: {error}") from error
         if self.compress not in ("", *HOW):
             raise ChainError(f"cut{{compress={self.compress}}}: give {' or '.join(HOW)}")
 
     def __call__(self, ir: IR) -> IR:
         """Learn Costs anew, which price compressed cuts, and whose modules no cut parts.
 
-        Raises PlanError for a model with too few modules.
+        Raises PlanError for a model with too few modules, or without one that matches the pattern.
         """
         if self == Cut():
             return ir
         costs = compress_cuts(ir[Costs], self.compress)
-        if self.at == "anywhere":
+        if self.at == ANYWHERE:
             return ir.learn(costs)
-        check_modules(costs, len(ir[Machine]))
-        kept = [names for names in list_modules(costs).values() if len(names) > 1]
+        check_modules(costs, len(ir[Machine]), self.at)
+        kept = [names for names in list_wholes(costs, self.at).values() if len(names) > 1]
         return ir.learn(replace(costs, together=(*costs.together, *kept)))

@@ -15,7 +15,7 @@ from fxsplit.api.plan import build_machine, check_can_run, choose_passes, lay_ou
 from fxsplit.api.titan import CONFIG, SCHEDULE, check_forward, emit_titan
 from fxsplit.cli.output import print_json, print_parts
 from fxsplit.cli.words import read_bandwidth, take_text
-from fxsplit.errors import InputError, NoFit
+from fxsplit.errors import InputError, NoFit, PlanError
 from fxsplit.formats import Profile, read
 from fxsplit.formats.machine_toml import read_machine
 from fxsplit.formats.plan_json import plan_to_dict
@@ -30,7 +30,7 @@ from fxsplit.ir.progress_bar import show_progress
 from fxsplit.ir.shown import Table
 from fxsplit.planner import Options
 from fxsplit.planner.baselines import BASELINES, plan_baseline
-from fxsplit.planner.borders import PLACES, check_modules, compress_cuts, list_modules
+from fxsplit.planner.borders import ANYWHERE, FORMS, check_modules, check_place, compress_cuts, list_wholes
 from fxsplit.planner.planner import MAX_STATES, Planner
 from fxsplit.planner.solve import RECOMPUTE
 from fxsplit.schedule.catalogue import Scheduler
@@ -62,7 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--together", action="append", default=[], metavar="A,B", help="never cut between these")
     parser.add_argument("--compress", choices=HOW, help="send what crosses cuts in fewer bytes, which changes results")
-    parser.add_argument("--cut-at", choices=PLACES, default="anywhere", help="let cuts lie at borders of modules alone")
+    parser.add_argument(
+        "--cut-at", type=take_text, default=ANYWHERE, metavar="PLACE", help=f"where cuts may lie: {FORMS}"
+    )
     parser.add_argument("--max-states", type=int, default=MAX_STATES, metavar="N", help="ideals to enumerate at most")
     parser.add_argument("--time-limit", type=float, default=inf, metavar="S", help="then the best so far, with its gap")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -104,8 +106,14 @@ class Question:
         self.profile: Profile = replace(profile, costs=costs)
         pins = dict(_parse_pin(text) for text in arguments.pin)
         keep: list[Sequence[str]] = [text.split(",") for text in arguments.together]
-        if arguments.cut_at == "modules":
-            keep += list_modules(self.profile.costs).values()
+        try:
+            check_place(arguments.cut_at)
+            wholes = list_wholes(self.profile.costs, arguments.cut_at)
+        except (ValueError, PlanError) as error:
+            raise InputError(f"--cut-at {arguments.cut_at[:SHOWN]}: {error}") from error
+        if arguments.cut_at != ANYWHERE and not wholes:
+            raise InputError(f"--cut-at {arguments.cut_at[:SHOWN]}: the profile names no modules, so leave it out")
+        keep += wholes.values()
         self.planner = Planner(self.profile.costs, pins, keep, arguments.max_states)
         self.load_s = time.perf_counter() - begin
         if self.profile.costs.noise is not None:

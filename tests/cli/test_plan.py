@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -312,3 +313,27 @@ def test_plans_for_inference(capsys: pytest.CaptureFixture[str], profile: str, t
     assert cli.main(["plan", str(tmp_path / "forwards.json")]) == 2
     assert "of forwards alone" in capsys.readouterr().err
     assert cli.main(["explain", profile, "--devices", "2", "--inference"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("at", "message"),
+    [
+        ("modules=0", "--cut-at modules=0: give anywhere, modules, modules=2 (a depth), or a pattern of paths"),
+        ("layer.*", "--cut-at layer.*: no module matches 'layer.*': did you mean 'layers.*'"),
+    ],
+)
+def test_a_place_that_is_none_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, at: str, message: str
+) -> None:
+    nodes = [replace(node("a"), module="embed"), replace(node("b", ["a"]), module="layers.0")]
+    Costs(tuple(nodes), (), ("b",), rows=1).save(tmp_path / "net.json")
+    assert cli.main(["plan", str(tmp_path / "net.json"), "--cut-at", at]) == 2
+    assert message in capsys.readouterr().err
+    assert cli.main(["plan", str(tmp_path / "net.json"), "--cut-at", "layers.*"]) == 0
+
+
+def test_a_profile_without_modules_has_no_borders(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Once such a plan cut anywhere, in silence."""
+    Costs((node("a"), node("b", ["a"])), (), ("b",), rows=1).save(tmp_path / "net.json")
+    assert cli.main(["plan", str(tmp_path / "net.json"), "--cut-at", "modules"]) == 2
+    assert "--cut-at modules: the profile names no modules, so leave it out" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from fxsplit.errors import ChainError, PlanError
 from fxsplit.ir.chain import parse_chain
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.passes import PASSES, Cut
-from fxsplit.planner.borders import find_module, list_modules
+from fxsplit.planner.borders import find_module, list_modules, list_wholes
 from tests.titan_model import Titan
 
 CHAIN = "profile{repeats=1},cut{at=modules},augment,order,partition,emit"
@@ -54,6 +55,35 @@ def test_a_saved_profile_has_no_constraint_of_a_plan(tmp_path: Path) -> None:
 def test_too_few_modules_and_other_places_are_refused() -> None:
     with pytest.raises(PlanError, match=r"the model has 7 modules .*norm, output\), too few for 8 stages"):
         fxsplit.compile(Titan(), ["cpu"] * 8, example_inputs=IDS, n_microbatches=2, passes=CHAIN)
-    with pytest.raises(ChainError, match=r"cut\{at=layers\}: give anywhere or modules"):
-        Cut("layers")
+    for odd in ("modules=0", "modules=x", "layers..0", "layers{"):
+        with pytest.raises(
+            ChainError, match=r"cut\{at=.*\}: give anywhere, modules, modules=2 \(a depth\), or a pattern"
+        ):
+            Cut(odd)
     assert str(parse_chain(CHAIN, PASSES)) == CHAIN
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+def test_a_pattern_cuts_exactly_between_layers_and_finds_the_best_of_these_cuts(devices: int) -> None:
+    """Beside all ways to lay out embedding, four layers and the rest, priced one by one."""
+    costs = fxsplit.profile(Titan(), IDS, n_microbatches=2, device="cpu", repeats=1)
+    passes = CHAIN.replace("modules", "layers.*")
+    options: dict[str, Any] = {"example_inputs": IDS, "n_microbatches": 2, "costs": costs, "passes": passes}
+    with fxsplit.compile(Titan(), ["cpu"] * devices, **options) as pipe:
+        stages = [set(stage.nodes) for stage in pipe.plan.stages]
+        parts = [set(names) for names in list_wholes(pipe.costs, "layers.*").values()]
+        x = torch.randint(11, (8, 5))
+        torch.testing.assert_close(pipe(x), pipe.model(x))
+    assert len(parts) == 6, "embedding, four layers, norm and output"
+    assert all(sum(not part.isdisjoint(stage) for stage in stages) == 1 for part in parts)
+    loads = [sum(costs.by_name[n].forward_ms + costs.by_name[n].backward_ms for n in part) for part in parts]
+    best = min(
+        max(sum(loads[a:b]) for a, b in pairwise((0, *cuts, len(loads))))
+        for cuts in combinations(range(1, len(loads)), devices - 1)
+    )
+    assert pipe.plan.bottleneck_ms == pytest.approx(best) and pipe.plan.optimal
+
+
+def test_a_pattern_of_nothing_is_refused_with_the_nearest_path() -> None:
+    with pytest.raises(PlanError, match=r"no module matches 'layer\.\*': did you mean 'layers.\*'"):
+        fxsplit.compile(Titan(), 2, example_inputs=IDS, n_microbatches=2, passes=CHAIN.replace("modules", "layer.*"))

@@ -109,6 +109,12 @@ class NodeCost:
     made: str = ""
 
     @property
+    def owner(self) -> str:
+        """The path of the module that the node is in, or that it fetches a weight of; empty for the model itself."""
+        # A node that fetches a weight has the weight's path, whose last part is no module.
+        return self.module.rpartition(".")[0] if self.op.startswith("get_attr") else self.module
+
+    @property
     def place(self) -> str:
         """Where the node is in the user's model: its module's path, and its own name if it is not that module.
 

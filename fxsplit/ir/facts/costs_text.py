@@ -79,8 +79,7 @@ def _name_group(node: Any, divided: set[str]) -> str:
 
 def _split_path(node: Any) -> list[str]:
     """Return the parts of a node's path, a number and the name before it as one; of a node in no module its name."""
-    path = node.module.rpartition(".")[0] if node.op.startswith("get_attr") else node.module
-    return re.sub(r"\.\d+(?=\.|$)", ":*", path).split(".") if path else [node.name]
+    return re.sub(r"\.\d+(?=\.|$)", ":*", node.owner).split(".") if node.owner else [node.name]
 
 
 def _has_parts(nodes: Sequence[Any], name: str) -> bool:
