@@ -1,0 +1,73 @@
+"""The numbers in the sentences of pages are those of the code: a limit that changes is changed on its page too."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from bench import networks
+from fxsplit.api import compiler
+from fxsplit.frontend import choose
+from fxsplit.frontend.watch import places
+from fxsplit.ir.facts.costs import UNSTEADY
+from fxsplit.runtime.stage import recompute
+from fxsplit.schedule import RUNNABLE
+from fxsplit.torch_internals import contents
+from tests.docs.markdown import ROOT
+from tests.proof.test_transparency import CASES, SLOW
+
+WORDS = {4: "four", 16: "sixteen"}
+
+
+def read(page: str) -> str:
+    """Return a page as one line."""
+    return " ".join((ROOT / page).read_text(encoding="utf-8").split())
+
+
+@pytest.mark.parametrize(
+    ("page", "sentence", "figure"),
+    [
+        (
+            "docs/limits.md",
+            "At most {} classes of submodules are kept whole without being asked for",
+            choose.MOST_LEAVES,
+        ),
+        ("docs/limits.md", "{word} such graphs are kept", compiler.MOST_SHAPES),
+        ("docs/limits.md", "{word} ways are kept", compiler.MOST_WAYS),
+        ("docs/limits.md", "the last {word} programs are kept", compiler.MOST_OUTDATED),
+        ("docs/limits.md", "Up to {word} earlier programs are kept", compiler.MOST_OUTDATED),
+        ("docs/limits.md", "arrays up to {} MiB", contents.MOST_BYTES >> 20),
+        ("docs/limits.md", "tensors in host memory up to {} KiB", contents.MOST_READ >> 10),
+        ("docs/limits.md", "containers of more than {:,} items", places.MOST_ITEMS),
+        ("docs/limits.md", "a buffer of over {} KiB that is first written", recompute.SMALL_BYTES >> 10),
+        ("docs/limits.md", "From {} % on `compile`, `plan` and the demo say so", round(100 * UNSTEADY)),
+        ("README.md", "for {} networks under all", len(networks.BUILDERS)),
+        ("README.md", "under all {} synchronous schedules on 2 devices", len(RUNNABLE)),
+        ("README.md", "All but the {} slowest are also checked on 3 and 4", len(SLOW)),
+    ],
+)
+def test_figures_of_sentences_are_those_of_the_code(page: str, sentence: str, figure: int) -> None:
+    said = sentence.format(figure, word=WORDS.get(figure, str(figure)))
+    assert said.lower() in read(page).lower(), f"{page} does not say: {said}"
+
+
+def test_every_schedule_is_proven_on_two_devices_and_quick_networks_on_three_and_four() -> None:
+    for name in networks.BUILDERS:
+        on = {devices: {s for n, d, s in CASES if (n, d) == (name, devices)} for devices in (2, 3, 4)}
+        assert on[2] == set(RUNNABLE) and bool(on[3]) == bool(on[4]) == (name not in SLOW)
+
+
+def test_the_models_that_are_counted_are_listed() -> None:
+    """README, docs/models.md and the table of bench/README.md tell what bench/coverage.md lists."""
+    found = re.findall(r"^(\d+) of (\d+) equal\.", (ROOT / "bench/coverage.md").read_text(), re.MULTILINE)
+    equal, models = (sum(int(pair[i]) for pair in found) for i in (0, 1))
+    assert f"Of {models} such models, compared with dropout off, {equal} train as pipelines" in read("README.md")
+    assert f"lists {models} models of torchvision" in read("docs/models.md")
+    assert f"{equal} of them, with dropout off, train as pipelines" in read("docs/models.md")
+    rows = re.findall(
+        r"^\| (?:torchvision|timm|Hugging)[^|]*\| (\d+) \| (\d+) \|",
+        (ROOT / "bench/README.md").read_text(),
+        re.MULTILINE,
+    )
+    assert [(b, a) for a, b in rows] == found
