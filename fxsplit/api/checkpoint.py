@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from fxsplit.api.checkpoint_weights import check_model, make_room, read_model, r
 from fxsplit.api.pipeline import Pipeline
 from fxsplit.api.ranks import Team
 from fxsplit.api.saving import Saving, wait_for_saving
-from fxsplit.errors import ElsewhereError, FxsplitError, InputError
+from fxsplit.errors import ElsewhereError, FxsplitError, InputError, RankError
 from fxsplit.formats.checkpoint_folder import (
     COSTS,
     MANIFEST,
@@ -53,6 +53,7 @@ from fxsplit.ir.facts.figures import is_count, show
 from fxsplit.ir.interrupts import lose_no_interrupt
 from fxsplit.runtime.ranks.agreement import hash_text
 from fxsplit.runtime.ranks.holdings import Holdings
+from fxsplit.runtime.ranks.messages import tell_beside
 from fxsplit.torch_internals.thread_modes import leave_inference_mode
 from fxsplit.torch_internals.undo import leave_no_trace
 
@@ -118,12 +119,13 @@ def save_checkpoint(
             new.check_place()
             # Generators of ranks are alike, or each rank has its own reasons.
             staged[CPU] = torch.get_rng_state()
-        group = None if holdings is None else holdings.find_group()
+        group, column = (None, None) if holdings is None else holdings.find_groups()
     complete = partial(_complete, new, manifest, _list_texts(model), keep, [*read_model(own, filled=False).kinds])
     writer = FolderWriter(new, 1 if holdings is None else len(holdings), complete)
-    write = partial(_write, new, partial(save_tensors, staged, writer, group))
-    writes = holdings is None or holdings.writes
-    saving = Saving(new.path, write if writes else _leave_to_others, model, over_ranks=over_ranks)
+    write: Callable[[], None] = partial(_write, new, partial(save_tensors, staged, writer, group))
+    if holdings is not None and column is not None:
+        write = partial(_write_for_all, new.path, write if holdings.writes else None, column, holdings.writer)
+    saving = Saving(new.path, write, model, over_ranks=over_ranks)
     saving.start()
     return saving
 
@@ -145,8 +147,28 @@ def _make_absolute(folder: str | os.PathLike[str]) -> Path:
         ) from error
 
 
-def _leave_to_others() -> None:
-    """Write nothing: another pipeline with the same weights does."""
+def _write_for_all(path: Path, write: Callable[[], None] | None, column: Any, writer: int) -> None:
+    """Write what ranks have that are at one place of all pipelines of a mesh: the rank `writer` does, others wait.
+
+    write: what writes it, None on the others. Raises RankError there for what stopped it.
+    """
+    if write is None:
+        said = tell_beside(column, "", writer).strip()
+        if said:
+            raise RankError(
+                f"rank {writer}, which writes the checkpoint {str(path)!r} for this rank too, failed: {said}"
+            )
+        return
+    said = ""
+    try:
+        write()
+    except BaseException as error:
+        said = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        # What is written is written, whoever is there to hear of it.
+        with suppress(RankError):
+            tell_beside(column, said, writer)
 
 
 def _meet(

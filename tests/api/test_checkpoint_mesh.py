@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.api import checkpoint
-from fxsplit.errors import FxsplitWarning, RanksDiffer
+from fxsplit.errors import FileError, FxsplitWarning, RankError, RanksDiffer
 from fxsplit.formats.safetensors_reader import TensorFile
 from fxsplit.runtime.ranks.power_errors import PowerErrors
 from fxsplit.runtime.ranks.residuals import Residuals
@@ -256,3 +257,34 @@ def differ(rank: int, n: int, folder: Path) -> str:
 def test_ranks_that_read_other_manifests_are_named(tmp_path: Path) -> None:
     for text in ranks(4, differ, tmp_path):
         assert "rank 2 runs loads step-1 with a manifest of hash" in text
+
+
+def save_slowly(rank: int, n: int, folder: Path) -> list[Any]:
+    """Save with a first pipeline that writes late, and again with one that cannot write."""
+    run = Run(n, 2, 0, hook=None)
+    run.step(0)
+    write = checkpoint._write
+
+    def write_late(*args: Any) -> None:
+        time.sleep(0.5)
+        write(*args)
+
+    def fail(*args: Any) -> None:
+        raise FileError("the disk is full")
+
+    found: list[Any] = []
+    for step, function in enumerate((write_late, fail, write_late)):
+        checkpoint._write = function
+        try:
+            path = fxsplit.save_checkpoint(folder, run.pipe, run.optimizer, step=step).wait()
+            found.append(fxsplit.load_checkpoint(path, run.pipe, run.optimizer).step)
+        except (FileError, RankError) as error:
+            found.append(str(error))
+    return found
+
+
+def test_all_pipelines_wait_for_the_one_that_writes(tmp_path: Path) -> None:
+    """The others had the path of a checkpoint that was not there yet, and never heard that it was not saved."""
+    for rank, (first, failed, last) in enumerate(ranks(4, save_slowly, tmp_path)):
+        assert (first, last) == (0, 2)
+        assert "the disk is full" in failed and (rank < 2 or f"rank {rank - 2}, which writes the checkpoint" in failed)

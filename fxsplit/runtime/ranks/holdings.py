@@ -41,7 +41,7 @@ class Holdings:
         self._of_all = Agreement(world.whole)
         self._owners: dict[str, int] = {}
         self._ledger: GradientLedger | None = None
-        self._group: tuple[int, Any] | None = None
+        self._groups: tuple[int, Any, Any] | None = None
         watch_loads()
 
     # What a plan wants
@@ -139,16 +139,22 @@ class Holdings:
         """Return the text that the first rank gives, on every rank."""
         return self._world.tell(text if self.leads else None, what)
 
-    def find_group(self) -> Any:
-        """Return the process group in which threads of all ranks save; made once, until a failure.
+    def find_groups(self) -> tuple[Any, Any]:
+        """Return the process groups in which threads of all ranks save; made once, until a failure.
 
-        To be called when no thread saves any more.
+        The first one is of the ranks of this pipeline, and the second one of the ranks at this place in all pipelines,
+        or None where there is one. To be called when no thread saves any more.
         """
-        if self._group is None or self._group[0] != self._world.epoch:
-            if self._group is not None:
-                close_groups([self._group[1]])
-            self._group = self._world.epoch, self._world.open_group()
-        return self._group[1]
+        if self._groups is None or self._groups[0] != self._world.epoch:
+            if self._groups is not None:
+                close_groups([group for group in self._groups[1:] if group is not None])
+            self._groups = self._world.epoch, self._world.open_group(), self._world.open_column()
+        return self._groups[1:]
+
+    @property
+    def writer(self) -> int:
+        """The rank of torch's default group that writes what this one has; see `writes`."""
+        return self._world.rows[0][self._world.me]
 
     # Gradients
 

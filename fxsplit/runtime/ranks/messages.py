@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fxsplit.errors import RankError
@@ -42,6 +44,20 @@ def pack_text(text: str) -> Tensor:
 def unpack_text(packed: Tensor) -> str:
     """Return the text in such bytes."""
     return packed.numpy().tobytes().decode()
+
+
+def tell_beside(group: Any, text: str, source: int) -> str:
+    """Return the text that the rank `source` gives, on every rank of a group; for threads beside the pipeline.
+
+    source: its number in torch's default group. Raises RankError where a rank is lost.
+    """
+    packed = pack_text(text)
+    length = torch.tensor([len(packed)])
+    broadcast = partial(dist.broadcast, src=source, group=group)
+    begin_collective([length], broadcast, length)
+    packed = packed if dist.get_rank() == source else torch.empty(int(length), dtype=torch.uint8)
+    begin_collective([packed], broadcast, packed)
+    return unpack_text(packed)
 
 
 def sort_by_rank(tensors: Sequence[Tensor], ranks: Sequence[int]) -> list[Tensor]:

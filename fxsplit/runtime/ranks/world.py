@@ -181,9 +181,9 @@ class World:
             backend = self._find_backend()
             self.column_data = self.column if backend == "gloo" else self._make_column(backend)
 
-    def _make_column(self, backend: str) -> Any:
+    def _make_column(self, backend: str, limit_s: float | None = None) -> Any:
         """Return a group of the ranks at this rank's place in all rows; every rank makes those of all places."""
-        made = [self._make(column, backend, self.limit_s) for column in zip(*self.rows, strict=True)]
+        made = [self._make(column, backend, limit_s or self.limit_s) for column in zip(*self.rows, strict=True)]
         self._made.append(made[self.me])
         return made[self.me]
 
@@ -195,6 +195,17 @@ class World:
         group = self._make_group(self.ranks, "gloo", self.limit_s)
         self._made.remove(group)
         return group
+
+    def open_column(self) -> Any:
+        """Return such a group of the ranks at this rank's place in all pipelines; None where there is one pipeline.
+
+        Who waits in it waits as long as for a compile.
+        """
+        if len(self.rows) == 1:
+            return None
+        column = self._make_column("gloo", COMPILE_LIMIT_S)
+        self._made.remove(column)
+        return column
 
     def _find_backend(self) -> str:
         """Return the name of the backend that brings tensors of this rank's device from rank to rank."""
