@@ -23,6 +23,8 @@ from fxsplit.frontend.subject import Subject
 from fxsplit.frontend.symbolic import SymbolicTrace
 from fxsplit.ir.facts.effects import CallEffects
 from fxsplit.ir.progress import phase
+from fxsplit.torch_internals.late_code import generate_code_late
+from fxsplit.torch_internals.stack_traces import remember_frames
 from fxsplit.torch_internals.user_lines import warn_user
 
 MOST_LEAVES = 16
@@ -77,7 +79,7 @@ def _attempt(front_end: FrontEnd, subject: Subject) -> Checked:
 
     InputError, for an output that no pipeline can hand on, is the model's fault: no other front end would help.
     """
-    with phase(f"capturing {subject.name} ({front_end.name})"):
+    with phase(f"capturing {subject.name} ({front_end.name})"), remember_frames(), generate_code_late():
         graph = front_end.attempt(replace(subject, numbers=()))
     checked = _check(subject, graph)
     return follow_numbers(front_end, subject, lambda graph: _check(subject, graph)) or checked

@@ -121,6 +121,7 @@ NEEDED = (
     "torch.utils._python_dispatch._is_in_any_mode_without_ignore_compile_internals",
     "torch.utils._device.DeviceContext",
     # Tracing
+    "torch.utils._traceback._extract_symbolized_tb",
     "torch.fx._symbolic_trace.CURRENT_PATCHER",
     "torch.fx._symbolic_trace._is_fx_tracing_tls or torch.fx._symbolic_trace._is_fx_tracing_flag",
     "torch._disable_dynamo",
