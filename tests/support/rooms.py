@@ -1,0 +1,40 @@
+"""Print the folders of tests that are beside what has changed since a commit: `python -m tests.support.rooms HEAD~1`.
+
+A file of tests that has changed is printed itself. `make quick` runs what is printed.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TESTED = {"fxsplit": Path("tests"), "passes": Path("tests/passes"), "bench": Path("tests/bench")}
+"""The folder of tests beside each folder of the project; tests mirror what is inside of it."""
+
+
+def list_changed(base: str) -> list[Path]:
+    """Return the files that were changed since a commit, those that are new and not committed included."""
+    commands = ("diff", "--name-only", "--diff-filter=d", base), ("ls-files", "--others", "--exclude-standard")
+    printed = [subprocess.run(["git", *one], cwd=ROOT, capture_output=True, text=True, check=True) for one in commands]
+    return [Path(line) for done in printed for line in done.stdout.splitlines()]
+
+
+def find_tests(changed: Iterable[Path]) -> list[str]:
+    """Return what to run for files that were changed: each folder or file of tests once, none inside of another."""
+    found = set()
+    for path in changed:
+        top = path.parts[0]
+        if top == "tests" and path.name.startswith("test_"):
+            found.add(path)
+        elif top in TESTED and path.suffix == ".py":
+            folder = TESTED[top].joinpath(*path.parts[1:-1])
+            # A folder whose files are tested as a whole has none of its own.
+            found.add(next(f for f in (folder, *folder.parents) if (ROOT / f).is_dir()))
+    return sorted(str(path) for path in found if not any(other in path.parents for other in found))
+
+
+if __name__ == "__main__":
+    print(*find_tests(list_changed(sys.argv[1])) or ["tests/house"])
