@@ -66,7 +66,8 @@ class Spot:
         """Raise ElsewhereError: `what` was to be done with the values. `way`: what to use in its place."""
         if not way:
             way = (
-                "clip_grad_norm_() and .grad.norm() know it"
+                "ranks tell each other norms, clip_grad_norm_() and .grad.norm(); compute anything else on the rank "
+                "that has it, of p.grad for p in pipe.local_parameters(), and add that up with torch.distributed"
                 if self.gradient
                 else "pipe.state_dict() gathers all weights"
             )

@@ -8,11 +8,12 @@ from `Away`. A weight that is brought back is as before.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.jit import _recursive
 
 from fxsplit.torch_internals.away import Away, Spot, exchange, make_away
 
@@ -79,6 +80,25 @@ def call_with_lent(function: Callable[..., Any], tensors: Sequence[Any]) -> Any:
     if not lent or not isinstance(function, nn.Module):
         return function(*tensors)
     return torch.func.functional_call(function, lent, tuple(tensors))
+
+
+@cache
+def refuse_scripts() -> None:
+    """Let TorchScript refuse modules with weights that are away, for as long as the process lives.
+
+    Its code in C++ asks no tensor for its class, and would save memory that is not there.
+    """
+    create: Callable[..., Any] = _recursive.create_script_module_impl
+
+    @wraps(create)
+    def create_with_values(nn_module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        held = (*nn_module._parameters.values(), *nn_module._buffers.values())
+        away = next((tensor for tensor in held if isinstance(tensor, Away)), None)
+        if away is not None:
+            away.spot.refuse("TorchScript", "script a model as it was built, after it has loaded pipe.state_dict()")
+        return create(nn_module, *args, **kwargs)
+
+    _recursive.create_script_module_impl = create_with_values
 
 
 def _make_own(weight: Tensor, value: Tensor) -> Tensor:

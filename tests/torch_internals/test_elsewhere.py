@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 from fxsplit.errors import ElsewhereError
-from fxsplit.torch_internals.away import Spot, is_away
-from fxsplit.torch_internals.elsewhere import Elsewhere, bring_back, send_away
+from fxsplit.torch_internals.away import Away, Spot, is_away, make_away
+from fxsplit.torch_internals.elsewhere import Elsewhere, bring_back, refuse_scripts, send_away
 
 SPOT = Spot("w0", 1)
 
@@ -88,3 +89,27 @@ def test_an_accelerator_that_is_not_here_is_named_and_not_touched() -> None:
     send_away(weight, SPOT, torch.device("cuda", 0))
     assert weight.device == torch.device("cuda", 0)
     assert torch.optim.AdamW([weight], fused=True).param_groups[0]["params"][0] is weight
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_torchscript_refuses_a_model_of_which_another_rank_has_a_part() -> None:
+    """Once torch.jit.save() wrote a file with what lay in memory for these weights."""
+    refuse_scripts()
+    model, x = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.BatchNorm1d(3)).eval(), torch.randn(4, 2)
+    torch.testing.assert_close(torch.jit.script(model)(x), model(x))
+    for weight in (model.get_buffer("2.running_mean"), model.get_parameter("0.weight")):
+        value = weight.detach().clone()
+        send_away(weight, SPOT)
+        for make in (lambda: torch.jit.script(model), lambda: torch.jit.trace(model, x)):
+            with pytest.raises(ElsewhereError, match="TorchScript needs its values on this rank: script a model as"):
+                make()
+        bring_back(weight, value)
+    torch.testing.assert_close(torch.jit.trace(model, x)(x), model(x))
+
+
+def test_what_to_do_with_a_gradient_of_another_rank_is_said() -> None:
+    gradient = make_away(Away, torch.ones(3), replace(SPOT, gradient=True))
+    with pytest.raises(
+        ElsewhereError, match=r"sum\(\) needs .* compute anything else on the rank that has it, of p.grad"
+    ):
+        gradient.sum()

@@ -19,7 +19,7 @@ from fxsplit.runtime.program import Program
 from fxsplit.runtime.ranks.agreement import Agreement
 from fxsplit.runtime.ranks.world import World
 from fxsplit.torch_internals.away import Away, Spot, is_away
-from fxsplit.torch_internals.elsewhere import bring_back, send_away
+from fxsplit.torch_internals.elsewhere import bring_back, refuse_scripts, send_away
 from fxsplit.torch_internals.gradient_ledger import GradientLedger
 from fxsplit.torch_internals.optimizer_loads import note_arrival, watch_loads
 from fxsplit.torch_internals.process_groups import close_groups
@@ -43,6 +43,7 @@ class Holdings:
         self._ledger: GradientLedger | None = None
         self._groups: tuple[int, Any, Any] | None = None
         watch_loads()
+        refuse_scripts()
 
     # What a plan wants
 
