@@ -107,8 +107,7 @@ def _export(subject: Subject, front_end: TorchExport) -> Graph:
                     watch_hooks(_refuse_hook),
                 ):
                     program = _run_export(here, subject.numbers, front_end)
-                # The guards are one call in the module, which the graph leaves out: they are asked once per number of
-                # rows.
+                # Guards are one call in the module, which the graph leaves out: they are asked once per number of rows.
                 module = program.module()
                 guard = _give_numbers(getattr(module, "_guards_fn", None), numbers)
         except Exception as error:
