@@ -37,6 +37,7 @@ from fxsplit.torch_internals.fx_state import leave_nothing_of_fx
 from fxsplit.torch_internals.generators import read_generators, read_python_generators
 from fxsplit.torch_internals.graph_devices import fix_constant_devices
 from fxsplit.torch_internals.patch import patch_method
+from fxsplit.torch_internals.recurrent import drop_unread_states, has_layers, run_layers_apart
 from fxsplit.torch_internals.rng import is_dropout
 from fxsplit.torch_internals.user_lines import FXSPLIT, TORCH, is_users
 from fxsplit.torch_internals.weight_reads import refuse_weight_reads
@@ -62,8 +63,10 @@ class SymbolicTrace:
                     _refuse_modes(),
                     record_functions(partial(tracer.create_proxy, "call_function")),
                     refuse_weight_reads(model) as computed,
+                    run_layers_apart(),
                 ):
                     graph = tracer.trace(model)
+                drop_unread_states(graph)
                 # Inside, since an argument may print as something that is no Python.
                 gm = fx.GraphModule(model, graph, class_name=subject.name)
             except Exception as error:
@@ -137,10 +140,12 @@ class Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Return whether a module stays one call: torch's own, those with a training mode of their own, those asked.
 
-        torch's transformers are taken apart all the same: as one call a whole model would be one node.
+        torch's transformers and recurrent modules of several layers are taken apart all the same: as one call a whole
+        model would be one node.
         """
         whole = module_qualified_name in self._whole or isinstance(m, _NormBase) or is_dropout(m)
-        return whole or (not isinstance(m, STACKS) and super().is_leaf_module(m, module_qualified_name))
+        apart = isinstance(m, STACKS) or has_layers(m)
+        return whole or (not apart and super().is_leaf_module(m, module_qualified_name))
 
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -232,6 +237,9 @@ VALIDATES = (
     "tensors, of which it can be made again outside of forward()"
 )
 
+PACKS = f"{TORCH}nn{os.sep}utils{os.sep}rnn.py"
+PACKED = "Pack the rows, run the layers and unpack them inside of one submodule, which then stays whole"
+
 LATE = ("torch._dynamo", "torch._inductor", "sympy", "mpmath", f"{TORCH}_dynamo", f"{TORCH}_inductor")
 """What torch imports late, as errors about it and files of it are called."""
 
@@ -264,6 +272,8 @@ def _explain(model: nn.Module, tracer: Tracer, error: Exception) -> TraceError:
         return TraceError(f"{what}. {OBJECT}", submodule=tracer.failed_in)
     if any(DISTRIBUTIONS in f.filename for f in frames):
         return TraceError(f"{what}. {VALIDATES}{move}", submodule=tracer.failed_in)
+    if any(f.filename == PACKS for f in frames):
+        return TraceError(f"{what.rstrip('.')}. {PACKED}", submodule=tracer.failed_in)
     advice = next((a for method, a in ADVICE.items() if method in asked), "Write the part in plain tensor operations")
     wrap = "or mark the function with torch.fx.wrap: it stays one node"
     return TraceError(f"{what.rstrip('.')}. {advice}, {wrap}{move}", submodule=tracer.failed_in)

@@ -45,6 +45,7 @@ from fxsplit.torch_internals.graph_devices import move_constants
 from fxsplit.torch_internals.log import hide_logged_warnings, hide_warnings
 from fxsplit.torch_internals.patch import Method, patch_method
 from fxsplit.torch_internals.real_shapes import ask_in_bfloat16
+from fxsplit.torch_internals.recurrent import run_layers_apart
 from fxsplit.torch_internals.symbolic_sizes import ask_less_of_symbols
 from fxsplit.torch_internals.thread_modes import enter_function_mode
 from fxsplit.torch_internals.torch_transformers import ask_no_values
@@ -101,9 +102,7 @@ def _export(subject: Subject, front_end: TorchExport) -> Graph:
                     mark_functions() as functions,
                     _notice_checkpoints() as checkpoints,
                     wholes.replace_calls(),
-                    _skip_idle_conversions(),
-                    ask_in_bfloat16(),
-                    ask_no_values(),
+                    _make_torch_followable(),
                     watch_hooks(_refuse_hook),
                 ):
                     program = _run_export(here, subject.numbers, front_end)
@@ -239,6 +238,13 @@ def _notice_checkpoints() -> Iterator[list[None]]:
 def _refuse_hook(_: Tensor) -> None:
     """Raise RuntimeError for a hook that forward() puts on a tensor."""
     raise RuntimeError("forward() puts a hook on a tensor, which a graph cannot hold")
+
+
+@contextmanager
+def _make_torch_followable() -> Iterator[None]:
+    """Let what torch itself does on the way be such that torch.export can follow it, a layer at a time."""
+    with _skip_idle_conversions(), ask_in_bfloat16(), ask_no_values(), run_layers_apart():
+        yield
 
 
 @contextmanager
