@@ -6,7 +6,7 @@ What can be put back is put back. What a graph would lose, or keep from call to 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -91,21 +91,6 @@ def _list_collections(values: Iterable[Any]) -> list[Any]:
             continue
         left += (held for _, held in list_items(value)) if isinstance(value, dict) else list_items(value)
     return list(found.values())
-
-
-@contextmanager
-def refuse_draws(model: nn.Module, states: Callable[[], Any]) -> Iterator[None]:
-    """Raise TraceError where the block draws random numbers, which would be constants of the graph.
-
-    `states` reads the states of the generators that count; a draw changes one of them.
-    """
-    before = states()
-    yield
-    if states() != before:
-        raise TraceError(
-            f"forward() of {type(model).__name__} draws random numbers that do not depend on its inputs, which a graph "
-            "would keep from call to call: draw like an input, torch.randn_like(x), or hand them to the model"
-        )
 
 
 @contextmanager

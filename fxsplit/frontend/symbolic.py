@@ -24,9 +24,10 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from fxsplit.errors import FxsplitError, TraceError
 from fxsplit.frontend.autograd_functions import one_trace, record_functions
+from fxsplit.frontend.draws import capture_alike, refuse_draws
 from fxsplit.frontend.fetches import fetch_apart
 from fxsplit.frontend.graph import Graph
-from fxsplit.frontend.no_trace_left import refuse_assignments, refuse_draws, restore_model
+from fxsplit.frontend.no_trace_left import refuse_assignments, restore_model
 from fxsplit.frontend.subject import Subject
 from fxsplit.ir.facts.call import Inputs
 from fxsplit.ir.facts.numbers import hold_numbers, name_numbers
@@ -34,7 +35,7 @@ from fxsplit.ir.facts.python_state import Number
 from fxsplit.ir.facts.scope import Scope
 from fxsplit.torch_internals.containers import to_plain_containers
 from fxsplit.torch_internals.fx_state import leave_nothing_of_fx
-from fxsplit.torch_internals.generators import read_generators, read_python_generators
+from fxsplit.torch_internals.generators import read_generators
 from fxsplit.torch_internals.graph_devices import fix_constant_devices
 from fxsplit.torch_internals.patch import patch_method
 from fxsplit.torch_internals.recurrent import drop_unread_states, has_layers, run_layers_apart
@@ -51,11 +52,14 @@ class SymbolicTrace:
 
     def attempt(self, subject: Subject) -> Graph:
         """Return the traced graph; raises TraceError naming the line and the submodule that tracing cannot follow."""
+        return capture_alike(subject.model, partial(self._trace, subject))
+
+    def _trace(self, subject: Subject, end: Callable[[], None]) -> Graph:
+        """Return the traced graph; calls `end` once forward() has run."""
         model = subject.model
-        draws = refuse_draws(model, lambda: (read_generators(), read_python_generators()))
         tracer = Tracer(subject.inputs, subject.whole, subject.numbers)
         # A cache that forward() fills while it is traced would be left with proxies in it.
-        with restore_model(model), refuse_assignments(model), draws:
+        with restore_model(model), refuse_assignments(model), refuse_draws(model, read_generators):
             try:
                 with (
                     one_trace.take(),
@@ -66,6 +70,7 @@ class SymbolicTrace:
                     run_layers_apart(),
                 ):
                     graph = tracer.trace(model)
+                    end()
                 drop_unread_states(graph)
                 # Inside, since an argument may print as something that is no Python.
                 gm = fx.GraphModule(model, graph, class_name=subject.name)

@@ -27,6 +27,8 @@ KINDS = ("cuda", "xpu")
 """The accelerators that torch knows with a default generator for each device; one that is registered comes beside."""
 OWN = ("torch", "torch.nn.functional", "torch.functional", "torch._C._nn", "torch._ops.aten")
 """The modules of functions that draw where their arguments say, and nowhere else."""
+WORDS, CHOSEN = 624, 600
+"""The words of a state of Python's generator, and of numpy's, and how many of them `set_next_draws` chooses."""
 _turns: dict[Place, Turn] = {CPU: Turn()}
 
 
@@ -140,6 +142,29 @@ def read_python_generators() -> tuple[Any, ...]:
     # Arrays compare element by element, so numpy's is turned into bytes.
     state: Any = numpy.random.get_state()
     return random.getstate(), state[1].tobytes(), *state[2:]
+
+
+def set_next_draws(word: int) -> None:
+    """Let the next draws of Python's and numpy's generators come from one word of 32 bits, again and again.
+
+    Those of 0 are the least that there are, and those of 2**32 - 1 the largest. After `CHOSEN` words others follow: a
+    function may draw until it likes what it gets.
+    """
+    others = random.Random(word)
+    key = [_untemper(word)] * CHOSEN + [others.getrandbits(32) for _ in range(WORDS - CHOSEN)]
+    random.setstate((3, (*key, 0), None))
+    numpy.random.set_state(("MT19937", numpy.array(key, numpy.uint32), 0, 0, 0.0))
+
+
+def _untemper(word: int) -> int:
+    """Return the word of a Mersenne Twister's state that it gives out as `word` (Matsumoto and Nishimura, 1998)."""
+    every = 2**32 - 1
+    for shift, mask, left in ((18, every, False), (15, 0xEFC60000, True), (7, 0x9D2C5680, True), (11, every, False)):
+        tempered = word
+        for _ in range(32 // shift + 1):
+            word = tempered ^ (((word << shift) if left else (word >> shift)) & mask)
+        word &= every
+    return word
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fxsplit
 from fxsplit.errors import InputError, TraceError
-from fxsplit.frontend.no_trace_left import refuse_assignments, refuse_draws, restore_model
+from fxsplit.frontend.no_trace_left import refuse_assignments, restore_model
 from tests.models import FAST, Two
 
 
@@ -182,13 +182,3 @@ def test_assignments_are_refused_by_name_and_writes_are_not() -> None:
     with pytest.raises(TraceError, match=r"assigns to 'added'.*call \w+ once, then compile"), refuse_assignments(model):
         model.register_buffer("added", torch.zeros(1))
     assert "added" not in model._buffers
-
-
-def test_draws_are_refused() -> None:
-    def read() -> list[int]:
-        return list(torch.get_rng_state().tolist())
-
-    with refuse_draws(nn.Linear(1, 1), read):
-        torch.zeros(1)
-    with pytest.raises(TraceError, match="ReLU draws random numbers"), refuse_draws(nn.ReLU(), read):
-        torch.rand(1)

@@ -25,11 +25,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fxsplit.errors import TraceError
 from fxsplit.frontend.autograd_functions import mark_functions, one_trace
+from fxsplit.frontend.draws import capture_alike
 from fxsplit.frontend.export.inline import GraphWriter
 from fxsplit.frontend.export.whole_modules import WholeModules, replace_forward
 from fxsplit.frontend.graph import Graph
 from fxsplit.frontend.layer_drop import NeverDropped
-from fxsplit.frontend.no_trace_left import refuse_assignments, refuse_draws, restore_model
+from fxsplit.frontend.no_trace_left import refuse_assignments, restore_model
 from fxsplit.frontend.stopped import find_stopped
 from fxsplit.frontend.subject import Runnable, Subject
 from fxsplit.ir.facts.call import TensorSpec
@@ -39,7 +40,6 @@ from fxsplit.ir.facts.python_state import Number
 from fxsplit.ir.facts.scope import Scope
 from fxsplit.torch_internals.containers import to_plain_outputs
 from fxsplit.torch_internals.fake_weights import is_fake
-from fxsplit.torch_internals.generators import read_python_generators
 from fxsplit.torch_internals.grad_leaves import watch_hooks
 from fxsplit.torch_internals.graph_devices import move_constants
 from fxsplit.torch_internals.log import hide_logged_warnings, hide_warnings
@@ -75,9 +75,15 @@ class TorchExport:
         The graph is right for numbers of rows within its bounds that its guard does not raise for.
         """
         model = subject.model
+
         # Draws of torch's own generators are operators, which the graph holds; Python's would be constants in it.
-        with restore_model(model), refuse_assignments(model), refuse_draws(model, read_python_generators):
-            return _export(subject, self)
+        def capture(end: Callable[[], None]) -> Graph:
+            with restore_model(model), refuse_assignments(model):
+                found = _export(subject, self)
+                end()
+            return found
+
+        return capture_alike(model, capture)
 
 
 def _export(subject: Subject, front_end: TorchExport) -> Graph:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import queue
+import random
 import threading
 import types
 import warnings
@@ -19,6 +20,9 @@ from fxsplit.ir.facts.python_state import ABSENT, Place, is_plain
 from fxsplit.torch_internals.contents import Contents, has_contents
 from fxsplit.torch_internals.undo import undo_after
 
+PYTHONS_GENERATOR = random.random.__self__  # type: ignore[attr-defined]
+"""What functions of the module `random` draw from."""
+
 
 def list_inside(value: Any, label: Label) -> Iterator[Found]:
     """Yield what an object keeps for itself, of the kinds of objects of which that is known."""
@@ -32,7 +36,8 @@ def list_inside(value: Any, label: Label) -> Iterator[Found]:
         yield Found(value(), label)
     elif isinstance(value, queue.Queue):
         yield Found(value.queue, label)
-    elif hasattr(type(value), "__next__") or hasattr(type(value), "getstate"):
+    # Of Python's own generator draws are refused that a graph depends on, and others are for nobody to know.
+    elif value is not PYTHONS_GENERATOR and (hasattr(type(value), "__next__") or hasattr(type(value), "getstate")):
         place = Place(f"the state of {label}", partial(_read_state, value))
         yield Found(place.read(), label, STATE, place, (id(value), STATE))
 
