@@ -10,6 +10,7 @@ from fxsplit.ir.facts.compress import HOW
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.graph import IR
+from fxsplit.ir.suggest import suggest
 from fxsplit.planner.borders import ANYWHERE, check_modules, check_place, compress_cuts, list_wholes
 
 
@@ -36,7 +37,7 @@ class Cut:
         except ValueError as error:
             raise ChainError(f"cut{{at={self.at}}}: {error}") from error
         if self.compress not in ("", *HOW):
-            raise ChainError(f"cut{{compress={self.compress}}}: give {' or '.join(HOW)}")
+            raise ChainError(f"cut{{compress={self.compress}}}: give {' or '.join(HOW)}{suggest(self.compress, HOW)}")
 
     def __call__(self, ir: IR) -> IR:
         """Learn Costs anew, which price compressed cuts, and whose modules no cut parts.

@@ -27,6 +27,7 @@ from fxsplit.ir.facts.figures import is_count, show
 from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.graph import ignores_mode, name_pass
+from fxsplit.ir.suggest import suggest
 from fxsplit.passes import BatchNorm, Cut
 from fxsplit.runtime.loss import LossFn
 from fxsplit.runtime.stage.recompute import POLICIES
@@ -102,7 +103,8 @@ class Options:
         if not isinstance(self.schedule, str):
             raise InputError(f"schedule={show(self.schedule)}: give the name of a schedule, or 'auto'")
         if self.recompute not in POLICIES:
-            raise InputError(f"recompute={self.recompute!r}: give one of {', '.join(POLICIES)}")
+            hint = suggest(self.recompute, POLICIES)
+            raise InputError(f"recompute={show(self.recompute)}: give one of {', '.join(POLICIES)}{hint}")
         if not isinstance(self.inference, bool):
             raise InputError(f"inference={show(self.inference)}: give True or False")
         if self.inference and (self.schedule, self.stages_per_device) != ("1F1B", None):
@@ -198,8 +200,11 @@ class Options:
 def check_stage_backend(backend: str, machine: Machine) -> None:
     """Raise InputError for what is no backend of torch.compile's, or for one that records CUDA graphs."""
     if backend not in torch.compiler.list_backends(()):
-        known = ", ".join(name for name in torch.compiler.list_backends() if name != RECORDING)
-        raise InputError(f"stage_backend={backend!r} is none of torch.compile's: give one of {known}")
+        known = [name for name in torch.compiler.list_backends() if name != RECORDING]
+        raise InputError(
+            f"stage_backend={backend!r} is none of torch.compile's: give one of {', '.join(known)}"
+            f"{suggest(backend, known)}"
+        )
     # On a CPU inductor records nothing, whatever is set; the other backend is of no use there.
     on_gpu = any(d.torch_device is not None and d.torch_device.type != "cpu" for d in machine.devices)
     if records_cuda_graphs(backend) and (on_gpu or backend == RECORDING):

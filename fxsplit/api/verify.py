@@ -6,6 +6,7 @@ their own rounding makes. Parts that compute in a coarser dtype are off by the r
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from fxsplit.api.verify_ranks import Ranks
 from fxsplit.api.verify_tally import Tally
 from fxsplit.api.verify_trials import Trial
 from fxsplit.errors import InputError
-from fxsplit.ir.facts.call import Call, parse_example_inputs
+from fxsplit.ir.facts.call import Call, flatten_call, parse_example_inputs
 from fxsplit.ir.interrupts import lose_no_interrupt
 from fxsplit.ir.shown import Parts, Shown, Table
 from fxsplit.runtime.loss import LossFn
@@ -141,12 +142,17 @@ def verify(pipe: Pipeline, inputs: Any, more: Mapping[str, Any] | None = None, *
     refuses both in the dtypes that it has. A model that is frozen as a whole is thawed, and batch norm is not deferred.
     Neither the pipeline nor its model are changed. Over ranks all of them call this, each with the batch of its
     pipeline, and all return the same. Raises InputError for a model or a loss that draws random numbers otherwise, for
-    asynchronous schedules, and for a target that does not fit. Raises what the model raises in its own dtypes.
+    asynchronous schedules, and for a target that does not fit. Raises CallError, as compile does, for arguments that do
+    not fit the model's forward(), and what the model raises in its own dtypes.
     """
-    call = parse_example_inputs(inputs)
+    if not isinstance(pipe, Pipeline):
+        raise InputError(f"verify() is given a {type(pipe).__name__}: give a pipeline, as fxsplit.compile returns it")
+    call = parse_example_inputs(inputs, "inputs")
     call.kwargs.update(more or {})
     ranks = Ranks(pipe.compiler.team)
     with ranks.meet():
+        # The unsplit model would raise a TypeError of its own.
+        flatten_call(inspect.signature(pipe.model.forward), *call)
         if any(w.is_meta for w in (*pipe.model.parameters(), *pipe.model.buffers())):
             raise InputError(
                 f"{type(pipe.model).__name__} has no values yet, it is on the meta device: load its weights"

@@ -6,6 +6,10 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # --version and the first word are read quickly
+    from fxsplit.cli.words import Parser
 
 BAD_INPUT = 2
 NO_FIT = 3
@@ -34,27 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     """Run a subcommand; return its exit code. Raises FileError for output that cannot be printed."""
-    parser = argparse.ArgumentParser(prog="fxsplit", description="Cut a PyTorch model into stages and pipeline it.")
-    parser.add_argument("--version", action="version", version=f"fxsplit {metadata.version('fxsplit')}")
-    commands = parser.add_subparsers(dest="command", required=True)
-    # What a command needs is loaded when it runs: torch takes seconds, and --help or a plan needs none of it.
-    from fxsplit.cli import explain, plan, simulate, verify
+    parser = make_parser()
+    arguments = parser.parse_args(argv)
     from fxsplit.cli.output import print_error
     from fxsplit.cli.words import speak_command
     from fxsplit.errors import FxsplitError, NoFit
 
-    def add(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=text)
-        command.set_defaults(run=run)
-        return command
-
-    add("demo", _run_demo, "train ResNet-18 as a pipeline on real images, on two CPU devices")
-    add("passes", _list_passes, "list the passes, their options and the default chain")
-    plan.add_plan_arguments(add("plan", plan.main, "the best plan of a profile for a machine"))
-    plan.add_arguments(add("explain", explain.main, "why the best plan is as it is"))
-    simulate.add_arguments(add("simulate", simulate.main, "how long a schedule takes, and what it holds"))
-    verify.add_arguments(add("verify", verify.main, "prove that a model's pipeline is the model"))
-    arguments = parser.parse_args(argv)
     try:
         return int(arguments.run(arguments))
     # Errors that fxsplit raises on purpose name what to do. Any other is a fault, and its traceback is of use.
@@ -67,6 +56,32 @@ def _run(argv: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         print_error(f"fxsplit {arguments.command}: interrupted")
         return INTERRUPTED
+
+
+def make_parser() -> Parser:
+    """Return the parser of the command, with one for each subcommand."""
+    # What a command needs is loaded when it runs: torch takes seconds, and --help or a plan needs none of it.
+    from fxsplit.cli import explain, plan, simulate, verify
+    from fxsplit.cli.words import Parser
+
+    parser = Parser(prog="fxsplit", description="Cut a PyTorch model into stages and pipeline it.")
+    parser.add_argument("--version", action="version", version=f"fxsplit {metadata.version('fxsplit')}")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def add(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text)
+        command.set_defaults(run=run)
+        return command
+
+    add("demo", _run_demo, "train ResNet-18 as a pipeline on real images, on two CPU devices")
+    add("passes", _list_passes, "list the passes, their options and the default chain")
+    plan.add_plan_arguments(add("plan", plan.main, "the best plan of a profile for a machine"))
+    plan.add_arguments(add("explain", explain.main, "why the best plan is as it is"))
+    simulate.add_arguments(add("simulate", simulate.main, "how long a schedule takes, and what it holds"))
+    verify.add_arguments(add("verify", verify.main, "prove that a model's pipeline is the model"))
+    # An option that a command does not know is refused by the parser of all commands.
+    parser.known = sorted({name for command in commands.choices.values() for name in command.option_names})
+    return parser
 
 
 def _run_demo(arguments: argparse.Namespace) -> int:

@@ -33,7 +33,7 @@ from fxsplit.planner.baselines import BASELINES, plan_baseline
 from fxsplit.planner.borders import ANYWHERE, FORMS, check_modules, check_place, compress_cuts, list_wholes
 from fxsplit.planner.planner import MAX_STATES, Planner
 from fxsplit.planner.solve import RECOMPUTE
-from fxsplit.schedule.catalogue import Scheduler
+from fxsplit.schedule.catalogue import SCHEDULES, Scheduler
 from fxsplit.schedule.of_plan import build_schedule
 
 UNLIMITED = "links are unlimited, so that transfers take no time: --bandwidth prices them"
@@ -45,28 +45,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", metavar="N|A..B", help="equal devices (default: what the file states, else 2)")
     parser.add_argument("--machine", type=take_text, metavar="TOML", help="a machine in place of equal devices")
     parser.add_argument("--cost-model", choices=COST_MODELS, help="what stages pay for (default: the file's own)")
-    parser.add_argument("--bandwidth", type=take_text, metavar="RATE", help="of every device's link, such as 25GB/s")
+    parser.add_argument(
+        "--bandwidth",
+        type=take_text,
+        metavar="RATE",
+        help="of every device's link, such as 25GB/s (default: the file's, else unlimited)",
+    )
     parser.add_argument("--use-all-devices", action="store_true", help="leave no device idle")
     parser.add_argument("--no-traffic", action="store_true", help="leave traffic from stage to stage unpriced")
     parser.add_argument("--free-order", action="store_true", help="take devices in any order")
     parser.add_argument("--recompute", default="never", choices=RECOMPUTE, help="trade activations for time")
     parser.add_argument(
-        "--schedule", type=take_text, default="1F1B", help="what decides the activations held (default: 1F1B)"
+        "--schedule", type=take_text, default="1F1B", metavar="NAME", help=f"one of {', '.join(SCHEDULES)}"
     )
-    parser.add_argument("--inference", action="store_true", help="for outputs without gradients: forwards alone")
+    parser.add_argument("--inference", action="store_true", help="for outputs without gradients: only forwards")
     parser.add_argument("--n-microbatches", type=int, metavar="N", help="default: two a device")
     parser.add_argument("--microbatches", type=int, help=argparse.SUPPRESS)  # its name until version 0.1
-    parser.add_argument("--optimizer-factor", type=float, default=2.0, metavar="X", help="bytes per parameter byte")
+    parser.add_argument(
+        "--optimizer-factor", type=float, default=2.0, metavar="X", help="the optimizer's bytes per parameter byte"
+    )
     parser.add_argument(
         "--pin", action="append", default=[], metavar="NAME=DEVICE", help="put a submodule or node there"
     )
     parser.add_argument("--together", action="append", default=[], metavar="A,B", help="never cut between these")
-    parser.add_argument("--compress", choices=HOW, help="send what crosses cuts in fewer bytes, which changes results")
+    parser.add_argument(
+        "--compress",
+        choices=HOW,
+        help="send what crosses cuts in fewer bytes, which changes results (default: as it is)",
+    )
     parser.add_argument(
         "--cut-at", type=take_text, default=ANYWHERE, metavar="PLACE", help=f"where cuts may lie: {FORMS}"
     )
     parser.add_argument("--max-states", type=int, default=MAX_STATES, metavar="N", help="ideals to enumerate at most")
-    parser.add_argument("--time-limit", type=float, default=inf, metavar="S", help="then the best so far, with its gap")
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        default=inf,
+        metavar="S",
+        help="stop after S seconds with the best plan found (default: no limit)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 

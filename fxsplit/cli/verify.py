@@ -14,6 +14,7 @@ from fxsplit.cli.output import print_json, print_parts
 from fxsplit.cli.words import take_text
 from fxsplit.errors import FxsplitError, InputError
 from fxsplit.ir.facts.machine import check_device_count
+from fxsplit.ir.suggest import suggest
 from fxsplit.schedule import RUNNABLE
 
 if TYPE_CHECKING:  # torch takes a second to load, and --help needs none of it
@@ -51,11 +52,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pipelines", type=int, metavar="N", help="under torchrun: pipelines side by side (default: 1)"
     )
-    parser.add_argument("--gradient-hook", type=take_text, metavar="HOOK", help="under torchrun: as in compile()")
-    parser.add_argument("--n-microbatches", type=int, metavar="M", help="default: two a device, where rows allow")
+    parser.add_argument(
+        "--gradient-hook", type=take_text, metavar="HOOK", help="under torchrun: as in compile() (default: none)"
+    )
+    parser.add_argument("--n-microbatches", type=int, metavar="N", help="default: two a device, if rows allow")
     parser.add_argument(
         "--schedule", type=take_text, default="1F1B", metavar="NAME", help=f"one of {', '.join(RUNNABLE)}"
     )
+    parser.add_argument("--stages-per-device", type=int, metavar="N", help="default: what the schedule is made for")
+    # Checked by compile(), whose errors name what there is.
+    parser.add_argument("--recompute", type=take_text, default="plan", metavar="WHEN", help="when stages recompute")
+    parser.add_argument("--compress", type=take_text, metavar="HOW", help="bf16 or int8 (default: cuts are exact)")
     parser.add_argument("--passes", type=take_text, default=CHAIN, metavar="CHAIN", help="default: %(default)s")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -116,6 +123,9 @@ def _verify(arguments: argparse.Namespace, devices: Any, made: Made, *, quiet: b
                 schedule=arguments.schedule,
                 passes=arguments.passes,
                 gradient_hook=arguments.gradient_hook,
+                stages_per_device=arguments.stages_per_device,
+                recompute=arguments.recompute,
+                compress=arguments.compress,
             ) as pipe:
                 # Of pipelines side by side some have fewer rows, and ranks compile for one shape.
                 if pipe.compiler.team is None:
@@ -180,7 +190,8 @@ def _import(name: str, form: str) -> Any:
     try:
         return getattr(found, attribute)
     except AttributeError as error:
-        raise InputError(f"module {module!r} has no {attribute!r}") from error
+        hint = suggest(attribute, vars(found))
+        raise InputError(f"module {module!r} has no {attribute!r}{hint}") from error
 
 
 def describe(found: Verification) -> dict[str, Any]:

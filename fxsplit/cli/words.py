@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import re
+from typing import Any, NoReturn
 
 from fxsplit.errors import InputError
 from fxsplit.ir.facts.figures import SHOWN, parse_bytes
 from fxsplit.ir.facts.machine import LEAST_BYTES_PER_S
+from fxsplit.ir.suggest import suggest
 
 OPTIONS = {
     "optimizer_factor": "--optimizer-factor",
@@ -22,6 +24,44 @@ OPTIONS = {
     "devices": "--devices",
 }
 """The option of the command for each argument in Python, or field of the passes partition and augment."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Reads a command's arguments; says what was probably meant by a misspelt one, and shows defaults in --help.
+
+    `known`: names of options that are suggested where one is not known, besides its own.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, formatter_class=_Help, **kwargs)
+        self.known: list[str] = []
+
+    @property
+    def option_names(self) -> list[str]:
+        """The names of all options."""
+        return [name for action in self._actions for name in action.option_strings]
+
+    def error(self, message: str) -> NoReturn:
+        """Print what is wrong and how the command is called, and exit with 2."""
+        wrong = _CHOICE.search(message)
+        if wrong is not None:
+            message += suggest(wrong[1], re.findall(r"[\w.+-]+", wrong[2]))
+        elif (odd := re.search(r"unrecognized arguments: .*?(--[\w-]+)", message)) is not None:
+            message += suggest(odd[1], self.known)
+        super().error(message)
+
+
+_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
+"""What argparse says of a word that is none of several."""
+
+
+class _Help(argparse.HelpFormatter):
+    """Shows the default of every option that has one, unless its help says it in words."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        stated = action.default not in (None, False, argparse.SUPPRESS) and action.default != []
+        return f"{text} (default: %(default)s)" if stated and "default" not in text else text
 
 
 def take_text(text: str) -> str:

@@ -27,6 +27,7 @@ from fxsplit.errors import InputError
 from fxsplit.ir.facts.figures import TOO_LARGE, is_amount, parse_bytes, show
 from fxsplit.ir.facts.machine import MAX_DEVICES, Device, Machine
 from fxsplit.ir.files import explain_unreadable
+from fxsplit.ir.suggest import suggest
 
 KEYS = {"name", "count", "memory_bytes", "speed", "link_bytes_per_s", "bytes_per_s", "host"}
 
@@ -48,7 +49,8 @@ def read_machine(path: str | os.PathLike[str]) -> Machine:
     odd = sorted(data.keys() - {"devices", "bytes_per_s"})
     if odd or not isinstance(entries, list) or not entries:
         what = f"has {odd[0]!r}" if odd else "has no [[devices]]"
-        raise InputError(f"{name!r} {what}: give bytes_per_s and at least one [[devices]] table")
+        hint = suggest(odd[0], ["devices", "bytes_per_s"]) if odd else ""
+        raise InputError(f"{name!r} {what}: give bytes_per_s and at least one [[devices]] table{hint}")
     between = _number(data, "bytes_per_s", inf, name)
     devices: list[Device] = []
     links: list[float] = []
@@ -56,7 +58,7 @@ def read_machine(path: str | os.PathLike[str]) -> Machine:
         where = f"{name!r}, devices {i}"
         odd = sorted(entry.keys() - KEYS) if isinstance(entry, dict) else ["?"]
         if odd:
-            raise InputError(f"{where} has {odd[0]!r}: known are {', '.join(sorted(KEYS))}")
+            raise InputError(f"{where} has {odd[0]!r}: known are {', '.join(sorted(KEYS))}{suggest(odd[0], KEYS)}")
         count = entry.get("count", 1)  # `type` below, since true would pass for the number 1
         if type(count) is not int or count < 1:
             raise InputError(f"{where} has count={show(count)}: give a whole number of devices, at least 1")

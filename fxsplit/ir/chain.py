@@ -10,13 +10,13 @@ import dataclasses
 import importlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from difflib import get_close_matches
 from importlib.metadata import entry_points
 from typing import Any
 
 from fxsplit.errors import ChainError
 from fxsplit.ir.facts.figures import show
 from fxsplit.ir.graph import Pass, name_pass
+from fxsplit.ir.suggest import suggest
 
 Scalar = str | int | float | bool
 # A pass and what ends it, a comma or the end of the text; dots and colons are for package.module:attribute.
@@ -55,7 +55,7 @@ class Chain:
         """Return the position of the first pass called `name`."""
         names = [name_pass(p) for p in self.passes]
         if name not in names:
-            raise ChainError(f"no pass {name!r} in this chain ({', '.join(names)})")
+            raise ChainError(f"no pass {name!r} in this chain ({', '.join(names)}){suggest(name, names)}")
         return names.index(name)
 
     def __str__(self) -> str:
@@ -128,7 +128,8 @@ def _create_pass(name: str, options: str | None, known: Mapping[str, Callable[..
     for part in filter(None, (p.strip() for p in (options or "").split(","))):
         key, _, value = part.partition("=")
         if key not in types or not value:
-            raise ChainError(f"pass {name!r} has no option {part!r}: it has {', '.join(types) or 'none'}")
+            hint = suggest(key, types)
+            raise ChainError(f"pass {name!r} has no option {part!r}: it has {', '.join(types) or 'none'}{hint}")
         values[key] = _read_scalar(name, key, value, types[key].default)
     # A pass checks itself when it is made, and an option without a default may be missing.
     try:
@@ -153,10 +154,8 @@ def _find_pass(name: str, known: Mapping[str, Callable[..., Any]]) -> Any:
     if name in outside:
         return outside[name].load()
     names = ", ".join([*known, *sorted(outside)])
-    # The likeliest cause of an unknown name is a misspelt one.
-    close = get_close_matches(name, [*known, *outside], n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    raise ChainError(f"unknown pass {name!r}: {hint}known are {names}; a pass of yours is package.module:name")
+    hint = suggest(name, [*known, *outside])
+    raise ChainError(f"unknown pass {name!r}: known are {names}; a pass of yours is package.module:name{hint}")
 
 
 def _read_scalar(name: str, key: str, text: str, default: Any) -> Scalar:

@@ -17,6 +17,7 @@ from fxsplit.ir.facts.plan import PROVEN, Plan
 from fxsplit.ir.facts.price import COST_MODELS, CostModel, Split, price_split
 from fxsplit.ir.facts.states import States
 from fxsplit.ir.facts.workload import Workload
+from fxsplit.ir.suggest import suggest
 from fxsplit.planner.bounds import level_bound
 from fxsplit.planner.clock import Clock, OutOfTime
 from fxsplit.planner.direct import pose_direct
@@ -63,11 +64,15 @@ class Options:
                 f"{f' and at most {MOST_FACTOR:g}' if self.optimizer_factor > 0 else ''}"
             )
         if self.model not in COST_MODELS:
-            raise ChainError(f"partition{{model={self.model}}}: give one of {', '.join(COST_MODELS)}")
+            raise ChainError(
+                f"partition{{model={self.model}}}: give one of {', '.join(COST_MODELS)}"
+                f"{suggest(self.model, COST_MODELS)}"
+            )
         if not self.time_limit > 0:
             raise ChainError(f"partition{{time_limit={self.time_limit}}}: give seconds, more than zero")
         if self.recompute not in RECOMPUTE:
-            raise ChainError(f"partition{{recompute={self.recompute}}}: give one of {', '.join(RECOMPUTE)}")
+            hint = suggest(self.recompute, RECOMPUTE)
+            raise ChainError(f"partition{{recompute={self.recompute}}}: give one of {', '.join(RECOMPUTE)}{hint}")
         if self.free and self.model == "replicated":
             raise ChainError(
                 "partition{free=true,model=replicated}: replicated stages take neighbours; drop one of them"

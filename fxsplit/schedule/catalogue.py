@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import lru_cache
 
 from fxsplit.errors import ScheduleError
@@ -17,6 +16,7 @@ from fxsplit.ir.facts.figures import show
 from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.facts.moments import Moments
 from fxsplit.ir.facts.workload import Workload
+from fxsplit.ir.suggest import suggest
 from fxsplit.schedule.asynchronous import pipedream, pipedream_2bw
 from fxsplit.schedule.generate import chimera, gpipe, inference, interleaved, looped_bfs, one_f_one_b, zb_h1, zbv
 from fxsplit.schedule.moments import list_moments
@@ -73,11 +73,7 @@ def find_schedule(name: str, among: tuple[str, ...] = tuple(SCHEDULES)) -> Gener
         raise ScheduleError(f"schedule {name!r} can be simulated, and does not serve here: give {', '.join(among)}")
     if name == INFERENCE:
         raise ScheduleError(f"schedule {name!r} trains nothing: plan and compile with inference=True in its place")
-    # Compare without case: most mistakes are '1f1b' for '1F1B'.
-    folded = {n.lower(): n for n in among}
-    close = get_close_matches(str(name).lower(), folded, n=1)
-    hint = f"; did you mean {folded[close[0]]!r}?" if close else ""
-    raise ScheduleError(f"unknown schedule {show(name)}: known are {', '.join(among)}{hint}")
+    raise ScheduleError(f"unknown schedule {show(name)}: known are {', '.join(among)}{suggest(name, among)}")
 
 
 # Every training step asks for its schedule, and the choice of a schedule for many.

@@ -26,6 +26,7 @@ from fxsplit.ir.facts.stages import list_weights
 from fxsplit.ir.facts.workload import Workload
 from fxsplit.ir.graph import IR
 from fxsplit.ir.progress import track
+from fxsplit.ir.suggest import suggest
 from fxsplit.passes.profile.thread import run_in_worker_thread
 from fxsplit.passes.profile.time_alone import Call, time_alone
 from fxsplit.passes.profile.time_in_step import (
@@ -79,7 +80,7 @@ class Profile:
                 f"profile{{repeats={self.repeats}}}: measure at least once, for example profile{{repeats=5}}"
             )
         if self.tied not in TIED:
-            raise ChainError(f"profile{{tied={self.tied}}}: give one of {', '.join(TIED)}")
+            raise ChainError(f"profile{{tied={self.tied}}}: give one of {', '.join(TIED)}{suggest(self.tied, TIED)}")
 
     def __call__(self, ir: IR) -> IR:
         """Learn Costs and Effects, with the times of KnownCosts where it has them.

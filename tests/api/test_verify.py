@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fxsplit
 from fxsplit.api.compare import Outcome
 from fxsplit.api.verify_trials import Trial
-from fxsplit.errors import InputError
+from fxsplit.errors import CallError, InputError
 from tests.models import FAST
 
 OPTIONS: Any = {"passes": FAST, "n_microbatches": 2}
@@ -199,3 +199,32 @@ def test_a_wrong_factor_is_found_in_any_dtype(
     assert [d.name for d in found.offending] == ["a.weight"]
     aside = [d for d in found.differences if "aside" in d.name]
     assert len(aside) == 2 and all(d.rounding < 1e-12 for d in aside)
+
+
+class TakesADict(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        out: Tensor = self.second(self.first(batch["image"]))
+        return out
+
+
+def test_verify_refuses_what_compile_refuses_in_the_same_words() -> None:
+    """A TypeError of the unsplit model's came out."""
+    batch = {"image": torch.randn(8, 4)}
+    with fxsplit.compile(TakesADict(), 2, example_inputs=(batch,), n_microbatches=2, passes=FAST) as pipe:
+        for wrong in (batch, (batch, batch), ()):
+            with pytest.raises(CallError) as by_compile:
+                fxsplit.compile(TakesADict(), 2, example_inputs=wrong)
+            with pytest.raises(CallError) as by_verify:
+                fxsplit.verify(pipe, wrong)
+            assert str(by_verify.value) == str(by_compile.value)
+        with pytest.raises(CallError, match=r"so give \(batch,\) if forward\(\) takes the dict itself"):
+            fxsplit.verify(pipe, batch)
+        with pytest.raises(InputError, match="inputs is a int: give a tensor, a tuple"):
+            fxsplit.verify(pipe, 3)
+        assert fxsplit.verify(pipe, (batch,)).equal
+    with pytest.raises(InputError, match="is given a TakesADict: give a pipeline"):
+        fxsplit.verify(TakesADict(), batch)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
@@ -81,3 +82,56 @@ def test_an_interrupt_of_the_command_called_from_python(
     monkeypatch.setattr(cli, "_list_passes", interrupt)
     assert cli.main(["passes"]) == 130
     assert capsys.readouterr().err == "fxsplit passes: interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["plna"], "plan"),
+        (["plan", "net.json", "--n-microbatchs", "3"], "--n-microbatches"),
+        (["plan", "net.json", "--cost-model", "forward"], "forwarded"),
+        (["verify", "a:b", "--recomput=always", "--stage-per-device=2"], "--stages-per-device"),
+    ],
+)
+def test_a_misspelt_word_is_answered_with_the_one_that_was_meant(
+    arguments: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    assert f"did you mean {meant!r}?" in capsys.readouterr().err
+
+
+def list_options() -> dict[str, dict[str, argparse.Action]]:
+    """Return the options of each command that take a value."""
+    commands = next(a for a in cli.make_parser()._actions if isinstance(a, argparse._SubParsersAction)).choices
+    return {
+        command: {
+            name: action
+            for action in parser._actions
+            for name in action.option_strings
+            if action.nargs is None and action.help is not argparse.SUPPRESS
+        }
+        for command, parser in commands.items()
+    }
+
+
+def test_help_tells_the_default_of_every_option_that_has_one(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, options in list_options().items():
+        with pytest.raises(SystemExit):
+            cli.main([command, "--help"])
+        told = " ".join(capsys.readouterr().out.split("options:")[1].split())
+        for name, action in options.items():
+            # One without a default is one that asks for something more.
+            if action.default not in (None, []):
+                own = told.split(f" {name} ")[1].split(" --")[0]
+                assert "default: " in own, (command, name)
+
+
+def test_one_option_is_spelt_and_read_alike_by_all_commands() -> None:
+    seen: dict[str, tuple[object, object]] = {}
+    for options in list_options().values():
+        for name, action in options.items():
+            # A range of devices is for plan alone, and choices of what stages pay for are its own.
+            if name not in ("--devices", "--recompute", "--compress"):
+                assert seen.setdefault(name, (action.metavar, action.type)) == (action.metavar, action.type), name

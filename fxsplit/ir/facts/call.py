@@ -337,9 +337,11 @@ def flatten_call(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapp
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
+        # A forward() that takes a dict is the usual reason, if there is nothing but keywords.
+        itself = ", so give (batch,) if forward() takes the dict itself" if kwargs and not args else ""
         raise CallError(
             f"the arguments do not fit forward{_shorten(str(signature), 400)}: {error}; as example inputs, a tuple is "
-            "positional arguments and a dict keyword arguments"
+            f"positional arguments and a dict keyword arguments{itself}"
         ) from error
     bound.apply_defaults()
     # Tensors inside of a dataclass are found only if torch's pytrees know the class.

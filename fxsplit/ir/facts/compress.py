@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from math import prod
 
 from fxsplit.errors import InputError
+from fxsplit.ir.suggest import suggest
 
 HOW = ("bf16", "int8")
 """The ways to compress what crosses a cut."""
@@ -30,7 +31,7 @@ _TENSOR = re.compile(r"(\w+)\[([\d, ]*)\]")
 def check_compress(how: object) -> None:
     """Raise InputError for what is no way to compress; None is none."""
     if how not in (None, *HOW):
-        raise InputError(f"compress={how!r}: give {' or '.join(map(repr, HOW))}, or leave it out")
+        raise InputError(f"compress={how!r}: give {' or '.join(map(repr, HOW))}, or leave it out{suggest(how, HOW)}")
 
 
 def is_compressed(how: str, dtype: str, shape: Sequence[int]) -> bool:

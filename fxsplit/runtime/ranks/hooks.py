@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from fxsplit.errors import InputError
+from fxsplit.ir.suggest import suggest
 from fxsplit.runtime.ranks.sketch import Sketch, sketch_hook
 from fxsplit.runtime.ranks.topk import TopK, top_k_hook
 
@@ -129,7 +130,7 @@ class HookChoice:
 def _explain_hook(option: object) -> InputError:
     return InputError(
         f"gradient_hook={option!r}: give one of {', '.join(NAMED)}, with options as in 'topk{{share=0.05}}', or "
-        "(state, hook) as torch's DDP takes it"
+        f"(state, hook) as torch's DDP takes it{suggest(str(option).partition('{')[0], NAMED)}"
     )
 
 
