@@ -278,11 +278,11 @@ def test_prediction(benchmark: BenchmarkFixture, case: Case) -> None:
             pipe = fxsplit.compile(model, ["cpu"] * 2, schedule=name, costs=costs, **options)
             pipes[name] = stack.enter_context(pipe)
         for turn in range(WARM_UP + ROUNDS):
-            for name, pipe in pipes.items():
+            for schedule, pipe in pipes.items():
                 found, expected = pipe.trace(x, target=y)
-                predicted[name] = expected.length_ms
+                predicted[schedule] = expected.length_ms
                 if turn >= WARM_UP:
-                    measured[name].append(found.length_ms)
+                    measured[schedule].append(found.length_ms)
         benchmark.pedantic(lambda: pipes["1F1B"].step(x, target=y), rounds=choose(3, 1))
     benchmark.group = "prediction"
     found_ms = {name: median(times) for name, times in measured.items()}

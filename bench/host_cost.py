@@ -28,6 +28,7 @@ from torch.nn import functional as F
 import fxsplit
 from bench.networks.transformer import Encoder
 from fxsplit import Machine
+from fxsplit.schedule.catalogue import ScheduleName
 
 LOOP = "loop"
 WARM_UP = 3
@@ -38,7 +39,7 @@ class Case(NamedTuple):
 
     network: str
     workers: int
-    schedule: str
+    schedule: ScheduleName
 
     def __str__(self) -> str:
         return f"{self.network}, {self.workers} x {self.schedule}"

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from fxsplit.ir.facts.compress import Compress
 from fxsplit.schedule import Schedule, Simulation, Times, simulate
 
 WIDTH = 64
@@ -127,7 +128,7 @@ def start_rank(rank: int, name: str, mbit: float, steps: int, compress: str | No
     )  # fmt: skip
 
 
-def run_rank(rank: int, mbit: float, steps: int, compress: str | None) -> None:
+def run_rank(rank: int, mbit: float, steps: int, compress: Compress | None) -> None:
     """Train in one rank, and print what was found as the last line, on the first rank."""
     import torch
     import torch.distributed as dist

@@ -6,7 +6,9 @@ Errors of one kind have one class, which is also a built-in error where programs
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from contextlib import suppress
+from difflib import get_close_matches
 from types import GetSetDescriptorType, MemberDescriptorType
 
 
@@ -212,3 +214,11 @@ def _list_slots(kind: type) -> list[str]:
     # Such fields are descriptors on the class. BaseException's own, args and the like, are set by its constructor.
     fields = (item for base in kind.__mro__ if base not in (BaseException, object) for item in vars(base).items())
     return [n for n, v in fields if isinstance(v, (GetSetDescriptorType, MemberDescriptorType)) and n[:2] != "__"]
+
+
+def suggest(name: object, known: Iterable[str]) -> str:
+    """Return `; did you mean '1F1B'?`, to stand behind an error, or nothing if no known name is near."""
+    # Without case, as most mistakes are '1f1b' for '1F1B'.
+    folded = {other.lower(): other for other in known}
+    close = get_close_matches(str(name).lower(), folded, n=1)
+    return f"; did you mean {folded[close[0]]!r}?" if close else ""

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from fxsplit.errors import ChainError
+from fxsplit.errors import ChainError, suggest
 from fxsplit.ir.facts.compress import HOW
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.graph import IR
-from fxsplit.ir.suggest import suggest
 from fxsplit.planner.borders import ANYWHERE, check_modules, check_place, compress_cuts, list_wholes
 
 

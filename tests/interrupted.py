@@ -87,6 +87,8 @@ def make_scene(name: str, costs: Any = None) -> Scene:
     model = {"export": Exported, "convolutions": Convolutions}.get(kind, Net)().double()
     x = torch.randn(ROWS, 8, 16, 16) if kind == "convolutions" else torch.randn(ROWS, 16)
     x, y = x.double(), torch.randint(0, 4, (ROWS,))
+    schedule: Any
+    recompute: Any
     schedule, recompute = (*options, *("1F1B", "never")[len(options) :])
 
     def compile(known: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -21,11 +21,13 @@ from fxsplit.formats.safetensors_files import WeightFiles
 from fxsplit.ir.chain import Chain, to_chain
 from fxsplit.ir.facts.call import parse_example_inputs
 from fxsplit.ir.facts.chunks import Chunks
+from fxsplit.ir.facts.compress import Compress
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.graph import Pass
 from fxsplit.ir.interrupts import lose_no_interrupt
 from fxsplit.runtime.loss import LossFn
-from fxsplit.schedule.catalogue import ASYNCHRONOUS
+from fxsplit.runtime.stage.recompute import Policy
+from fxsplit.schedule.catalogue import ASYNCHRONOUS, ScheduleName
 from fxsplit.torch_internals.compiled_code import unwrap_compiled
 from fxsplit.torch_internals.user_lines import warn_user
 
@@ -39,11 +41,11 @@ def compile(
     devices: Devices,
     *,
     example_inputs: Any = None,
-    n_microbatches: int | str | None = None,
-    schedule: str = "1F1B",
+    n_microbatches: int | Literal["auto"] | None = None,
+    schedule: ScheduleName | Literal["auto"] = "1F1B",
     stages_per_device: int | None = None,
     loss_fn: LossFn | None = None,
-    recompute: str | None = None,
+    recompute: Policy | None = None,
     deferred_batch_norm: bool = False,
     stage_backend: str | None = None,
     inference: bool = False,
@@ -52,11 +54,11 @@ def compile(
     dtype: torch.dtype | None = None,
     passes: str | Chain | Iterable[Pass] = DEFAULT,
     costs: Costs | str | os.PathLike[str] | None = None,
-    compress: str | None = None,
+    compress: Compress | None = None,
     gradient_hook: GradientHook | None = None,
     bucket_bytes: float | None = None,
     dump: str | os.PathLike[str] | None = None,
-    checkpoint: str | None = None,
+    checkpoint: Policy | None = None,
 ) -> Pipeline:
     """Return `model` as a pipeline over `devices`: a module that is called, trained and saved like the model.
 

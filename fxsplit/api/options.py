@@ -18,7 +18,7 @@ from fxsplit.api.microbatch_count import (
     choose_microbatch_count,
     list_microbatch_counts,
 )
-from fxsplit.errors import InputError, ScheduleError
+from fxsplit.errors import InputError, ScheduleError, suggest
 from fxsplit.ir.chain import Chain, pass_text
 from fxsplit.ir.facts.chunks import Chunks, check_chunks
 from fxsplit.ir.facts.compress import check_compress
@@ -27,7 +27,6 @@ from fxsplit.ir.facts.figures import is_count, show
 from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.graph import ignores_mode, name_pass
-from fxsplit.ir.suggest import suggest
 from fxsplit.passes import BatchNorm, Cut
 from fxsplit.runtime.loss import LossFn
 from fxsplit.runtime.stage.recompute import POLICIES

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from difflib import get_close_matches
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -210,6 +210,32 @@ class Pipeline(Shown, WithExports):
         self._check_open()
         self._programs = self._programs or Programs(self.compiler, self._start_engine)
         return generate(self._programs, args, kwargs)
+
+    @overload
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        return_outputs: Literal[False] = False,
+        losses: list[Tensor] | None = None,
+        optimizer: Optimizer | None = None,
+        timeout_s: float | None = None,
+        atomic: bool = True,
+        **kwargs: Any,
+    ) -> Tensor: ...
+
+    @overload
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        return_outputs: Literal[True],
+        losses: list[Tensor] | None = None,
+        optimizer: Optimizer | None = None,
+        timeout_s: float | None = None,
+        atomic: bool = True,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Any]: ...
 
     @leave_uncompiled
     def step(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from fxsplit.api.microbatch_count import check_microbatch_count, choose_microbatch_count
 from fxsplit.errors import InputError, UnsteadyProfileWarning
 from fxsplit.formats import Profile, read
-from fxsplit.ir.facts.compress import check_compress
+from fxsplit.ir.facts.compress import Compress, check_compress
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.forward_costs import keep_forwards
 from fxsplit.ir.facts.machine import Device, Machine, check_device_count
@@ -27,7 +27,7 @@ from fxsplit.ir.progress_bar import show_progress
 from fxsplit.planner import Options
 from fxsplit.planner.borders import compress_cuts
 from fxsplit.planner.planner import Planner
-from fxsplit.schedule.catalogue import INFERENCE, Scheduler, find_schedule
+from fxsplit.schedule.catalogue import INFERENCE, ScheduleName, Scheduler, find_schedule
 from fxsplit.schedule.generate import check_takes_replicas
 from fxsplit.schedule.of_plan import find_replicas
 
@@ -43,10 +43,10 @@ def plan(
     machine: int | Machine,
     *,
     example_inputs: Any = None,
-    schedule: str = "1F1B",
+    schedule: ScheduleName = "1F1B",
     n_microbatches: int | None = None,
     inference: bool = False,
-    compress: str | None = None,
+    compress: Compress | None = None,
     options: Options | None = None,
     pins: Mapping[str, int] | None = None,
     keep: Sequence[Sequence[str]] = (),
@@ -78,12 +78,12 @@ def plan(
         costs = _measure(profile, example_inputs, count, inference=inference)
     if costs.noise is not None:
         warnings.warn(costs.noise, UnsteadyProfileWarning, stacklevel=3)  # behind the decorator
-    costs, schedule = choose_passes(costs, schedule, inference=inference)
+    costs, name = choose_passes(costs, schedule, inference=inference)
     check_compress(compress)
     # A pipeline with compressed cuts has costs that say so.
     costs = costs if compress is None else compress_cuts(costs, compress)
     with show_progress():
-        found = Planner(costs, pins or {}, keep).plan(*lay_out(where, schedule, n_microbatches), options or Options())
+        found = Planner(costs, pins or {}, keep).plan(*lay_out(where, name, n_microbatches), options or Options())
     return check_can_run(found)
 
 

@@ -8,6 +8,7 @@ import warnings
 from dataclasses import dataclass
 from statistics import median
 from timeit import timeit
+from typing import Final
 
 import torch
 from rich.console import Console
@@ -28,7 +29,7 @@ from fxsplit.torch_internals.torchvision_operators import declare_detection_oper
 GOAL = 0.95
 MAX_EPOCHS = 20
 BATCH, MICROBATCHES, SIDE = 64, 4, 64
-SCHEDULE = "1F1B"
+SCHEDULE: Final = "1F1B"
 TIMED_STEPS = 7
 
 

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fxsplit.cli.output import print_json, print_parts
 from fxsplit.cli.words import take_text
-from fxsplit.errors import FxsplitError, InputError
+from fxsplit.errors import FxsplitError, InputError, suggest
 from fxsplit.ir.facts.machine import check_device_count
-from fxsplit.ir.suggest import suggest
 from fxsplit.schedule import RUNNABLE
 
 if TYPE_CHECKING:  # torch takes a second to load, and --help needs none of it

@@ -6,10 +6,9 @@ import argparse
 import re
 from typing import Any, NoReturn
 
-from fxsplit.errors import InputError
+from fxsplit.errors import InputError, suggest
 from fxsplit.ir.facts.figures import SHOWN, parse_bytes
 from fxsplit.ir.facts.machine import LEAST_BYTES_PER_S
-from fxsplit.ir.suggest import suggest
 
 OPTIONS = {
     "optimizer_factor": "--optimizer-factor",
@@ -33,7 +32,8 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, formatter_class=_Help, **kwargs)
+        super().__init__(*args, **kwargs)
+        self.formatter_class = _Help
         self.known: list[str] = []
 
     @property

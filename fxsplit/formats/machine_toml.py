@@ -23,11 +23,10 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from fxsplit.errors import InputError
+from fxsplit.errors import InputError, suggest
 from fxsplit.ir.facts.figures import TOO_LARGE, is_amount, parse_bytes, show
 from fxsplit.ir.facts.machine import MAX_DEVICES, Device, Machine
 from fxsplit.ir.files import explain_unreadable
-from fxsplit.ir.suggest import suggest
 
 KEYS = {"name", "count", "memory_bytes", "speed", "link_bytes_per_s", "bytes_per_s", "host"}
 

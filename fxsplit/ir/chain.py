@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import entry_points
 from typing import Any
 
-from fxsplit.errors import ChainError
+from fxsplit.errors import ChainError, suggest
 from fxsplit.ir.facts.figures import show
 from fxsplit.ir.graph import Pass, name_pass
-from fxsplit.ir.suggest import suggest
 
 Scalar = str | int | float | bool
 # A pass and what ends it, a comma or the end of the text; dots and colons are for package.module:attribute.

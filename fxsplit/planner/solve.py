@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import pairwise
 from math import inf, isclose, isfinite
 
-from fxsplit.errors import ChainError, PlanError, TooFewParts
+from fxsplit.errors import ChainError, PlanError, TooFewParts, suggest
 from fxsplit.ir.facts.antichains import Antichains, Slack
 from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.figures import show
@@ -17,7 +17,6 @@ from fxsplit.ir.facts.plan import PROVEN, Plan
 from fxsplit.ir.facts.price import COST_MODELS, CostModel, Split, price_split
 from fxsplit.ir.facts.states import States
 from fxsplit.ir.facts.workload import Workload
-from fxsplit.ir.suggest import suggest
 from fxsplit.planner.bounds import level_bound
 from fxsplit.planner.clock import Clock, OutOfTime
 from fxsplit.planner.direct import pose_direct

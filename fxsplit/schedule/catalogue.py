@@ -10,17 +10,22 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal, TypeAlias, get_args
 
-from fxsplit.errors import ScheduleError
+from fxsplit.errors import ScheduleError, suggest
 from fxsplit.ir.facts.figures import show
 from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.facts.moments import Moments
 from fxsplit.ir.facts.workload import Workload
-from fxsplit.ir.suggest import suggest
 from fxsplit.schedule.asynchronous import pipedream, pipedream_2bw
 from fxsplit.schedule.generate import chimera, gpipe, inference, interleaved, looped_bfs, one_f_one_b, zb_h1, zbv
 from fxsplit.schedule.moments import list_moments
 from fxsplit.schedule.schedule import Homes, Schedule
+
+Runnable = Literal["GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "ZB-H1", "ZBVZeroBubble", "Chimera"]
+Asynchronous = Literal["PipeDream", "PipeDream-2BW"]
+ScheduleName: TypeAlias = Literal[Runnable, Asynchronous]
+"""The names that schedules have, for checkers of types and for editors."""
 
 Generator = Callable[..., Schedule]
 """A function of n_devices, n_microbatches and optionally stages_per_device that returns a schedule."""
@@ -50,9 +55,9 @@ SPLITTING = ("ZB-H1", "ZBVZeroBubble")
 MOST_ACTIONS = 1_000_000
 """Longer schedules are refused: their lists would fill the memory."""
 
-RUNNABLE = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "ZB-H1", "ZBVZeroBubble", "Chimera")
+RUNNABLE: tuple[Runnable, ...] = get_args(Runnable)
 """Schedules whose optimizer steps after the whole batch: their gradients are those of the unsplit model."""
-ASYNCHRONOUS = ("PipeDream", "PipeDream-2BW")
+ASYNCHRONOUS: tuple[Asynchronous, ...] = get_args(Asynchronous)
 """Schedules in which the optimizer steps between microbatches."""
 
 # Counting in the list of actions takes 1.6 s for all pipelines of up to 64 stages, and a plan may be for 512.

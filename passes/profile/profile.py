@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx, nn
 
-from fxsplit.errors import ChainError, ProfileError
+from fxsplit.errors import ChainError, ProfileError, suggest
 from fxsplit.ir.facts.costs import HARDWARE, Costs, InputCost, NodeCost, Tie, name_operator
 from fxsplit.ir.facts.effects import Effects, observe_effects
 from fxsplit.ir.facts.example import Example
@@ -26,7 +26,6 @@ from fxsplit.ir.facts.stages import list_weights
 from fxsplit.ir.facts.workload import Workload
 from fxsplit.ir.graph import IR
 from fxsplit.ir.progress import track
-from fxsplit.ir.suggest import suggest
 from fxsplit.passes.profile.thread import run_in_worker_thread
 from fxsplit.passes.profile.time_alone import Call, time_alone
 from fxsplit.passes.profile.time_in_step import (

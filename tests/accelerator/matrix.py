@@ -82,8 +82,8 @@ def _list_schedules() -> Iterator[Case]:
                 continue
             for loop in (*LOOPS, FAILURE):
                 yield Case(_name(place, schedule, loop), devices, schedule, loop, n_microbatches=count)
-        for schedule in ASYNCHRONOUS_SCHEDULES:
-            yield Case(_name(place, schedule, STEP), devices, schedule, ASYNCHRONOUS, n_microbatches=count)
+        for stream in ASYNCHRONOUS_SCHEDULES:
+            yield Case(_name(place, stream, STEP), devices, stream, ASYNCHRONOUS, n_microbatches=count)
 
 
 def _list_kinds() -> Iterator[Case]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import fxsplit
 from fxsplit.cli import main as cli
 from fxsplit.errors import ChainError, InputError, PlanError, ProfileError
+from fxsplit.ir.facts.compress import HOW, Compress
 from fxsplit.runtime import job as jobs
 from fxsplit.runtime.compress import compress, restore
 from tests.models import FAST, Mlp
@@ -44,7 +45,7 @@ def make_model() -> nn.Sequential:
 
 @pytest.mark.parametrize("how", ["bf16", "int8"])
 @pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1", "ZBVZeroBubble"])
-def test_a_step_is_that_of_the_model_with_the_cuts_by_hand(how: str, schedule: str) -> None:
+def test_a_step_is_that_of_the_model_with_the_cuts_by_hand(how: Compress, schedule: str) -> None:
     """Outputs, the loss and all gradients; where stages go there and back, what stays on a device is exact."""
     model = make_model()
     unsplit, x, y = copy.deepcopy(model), X.double(), Y.double()
@@ -73,7 +74,7 @@ def test_a_step_is_that_of_the_model_with_the_cuts_by_hand(how: str, schedule: s
 
 
 @pytest.mark.parametrize("how", ["bf16", "int8"])
-def test_what_is_sent_is_what_the_plan_says(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_sent_is_what_the_plan_says(how: Compress, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values and gradients of all microbatches, counted where they leave the job."""
     sent: list[int] = []
 
@@ -102,14 +103,15 @@ def test_plan_prices_compressed_cuts_as_compile_does() -> None:
     with fxsplit.compile(make_model(), ["cpu"] * 2, **options) as pipe:
         costs = pipe.costs
     slow = fxsplit.Machine.of(["cpu"] * 2, bytes_per_s=1e6)
-    plans = {how: fxsplit.plan(costs, slow, n_microbatches=4, compress=how) for how in (None, "bf16", "int8")}
+    ways: list[Compress | None] = [None, *HOW]
+    plans = {how: fxsplit.plan(costs, slow, n_microbatches=4, compress=how) for how in ways}
     for how, plan in plans.items():
         with fxsplit.compile(make_model(), slow, costs=costs, compress=how, **options) as pipe:
             assert pipe.plan.stages == plan.stages and pipe.plan.compress == plan.compress == (how or "")
     loads = [plans[how].lower_bound_ms for how in (None, "bf16", "int8")]
     assert loads[0] > loads[1] > loads[2]
     with pytest.raises(InputError, match="compress='zip': give 'bf16' or 'int8'"):
-        fxsplit.plan(costs, 2, compress="zip")
+        fxsplit.plan(costs, 2, compress="zip")  # type: ignore[arg-type]
 
 
 def test_verify_proves_exact_cuts_and_measures_compressed_ones(capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,9 +161,9 @@ def test_the_planner_prices_fewer_bytes(tmp_path: Any, capsys: pytest.CaptureFix
 
 def test_bad_ways_are_refused_by_name() -> None:
     with pytest.raises(InputError, match="compress='zip': give 'bf16' or 'int8'"):
-        fxsplit.compile(make_model(), ["cpu"] * 2, compress="zip")
+        fxsplit.compile(make_model(), ["cpu"] * 2, compress="zip")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="compress='': give 'bf16' or 'int8'"):
-        fxsplit.compile(make_model(), ["cpu"] * 2, compress="")
+        fxsplit.compile(make_model(), ["cpu"] * 2, compress="")  # type: ignore[arg-type]
     chain = "profile{repeats=1},cut{compress=bf16},augment,order,partition,emit"
     with pytest.raises(InputError, match=r"compress='int8', and a pass cut\{compress=bf16\}: state one way"):
         fxsplit.compile(make_model(), ["cpu"] * 2, example_inputs=X.double(), passes=chain, compress="int8")

@@ -32,6 +32,7 @@ from fxsplit.ir.facts.meanings import ROWS
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.workload import Workload
 from fxsplit.passes import PASSES
+from fxsplit.runtime.stage.recompute import Policy
 from fxsplit.schedule.catalogue import Scheduler
 from tests.models import FAST, Mlp
 
@@ -153,7 +154,8 @@ def test_a_plan_counts_the_recomputation_that_compile_states() -> None:
 
 def test_a_misfit_names_recomputation_unless_stages_recompute_already() -> None:
     machine = Machine.of(["cpu"], memory_bytes=1e3)
-    for recompute, named in (("plan", True), ("always", False)):
+    ways: list[tuple[Policy, bool]] = [("plan", True), ("always", False)]
+    for recompute, named in ways:
         with pytest.raises(NoFit) as caught:
             fxsplit.compile(Mlp(), machine, example_inputs=torch.randn(64, 8), recompute=recompute, passes=FAST)
         assert ("partition{recompute=auto}" in str(caught.value)) == named

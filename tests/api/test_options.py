@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -16,7 +16,9 @@ from fxsplit import Costs, Machine
 from fxsplit.api.compile import choose_recompute, recompile_like
 from fxsplit.api.options import Candidate, Options, load_costs
 from fxsplit.errors import InputError, ScheduleError
-from fxsplit.schedule.catalogue import Scheduler
+from fxsplit.ir.facts.compress import HOW, Compress
+from fxsplit.runtime.stage.recompute import POLICIES, Policy
+from fxsplit.schedule.catalogue import ASYNCHRONOUS, RUNNABLE, SCHEDULES, ScheduleName, Scheduler
 from tests.gpus import stand_in
 from tests.models import FAST, Mlp
 from tests.refusals import refused
@@ -116,3 +118,8 @@ def test_inductor_is_refused_where_it_would_record_cuda_graphs(monkeypatch: pyte
         assert make(machine=on_gpu, stage_backend="aot_eager").stage_backend == "aot_eager"
         with refused(InputError, r"stage_backend='inductor' records CUDA graphs.*triton\.cudagraphs off"):
             make(machine=on_gpu, stage_backend="inductor")
+
+
+def test_names_that_editors_complete_are_those_that_there_are() -> None:
+    assert get_args(Policy) == tuple(POLICIES) and get_args(Compress) == HOW
+    assert (*RUNNABLE, *ASYNCHRONOUS) == get_args(ScheduleName) == tuple(SCHEDULES)

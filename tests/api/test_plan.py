@@ -25,6 +25,7 @@ from fxsplit.passes import Augment, Order, Partition
 from fxsplit.planner import Options
 from fxsplit.planner.planner import Planner
 from fxsplit.schedule import SCHEDULES
+from fxsplit.schedule.catalogue import ScheduleName
 from fxsplit.schedule.generate import REPLICABLE
 from tests.graphs import ir_of, machines, node, profiles
 from tests.models import FAST, Residual
@@ -39,7 +40,9 @@ def describe(plan: Plan | str) -> object:
     return plan.stages, plan.device_names, plan.lower_bound_ms, plan.n_states, plan.schedule, plan.n_microbatches
 
 
-def plan_profile(costs: Costs, machine: Machine, schedule: str, options: Options, pins: dict[str, int]) -> Plan | str:
+def plan_profile(
+    costs: Costs, machine: Machine, schedule: ScheduleName, options: Options, pins: dict[str, int]
+) -> Plan | str:
     try:
         try:
             return fxsplit.plan(costs, machine, schedule=schedule, options=options, pins=pins)
@@ -82,7 +85,7 @@ def mostly_light(draw: st.DrawFn) -> Costs:
 
 
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
-def test_the_passes_give_the_plan_of_a_profile(schedule: str) -> None:
+def test_the_passes_give_the_plan_of_a_profile(schedule: ScheduleName) -> None:
     """For equal costs, over networks, machines, memory, cost models and pins."""
     joined = 0
 
@@ -119,7 +122,7 @@ def test_the_passes_give_the_plan_of_a_profile(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "PipeDream-2BW"])
-def test_plan_takes_the_costs_of_every_schedule_that_compile_runs(schedule: str) -> None:
+def test_plan_takes_the_costs_of_every_schedule_that_compile_runs(schedule: ScheduleName) -> None:
     """LoopedBFS, Interleaved1F1B, ZBVZeroBubble and Chimera were refused by plan(), and run by compile()."""
     torch.manual_seed(0)
     with fxsplit.compile(

@@ -17,6 +17,7 @@ import fxsplit
 from fxsplit import IR, Pins
 from fxsplit.api.torch_stages import LEAST_TORCH
 from fxsplit.errors import InputError, NotExportable
+from fxsplit.schedule.catalogue import ScheduleName
 from tests.models import FAST, Buffers, LateReader, ManyInputs, Mlp, Residual
 from tests.ranks import ranks
 
@@ -71,7 +72,7 @@ def make_case(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], Te
     return made[name]().double(), (plain,), {}, target
 
 
-def compile_case(name: str, n: int, schedule: str, costs: str | None = None, **options: Any) -> Any:
+def compile_case(name: str, n: int, schedule: ScheduleName, costs: str | None = None, **options: Any) -> Any:
     model, args, kwargs, target = make_case(name)
     example = {"batch": args[0], **kwargs} if kwargs else args
     options = {"loss_fn": weigh_all, "n_microbatches": 4, "passes": FAST, "costs": costs, **options}
@@ -79,9 +80,9 @@ def compile_case(name: str, n: int, schedule: str, costs: str | None = None, **o
     return pipe, args, kwargs, target
 
 
-def train_in_torch(rank: int, n: int, name: str, schedules: list[str], costs: str) -> dict[str, Any]:
+def train_in_torch(rank: int, n: int, name: str, schedules: list[ScheduleName], costs: str) -> dict[str, Any]:
     """Return for each schedule the losses, gradients and buffers of two steps by torch's runtime in this rank."""
-    found = {}
+    found: dict[str, Any] = {}
     for schedule in schedules:
         pipe, args, kwargs, target = compile_case(name, n, schedule, costs)
         made = pipe.to_torch_stages()
@@ -110,7 +111,9 @@ ONE, TWO = ["GPipe", "1F1B", "ZB-H1"], ["LoopedBFS", "Interleaved1F1B", "ZBVZero
         (2, "buffers", ["1F1B"]),
     ],
 )
-def test_gradients_are_those_of_the_pipeline_here(n: int, name: str, schedules: list[str], tmp_path: Path) -> None:
+def test_gradients_are_those_of_the_pipeline_here(
+    n: int, name: str, schedules: list[ScheduleName], tmp_path: Path
+) -> None:
     """Two steps, whose gradients add up: with the same plan, and with the names of the model."""
     costs = str(tmp_path / "costs.json")
     pipe, *_ = compile_case(name, n, "1F1B")

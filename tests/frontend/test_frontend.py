@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxsplit
 from fxsplit.errors import InputError, TraceError
+from fxsplit.schedule.catalogue import ScheduleName
 from tests.models import FAST, Mlp
 
 
@@ -340,7 +341,7 @@ def test_an_output_that_cannot_be_handed_on_is_left_out_and_named() -> None:
 
 @pytest.mark.parametrize("build", [Branches, lambda: Adversarial(True)], ids=["branches", "function"])
 @pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1", "Interleaved1F1B"])
-def test_exported_graphs_run_under_any_schedule(build: Callable[[], nn.Module], schedule: str) -> None:
+def test_exported_graphs_run_under_any_schedule(build: Callable[[], nn.Module], schedule: ScheduleName) -> None:
     with fxsplit.compile(build(), 2, n_microbatches=4, passes=FAST, schedule=schedule) as pipe:
         found = fxsplit.verify(pipe, torch.randn(8, 8))
         assert found.equal, found.offending

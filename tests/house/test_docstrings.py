@@ -11,13 +11,17 @@ Documented = ast.Module | ast.ClassDef | ast.FunctionDef
 
 
 def public(name: str) -> Iterator[tuple[str, Documented]]:
-    """Yield a module, and its public classes, methods and functions; a setter says what its property does."""
+    """Yield a module, and its public classes, methods and functions.
+
+    A setter says what its property does, and an overload what its function does.
+    """
     yield name, tree(name)
     for node in tree(name).body:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and not node.name.startswith("_"):
             yield f"{name}.{node.name}", node
             for inner in node.body if isinstance(node, ast.ClassDef) else []:
-                setter = any("setter" in ast.unparse(d) for d in getattr(inner, "decorator_list", []))
+                marks = [ast.unparse(d) for d in getattr(inner, "decorator_list", [])]
+                setter = any("setter" in mark or mark == "overload" for mark in marks)
                 if isinstance(inner, ast.FunctionDef) and not inner.name.startswith("_") and not setter:
                     yield f"{name}.{node.name}.{inner.name}", inner
 

@@ -26,6 +26,9 @@ def train(model: Any) -> float:
     pipe = fxsplit.compile(model, 2)
     reveal_type(pipe)
     fxsplit.compile(model, 2, n_microbatchs=4)
+    fxsplit.compile(model, 2, schedule="1f1b")
+    fxsplit.compile(model, 2, recompute="allways")
+    fxsplit.compile(model, 2, compress="int4", schedule="auto")
     return pipe.plan.bottleneck_ms + reveal_type(fxsplit.plan("net.json", 8).gap)
 """
 
@@ -64,7 +67,9 @@ def test_mypy_finds_types_and_a_misspelt_keyword(outside: Path) -> None:
     assert 'Revealed type is "fxsplit.api.pipeline.Pipeline"' in found, found
     assert 'Revealed type is "float"' in found, found
     assert 'Unexpected keyword argument "n_microbatchs" for "compile"' in found, found
-    assert "Found 1 error" in found, found
+    for name in ("1f1b", "allways", "int4"):
+        assert f"has incompatible type \"Literal['{name}']\"" in found, found
+    assert "Found 4 errors" in found, found
 
 
 @pytest.mark.long
@@ -75,4 +80,5 @@ def test_basedpyright_finds_types_and_a_misspelt_keyword(outside: Path) -> None:
     assert 'Type of "pipe" is "Pipeline"' in found, found
     assert 'is "float"' in found, found
     assert 'No parameter named "n_microbatchs"' in found, found
-    assert "1 error," in found, found
+    assert all(f"Literal['{name}']" in found for name in ("1f1b", "allways", "int4")), found
+    assert "4 errors," in found, found

@@ -14,6 +14,7 @@ from fxsplit import DEFAULT, IR
 from fxsplit.errors import BrokenFact
 from fxsplit.ir.facts.stages import Stages
 from fxsplit.ir.fingerprint import MOST_READ, find_edit, take_fingerprint
+from fxsplit.schedule.catalogue import ScheduleName
 from tests.own_passes import copied
 
 X = torch.randn(8, 8)
@@ -124,7 +125,7 @@ def test_an_edit_in_place_is_refused(edit: Callable[[fx.GraphModule], None], at:
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "auto"])
-def test_the_captured_graph_is_watched_behind_a_rewrite(schedule: str) -> None:
+def test_the_captured_graph_is_watched_behind_a_rewrite(schedule: ScheduleName) -> None:
     kept: list[IR] = []
 
     def copy(ir: IR) -> IR:

@@ -17,6 +17,7 @@ from fxsplit.ir.facts.plan import Plan
 from fxsplit.passes.order import Order
 from fxsplit.passes.partition import Partition
 from fxsplit.planner import antichains
+from fxsplit.schedule.catalogue import ScheduleName
 from tests.graphs import ir_of, node, workload
 from tests.models import FAST
 
@@ -34,7 +35,7 @@ def test_a_chain_is_cut_where_both_stages_take_as_long() -> None:
     "schedule", ["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "ZB-H1", "ZBVZeroBubble", "Chimera"]
 )
 @pytest.mark.parametrize("parts", [1, 2])
-def test_more_stages_than_parts_train_as_the_model(schedule: str, parts: int) -> None:
+def test_more_stages_than_parts_train_as_the_model(schedule: ScheduleName, parts: int) -> None:
     """Once a model that no second device can help with was refused."""
     model = nn.Sequential(nn.Linear(4, 4), *[nn.Tanh()] * (parts - 1)).double()
     unsplit, (x, y) = copy.deepcopy(model), torch.randn(2, 8, 4, dtype=torch.float64)

@@ -156,7 +156,7 @@ def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], sa
 
 def test_the_schedule_is_no_schedule_of_training() -> None:
     with pytest.raises(ScheduleError, match="'Inference' trains nothing: plan and compile with inference=True"):
-        fxsplit.compile(Mlp(), 2, schedule="Inference")
+        fxsplit.compile(Mlp(), 2, schedule="Inference")  # type: ignore[arg-type]
 
 
 def test_a_number_of_microbatches_is_searched_for() -> None:

@@ -22,6 +22,7 @@ import fxsplit
 from bench import networks as zoo
 from fxsplit.api.compare import Outcome, compare, run_pipeline_step, run_unsplit_step
 from fxsplit.schedule import RUNNABLE
+from fxsplit.schedule.catalogue import ScheduleName
 
 TOLERANCE = 1e-10
 CHAIN = "profile{repeats=1},augment,order,partition,emit"
@@ -111,7 +112,7 @@ def collected() -> Iterator[None]:
     ("name", "devices", "schedule"),
     [pytest.param(*each, marks=() if is_quick(*each) else pytest.mark.long) for each in CASES],
 )
-def test_training_step_equals_unsplit(name: str, devices: int, schedule: str) -> None:
+def test_training_step_equals_unsplit(name: str, devices: int, schedule: ScheduleName) -> None:
     model, x, target, n_microbatches = case(name)
     if schedule == "Chimera":  # half of the microbatches in either direction
         n_microbatches = 2

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxsplit
+from fxsplit.schedule.catalogue import ScheduleName
 
 
 class Net(nn.Module):
@@ -32,7 +33,7 @@ class Net(nn.Module):
 
 
 @contextmanager
-def make(schedule: str = "1F1B") -> Iterator[tuple[nn.Module, Any, Tensor, Tensor]]:
+def make(schedule: ScheduleName = "1F1B") -> Iterator[tuple[nn.Module, Any, Tensor, Tensor]]:
     """Yield a model in float64, a pipeline of it on two devices, and a batch."""
     torch.manual_seed(0)
     model, x, y = Net().double(), torch.randn(8, 160).double(), torch.randn(8, 160).double()
@@ -43,7 +44,7 @@ def make(schedule: str = "1F1B") -> Iterator[tuple[nn.Module, Any, Tensor, Tenso
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "ZB-H1", "Chimera"])
-def test_gradients_are_those_of_two_backwards(schedule: str) -> None:
+def test_gradients_are_those_of_two_backwards(schedule: ScheduleName) -> None:
     with make(schedule) as (model, pipe, x, y):
         unsplit = copy.deepcopy(model)
         for _ in range(3):

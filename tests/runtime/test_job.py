@@ -21,6 +21,7 @@ from fxsplit.runtime.job import Job
 from fxsplit.runtime.stage.run import Packet
 from fxsplit.schedule import RUNNABLE, generate
 from fxsplit.schedule.action import BACKWARD, COMPUTES
+from fxsplit.schedule.catalogue import ScheduleName
 from fxsplit.torch_internals import grad_catch
 from fxsplit.torch_internals.grad_sums import Sums
 from tests.models import FAST, Mlp
@@ -134,7 +135,7 @@ def test_a_gradient_is_handed_back_before_the_weights_are_added(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1"])
-def test_a_step_leaves_nothing_to_the_garbage_collector(schedule: str) -> None:
+def test_a_step_leaves_nothing_to_the_garbage_collector(schedule: ScheduleName) -> None:
     """A cycle would hold the batch, its outputs and messages until a collection, on a GPU as well."""
 
     def held() -> int:

@@ -13,6 +13,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import fxsplit
 from fxsplit.errors import BackwardError, ChangedWeightError
+from fxsplit.runtime.stage.recompute import Policy
 from tests.models import FAST
 
 RECOMPUTE = ("never", "plan", "except_last", "always")
@@ -34,7 +35,7 @@ class Shifted(nn.Module):
         return out
 
 
-def compile_it(model: nn.Module, x: Tensor, recompute: str, **options: Any) -> fxsplit.Pipeline:
+def compile_it(model: nn.Module, x: Tensor, recompute: Policy, **options: Any) -> fxsplit.Pipeline:
     options = {"passes": FAST, **options}
     return fxsplit.compile(model, 2, example_inputs=x, n_microbatches=2, recompute=recompute, **options)
 
@@ -81,7 +82,7 @@ def test_a_stage_that_recomputes_refuses_other_weights(change: Callable[[Shifted
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
-def test_what_eager_training_refuses_is_refused_by_name(recompute: str) -> None:
+def test_what_eager_training_refuses_is_refused_by_name(recompute: Policy) -> None:
     model, x = Shifted(), torch.randn(8, 4)
     with compile_it(model, x, recompute) as pipe:
         for _ in range(2):
@@ -96,7 +97,7 @@ def test_what_eager_training_refuses_is_refused_by_name(recompute: str) -> None:
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
-def test_an_input_that_is_written_to_is_named(recompute: str) -> None:
+def test_an_input_that_is_written_to_is_named(recompute: Policy) -> None:
     """As a buffer for batches is that the next batch is copied into. A recomputing stage once took that batch."""
     model, x = Shifted(), torch.randn(8, 4)
     with compile_it(model, x, recompute) as pipe:
@@ -111,7 +112,7 @@ def test_an_input_that_is_written_to_is_named(recompute: str) -> None:
 
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
-def test_a_weight_that_is_frozen_before_the_backward_is_named(recompute: str) -> None:
+def test_a_weight_that_is_frozen_before_the_backward_is_named(recompute: Policy) -> None:
     """Torch's own words for it were "One of the differentiated Tensors does not require grad"."""
     model, x = Shifted(), torch.randn(8, 4)
     with compile_it(model, x, recompute) as pipe:
@@ -143,7 +144,7 @@ class OfSigns(nn.Module):
 
 
 @pytest.mark.parametrize(("recompute", "writes"), [("never", False), ("always", True)])
-def test_an_input_that_no_backward_reads_may_be_written_to(recompute: str, writes: bool) -> None:
+def test_an_input_that_no_backward_reads_may_be_written_to(recompute: Policy, writes: bool) -> None:
     """Of one that the model itself writes to the pipeline has a copy."""
     model, x = OfSigns(writes=writes), torch.randn(8, 4)
     unsplit = copy.deepcopy(model)
@@ -157,7 +158,7 @@ def test_an_input_that_no_backward_reads_may_be_written_to(recompute: str, write
 
 
 @pytest.mark.parametrize("recompute", ["never", "plan"])
-def test_a_change_that_no_backward_sees_is_none(recompute: str) -> None:
+def test_a_change_that_no_backward_sees_is_none(recompute: Policy) -> None:
     """The weight of the first layer is not kept: its input wants no gradient."""
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(8, 4)
     unsplit = copy.deepcopy(model)
@@ -173,7 +174,7 @@ def test_a_change_that_no_backward_sees_is_none(recompute: str) -> None:
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("deferred", [False, True])
-def test_what_forwards_write_is_no_change(recompute: str, deferred: bool) -> None:
+def test_what_forwards_write_is_no_change(recompute: Policy, deferred: bool) -> None:
     """Batch norm's statistics and a spectral norm's vectors are others after a second forward."""
     x = torch.randn(8, 4)
     normal = nn.Sequential(spectral_norm(nn.Linear(4, 4)), nn.Tanh(), nn.Linear(4, 4))
@@ -188,7 +189,7 @@ def test_what_forwards_write_is_no_change(recompute: str, deferred: bool) -> Non
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
-def test_an_optimizer_in_a_hook_steps_after_the_backward(recompute: str) -> None:
+def test_an_optimizer_in_a_hook_steps_after_the_backward(recompute: Policy) -> None:
     """A hook runs once for each weight, when its sum is there, and not between the microbatches."""
     model, x = Shifted(), torch.randn(8, 4)
     for weight in model.parameters():

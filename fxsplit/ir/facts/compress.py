@@ -12,11 +12,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from math import prod
+from typing import Literal, get_args
 
-from fxsplit.errors import InputError
-from fxsplit.ir.suggest import suggest
+from fxsplit.errors import InputError, suggest
 
-HOW = ("bf16", "int8")
+Compress = Literal["bf16", "int8"]
+HOW: tuple[Compress, ...] = get_args(Compress)
 """The ways to compress what crosses a cut."""
 ROW = 64
 """A row has so many elements at least, where the tensor's rows of the batch have: its scale is one more."""

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from fxsplit.errors import InputError
-from fxsplit.ir.suggest import suggest
+from fxsplit.errors import InputError, suggest
 from fxsplit.runtime.ranks.sketch import Sketch, sketch_hook
 from fxsplit.runtime.ranks.topk import TopK, top_k_hook
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ MOST_COMING = 64
 """So many comparisons of buffers are awaited at a time."""
 SMALL_BYTES = 1 << 16
 """Buffers up to this size are copied for every microbatch, larger ones only if they are known to be written."""
+
+Policy = Literal["never", "plan", "except_last", "always"]
 
 POLICIES: dict[str, Callable[[bool, int, int], bool]] = {
     "never": lambda planned, microbatch, count: False,

@@ -221,9 +221,9 @@ def test_what_comes_into_being_in_a_call_is_no_change(case: str, whole: bool) ->
     loss.backward()
     for found in losses:
         torch.testing.assert_close(found, loss.detach(), rtol=1e-10, atol=1e-10)
-    for found, p in zip(grads, model.parameters(), strict=True):
-        assert found is not None and p.grad is not None
-        torch.testing.assert_close(found, 2 * p.grad, rtol=1e-10, atol=1e-10)
+    for grad, p in zip(grads, model.parameters(), strict=True):
+        assert grad is not None and p.grad is not None
+        torch.testing.assert_close(grad, 2 * p.grad, rtol=1e-10, atol=1e-10)
     assert modules.keys() <= sys.modules.keys()
     if "scales" in sys.modules:
         assert sys.modules["scales"].gain() == 6.0

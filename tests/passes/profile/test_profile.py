@@ -23,6 +23,7 @@ from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.measured import Measured
 from fxsplit.ir.progress import listen
 from fxsplit.passes.profile.time_in_step import HALVED, Sweep
+from fxsplit.schedule.catalogue import ScheduleName
 from fxsplit.torch_internals import accelerators
 from tests.models import FAST, Chunked, LateReader, Mlp, Residual, Tied
 
@@ -169,7 +170,7 @@ class Direct(nn.Module):
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1"])
-def test_parameters_that_functions_read(schedule: str) -> None:
+def test_parameters_that_functions_read(schedule: ScheduleName) -> None:
     model = Direct().double()
     alone = copy.deepcopy(model)
     x = torch.randn(8, 8, dtype=torch.float64)

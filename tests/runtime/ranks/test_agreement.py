@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import fxsplit
 from fxsplit.errors import FxsplitError, InputError, RankError, RanksDiffer
 from fxsplit.runtime.ranks.agreement import describe_shapes, sum_values
+from fxsplit.schedule.catalogue import ScheduleName
 from tests.models import FAST, Mlp
 from tests.ranks import ranks
 
@@ -100,7 +101,7 @@ def compile_otherwise(rank: int, n: int, what: str) -> str:
         model = nn.Sequential(Mlp(), nn.ReLU() if rank == 0 else nn.Tanh())
     else:
         model = Mlp()
-    schedule = "GPipe" if what == "options" and rank == 1 else "1F1B"
+    schedule: ScheduleName = "GPipe" if what == "options" and rank == 1 else "1F1B"
     try:
         fxsplit.compile(model, "world", example_inputs=X, passes=FAST, n_microbatches=4, schedule=schedule)
     except RanksDiffer as error:

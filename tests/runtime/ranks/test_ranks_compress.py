@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import fxsplit
+from fxsplit.ir.facts.compress import Compress
 from fxsplit.torch_internals.away import is_away
 from tests.models import FAST
 from tests.ranks import ranks
@@ -21,7 +22,7 @@ def make_model() -> nn.Module:
     return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.Tanh())))
 
 
-def train(devices: Any, how: str, schedule: str, costs: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+def train(devices: Any, how: Compress, schedule: str, costs: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Return the losses of two steps, and the weights and gradients that are here afterwards."""
     model = make_model()
     x, y = torch.randn(12, 64), torch.randn(12, 64)
@@ -43,7 +44,7 @@ def train(devices: Any, how: str, schedule: str, costs: str) -> tuple[list[float
     return losses, state | {f"{k}.grad": p.grad.clone() for k, p in own.items() if p.grad is not None}
 
 
-def train_rank(rank: int, n: int, how: str, schedule: str, costs: str) -> Any:
+def train_rank(rank: int, n: int, how: Compress, schedule: str, costs: str) -> Any:
     return train("world", how, schedule, costs)
 
 
@@ -59,7 +60,7 @@ def train_rank(rank: int, n: int, how: str, schedule: str, costs: str) -> Any:
         pytest.param(2, "int8", "PipeDream-2BW", marks=pytest.mark.long),
     ],
 )
-def test_ranks_compress_as_threads_do(n: int, how: str, schedule: str, tmp_path: Any) -> None:
+def test_ranks_compress_as_threads_do(n: int, how: Compress, schedule: str, tmp_path: Any) -> None:
     costs = str(tmp_path / "costs.json")
     fxsplit.profile(make_model(), X, n_microbatches=6, device="cpu", repeats=1).save(costs)
     found = ranks(n, train_rank, how, schedule, costs)

@@ -107,13 +107,13 @@ def train_tied(rank: int, n: int) -> float:
     optimizers = [torch.optim.AdamW(pipe.parameters(), lr=0.01) for pipe in (over_ranks, over_threads)]
     with over_ranks, over_threads:
         for i in range(20):
-            losses = []
+            losses: list[Any] = []
             for pipe, optimizer in zip((over_ranks, over_threads), optimizers, strict=True):
                 torch.manual_seed(i)
                 optimizer.zero_grad()
                 losses.append(pipe.step(ids, target=labels))
                 optimizer.step()
-            assert_same(*losses)
+            assert_same(losses[0], losses[1])
             assert_alike(over_ranks, over_threads)
     return float(losses[0])
 
@@ -240,7 +240,8 @@ def run_asynchronous(rank: int, n: int) -> list[int]:
         with both[0], both[1]:
             for _ in range(3):
                 pairs = zip(both, optimizers, strict=True)
-                assert_same(*[pipe.step(x, target=y, optimizer=optimizer) for pipe, optimizer in pairs])
+                found, expected = [pipe.step(x, target=y, optimizer=optimizer) for pipe, optimizer in pairs]
+                assert_same(found, expected)
                 assert_alike(*both)
                 counts.append(len(list_own(both[0])))
     return counts

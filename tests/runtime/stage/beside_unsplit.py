@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.api.compare import compare, run_pipeline_step, run_unsplit_step
+from fxsplit.schedule.catalogue import ScheduleName
 from tests.models import FAST
 
 Loss = Callable[[nn.Module], Callable[[Any, Any], Tensor]]
@@ -22,7 +23,7 @@ def mean_square(model: nn.Module) -> Callable[[Any, Any], Tensor]:
 
 
 def largest_difference(
-    model: nn.Module, schedule: str, recompute: str = "never", loss: Loss = mean_square, **options: Any
+    model: nn.Module, schedule: ScheduleName, recompute: str = "never", loss: Loss = mean_square, **options: Any
 ) -> float:
     """Return by how much a step as a pipeline on two devices differs from the unsplit model's, in float64."""
     torch.manual_seed(1)

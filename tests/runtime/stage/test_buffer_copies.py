@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import fxsplit
 from fxsplit.runtime.stage.buffer_copies import clone_outputs, save_buffer_copies
+from fxsplit.schedule.catalogue import ScheduleName
 from fxsplit.torch_internals.interpret import get_storage_id
 from tests.models import FAST
 from tests.runtime.stage.beside_unsplit import largest_difference
@@ -33,7 +34,7 @@ class Counting(nn.Module):
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZB-H1"])
-def test_a_checkpointed_stage_sees_buffers_as_they_were(schedule: str) -> None:
+def test_a_checkpointed_stage_sees_buffers_as_they_were(schedule: ScheduleName) -> None:
     """Once the second run of a stage read buffers that the first had written already."""
     assert largest_difference(Counting(), schedule, "always") < 1e-10
 

@@ -13,10 +13,11 @@ from torch.nn import functional as F
 import fxsplit
 from fxsplit.errors import FxsplitWarning
 from fxsplit.runtime.job import Job
-from fxsplit.runtime.stage.recompute import POLICIES, ForwardRecord
+from fxsplit.runtime.stage.recompute import POLICIES, ForwardRecord, Policy
 from fxsplit.runtime.stage.run import Saved
 from fxsplit.schedule import RUNNABLE
 from fxsplit.schedule.action import FORWARD
+from fxsplit.schedule.catalogue import ScheduleName
 from tests.models import FAST
 
 GPU = torch.Generator()
@@ -50,7 +51,7 @@ class Mixed(nn.Module):
         return out
 
 
-def left_behind(recompute: str, schedule: str, step: bool) -> list[Tensor]:
+def left_behind(recompute: Policy, schedule: ScheduleName, step: bool) -> list[Tensor]:
     """Gradients and buffers after two steps of one model with one seed."""
     torch.manual_seed(0)
     model, x = Mixed(counts=schedule != "Chimera").double(), torch.randn(12, 8, dtype=torch.float64)
@@ -85,7 +86,8 @@ def test_a_draw_on_a_named_device_is_the_same_in_the_second_run(monkeypatch: pyt
     torch.manual_seed(0)
     model, x = Paths().double(), torch.randn(8, 8, dtype=torch.float64)
     found = []
-    for recompute, cut in (("never", 2), ("always", 2), ("always", 1)):
+    ways: list[tuple[Policy, int]] = [("never", 2), ("always", 2), ("always", 1)]
+    for recompute, cut in ways:
         model.zero_grad()
         with fxsplit.compile(
             model, ["cpu"] * cut, n_microbatches=4, recompute=recompute, example_inputs=x, passes=FAST
@@ -100,7 +102,7 @@ def test_a_draw_on_a_named_device_is_the_same_in_the_second_run(monkeypatch: pyt
 @pytest.mark.parametrize("step", [True, False], ids=["step", "call"])
 @pytest.mark.parametrize("schedule", RUNNABLE)
 @pytest.mark.parametrize("recompute", ["always", "except_last"])
-def test_running_forward_again_changes_nothing(recompute: str, schedule: str, step: bool) -> None:
+def test_running_forward_again_changes_nothing(recompute: Policy, schedule: ScheduleName, step: bool) -> None:
     """Same dropout masks, same batch statistics, buffers as they were then, and left as they are now."""
     expected = left_behind("never", schedule, step)
     found = left_behind(recompute, schedule, step)
@@ -109,7 +111,7 @@ def test_running_forward_again_changes_nothing(recompute: str, schedule: str, st
 
 
 @pytest.mark.parametrize("recompute", list(POLICIES))
-def test_what_is_kept(recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_kept(recompute: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Activations are dropped for all microbatches, all but the last, or where the plan says so: here in stage 0."""
     kept: dict[tuple[int, int], bool] = {}
     original = Job.HANDLERS[FORWARD]
@@ -186,7 +188,7 @@ def test_autocast_holds_in_the_second_run() -> None:
 
 def test_unknown_policy() -> None:
     with pytest.raises(fxsplit.FxsplitError, match="recompute='sometimes': give one of never, plan"):
-        fxsplit.compile(nn.Linear(1, 1), 1, recompute="sometimes")
+        fxsplit.compile(nn.Linear(1, 1), 1, recompute="sometimes")  # type: ignore[arg-type]
 
 
 def statistics(model: nn.Module, batches: list[Tensor], n_microbatches: int) -> dict[str, Tensor]:
@@ -232,7 +234,7 @@ def branched() -> nn.Module:
 @pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1", "Interleaved1F1B"])
 @pytest.mark.parametrize("call", [True, False], ids=["call", "step"])
-def test_deferred_batch_norm_counts_whole_batches(recompute: str, schedule: str, call: bool) -> None:
+def test_deferred_batch_norm_counts_whole_batches(recompute: Policy, schedule: str, call: bool) -> None:
     """Also for uneven microbatches, and without a trace in gradients, evaluation or state_dict keys."""
     model = branched()
     batches = [torch.randn(7, 3, 6, 6, dtype=torch.float64) for _ in range(3)]

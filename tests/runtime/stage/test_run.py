@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import fxsplit
 from fxsplit.errors import FxsplitError
+from fxsplit.runtime.stage.recompute import Policy
 from fxsplit.runtime.stage.run import Packet, Saved, backward, find_node, forward, list_roots
 from tests.models import FAST
 from tests.runtime.stage.one_stage import trace_stage, whole_stage
@@ -126,7 +127,7 @@ def test_a_failure_is_found_at_its_node() -> None:
 
 
 @pytest.mark.parametrize(("layer", "recompute"), [(5, "never"), (5, "always"), (1, "always")])
-def test_features_that_a_hook_keeps_do_not_lose_gradients_silently(layer: int, recompute: str) -> None:
+def test_features_that_a_hook_keeps_do_not_lose_gradients_silently(layer: int, recompute: Policy) -> None:
     """A loss on what a forward hook had kept trained the layers of its own stage alone, and nothing was said."""
     model, kept = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))), list[Tensor]()
     model[layer].register_forward_hook(lambda module, args, output: kept.append(output))

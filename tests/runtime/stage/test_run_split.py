@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import fxsplit
 from fxsplit.runtime.stage import run as stage_run
 from fxsplit.runtime.stage.run import Packet, Saved, backward, compute_weight_gradients
+from fxsplit.schedule.catalogue import ScheduleName
 from fxsplit.torch_internals import grad_split
 from fxsplit.torch_internals.grad_accumulate import accumulate
 from fxsplit.torch_internals.grad_split import BranchFinder, find_branch_nodes
@@ -145,7 +146,7 @@ class Ends(nn.Module):
 
 
 @pytest.mark.parametrize("schedule", HALVED)
-def test_a_weight_that_two_stages_read(schedule: str) -> None:
+def test_a_weight_that_two_stages_read(schedule: ScheduleName) -> None:
     """Once the gradient of a weight that crosses a cut as a value was wrong under halved backwards."""
     assert largest_difference(Ends(), schedule) < 1e-10
 
@@ -164,7 +165,7 @@ def test_a_weight_that_is_handed_on() -> None:
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize("schedule", HALVED)
-def test_hooks_on_activations_run_once(schedule: str, recompute: str) -> None:
+def test_hooks_on_activations_run_once(schedule: ScheduleName, recompute: str) -> None:
     """Once both halves of a backward ran such hooks."""
 
     def double(module: nn.Module, args: Any, output: Tensor) -> None:
@@ -194,7 +195,7 @@ class Hooking(nn.LayerNorm):
 
 
 @pytest.mark.parametrize("schedule", HALVED)
-def test_hooks_that_a_module_puts_on_activations_itself_run_once(schedule: str) -> None:
+def test_hooks_that_a_module_puts_on_activations_itself_run_once(schedule: ScheduleName) -> None:
     """Once both halves of a backward ran the hooks of a module that stays whole."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), Hooking(8)) for _ in range(4)))
     passes = "".join(f"leaf{{path={i}.1}}," for i in range(4)) + FAST
@@ -221,7 +222,7 @@ class Heads(nn.Module):
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize("schedule", HALVED)
-def test_a_weight_that_only_the_loss_reads(schedule: str, recompute: str) -> None:
+def test_a_weight_that_only_the_loss_reads(schedule: ScheduleName, recompute: str) -> None:
     """Once its gradient was lost under schedules that halve backwards."""
 
     def loss(model: Any) -> Callable[[Any, Any], Tensor]:
@@ -271,7 +272,7 @@ class Scaled(nn.Module):
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", *HALVED])
-def test_a_function_may_use_its_memory_again_and_run_backward_once(schedule: str) -> None:
+def test_a_function_may_use_its_memory_again_and_run_backward_once(schedule: ScheduleName) -> None:
     """Once a sum referred to the function's memory, and both halves ran its backward."""
     assert largest_difference(Scaled(), schedule) < 1e-10
 
@@ -303,7 +304,7 @@ class Changing(nn.Module):
 @pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize("kinds", [3, 5, 1])
 @pytest.mark.parametrize("schedule", HALVED)
-def test_graphs_that_change_from_microbatch_to_microbatch(schedule: str, kinds: int, recompute: str) -> None:
+def test_graphs_that_change_from_microbatch_to_microbatch(schedule: ScheduleName, kinds: int, recompute: str) -> None:
     """What was found for the graph of one microbatch must not be taken for that of another one."""
     model = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(8, 8), Changing(kinds))))
     passes = "".join(f"leaf{{path={i}}}," for i in range(1, 8, 2)) + FAST
@@ -311,7 +312,7 @@ def test_graphs_that_change_from_microbatch_to_microbatch(schedule: str, kinds: 
 
 
 @pytest.mark.parametrize("schedule", HALVED)
-def test_a_graph_is_searched_once_for_all_microbatches(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_is_searched_once_for_all_microbatches(schedule: ScheduleName, monkeypatch: pytest.MonkeyPatch) -> None:
     searches: list[int] = []
 
     def search(*args: Any, **kwargs: Any) -> Any:

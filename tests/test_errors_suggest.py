@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 import fxsplit
-from fxsplit.errors import FxsplitError
+from fxsplit.errors import FxsplitError, suggest
 from fxsplit.formats.machine_toml import read_machine
 from fxsplit.ir.chain import parse_chain
-from fxsplit.ir.suggest import suggest
 from fxsplit.passes import PASSES, Cut, Partition, Profile
 from fxsplit.runtime.ranks.hooks import HookChoice
 from tests.models import Mlp
@@ -32,9 +31,9 @@ def read(text: str, folder: Path) -> object:
 @pytest.mark.parametrize(
     ("name", "meant"),
     [
-        (lambda _: fxsplit.compile(Mlp(), 2, schedule="1f1b"), "1F1B"),
-        (lambda _: fxsplit.compile(Mlp(), 2, recompute="allways"), "always"),
-        (lambda _: fxsplit.compile(Mlp(), 2, compress="int_8"), "int8"),
+        (lambda _: fxsplit.compile(Mlp(), 2, schedule="1f1b"), "1F1B"),  # type: ignore[arg-type]
+        (lambda _: fxsplit.compile(Mlp(), 2, recompute="allways"), "always"),  # type: ignore[arg-type]
+        (lambda _: fxsplit.compile(Mlp(), 2, compress="int_8"), "int8"),  # type: ignore[arg-type]
         (lambda _: fxsplit.compile(Mlp(), 2, stage_backend="inductr"), "inductor"),
         (lambda _: HookChoice("topkk"), "topk"),
         (lambda _: Partition(model="forward"), "forwarded"),
