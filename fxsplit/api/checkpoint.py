@@ -30,7 +30,7 @@ from fxsplit.api.checkpoint_storage import (
     load_tensors,
     save_tensors,
 )
-from fxsplit.api.checkpoint_weights import check_model, make_room, read_model, refuse_away
+from fxsplit.api.checkpoint_weights import check_apart, check_model, give_apart, make_room, read_model, refuse_away
 from fxsplit.api.pipeline import Pipeline
 from fxsplit.api.ranks import Team
 from fxsplit.api.saving import Saving, wait_for_saving
@@ -319,13 +319,18 @@ def load_checkpoint(
         plan = None if optimizer is None else plan_optimizer(own, optimizer, manifest, reader, where)
         trains, team = optimizer is not None, _get_team(model)
         left = plan_residuals(own, team, reader, manifest.gradient_hook, where, trains=trains)
-        values = reader.read_all([*left.values, *([CPU] if CPU in reader.kinds else ())])
+        named = {name: f"{MODEL}{stored[name]}" for name in state.own}
+        apart = {name: named.pop(name) for name in state.apart}
+        values = reader.read_all([*left.values, *apart.values(), *([CPU] if CPU in reader.kinds else ())])
+        given = {name: values[full] for name, full in apart.items()}
+        check_apart(state, given, where)
         if random_state and CPU in values:
             _check_random(values[CPU], where)
         make_room(state, _list_places(model))
-        targets = {f"{MODEL}{stored[name]}": weight.detach() for name, weight in state.own.items()}
+        targets = {full: state.own[name].detach() for name, full in named.items()}
         with torch.no_grad():
             load_tensors(targets | (plan.make_targets() if plan else {}), reader)
+            give_apart(own, state, given)
         if optimizer is not None and plan is not None:
             give_optimizer(own, optimizer, plan)
         give_residuals(own, team, left, values)

@@ -90,7 +90,21 @@ def read_optimizer(model: nn.Module, optimizer: Optimizer) -> tuple[list[Group],
                     text = json.dumps([tree, notes] if notes else tree).encode()
                     full = f"{TYPED if notes else JSON}{name}.{key}"
                     kept[full] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    _refuse_other_state(optimizer)
     return groups, kept
+
+
+def _refuse_other_state(optimizer: Optimizer) -> None:
+    """Raise InputError for state of what is no parameter of the optimizer's groups: it has no name to be kept by."""
+    known = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+    for key, kept in optimizer.state.items():
+        if kept and id(key) not in known:
+            what = f"a tensor of shape {tuple(key.shape)}" if isinstance(key, Tensor) else show(key)
+            raise InputError(
+                f"{type(optimizer).__name__} keeps {', '.join(map(repr, kept))} under {what}, which is in none of its "
+                "groups, and a checkpoint holds what is kept of parameters: keep it in a group, remove it from "
+                "optimizer.state, or save it as extra="
+            )
 
 
 def _name(names: Mapping[int, str], weight: Tensor) -> str:

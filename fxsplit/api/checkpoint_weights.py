@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,18 +18,29 @@ from fxsplit.errors import ElsewhereError, InputError
 from fxsplit.formats.save_safetensors import NAMES
 from fxsplit.torch_internals.away import Away, exchange, is_away
 from fxsplit.torch_internals.fake_weights import dress_like
+from fxsplit.torch_internals.interpret import get_storage_id
+
+EXTRA_STATE = "_extra_state"
+"""The name under which torch's state_dict() has what get_extra_state() of a module returns."""
 
 
 @dataclass
 class ModelState:
     """The weights of a model: those of this rank, and which further names they have.
 
-    places: each weight's first name, for all names of all ranks.
+    places: each weight's first name, for all names of all ranks. made: the names of what get_extra_state() of a module
+    makes anew in each call, and set_extra_state() takes.
     """
 
     own: dict[str, Tensor] = field(default_factory=dict)
+    made: set[str] = field(default_factory=set)
     places: dict[str, str] = field(default_factory=dict)
     kinds: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def apart(self) -> list[str]:
+        """The names of what cannot be filled in place: extra state, and tensors whose memory repeats numbers."""
+        return [name for name, value in self.own.items() if name in self.made or _find_distinct(value) is not value]
 
     @property
     def tied(self) -> dict[str, str]:
@@ -42,6 +54,7 @@ def read_model(model: nn.Module, *, filled: bool = True) -> ModelState:
     filled: whether weights without values are refused, as where they are saved.
     """
     state, first_of = ModelState(), dict[int, str]()
+    again = model.state_dict(keep_vars=True)
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
             raise InputError(
@@ -51,12 +64,58 @@ def read_model(model: nn.Module, *, filled: bool = True) -> ModelState:
         if is_lazy(value) or (filled and value.is_meta):
             raise InputError(f"{name!r} has no values yet: load its weights, or run the model, first")
         check_plain(name, value)
+        if _is_made(value, again.get(name)):
+            if name.rpartition(".")[2] != EXTRA_STATE:
+                raise InputError(
+                    f"state_dict() of {type(model).__name__} makes {name!r} anew in each call, so that what is loaded "
+                    "would not reach the model: let it return the parameter or buffer, or give the value as extra="
+                )
+            state.made.add(name)
         first = state.places[name] = first_of.setdefault(id(value), name)
         if first == name:
             state.kinds[name] = value
             if not is_away(value):
                 state.own[name] = value
     return state
+
+
+def _is_made(value: Tensor, again: Any) -> bool:
+    """Return whether two calls of state_dict() have made two tensors, so that neither is the model's own."""
+    if value is again or is_away(value) or value.is_meta:
+        return False
+    return not isinstance(again, Tensor) or get_storage_id(value) != get_storage_id(again)
+
+
+def _find_distinct(value: Tensor) -> Tensor:
+    """Return the part of a tensor that has each number once: one that was expanded repeats numbers in its memory."""
+    repeated = [dim for dim, size in enumerate(value.shape) if size > 1 and value.stride(dim) == 0]
+    for dim in repeated:
+        value = value.narrow(dim, 0, 1)
+    return value
+
+
+def check_apart(state: ModelState, values: Mapping[str, Tensor], where: str) -> None:
+    """Raise InputError for a value that differs where its tensor in the model repeats one number."""
+    for name, value in values.items():
+        if name in state.made:
+            continue
+        once = value[tuple(slice(n) for n in _find_distinct(state.own[name]).shape)].expand(value.shape)
+        # As bytes, since a number that is nan equals nothing.
+        if not torch.equal(*(part.contiguous().view(torch.uint8) for part in (once, value))):
+            raise InputError(
+                f"{name!r} repeats its numbers in the model, as expand() makes it, and does not in {where}: let it "
+                "have memory of its own, as .clone() gives it"
+            )
+
+
+def give_apart(model: nn.Module, state: ModelState, values: Mapping[str, Tensor]) -> None:
+    """Let a model have the values that cannot be filled in place."""
+    for name, value in values.items():
+        if name in state.made:
+            model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
+            continue
+        target = _find_distinct(state.own[name].detach())
+        target.copy_(value[tuple(slice(n) for n in target.shape)])
 
 
 def refuse_away(model: nn.Module, state: ModelState, verb: str) -> None:
@@ -108,6 +167,8 @@ def check_model(state: ModelState, kinds: Mapping[str, Tensor], tied: Mapping[st
         raise InputError(f"{where} holds {extra!r}, which the model does not have: build it as the checkpoint's was")
     for first, at in found.items():
         weight, kind = state.kinds[first], stored[at]
+        if first in state.made:
+            continue
         if (weight.dtype, weight.shape) != (kind.dtype, kind.shape):
             raise InputError(
                 f"{first!r} is {kind.dtype} {tuple(kind.shape)} in {where} and {weight.dtype} {tuple(weight.shape)} in "

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
@@ -249,3 +249,27 @@ def test_a_process_that_ends_completes_its_checkpoint(tmp_path: Path) -> None:
     )
     subprocess.run([sys.executable, "-c", code], check=True)
     assert fxsplit.latest_checkpoint(tmp_path) == tmp_path / "step-5"
+
+
+class Kept(nn.Module):
+    """A state of its own, of another size each time, and a buffer that repeats its numbers in memory."""
+
+    def __init__(self, numbers: int) -> None:
+        super().__init__()
+        self.layer, self.numbers = nn.Linear(2, 2), numbers
+        self.register_buffer("scale", torch.rand(3, 1).expand(3, 4))
+
+    def get_extra_state(self) -> Tensor:
+        return torch.arange(self.numbers)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.numbers = len(state)
+
+
+def test_what_cannot_be_filled_in_place_comes_back(tmp_path: Path) -> None:
+    """A module's own state was left as it was; repeated numbers ended the loading with weights half changed."""
+    model, other = nn.Sequential(Kept(3)), nn.Sequential(Kept(5))
+    fxsplit.save_checkpoint(tmp_path, model, step=1).wait()
+    fxsplit.load_checkpoint(tmp_path, other)
+    assert other[0].numbers == 3
+    assert all(torch.equal(a, b) for a, b in zip(other.state_dict().values(), model.state_dict().values(), strict=True))

@@ -128,6 +128,36 @@ def test_what_no_checkpoint_holds_is_refused(tmp_path: Path) -> None:
     assert [*tmp_path.iterdir()] == []
 
 
+class Shown(nn.Linear):
+    """Its state_dict() has copies, which load_state_dict() would not write to either."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {"kernel": self.weight.detach().clone(), "bias": self.bias}
+
+
+@pytest.mark.parametrize("key", ["all", nn.Parameter(torch.zeros(3))])
+def test_what_would_not_come_back_is_refused_when_it_is_saved(tmp_path: Path, key: Any) -> None:
+    """What an optimizer kept of no parameter of its own was lost, and so was a model's own state_dict(), unsaid."""
+    with pytest.raises(InputError, match="state_dict\\(\\) of Shown makes 'kernel' anew in each call"):
+        fxsplit.save_checkpoint(tmp_path, Shown(2, 2), step=1)
+    model, optimizer = build()
+    optimizer.state[key]["count"] = 3
+    with pytest.raises(InputError, match=r"keeps 'count' under ('all'|a tensor of shape \(3,\)), which is in none"):
+        fxsplit.save_checkpoint(tmp_path, model, optimizer, step=1)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_tensor_that_repeats_its_numbers_takes_no_others(tmp_path: Path) -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    model.register_buffer("scale", torch.rand(3, 4))
+    other.register_buffer("scale", torch.rand(3, 1).expand(3, 4))
+    saved = fxsplit.save_checkpoint(tmp_path, model, step=1).wait()
+    before = other.weight.clone()
+    with pytest.raises(InputError, match="'scale' repeats its numbers in the model"):
+        fxsplit.load_checkpoint(saved, other)
+    assert torch.equal(other.weight, before)
+
+
 # Whatever in a folder is not as it was written is refused before the first write.
 
 

@@ -387,7 +387,8 @@ class _Trial:
         if self._double is None or not is_number or batch < 3 or self._subject.made_up:
             return False
         tensors = take_batch(self._double, batch)
-        a, b, c = cut_pieces(self._here.inputs, tensors, divide_evenly(batch, -(-batch // 3)))
+        sizes = tuple(batch // 3 + (m < batch % 3) for m in range(3))
+        a, b, c = cut_pieces(self._here.inputs, tensors, sizes)
         ab, bc = (join_pieces(self._here.inputs, pair) for pair in ((a, b), (b, c)))
         parts = {"a": a, "b": b, "c": c, "ab": ab, "bc": bc, "abc": tensors}
         try:
