@@ -33,19 +33,19 @@ def render(ir: Any) -> str:
     return "\n".join(sections) + "\n"
 
 
-def render_graph(gm: fx.GraphModule) -> str:
-    """Return the text of a graph, one line for each node."""
-    return "\n".join(_render_node(node) for node in gm.graph.nodes)
+def render_graph(gm: fx.GraphModule, *, shapes: bool = True) -> str:
+    """Return the text of a graph, one line for each node; with the `shapes` of what nodes make, if they are known."""
+    return "\n".join(_render_node(node, shapes=shapes) for node in gm.graph.nodes)
 
 
-def _render_node(node: fx.Node) -> str:
+def _render_node(node: fx.Node, *, shapes: bool) -> str:
     """Return the line of one node: `%name = kind target(arguments) : shape`, without a shape where none is known."""
     arguments = [_render_value(a) for a in node.args] + [f"{k}={_render_value(v)}" for k, v in node.kwargs.items()]
     # fx's output node has a name of its own that nothing refers to.
     if node.op == "output":
         return f"return {', '.join(arguments)}"
     target = node.target if isinstance(node.target, str) else _name_function(node.target)
-    shape = node.meta.get("fxsplit_shape")
+    shape = node.meta.get("fxsplit_shape") if shapes else None
     # Words that say what a node is to a reader who does not know torch.fx.
     kind = {"placeholder": "input", "get_attr": "attribute"}.get(node.op, node.op.removeprefix("call_"))
     return f"%{node.name} = {kind} {target}({', '.join(arguments)})" + (f" : {shape}" if shape else "")

@@ -18,7 +18,7 @@ from fxsplit.ir.facts.costs import HARDWARE, Costs, InputCost, NodeCost, Tie, na
 from fxsplit.ir.facts.effects import Effects, observe_effects
 from fxsplit.ir.facts.example import Example
 from fxsplit.ir.facts.forward_costs import keep_forwards
-from fxsplit.ir.facts.known_costs import KnownCosts
+from fxsplit.ir.facts.known_costs import KnownCosts, Observed
 from fxsplit.ir.facts.loss import Loss
 from fxsplit.ir.facts.machine import Machine
 from fxsplit.ir.facts.measured import Measured
@@ -104,6 +104,9 @@ class Profile:
         signatures = {name: key + _describe_gradient(effects.nodes[name]) for name, key in signatures.items()}
         # Times measured before are used by signature, whichever node they were measured at.
         times = dict(known.times) if known else {}
+        complete = known is not None and known.complete
+        chosen = known.find_chosen(_list_observed(ir, effects, signatures)) if known and complete else {}
+        times |= {signatures[name]: times[cost.signature] for name, cost in chosen.items() if name in signatures}
         # Reversed, so that the first node with a signature is the one that is kept.
         first = {key: name for name, key in reversed(signatures.items()) if key not in times}
         device = machine.torch_devices()[0]
@@ -125,11 +128,22 @@ class Profile:
         found = known.costs.environment if known and not first else accelerators.describe(device)
         hardware = {key: found[key] for key in HARDWARE if key in found}
         costs = _build_costs(ir, effects, signatures, times, self.tied, hardware)
+        if chosen:
+            # Plans are priced by them: of ranks whose masks choose other entries, too.
+            costs = replace(costs, nodes=tuple(chosen.get(node.name, node) for node in costs.nodes))
         loss = ir.get(Loss)
         if trains and loss is not None and len(costs.outputs) == 1:
             weighed = weigh_loss(loss.function, ir.gm, effects.nodes[costs.outputs[0]].text)
             costs = replace(costs, loss=weighed)
         return ir.learn(costs if trains else keep_forwards(costs), effects)
+
+
+def _list_observed(ir: IR, effects: Effects, signatures: Mapping[str, str]) -> Iterator[Observed]:
+    """Yield what was seen of each operator."""
+    for node in ir.gm.graph.nodes:
+        if node.name in signatures:
+            inputs = [read.name for read in node.all_input_nodes]
+            yield Observed(node.name, inputs, signatures[node.name], effects.nodes[node.name].text)
 
 
 def _describe_gradient(seen: Observation) -> str:

@@ -77,6 +77,8 @@ class OwnLoss(nn.Module):
             return lost.mean()
         if self.how == "sum":
             return lost.sum()
+        if self.how == "chosen":
+            return lost[mask > 0].mean()
         if self.how == "weighted":
             return lost.square().mean() / lost.mean()
         if self.how == "compared":
@@ -93,6 +95,9 @@ def own_loss(rank: int, n: int, how: str, n_microbatches: int) -> float | str:
     x, y = make_batch(0)
     mask = (torch.arange(ROWS) < 9).double()
     first = {"x": x[:6], "y": y[:6], "mask": mask[:6]}
+    if how == "chosen":
+        # Each pipeline chooses another number of rows of its example.
+        first["mask"] = (torch.arange(6) % 3 > mesh.get_local_rank("dp")).double()
     pipe = fxsplit.compile(model, mesh, example_inputs=first, passes=FAST, n_microbatches=n_microbatches)
     expected = unsplit(x, y, mask)
     expected.backward()
@@ -105,13 +110,13 @@ def own_loss(rank: int, n: int, how: str, n_microbatches: int) -> float | str:
 
 
 def test_a_models_own_loss_is_that_of_all_rows_or_refused() -> None:
-    for how in ("mean", "count"):
+    for how in ("mean", "count", "chosen"):
         assert max(ranks(4, own_loss, how, 2)) < 1e-12
     for text in ranks(4, own_loss, "other", 2):
         assert "the loss is divided by a count, which pipelines of a mesh have each for themselves" in str(text)
 
 
-@pytest.mark.parametrize("how", ["sum", "mean", "count"])
+@pytest.mark.parametrize("how", ["sum", "mean", "count", "chosen"])
 def test_a_models_own_loss_is_that_of_all_rows_if_each_pipeline_has_one_microbatch(how: str) -> None:
     assert max(ranks(2, own_loss, how, 1)) < 1e-12
 
