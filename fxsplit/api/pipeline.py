@@ -47,7 +47,7 @@ from fxsplit.runtime.stopwatch import Stopwatch
 from fxsplit.runtime.targets import Targets
 from fxsplit.schedule import simulate
 from fxsplit.schedule.memory import trace_memory
-from fxsplit.schedule.of_plan import read_footprints, read_times
+from fxsplit.schedule.of_plan import name_places, read_footprints, read_times
 from fxsplit.schedule.timeline import Timeline
 from fxsplit.torch_internals.containers import HOOKS
 from fxsplit.torch_internals.copies import copy_module
@@ -298,9 +298,10 @@ class Pipeline(Shown, WithExports):
         # Simulated with the costs that were planned with, to lay beside what was measured just now.
         simulation = simulate(schedule, read_times(program.plan, schedule))
         names = tuple(d.name for d in program.machine.devices[: schedule.n_devices])
-        predicted = Timeline.of(simulation, names, trace_memory(simulation, read_footprints(program.plan)))
+        places = name_places(program.plan, schedule)
+        predicted = Timeline.of(simulation, names, trace_memory(simulation, read_footprints(program.plan)), places)
         title = f"{schedule.name}, predicted{format_spread(program.plan.spread)}"
-        return watch.make_timeline(names), replace(predicted, title=title)
+        return replace(watch.make_timeline(names), places=places), replace(predicted, title=title)
 
     @act_together
     def _step(

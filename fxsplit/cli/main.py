@@ -94,16 +94,19 @@ def _run_demo(arguments: argparse.Namespace) -> int:
 
 
 def _list_passes(arguments: argparse.Namespace) -> int:
-    """Print each pass with its options and their defaults, in the text that a chain is written in."""
+    """Print each pass with its options and their defaults, as they are written in a chain."""
     import dataclasses
 
     from fxsplit.api.compile import DEFAULT
+    from fxsplit.cli.output import print_parts
+    from fxsplit.ir.shown import Table
     from fxsplit.passes import PASSES
 
+    rows = []
     for name, kind in PASSES.items():
-        options = ",".join(f"{f.name}={str(f.default).lower()}" for f in dataclasses.fields(kind))
-        print(f"{name + (f'{{{options}}}' if options else ''):<48} {(kind.__doc__ or '').splitlines()[0]}")
-    print(f"\ndefault chain: {DEFAULT}")
+        options = [f"{f.name}={str(f.default).lower()}" for f in dataclasses.fields(kind)]
+        rows.append((name, "\n".join(options), (kind.__doc__ or "").splitlines()[0]))
+    print_parts([Table(("pass", "options", "what it does"), rows), f"\ndefault chain: {DEFAULT}"])
     return 0
 
 

@@ -22,7 +22,7 @@ from fxsplit.planner.planner import Planner
 from fxsplit.schedule import SCHEDULES, Schedule, Simulation, Times, generate, simulate, verify
 from fxsplit.schedule.catalogue import Scheduler, count_devices
 from fxsplit.schedule.memory import Course, find_peak, trace_memory
-from fxsplit.schedule.of_plan import build_schedule, find_replicas, read_footprints, read_times
+from fxsplit.schedule.of_plan import build_schedule, find_replicas, name_places, read_footprints, read_times
 from fxsplit.schedule.timeline import Timeline
 from fxsplit.schedule.torch_csv import read_csv, write_csv
 
@@ -75,7 +75,8 @@ def main(arguments: argparse.Namespace) -> int:
     times = Times.unit(schedule.n_stages) if plan is None else read_times(plan, schedule)
     simulation = simulate(schedule, times)
     courses = () if plan is None else trace_memory(simulation, read_footprints(plan))
-    timeline = Timeline.of(simulation, _name_devices(plan, schedule), courses)
+    places = () if plan is None else name_places(plan, schedule)
+    timeline = Timeline.of(simulation, _name_devices(plan, schedule), courses, places)
     # Reports are loaded where they are asked for: matplotlib takes a second.
     if arguments.trace:
         from fxsplit.report.perfetto import save_trace

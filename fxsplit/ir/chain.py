@@ -57,6 +57,10 @@ class Chain:
             raise ChainError(f"no pass {name!r} in this chain ({', '.join(names)}){suggest(name, names)}")
         return names.index(name)
 
+    def __repr__(self) -> str:
+        """One line: the hover of an editor shows the default chain."""
+        return f"Chain({str(self)!r})"
+
     def __str__(self) -> str:
         return ",".join(pass_text(p) for p in self.passes)
 

@@ -28,10 +28,10 @@ def trace_events(timelines: Sequence[Timeline]) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     for pid, timeline in enumerate(timelines):
         events.append({"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": timeline.title}})
-        for tid, (name, spans) in enumerate(timeline.rows):
+        for tid, (label, (_, spans)) in enumerate(zip(timeline.labels, timeline.rows, strict=True)):
             # Viewers group rows by process and thread, which stand for timeline and device, or link, here.
             here = {"pid": pid, "tid": tid}
-            events.append({"name": "thread_name", "ph": "M", **here, "args": {"name": name}})
+            events.append({"name": "thread_name", "ph": "M", **here, "args": {"name": label.replace("\n", ": ")}})
             for action, begin_ms, end_ms in spans:
                 events.append(
                     {

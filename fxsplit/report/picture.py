@@ -19,6 +19,8 @@ HATCHES = {"I": "////", "W": "xxxx"}
 """Marks that tell the halves of a backward from the whole and from forwards, also where there is no colour."""
 KINDS = (".svg", ".png", ".pdf")
 INCHES_A_LANE, INCHES_WIDE = 0.35, 10.0
+LONGEST = 44
+"""How many characters stand beside a row."""
 FAINTER = 0.25
 """How much paler the blocks of each further stage of one device are."""
 
@@ -57,7 +59,7 @@ def save_picture(timelines: Sequence[Timeline], path: str | os.PathLike[str]) ->
                 if action.microbatch >= 0 and end_ms - begin_ms > 0.012 * timeline.length_ms:
                     middle = (begin_ms + end_ms) / 2
                     axis.text(middle, lane, str(action.microbatch), ha="center", va="center", fontsize=6)
-        axis.set_yticks(range(len(timeline.rows)), [name for name, _ in timeline.rows], fontsize=8)
+        axis.set_yticks(range(len(timeline.rows)), [_shorten(label) for label in timeline.labels], fontsize=7)
         axis.invert_yaxis()
         axis.set_title(f"{timeline.title}: {timeline.length_ms:.4g} ms", fontsize=9, loc="left")
         for side in ("top", "right", "left"):
@@ -72,3 +74,10 @@ def save_picture(timelines: Sequence[Timeline], path: str | os.PathLike[str]) ->
     picture = io.BytesIO()
     figure.savefig(picture, dpi=150, format=kind[1:])
     write_whole(path, picture.getvalue())
+
+
+def _shorten(label: str) -> str:
+    """Return a label of at most LONGEST characters a line, without the middle of longer ones: they take the room."""
+    lines = label.split("\n")
+    half = LONGEST // 2 - 1
+    return "\n".join(line if len(line) <= LONGEST else f"{line[:half]}...{line[-half:]}" for line in lines)

@@ -56,6 +56,12 @@ def _count_most(stage: StagePlan, in_flight: int, *, splits: bool) -> float:
     return max(count_moving(stage, m) for m in assume_moments(in_flight, 1, splits=splits, trains=True))
 
 
+def name_places(plan: Plan, schedule: Schedule) -> tuple[str, ...]:
+    """Return what part of the model each device of a schedule has: where its stages begin and end."""
+    own = ([s for s, home in enumerate(schedule.homes) if device in home] for device in range(schedule.n_devices))
+    return tuple(", ".join(plan.stages[s].place for s in stages) for stages in own)
+
+
 def read_times(plan: Plan, schedule: Schedule) -> Times:
     """Return the times of a plan's stages, in milliseconds for a microbatch.
 

@@ -27,8 +27,8 @@ class Span(NamedTuple):
 class Timeline(Shown):
     """The spans of each device, in order of time.
 
-    `memory` is what each device held, where that is known. `links` are names of links with their messages, which are
-    written as the actions that send them; a measured timeline has none.
+    `memory` is what each device held, and `places` what part of the model it has, where that is known. `links` are
+    names of links with their messages, which are written as the actions that send them; a measured timeline has none.
     """
 
     title: str
@@ -36,9 +36,16 @@ class Timeline(Shown):
     spans: tuple[tuple[Span, ...], ...]
     memory: tuple[Course, ...] = ()
     links: tuple[tuple[str, tuple[Span, ...]], ...] = ()
+    places: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, simulation: Simulation, devices: tuple[str, ...] = (), memory: tuple[Course, ...] = ()) -> Timeline:
+    def of(
+        cls,
+        simulation: Simulation,
+        devices: tuple[str, ...] = (),
+        memory: tuple[Course, ...] = (),
+        places: tuple[str, ...] = (),
+    ) -> Timeline:
         """Return the timeline of a simulation; `devices` are names for it (default: device 0, device 1, ...).
 
         Transfers, sums and optimizer steps that take no time are left out, and so are links that nothing takes time on.
@@ -55,7 +62,7 @@ class Timeline(Shown):
             (f"{names[a]} > {names[b]}", tuple(_draw_trip(trip) for trip in simulation.trips[a, b]))
             for a, b in simulation.busy_links
         )
-        return cls(schedule.name, names, spans, memory, links)
+        return cls(schedule.name, names, spans, memory, links, places)
 
     def summarise(self) -> str:
         """Return which schedule this is of, how long it takes, and on how many devices."""
@@ -67,15 +74,25 @@ class Timeline(Shown):
         for number, (name, spans) in enumerate(zip(self.devices, self.spans, strict=True)):
             busy = sum(span.end_ms - span.begin_ms for span in spans if span.action.op in COMPUTES)
             idle = 1.0 - busy / self.length_ms if self.length_ms else 0.0
-            held = [format_bytes(find_peak(course)) for course in self.memory[number : number + 1]]
-            rows.append((name, len(spans), f"{busy:.3f}", f"{100 * idle:.1f} %", *held))
-        yield Table(("device", ">actions", ">computes ms", ">idle", *[">memory"] * bool(self.memory)), rows)
+            # A timeline may know the memory of some devices only.
+            peaks = [format_bytes(find_peak(course)) for course in self.memory[number : number + 1]] or ["-"]
+            more = [*peaks * bool(self.memory), *self.places[number : number + 1]]
+            rows.append((name, len(spans), f"{busy:.3f}", f"{100 * idle:.1f} %", *more))
+        heads = [*[">memory"] * bool(self.memory), *["has"] * bool(self.places)]
+        yield Table(("device", ">actions", ">computes ms", ">idle", *heads), rows)
         yield f"{self.title}: {self.length_ms:.3f} ms; fxsplit.report.draw shows when"
 
     @property
     def rows(self) -> list[tuple[str, tuple[Span, ...]]]:
         """What reports draw a row for: each device with its spans, and behind them each link with its messages."""
         return [*zip(self.devices, self.spans, strict=True), *self.links]
+
+    @property
+    def labels(self) -> list[str]:
+        """What stands at each row: the device's name, with its part of the model in a second line, or the link's."""
+        places = [f"\n{place}" for place in self.places] or [""] * len(self.devices)
+        devices = [name + place for name, place in zip(self.devices, places, strict=True)]
+        return [*devices, *(name for name, _ in self.links)]
 
     @property
     def length_ms(self) -> float:

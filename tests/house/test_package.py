@@ -87,7 +87,9 @@ def test_sdist_holds_the_passes(built: Path) -> None:
 def test_passes_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["passes"]) == 0
     printed = capsys.readouterr().out
-    assert "partition{use_all=true,optimizer_factor=2.0,model=forwarded," in printed
+    rows = {line.split()[0]: line.split()[1] for line in printed.splitlines() if line[:1].strip()}
+    assert rows["partition"] == "use_all=true" and rows["augment"] == "max_states=1000000"
+    assert "model=forwarded" in printed and max(map(len, printed.splitlines())) <= 80
     assert "default chain: profile,augment,order,partition,emit,batch-norm" in printed
 
 

@@ -45,3 +45,13 @@ def test_links_are_rows_behind_the_devices() -> None:
 def test_a_file_holds_the_same(tmp_path: Path) -> None:
     save_trace([TIMELINE], tmp_path / "trace.json")
     assert json.loads((tmp_path / "trace.json").read_text()) == trace_events([TIMELINE])
+
+
+def test_rows_say_what_part_of_the_model_a_device_has() -> None:
+    timeline = replace(TIMELINE, places=("embed .. layers.0", "head"))
+    named = [e["args"]["name"] for e in trace_events([timeline])["traceEvents"] if e["name"] == "thread_name"]
+    assert named == ["a: embed .. layers.0", "long name: head"]
+    assert timeline.labels == ["a\nembed .. layers.0", "long name\nhead"] and TIMELINE.labels == ["a", "long name"]
+    lines = str(timeline).splitlines()
+    assert lines[0].split() == ["device", "actions", "computes", "ms", "idle", "memory", "has"]
+    assert lines[1].endswith("embed .. layers.0") and lines[2].split()[-2:] == ["-", "head"]

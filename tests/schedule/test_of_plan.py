@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from fxsplit.ir.facts.price import CostModel, StagePlan
 from fxsplit.schedule import generate
 from fxsplit.schedule.catalogue import Scheduler
 from fxsplit.schedule.memory import Footprint
-from fxsplit.schedule.of_plan import build_schedule, find_replicas, read_footprints, read_times
+from fxsplit.schedule.of_plan import build_schedule, find_replicas, name_places, read_footprints, read_times
 
 NOTHING = dict.fromkeys(("receive_ms", "send_ms", "reduce_ms", "load_ms", "in_bytes", "out_bytes", "memory_bytes"), 0.0)
 
@@ -114,3 +114,13 @@ def test_a_schedule_without_replicas_says_so(name: str) -> None:
     wide = plan(stage(0), stage(1, 2, 3))
     with pytest.raises(ScheduleError, match=f"{name}: the plan gives a stage several devices"):
         build_schedule(wide, Scheduler(name, 2), 4, [1e9, 1e9])
+
+
+def test_each_device_is_named_by_its_parts_of_the_model() -> None:
+    parts = [replace(stage(i), nodes=("x", "y"), begins_at=f"layers.{i}", ends_at=f"layers.{i}.mlp") for i in range(4)]
+    two = plan(*parts)
+    assert name_places(two, generate("Interleaved1F1B", 2, 2, 2)) == (
+        "layers.0 .. layers.0.mlp, layers.2 .. layers.2.mlp",
+        "layers.1 .. layers.1.mlp, layers.3 .. layers.3.mlp",
+    )
+    assert stage(0).place == "(passes values on)" and replace(parts[0], ends_at="layers.0").place == "layers.0"

@@ -241,7 +241,7 @@ class Plan(Shown, Fact):
         yield Table(*self._list_figures())
         yield Table(
             ("stage", ">nodes", "first .. last in graph order"),
-            [(i, len(s.nodes), _name_ends(s)) for i, s in enumerate(self.stages)],
+            [(i, len(s.nodes), s.place) for i, s in enumerate(self.stages)],
         )
         # A bound that nobody has proven is no bound.
         bound = f"lower bound {self.lower_bound_ms:.3f} ms, " * (self.standing != "not proven")
@@ -277,15 +277,6 @@ class Plan(Shown, Fact):
             names = "+".join(self.device_names[d] for d in s.devices)
             rows.append([str(i), names, *(f"{ms:.3f}" for ms in times), *sizes])
         return [*heads, ">in", ">out", ">memory"], rows
-
-
-def _name_ends(stage: StagePlan) -> str:
-    """Return where in the model a stage begins and ends."""
-    if not stage.nodes:
-        return "(passes values on)"
-    # Plans of files of earlier versions name nodes alone.
-    first, last = stage.begins_at or stage.nodes[0], stage.ends_at or stage.nodes[-1]
-    return first if first == last else f"{first} .. {last}"
 
 
 def _find_shared_ms(stages: Sequence[StagePlan], machine: Machine) -> float:

@@ -129,6 +129,15 @@ class StagePlan:
         }
 
     @property
+    def place(self) -> str:
+        """Where in the model the stage begins and ends, for people."""
+        if not self.nodes:
+            return "(passes values on)"
+        # Plans of files of earlier versions name nodes alone.
+        first, last = self.begins_at or self.nodes[0], self.ends_at or self.nodes[-1]
+        return first if first == last else f"{first} .. {last}"
+
+    @property
     def launch_ms(self) -> float:
         """How long the stage's host is busy with launching one microbatch, forward and backward, in milliseconds."""
         return self.forward_launch_ms + self.backward_launch_ms
