@@ -35,6 +35,8 @@ TOGETHER = {
     aten._amp_foreach_non_finite_check_and_unscale_.default,
 }
 """Operators on gradients whose results all ranks need, and for which they meet; see `gradient_ledger.py`."""
+DRAW_BY_VALUES = {"multinomial", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet"}
+"""Operators that draw more random numbers for some values than for others."""
 
 
 class Meeting(Protocol):
@@ -260,6 +262,8 @@ def _run_one(func: Any, args: Sequence[Any], kwargs: dict[str, Any], name: str, 
     other = next((one.spot for one in found if one.spot.rank != spot.rank), None)
     if other is not None:
         spot.refuse(f"{name}() with {other} of rank {other.rank}")
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        _draw(func, args, kwargs, spot, name)
     written = _list_written(func, args, kwargs)
     if written:
         if not all(map(is_away, written)):
@@ -279,6 +283,23 @@ def _run_one(func: Any, args: Sequence[Any], kwargs: dict[str, Any], name: str, 
             spot.refuse(f"{name}()")
     kept = spot if func in SAME else replace(spot, derived=True)
     return pytree.tree_map_only(Tensor, lambda t: make_away(Away, t, kept, device=torch.device(label)), made)
+
+
+def _draw(func: Any, args: Sequence[Any], kwargs: dict[str, Any], spot: Spot, name: str) -> None:
+    """Draw as many random numbers as the weight's own rank does, and drop them: generators of ranks stay alike.
+
+    Otherwise ranks that initialise a model again would give layers of two ranks the same numbers.
+    """
+    if name in DRAW_BY_VALUES:
+        spot.refuse(f"{name}()")
+
+    def fill(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device).zero_()
+        return leaf
+
+    bare, named = pytree.tree_map(fill, (tuple(args), dict(kwargs)))
+    func(*bare, **named)
 
 
 def _compute_shapes(func: Any, args: Sequence[Any], kwargs: dict[str, Any], spot: Spot, name: str) -> Any:

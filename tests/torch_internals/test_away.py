@@ -110,3 +110,47 @@ def test_no_memory_is_behind_it(weight: nn.Parameter) -> None:
     assert storage.nbytes() == 48 and storage is weight.untyped_storage() and storage._cdata != other._cdata
     with pytest.raises(RuntimeError):
         torch.UntypedStorage.data_ptr(storage)
+
+
+DRAWS: dict[str, Callable[[Tensor], Any]] = {
+    "normal": lambda w: nn.init.normal_(w),
+    "uniform": lambda w: nn.init.kaiming_uniform_(w),
+    "random": lambda w: w.detach().random_(5),
+    "exponential": lambda w: w.detach().exponential_(),
+    "noise": lambda w: w + torch.randn_like(w),
+    "uniform noise": lambda w: w * torch.rand_like(w.detach()),
+    "a mask": lambda w: w * torch.bernoulli(torch.full_like(w, 0.3)),
+    "a mask in place": lambda w: w.detach().bernoulli_(0.3),
+    "dropout": lambda w: nn.functional.dropout(w, 0.5),
+    "around it": lambda w: torch.normal(w.detach(), 0.1),
+    "a generator": lambda w: w.detach().normal_(generator=torch.Generator().manual_seed(1)),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("shape", [(3, 4), (16, 8)])
+def test_generators_stay_alike(name: str, shape: tuple[int, int]) -> None:
+    """Once layers of two ranks that were initialised again had the same numbers."""
+    states = []
+    for away in (False, True):
+        weight = nn.Parameter(torch.randn(shape).t().contiguous().t())
+        if away:
+            send_away(weight, Spot("w0", 1))
+        torch.manual_seed(0)
+        DRAWS[name](weight)
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+
+
+BY_VALUES: dict[str, Callable[[Tensor], Any]] = {
+    "places": lambda w: torch.multinomial(w.detach().abs(), 2),
+    "counts": lambda w: torch.poisson(w.detach().abs()),
+    # What is too large is drawn again.
+    "truncated": lambda w: nn.init.trunc_normal_(w),
+}
+
+
+@pytest.mark.parametrize("name", BY_VALUES)
+def test_draws_of_which_values_decide_how_many_there_are_are_refused(weight: nn.Parameter, name: str) -> None:
+    with pytest.raises(ElsewhereError, match="needs its values on this rank"):
+        BY_VALUES[name](weight)
