@@ -81,6 +81,9 @@ NEEDED = (
     "torch.Tensor._has_symbolic_sizes_strides",
     "torch.fx.experimental.proxy_tensor._extract_tensor_metadata",
     "torch.fx.experimental.symbolic_shapes.ShapeEnv._inner_evaluate_expr",
+    "torch.utils._sympy.functions.FloorDiv",
+    "torch.utils._sympy.functions.Mod",
+    "torch.utils._sympy.functions.PythonMod",
     # Autograd
     "torch.Tensor._backward_hooks",
     "torch.Tensor._post_accumulate_grad_hooks",
