@@ -63,6 +63,10 @@ class OwnGradient(Tensor):
             if func in KEEPING and isinstance(found, Tensor):
                 mark_own(found, *args[0].place)
             return found
+        if func in NORM_FUNCTIONS and any(map(_is_own_sparse, pytree.tree_leaves((args, kwargs)))):
+            # torch takes other operators for it. The other ranks have a dense one, and come to those of these.
+            args, kwargs = pytree.tree_map_only(OwnGradient, _stand_in, (tuple(args), kwargs))
+            return func(*args, **kwargs)
         together = _Together()  # type: ignore[no-untyped-call]
         with torch._C.DisableTorchFunctionSubclass(), enter_dispatch_mode(together):
             found = func(*args, **kwargs)
@@ -101,6 +105,17 @@ class _Together(TorchDispatchMode):
                 self.has_met = True
                 return own.place[0].run_together(func, args, kwargs)
         return func(*args, **kwargs)
+
+
+def _is_own_sparse(value: Any) -> bool:
+    """Return whether a value is a sparse gradient of this rank."""
+    return isinstance(value, OwnGradient) and value.layout is torch.sparse_coo
+
+
+def _stand_in(gradient: OwnGradient) -> Tensor:
+    """Return what other ranks have in place of a sparse gradient, and a dense one itself."""
+    ledger, index = gradient.place
+    return ledger.make_stand_in(gradient, index) if _is_own_sparse(gradient) else gradient
 
 
 def _refuse_norm(ledger: GradientLedger, index: int, what: str) -> NoReturn:
@@ -196,6 +211,11 @@ class GradientLedger:
         if isinstance(weight.grad, Away) and weight.grad.spot.meeting is self:
             return weight.grad
         return make_away(Away, weight, replace(weight.spot, gradient=True, index=index, meeting=self))
+
+    def make_stand_in(self, gradient: Tensor, index: int) -> Tensor:
+        """Return what other ranks have in place of the gradient of parameter number `index`."""
+        entry = self._entries[index]
+        return make_away(Away, gradient, Spot(entry.name, entry.rank, index, self, gradient=True))
 
     def _get_own(self, entry: Entry) -> Tensor | None:
         """Return the gradient of a parameter of this rank, if it has one."""

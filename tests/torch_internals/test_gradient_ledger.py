@@ -368,3 +368,39 @@ def clip_with_a_norm(rank: int, world: int) -> list[float]:
 def test_gradients_are_clipped_with_a_norm() -> None:
     for norms in ranks(2, clip_with_a_norm):
         assert norms[::2] == norms[1::2] and len(norms) == 6
+
+
+SPARSE_NORMS: dict[str, Any] = {
+    "method": lambda g: g.norm(),
+    "of order 1": lambda g: g.norm(1),
+    "largest": lambda g: torch.norm(g, float("inf")),
+    "function": lambda g: torch.norm(g),
+    "by name": lambda g: g.norm("fro"),
+}
+
+
+def take_norms_of_sparse(rank: int, world: int) -> int:
+    model, whole = (nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2)) for _ in range(2))
+    model.load_state_dict(whole.state_dict())
+    ledger, _ = part(model, rank, world)
+    whole(torch.tensor([1, 2, 2, 7])).square().sum().backward()
+    for mine, other in zip(model.parameters(), whole.parameters(), strict=True):
+        if not is_away(mine) and other.grad is not None:
+            mine.grad = other.grad.clone()
+    ledger.share_present()
+    gradient, expected = next(model.parameters()).grad, next(whole.parameters()).grad
+    assert gradient is not None and expected is not None and expected.is_sparse
+    for name, norm in SPARSE_NORMS.items():
+        torch.testing.assert_close(norm(gradient), norm(expected), msg=name)
+    for name, norm in OTHER_NORMS.items():
+        # torch has this one of no sparse tensor.
+        if name != "rows of norm one":
+            with pytest.raises((InputError, ElsewhereError), match=r"the gradient of '0.weight'"):
+                norm(gradient)
+                raise AssertionError(name)
+    return len(SPARSE_NORMS)
+
+
+def test_norms_of_a_sparse_gradient_are_those_of_torch() -> None:
+    """The rank that has it refused them, and the others waited for it."""
+    assert ranks(2, take_norms_of_sparse) == [len(SPARSE_NORMS)] * 2
