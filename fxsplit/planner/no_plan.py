@@ -9,8 +9,10 @@ import numpy as np
 
 from fxsplit.errors import NoFit, PlanError
 from fxsplit.ir.facts.antichains import Antichains
+from fxsplit.ir.facts.costs import Costs
 from fxsplit.ir.facts.figures import format_bytes
 from fxsplit.ir.facts.machine import Machine
+from fxsplit.ir.facts.price import find_ends
 from fxsplit.planner.clock import Clock, OutOfTime
 from fxsplit.planner.kernels import SMALL
 from fxsplit.planner.problem import Path, Problem
@@ -24,6 +26,7 @@ lattice, where each test takes a second."""
 def explain_misfit(
     problems: Sequence[Problem],
     chains: Antichains,
+    costs: Costs,
     machine: Machine,
     schedule: str,
     clock: Clock,
@@ -81,12 +84,20 @@ def explain_misfit(
     if sizes[0] == sizes[1]:
         sizes = [f"{need:,.0f}", f"{there:,.0f} bytes"]
     return NoFit(
-        f"no plan fits in memory{some}: even the best leaves stage {worst} of {len(loads)} on {device.name} short by "
+        f"no plan fits in memory{some}: even the best leaves stage {worst} of {len(loads)} on {device.name}"
+        f"{_name_place(costs, chains, path, worst)} short by "
         f"{format_bytes(loads[worst])} ({loads[worst]:.0f} bytes): "
         f"it needs {sizes[0]} of {sizes[1]}; use more devices, more and smaller microbatches, {again}{earlier}or "
         "partition{optimizer_factor=} if your optimizer keeps less than Adam",
         short_bytes=float(loads[worst]),
     )
+
+
+def _name_place(costs: Costs, chains: Antichains, path: Path, stage: int) -> str:
+    """Return where in the model a stage of a chain begins and ends, in brackets; nothing for a stage without nodes."""
+    blocks = set(chains.ideal(path[stage][0])) - set(chains.ideal(path[stage - 1][0]) if stage else ())
+    first, last = find_ends([node for node in costs.nodes if chains.blocks.home[node.name] in blocks])
+    return f" ({first if first == last else f'{first} .. {last}'})" if first else ""
 
 
 def find_least_excess(problem: Problem, chains: Antichains, clock: Clock, found: Found) -> Path:

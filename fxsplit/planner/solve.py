@@ -185,7 +185,14 @@ class Misfit:
         keeps = self.task.recompute == "never" and not self.task.workload.inference
         machine, schedule, outcome = self.task.machine, self.task.workload.schedule, self.outcome
         return explain_misfit(
-            outcome.problems, self.chains, machine, schedule, self.clock, complete=outcome.complete, keeps=keeps
+            outcome.problems,
+            self.chains,
+            self.task.costs,
+            machine,
+            schedule,
+            self.clock,
+            complete=outcome.complete,
+            keeps=keeps,
         )
 
 

@@ -29,7 +29,7 @@ def test_more_devices_than_nodes() -> None:
 
 def test_memory_that_fits_no_plan() -> None:
     machine = Machine.of(["cpu", "cpu"], memory_bytes=2000)
-    with refused(PlanError, r"no plan fits in memory: .* stage \d of 2 on cpu:\d short by .* of 2.0 KiB; use"):
+    with refused(PlanError, r"no plan fits in memory: .* stage \d of 2 on cpu:\d \(.*\) short by .* of 2.0 KiB; use"):
         fxsplit.compile(Mlp(), machine, example_inputs=x(), passes=FAST)
 
 

@@ -280,7 +280,7 @@ def test_too_little_memory_says_how_much_and_where() -> None:
     costs = Costs(tuple(chain), (), ("n3",), rows=1)
     machine = Machine.of(["cpu", "cpu"], memory_bytes=7000)
     with pytest.raises(
-        PlanError, match=r"stage \d of 2 on cpu:\d short by 1000 B \(1000 bytes\).*7\.8 KiB of 6\.8 KiB"
+        PlanError, match=r"stage \d of 2 on cpu:\d \(n\d .. n\d\) short by 1000 B \(1000 bytes\).*7\.8 KiB of 6\.8 KiB"
     ):
         solve(costs, machine)
 

@@ -200,7 +200,7 @@ def _price_stage(costs: Costs, machine: Machine, model: CostModel, split: Split,
     reduce = sum(n.parameter_bytes for n in nodes) * machine.reduce_ms_per_byte(devices)
     busy = forward + backward + reduce
     load = max(busy, receive, send) if model.name == "overlapped" else busy + receive + send
-    begins_at, ends_at = _find_ends(nodes)
+    begins_at, ends_at = find_ends(nodes)
     launch_forward, launch_backward = _price_launches(nodes, len(devices), host=host, recompute=recompute)
     return StagePlan(
         nodes=tuple(names),
@@ -227,7 +227,7 @@ def _price_stage(costs: Costs, machine: Machine, model: CostModel, split: Split,
     )
 
 
-def _find_ends(nodes: Sequence[NodeCost]) -> tuple[str, str]:
+def find_ends(nodes: Sequence[NodeCost]) -> tuple[str, str]:
     """Return where in the model a stage begins and ends: the places of its first and last node inside of a module."""
     # Nodes of no module, and those that fetch weights, are in no place that a user would look for.
     inside = [n for n in nodes if n.module and not n.op.startswith("get_attr")] or nodes
