@@ -109,6 +109,7 @@ def capture(
     # Copied before anything runs: forward() may write to its arguments.
     sample = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in subject.take_rows(subject.rows))
     watch = Watch(model)
+    subject = replace(subject, empty_caches=watch.put_back)
     # Every attempt runs forward(), which may write to more than the model.
     # What torch logs of an operator that fails, a TraceError says in a line.
     with undo_after(watch.put_back), hide_logged_warnings("torch"):

@@ -53,9 +53,13 @@ def _attempt(
 ) -> tuple[Graph, CallEffects] | None:
     """Return the checked graph with these numbers as inputs; None where that is impossible."""
     # What the graph without them warns of has been said.
-    with hide_warnings():
+    with hide_warnings(), undo_after(subject.empty_caches):
         try:
+            # A cache that the model's own runs have filled hides what is computed with the number. What tracing puts
+            # into one is no number.
+            subject.empty_caches()
             graph = front_end.attempt(replace(subject, numbers=tuple(numbers)))
+            subject.empty_caches()
             if len(list_number_nodes(graph.gm.graph)) != len(numbers):
                 return None
             checked = check(graph)
@@ -70,7 +74,8 @@ def _attempt(
 def _check_others(subject: Subject, graph: Graph, numbers: Sequence[Number]) -> None:
     """Raise TraceError unless the graph is the model with other values of the numbers too, and has the same effects."""
     now, others = [n.place.read() for n in numbers], [n.other for n in numbers]
-    with undo_after(partial(set_numbers, graph.gm, now)):
+    subject.empty_caches()
+    with undo_after(partial(set_numbers, graph.gm, now)), undo_after(subject.empty_caches):
         drawing, bound = _list_effects(subject, graph.gm)
         set_numbers(graph.gm, others)
         with hold_numbers(numbers, others):

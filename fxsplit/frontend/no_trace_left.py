@@ -18,6 +18,7 @@ from fxsplit.frontend.items import CONTAINERS, copy_items, has_items, list_items
 from fxsplit.frontend.owners import find_foreign, is_imported, is_namespace
 from fxsplit.torch_internals.fake_weights import Snapshot
 from fxsplit.torch_internals.generators import keep_generators
+from fxsplit.torch_internals.objects import is_a
 from fxsplit.torch_internals.undo import undo_after
 
 
@@ -46,7 +47,7 @@ class _Attributes:
         self._containers = [*own, *_list_collections(values)]
         self._before = self.read()
         # Neither parameters nor buffers.
-        self._tensors = Snapshot(v for v in values if isinstance(v, Tensor))
+        self._tensors = Snapshot(v for v in values if is_a(v, Tensor))
         self._own = {id(m.__dict__): m for m in modules}
 
     def read(self) -> list[tuple[Any, ...]]:
@@ -85,11 +86,11 @@ def _list_collections(values: Iterable[Any]) -> list[Any]:
     left = list(values)
     while left:
         value = left.pop()
-        if isinstance(value, CONTAINERS) and id(value) not in found and not is_namespace(value):
+        if is_a(value, CONTAINERS) and id(value) not in found and not is_namespace(value):
             found[id(value)] = value
-        elif not isinstance(value, tuple):  # a tuple cannot change, but it may hold a list that does
+        elif not is_a(value, tuple):  # a tuple cannot change, but it may hold a list that does
             continue
-        left += (held for _, held in list_items(value)) if isinstance(value, dict) else list_items(value)
+        left += (held for _, held in list_items(value)) if is_a(value, dict) else list_items(value)
     return list(found.values())
 
 

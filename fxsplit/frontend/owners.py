@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from fxsplit.frontend.items import CONTAINERS
 from fxsplit.ir.facts.python_state import ABSENT
+from fxsplit.torch_internals.objects import is_a
 
 TORCHS = ("torch", "functorch", "torchgen", "numpy", "sympy", "mpmath", "triton")
 """torch and the packages that it computes with: what they keep for themselves is no user's."""
@@ -22,9 +23,9 @@ DEFINITIONS = (types.ModuleType, type, types.FunctionType)
 
 def is_library(value: Any) -> bool:
     """Return whether a value is a module, class or function of torch's or of Python's own, which nobody changes."""
-    if not isinstance(value, (*DEFINITIONS, types.BuiltinFunctionType)):
+    if not is_a(value, (*DEFINITIONS, types.BuiltinFunctionType)):
         return False
-    home = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
+    home = value.__name__ if is_a(value, types.ModuleType) else getattr(value, "__module__", None)
     return is_of_library(str(home or "torch"))
 
 
@@ -43,7 +44,7 @@ def is_installed(module: str) -> bool:
 def is_namespace(value: Any) -> bool:
     """Return whether a value is the dict of a module, or of all modules."""
     # Python gives each module both names, and nothing else has them.
-    if not isinstance(value, dict) or value is sys.modules:
+    if not is_a(value, dict) or value is sys.modules:
         return value is sys.modules
     # A class derived from dict may refuse to be asked.
     return dict.__contains__(value, "__spec__") and dict.__contains__(value, "__loader__")
@@ -63,17 +64,17 @@ def is_imported(then: Any, now: Any, modules: Collection[str]) -> bool:
 
     A submodule of a model counts as well, such as one under torch.compile: a call may make and register it once.
     """
-    if not (then is None or then is ABSENT) or not isinstance(now, (*DEFINITIONS, nn.Module)):
+    if not (then is None or then is ABSENT) or not is_a(now, (*DEFINITIONS, nn.Module)):
         return False
     home = getattr(now, "__module__", None)
-    return isinstance(now, (types.ModuleType, nn.Module)) or (home in sys.modules and home not in modules)
+    return is_a(now, (types.ModuleType, nn.Module)) or (home in sys.modules and home not in modules)
 
 
 def is_definition(then: Any, now: Any) -> bool:
     """Return whether a place that held nothing has a function or a class now, which somebody has made to measure."""
-    return (then is None or then is ABSENT) and isinstance(now, DEFINITIONS)
+    return (then is None or then is ABSENT) and is_a(now, DEFINITIONS)
 
 
 def holds_tensors(value: Any) -> bool:
     """Return whether a value holds tensors, or stand-ins for tensors and lengths of a model that is traced."""
-    return any(isinstance(leaf, (Tensor, fx.Proxy, SymInt, SymFloat, SymBool)) for leaf in pytree.tree_leaves(value))
+    return any(is_a(leaf, (Tensor, fx.Proxy, SymInt, SymFloat, SymBool)) for leaf in pytree.tree_leaves(value))

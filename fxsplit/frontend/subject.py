@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -36,7 +36,8 @@ class Subject:
     forward() decides by whether gradients are enabled, or whether a weight requires one. `numbers`: Python numbers that
     are to be inputs of the graph, where forward() only computes with them. `outputs`: what the model has returned, by
     rows, wherever it ran on stand-ins: all that it will return again. `made_up`: the model computes with values
-    that are made up in place of those of its weights; then it is not `from_shapes`.
+    that are made up in place of those of its weights; then it is not `from_shapes`. `empty_caches`: takes back what
+    calls of the model have changed outside of it, such as a cache that they have filled.
     """
 
     model: nn.Module
@@ -50,6 +51,7 @@ class Subject:
     outputs: dict[int, Any] = field(default_factory=dict)
     divided: tuple[int, ...] = ()
     made_up: bool = False
+    empty_caches: Callable[[], None] = lambda: None
 
     @property
     def name(self) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fxsplit.torch_internals.fake_weights import has_values
+from fxsplit.torch_internals.objects import is_a
 
 MOST_BYTES = 2**20
 """An array that is larger is not compared: nobody counts the writes to it, so that would take long."""
@@ -83,9 +84,9 @@ class Contents:
 
 def has_contents(value: Any) -> bool:
     """Return whether a value is a tensor, or an array of numbers that is not too large."""
-    if isinstance(value, np.ndarray):
+    if is_a(value, np.ndarray):
         return not value.dtype.hasobject and value.nbytes <= MOST_BYTES
-    return isinstance(value, Tensor) or (isinstance(value, (bytearray, array.array)) and len(value) <= MOST_BYTES)
+    return is_a(value, Tensor) or (is_a(value, (bytearray, array.array)) and len(value) <= MOST_BYTES)
 
 
 def _is_quickly_read(holder: Tensor) -> bool:

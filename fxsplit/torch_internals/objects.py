@@ -107,10 +107,10 @@ def take_apart(value: Any, around: tuple[int, ...] = ()) -> Any:
     Tensors, constants and stand-ins are returned as they are. `around` has the identities of the objects around.
     """
     kind = type(value)
-    if kind is StandIn or isinstance(value, (Tensor, *NAMED, Opaque)):
+    if kind is StandIn or is_a(value, (Tensor, *NAMED, Opaque)):
         return value
     # A text of a class of the user's own may hold more than its characters.
-    if isinstance(value, VALUES) and not getattr(value, "__dict__", None):
+    if is_a(value, VALUES) and not getattr(value, "__dict__", None):
         return value
     if isinstance(value, types.MethodType) and isinstance(value.__self__, NAMED):
         return value
@@ -141,6 +141,14 @@ def is_packed(value: Any) -> bool:
     return issubclass(type(value), PackedSequence)
 
 
+def is_a(value: Any, kinds: Any) -> bool:
+    """Return whether a value is of one of these types, as isinstance() does, but without asking the value itself.
+
+    A proxy, as weakref.proxy() makes one, hands the question on, which fails if what it stands for is gone.
+    """
+    return issubclass(type(value), kinds)
+
+
 def same_constant(a: Any, b: Any) -> bool:
     """Return whether two leaves that are no tensors are the same for every computation; no == of a user's is asked."""
     if a is b:
@@ -148,9 +156,9 @@ def same_constant(a: Any, b: Any) -> bool:
     # Types too: True equals 1, and the graph of the one may be wrong for the other. Texts tell 0.0 from -0.0.
     if type(a) is not type(b):
         return False
-    if isinstance(a, types.MethodType):
+    if is_a(a, types.MethodType):
         return bool(a.__func__ is b.__func__ and a.__self__ is b.__self__)
-    return isinstance(a, (*VALUES, Opaque)) and repr(a) == repr(b)
+    return is_a(a, (*VALUES, Opaque)) and repr(a) == repr(b)
 
 
 def _read_attributes(value: Any) -> dict[str, Any]:

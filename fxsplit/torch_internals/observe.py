@@ -252,15 +252,24 @@ def observe(
         observer.note_layouts()
         # A tensor from a closure would be trained by the model and by no stage.
         known = {id(t) for t in (*own.parameters(), *own.buffers(), *leaves, *observer.list_made())}
-        outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
-        foreign = next((leaf for t in outputs for leaf in find_leaves(t) if id(leaf) not in known), None)
-    if foreign is not None:
+        foreign = [leaf for leaf in _list_leaves(result) if id(leaf) not in known]
+        if foreign:
+            # One that the model makes in each call, to take a gradient by it inside, is another one in another call.
+            again = fx.Interpreter(own).run(*(leaf.clone() for leaf in leaves))
+            held = {id(leaf) for leaf in _list_leaves(again)}
+            foreign = [leaf for leaf in foreign if id(leaf) in held]
+    if foreign:
         raise TraceError(
-            f"the model trains a tensor ({describe_tensor(foreign)}) that is none of its parameters, so no stage "
+            f"the model trains a tensor ({describe_tensor(foreign[0])}) that is none of its parameters, so no stage "
             "would own it: make it a parameter of the model, or give it as an argument to a function marked with "
             "torch.fx.wrap"
         )
     return observer.seen
+
+
+def _list_leaves(result: Any) -> list[Tensor]:
+    """Return the leaves of autograd's graph that the tensors of a result depend on."""
+    return [leaf for t in pytree.tree_leaves(result) if isinstance(t, Tensor) for leaf in find_leaves(t)]
 
 
 def _is_joined(value: Tensor) -> bool:

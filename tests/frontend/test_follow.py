@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import fxsplit
 from fxsplit.frontend.capture import capture
 from fxsplit.ir.facts.numbers import list_number_nodes, set_numbers
 from fxsplit.ir.facts.python_state import PythonState
 from fxsplit.ir.graph import IR
-from tests.models import Two
+from tests.models import FAST, Two
 
 Use = Callable[[Any, Tensor], Tensor]
 
@@ -173,3 +175,27 @@ def test_numbers_of_one_name_and_of_an_argument_have_inputs_of_their_own() -> No
 def test_a_graph_that_was_given_holds_what_it_holds() -> None:
     model = torch.fx.symbolic_trace(Uses(lambda m, h: h * m.rate, exported=False))
     assert not capture(model, (torch.randn(6, 4),), {}, rows=3)[PythonState].followed
+
+
+class Kept:
+    """Makes a number of another one once."""
+
+    def __init__(self) -> None:
+        self.rate = 1.0
+
+    @functools.cached_property
+    def doubled(self) -> float:
+        return self.rate * 2
+
+
+def test_a_number_behind_a_cache_is_followed_as_a_model_with_an_empty_one_computes() -> None:
+    """Its graph was made and checked with a cache that the model's own run had filled, and so held its last value."""
+    model: Any = Uses(lambda m, h: h * m.kept.doubled, exported=False)
+    model.kept = Kept()
+    x = torch.randn(6, 4)
+    with fxsplit.compile(model, 2, passes=FAST) as pipe:
+        for rate in (1.0, 3.0, 4.0, 5.0, 3.0):
+            model.kept.rate = rate
+            vars(model.kept).pop("doubled", None)
+            found = pipe(x)
+            torch.testing.assert_close(found, model(x))

@@ -250,14 +250,20 @@ class Takes(nn.Module):
             back: Tensor = pulled[1](torch.ones_like(pulled[0]))[0]
             return x * back
         with torch.enable_grad():
-            x = x.requires_grad_() if x.is_leaf else x
-            energy = self.compute_energy(x).sum()
-            slope = torch.autograd.grad(energy, x, create_graph=self.how == "penalty")[0]
+            if self.how == "detached":
+                by = x.detach().requires_grad_()
+            elif self.how == "made":
+                by = torch.zeros_like(x, requires_grad=True)
+            else:
+                by = x = x.requires_grad_() if x.is_leaf else x
+            energy = self.compute_energy(x + by if self.how == "made" else by).sum()
+            slope = torch.autograd.grad(energy, by, create_graph=self.how != "plain")[0]
         return x + slope.square().sum(1, keepdim=True)
 
 
-@pytest.mark.parametrize("how", ["penalty", "plain", "grad", "vjp"])
+@pytest.mark.parametrize("how", ["penalty", "plain", "grad", "vjp", "detached", "made"])
 def test_every_way_to_take_gradients_is_right_in_a_submodule(how: str) -> None:
+    """A tensor that forward() makes to take a gradient by it was refused, as if somebody else had it."""
     compare_kept_whole(Takes(how))
 
 

@@ -18,6 +18,7 @@ from fxsplit.frontend.watch.found import CONTENTS, STATE, VARIABLE, Found, Label
 from fxsplit.frontend.watch.names import Names
 from fxsplit.ir.facts.python_state import ABSENT, Place, is_plain
 from fxsplit.torch_internals.contents import Contents, has_contents
+from fxsplit.torch_internals.objects import is_a
 from fxsplit.torch_internals.undo import undo_after
 
 PYTHONS_GENERATOR = random.random.__self__  # type: ignore[attr-defined]
@@ -29,12 +30,15 @@ def list_inside(value: Any, label: Label) -> Iterator[Found]:
     if has_contents(value):
         place = Place(str(label), partial(Contents, value), Contents.put_back)
         yield Found(value, label, CONTENTS, place, (id(value), CONTENTS))
-    elif isinstance(value, contextvars.ContextVar):
+    elif is_a(value, contextvars.ContextVar):
         place = Place(str(label), partial(value.get, ABSENT), partial(_set_variable, value))
         yield Found(place.read(), label, VARIABLE, place, (id(value), VARIABLE))
-    elif isinstance(value, weakref.ref):
+    elif is_a(value, weakref.ref):
         yield Found(value(), label)
-    elif isinstance(value, queue.Queue):
+    elif is_a(value, weakref.ProxyTypes):
+        with suppress(ReferenceError):  # what it stands for is gone
+            yield Found(value.__init__.__self__, label)
+    elif is_a(value, queue.Queue):
         yield Found(value.queue, label)
     # Of Python's own generator draws are refused that a graph depends on, and others are for nobody to know.
     elif value is not PYTHONS_GENERATOR and (hasattr(type(value), "__next__") or hasattr(type(value), "getstate")):
@@ -68,7 +72,7 @@ def _set_attribute(value: Any, name: str, held: Any) -> None:
 
 def _read_state(value: Any) -> Any:
     """Return the state of an iterator or a random generator, in a form that can be compared."""
-    if isinstance(value, types.GeneratorType):
+    if is_a(value, types.GeneratorType):
         frame = value.gi_frame
         held = sorted(frame.f_locals.items()) if frame is not None else []
         return (frame is None or frame.f_lasti, *((name, v) for name, v in held if is_plain(v)))

@@ -27,6 +27,7 @@ from fxsplit.frontend.watch.inside import list_inside, list_of_thread
 from fxsplit.frontend.watch.names import Names
 from fxsplit.frontend.watch.settings import is_question, list_answers
 from fxsplit.ir.facts.python_state import ABSENT, Place, is_plain, same
+from fxsplit.torch_internals.objects import is_a
 
 MOST_ITEMS = 1000
 """A container with more items is not compared before every call: only its entries under texts of the code are."""
@@ -41,19 +42,19 @@ OF_TORCH = vars(nn.Module()).keys() - {"training"}
 def list_places(value: Any, names: Names, label: Label) -> Iterator[Found]:
     """Yield the places of an object that code with these names may read or write, and the values in them."""
     # What becomes of a line that is logged is no business of the code that logs it.
-    if isinstance(value, (logging.Handler, logging.Manager)):
+    if is_a(value, (logging.Handler, logging.Manager)):
         return
-    if isinstance(value, (tuple, frozenset, Mapping, *CONTAINERS)):
+    if is_a(value, (tuple, frozenset, Mapping, *CONTAINERS)):
         yield from _list_items(value, names, label)
-    elif isinstance(value, types.ModuleType):
+    elif is_a(value, types.ModuleType):
         yield from _list_module(value, names, label)
-    elif isinstance(value, type):
+    elif is_a(value, type):
         yield from _list_class(value, names)
-    elif isinstance(value, (types.FunctionType, types.MethodType, partial, *CACHED)):
+    elif is_a(value, (types.FunctionType, types.MethodType, partial, *CACHED)):
         yield from _list_bound(value, label)
     else:
         yield from list_inside(value, label)
-    if not isinstance(value, (types.ModuleType, type)) and not is_plain(value):
+    if not is_a(value, (types.ModuleType, type)) and not is_plain(value):
         yield from _list_attributes(value, names, label)
 
 
@@ -123,6 +124,12 @@ def _slot(mapping: Any, name: str, label: Label) -> Found:
     return Found(place.read(), label, name, place, (id(mapping), name))
 
 
+def _member(value: Any, name: str, label: Label) -> Found:
+    """Return the place of what every object of a type has, such as the code of a function."""
+    place = Place(str(label.of(name)), partial(getattr, value, name), partial(setattr, value, name))
+    return Found(ABSENT, label.of(name), VARIABLE, place, (id(value), name))
+
+
 def _inherited(kind: type, base: type, name: str) -> Found:
     """Return the place of an attribute that instances of a class have from `base`, the class itself or one above."""
     label = Label("class attribute", f"{base.__qualname__}.{name}", is_installed(base.__module__))
@@ -143,20 +150,20 @@ def _list_items(value: Any, names: Names, label: Label) -> Iterator[Found]:
         return
     if count_items(value) > MOST_ITEMS or type(value).__module__ == "os":
         # Of a long table, or of the environment, only what the code names.
-        for key in names.texts if isinstance(value, Mapping) else ():
+        for key in names.texts if is_a(value, Mapping) else ():
             with suppress(Exception):
                 yield find_entry(value, key, label)
         return
 
     items = copy_items(value)
-    if not isinstance(value, (tuple, frozenset)):
+    if not is_a(value, (tuple, frozenset)):
         read: Callable[[], Any] = partial(copy_items, value)
         if names.installed and label.kind != "attribute":
             # A registry of a package gets entries whenever another part of the package is imported.
             read = keep_entries(value, items, items)
-        place = Place(str(label), read, partial(put_items_back, value) if isinstance(value, CONTAINERS) else None)
+        place = Place(str(label), read, partial(put_items_back, value) if is_a(value, CONTAINERS) else None)
         yield Found(value, label, ITEMS, place, (id(value), ITEMS))
-    pairs = items if isinstance(value, Mapping) else enumerate(items)
+    pairs = items if is_a(value, Mapping) else enumerate(items)
     yield from (Found(item, label.at(key)) for key, item in pairs if not is_plain(item))
 
 
@@ -172,13 +179,16 @@ def _list_namespace(value: dict[str, Any], names: Names, label: Label) -> Iterat
 
 def _list_bound(value: Any, label: Label) -> Iterator[Found]:
     """Yield what a function carries with it: variables of its closure, its defaults, bound arguments."""
-    if isinstance(value, types.MethodType):
+    if is_a(value, types.MethodType):
         parts = [value.__func__, value.__self__]
-    elif isinstance(value, partial):
+    elif is_a(value, partial):
         parts = [value.func, value.args, value.keywords]
-    elif isinstance(value, CACHED):
+    elif is_a(value, CACHED):
         parts = [value.__wrapped__]
     else:
+        # A notebook that loads a file again changes functions in place; nobody does that to an installed package's.
+        own = [] if is_installed(value.__module__ or "") else ["__code__", "__defaults__", "__kwdefaults__"]
+        yield from (_member(value, name, label) for name in own)
         parts = [value.__defaults__, value.__kwdefaults__]
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             at = Label("closure variable", name, is_installed(value.__module__ or ""))
@@ -217,14 +227,14 @@ def _list_class(value: type, names: Names) -> Iterator[Found]:
 
 def _list_attributes(value: Any, names: Names, label: Label) -> Iterator[Found]:
     """Yield the attributes of an object, of its class where it has none of that name, and those that it lacks."""
-    if isinstance(value, threading.local):
+    if is_a(value, threading.local):
         yield from list_of_thread(value, names, label)
         return
     held = _get_dict(value)
     if held is not None and "__dict__" in names.loads:
         yield Found(held, label)
-    weights = (value._parameters, value._buffers) if isinstance(value, nn.Module) else ()
-    submodules = value._modules if isinstance(value, nn.Module) else {}
+    weights = (value._parameters, value._buffers) if is_a(value, nn.Module) else ()
+    submodules = value._modules if is_a(value, nn.Module) else {}
     built = [name for name in held or () if names.may_build(name) and name not in OF_TORCH]
     for name in dict.fromkeys((*names.attributes, *built)):
         at = label.of(name)
@@ -239,7 +249,7 @@ def _list_attributes(value: Any, names: Names, label: Label) -> Iterator[Found]:
             yield Found(submodules[name], at)
         elif held is not None and name in held:
             found = _slot(held, name, at)
-            if found.value is None and found.place is not None and isinstance(value, nn.Module):
+            if found.value is None and found.place is not None and is_a(value, nn.Module):
                 # A submodule that takes the place of None is kept in another dict.
                 read = partial(_read_attribute, held, submodules, name)
                 found = found._replace(place=replace(found.place, read=read))
@@ -247,9 +257,9 @@ def _list_attributes(value: Any, names: Names, label: Label) -> Iterator[Found]:
         elif (base := _find_base(type(value), name)) is None:
             if held is not None and (name in names.stores or (names.asks and name in names.texts)):
                 yield _slot(held, name, at)
-            elif hasattr(type(value), "__getattr__") and not isinstance(value, (nn.Module, Tensor)):
+            elif hasattr(type(value), "__getattr__") and not is_a(value, (nn.Module, Tensor)):
                 yield from _list_computed(value, name, at)
-        elif isinstance(vars(base)[name], (types.MemberDescriptorType, types.GetSetDescriptorType)):
+        elif is_a(vars(base)[name], (types.MemberDescriptorType, types.GetSetDescriptorType)):
             place = Place(str(at), partial(getattr, value, name, ABSENT), partial(setattr, value, name))
             yield Found(place.read(), at, name, place, (id(value), name))
         else:

@@ -49,6 +49,7 @@ from fxsplit.ir.facts.python_state import ABSENT, Cached, Place, PythonState, de
 from fxsplit.torch_internals.compiled_code import COMPILER, find_original
 from fxsplit.torch_internals.contents import Contents
 from fxsplit.torch_internals.interpret import get_storage_id
+from fxsplit.torch_internals.objects import is_a
 from fxsplit.torch_internals.torch_transformers import ENCODE, may_pack
 from fxsplit.torch_internals.undo import undo_after
 from fxsplit.torch_internals.user_lines import FXSPLIT, TORCH, describe_line
@@ -158,7 +159,7 @@ class Seen:
 
     def is_fetched(self, fetched: Collection[int]) -> bool:
         """Return whether the place is what a tensor holds whose memory is among `fetched`."""
-        holder = self.before.holder if isinstance(self.before, Contents) else None
+        holder = self.before.holder if is_a(self.before, Contents) else None
         return isinstance(holder, Tensor) and get_storage_id(holder) in fetched
 
     def leave_out(self, now: Any) -> None:
@@ -197,10 +198,14 @@ class Watch:
         self._imported = frozenset(sys.modules)
         self._note_weights()
         # The code of torch's own modules is not watched. It reads what a module keeps, such as LayerNorm.eps.
+        # Nor need a forward() that was put into one module hold that module, by which it would be found.
         for path, module in self._modules.items():
+            held = ["forward"] if "forward" in vars(module) else []
             if is_library(type(module).forward):
-                held = [name for name, value in vars(module).items() if is_plain(value) and name not in OF_TORCH]
-                names = Names((*held, *module._parameters, *module._buffers), {}, {}, (), asks=False)
+                held += [name for name, value in vars(module).items() if is_plain(value) and name not in OF_TORCH]
+                held += [*module._parameters, *module._buffers]
+            if held:
+                names = Names(tuple(held), {}, {}, (), asks=False)
                 self._visit(module, Label(kind, path), _Frame(names, "", Home(path, frozenset()), in_hook=False))
 
     def begin_at(self, function: Any) -> None:
@@ -461,9 +466,9 @@ class Watch:
         if key in self._looked or is_plain(value):
             return
         self._looked.add(key)
-        if isinstance(value, CACHED):
+        if is_a(value, CACHED):
             self._once |= {*_list_codes(value.__wrapped__)}
-        elif isinstance(value, FunctionType) and not is_namespace(value.__globals__):
+        elif is_a(value, FunctionType) and not is_namespace(value.__globals__):
             self._known.setdefault(id(value.__globals__), (value.__globals__, label))
         end = self._begin_question(value, own.names)
         if id(value) in self._weights and "requires_grad" in own.names.loads:
@@ -479,7 +484,7 @@ class Watch:
 
     def _begin_question(self, value: Any, names: Names) -> Callable[[], None] | None:
         """Return the function that ends an aside, if a module is to be asked for names that it does not hold."""
-        if not isinstance(value, ModuleType) or "__getattr__" not in vars(value):
+        if not is_a(value, ModuleType) or "__getattr__" not in vars(value):
             return None
         # A module may import another one to answer, once. An aside compares all places, and each layer asks again.
         asked = {(id(value), name) for name in names.attributes if name not in vars(value)} - self._asked
@@ -500,7 +505,7 @@ class Watch:
             if name in (ITEMS, STATE, CONTENTS):
                 return
         value = found.value
-        if value is not ABSENT and not is_plain(value) and not (is_library(value) and not isinstance(value, type(sys))):
+        if value is not ABSENT and not is_plain(value) and not (is_library(value) and not is_a(value, type(sys))):
             label = self._known.setdefault(id(value), (value, found.label))[1]
             if label.library and not found.label.library:
                 # A library may list what is the model's.
@@ -523,7 +528,7 @@ class Watch:
 def _read(place: Place) -> Any:
     """Return what a place holds, with a copy of it where it is an array's content."""
     value = place.read()
-    return value.keep() if isinstance(value, Contents) else value
+    return value.keep() if is_a(value, Contents) else value
 
 
 def _is_watched(code: CodeType) -> bool:

@@ -7,6 +7,7 @@ of torch, and the graph keeps what was computed with them. So such a value is co
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import date, time, timedelta
 from enum import Enum
@@ -18,7 +19,7 @@ from fxsplit.ir.facts.figures import show
 from fxsplit.ir.graph import GivenFact
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.contents import Contents, has_contents
-from fxsplit.torch_internals.objects import VALUES, Opaque, same_constant, take_apart
+from fxsplit.torch_internals.objects import VALUES, Opaque, is_a, same_constant, take_apart
 
 MOST_LETTERS = 80
 """The longest text of a value in a message."""
@@ -81,9 +82,9 @@ def _flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
 
 def _is_alike(kept: Any, leaf: Any) -> bool:
     """Return whether a leaf is what was kept of another one; of what cannot be taken apart nothing is known."""
-    if isinstance(kept, Contents):
+    if is_a(kept, Contents):
         return has_contents(leaf) and kept.moves_to(leaf)
-    return not isinstance(leaf, Opaque) and same_constant(kept, leaf)
+    return not is_a(leaf, Opaque) and same_constant(kept, leaf)
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,11 +169,11 @@ def same(then: Any, now: Any) -> bool:
     Numbers, texts and the like are compared by value, tuples item by item, all other objects by identity: what an
     `__eq__` of the user's says of two objects is not whether forward() computes the same with both.
     """
-    if isinstance(then, Contents):
-        return isinstance(now, Contents) and then.matches(now)
-    if not isinstance(then, (tuple, frozenset)) or type(then) is not type(now):
-        return same_constant(then, now) or (isinstance(then, DATES) and bool(then == now))
-    if isinstance(then, frozenset):
+    if is_a(then, Contents):
+        return is_a(now, Contents) and then.matches(now)
+    if not is_a(then, (tuple, frozenset)) or type(then) is not type(now):
+        return same_constant(then, now) or (is_a(then, DATES) and bool(then == now))
+    if is_a(then, frozenset):
         plain = is_plain(then)
         return frozenset.__eq__(then, now) if plain else {*map(id, _iterate(then))} == {*map(id, _iterate(now))}
     if type(then) is not tuple:
@@ -182,14 +183,14 @@ def same(then: Any, now: Any) -> bool:
 
 def is_plain(value: Any) -> bool:
     """Return whether a value is a number, a text, a dtype or the like, or a tuple of those, which nobody can change."""
-    if isinstance(value, (tuple, frozenset)):
+    if is_a(value, (tuple, frozenset)):
         return all(map(is_plain, _iterate(value)))
-    return value is ... or isinstance(value, (*VALUES, *DATES, Enum))
+    return value is ... or is_a(value, (*VALUES, *DATES, Enum))
 
 
 def _iterate(value: Any) -> Iterator[Any]:
     """Return an iterator over the items of a tuple or frozenset, whose own class may refuse to be iterated over."""
-    return tuple.__iter__(value) if isinstance(value, tuple) else frozenset.__iter__(value)
+    return tuple.__iter__(value) if is_a(value, tuple) else frozenset.__iter__(value)
 
 
 def describe_change(then: Any, now: Any) -> tuple[str, str]:
@@ -197,15 +198,15 @@ def describe_change(then: Any, now: Any) -> tuple[str, str]:
     before, after = describe(then), describe(now)
     if before != after:
         return before, after
-    return before, "other values" if isinstance(now, Contents) else f"another {type(now).__name__}"
+    return before, "other values" if is_a(now, Contents) else f"another {type(now).__name__}"
 
 
 def describe(value: Any) -> str:
     """Return a value in words, short enough for a message."""
-    if value is ABSENT or isinstance(value, Contents) or is_plain(value):
+    if value is ABSENT or is_a(value, Contents) or is_plain(value):
         return show(value, MOST_LETTERS)
-    name = getattr(value, "__qualname__", None)
-    if isinstance(name, str):
-        return name
+    with suppress(Exception):  # code of the user's may answer
+        if isinstance(name := getattr(value, "__qualname__", None), str):
+            return name
     article = "an" if type(value).__name__[0] in "AEIOUaeiou" else "a"
     return f"{article} {type(value).__name__}"

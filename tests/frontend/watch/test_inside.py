@@ -84,10 +84,30 @@ def compute_name(model: Any) -> Any:
     return getattr(model, model.held[0])
 
 
+def make_rate() -> Callable[[], float]:
+    return lambda rate=1.0, *, by=1.0: rate * by
+
+
+def twice(rate: float = 1.0, *, by: float = 1.0) -> float:
+    return 2 * rate * by
+
+
+def put_forward(model: Any, by: float = 2.0) -> None:
+    """Put a function that does not hold the model in the place of its forward()."""
+    first, last = model.a, model.b
+    model.forward = lambda x: last(torch.tanh(first(x))) * by
+
+
 READS: dict[str, tuple[Any, Any, Callable[[Any], Any]]] = {
     "context variable": (lambda m: VARIABLE.get(), None, lambda m: VARIABLE.set(2.0)),
     "of a thread": (lambda m: OWN.rate, None, lambda m: setattr(OWN, "rate", 2.0)),
     "weak reference": (lambda m: WEAK().rate, None, lambda m: setattr(HOLDER, "rate", 2.0)),  # type: ignore[union-attr]
+    "proxy": (lambda m: m.held.rate, weakref.proxy(HOLDER), lambda m: setattr(HOLDER, "rate", 2.0)),
+    "code of a function": (lambda m: m.held(), make_rate(), lambda m: setattr(m.held, "__code__", twice.__code__)),
+    "default of a function": (lambda m: m.held(), make_rate(), lambda m: setattr(m.held, "__defaults__", (2.0,))),
+    "default by name": (lambda m: m.held(), make_rate(), lambda m: setattr(m.held, "__kwdefaults__", {"by": 2.0})),
+    "forward() of one module": (lambda m: 1.0, None, put_forward),
+    "forward() again": (lambda m: 1.0, None, put_forward),
     "array": (lambda m: float(m.held[0]), np.ones(5000), lambda m: m.held.fill(2.0)),
     "table that is computed with": (lambda m: TABLE.exp()[0], None, lambda m: TABLE.fill_(1.0)),
     "number in a tensor": (lambda m: m.held[0].item(), [torch.ones(())], lambda m: m.held[0].fill_(2.0)),
@@ -126,6 +146,8 @@ def test_what_is_read_is_followed(name: str) -> None:
     """Each of these once kept the value that it had when the model was compiled, in silence."""
     act, held, change = READS[name]
     model, x = Does(act, held), torch.randn(4, 4)
+    if name == "forward() again":
+        put_forward(model, 3.0)
     if name == "computed name":
         model.first = 1.0  # type: ignore[assignment]
     with fxsplit.compile(model, 2, n_microbatches=2, passes=FAST) as pipe:
@@ -296,3 +318,13 @@ def test_what_the_garbage_collector_calls_is_none_of_the_models_code(recwarn: py
     finally:
         gc.callbacks.remove(count_collections)
     assert not [w for w in recwarn.list if "COLLECTIONS" in str(w.message)]
+
+
+def test_a_proxy_whose_object_is_gone_is_no_error() -> None:
+    """Whether it is a container, or a tensor, was asked of the object itself."""
+    holder = Holder()
+    proxy = weakref.proxy(holder)
+    del holder
+    model, x = Does(lambda m: 1.0 if m.held[0] is not None else 2.0, [proxy]), torch.randn(4, 4)
+    with fxsplit.compile(model, 2, example_inputs=x, passes=FAST) as pipe:
+        torch.testing.assert_close(pipe(x), model(x))
