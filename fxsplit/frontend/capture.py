@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from fxsplit.frontend.check.wrong_cuts import explain_failure
 from fxsplit.frontend.choose import Checked, choose_graph
 from fxsplit.frontend.no_trace_left import restore_model
 from fxsplit.frontend.subject import Subject
+from fxsplit.frontend.watch.caches import empty_caches
 from fxsplit.frontend.watch.changes import list_changes
 from fxsplit.frontend.watch.watch import Watch
 from fxsplit.ir.facts.call import Inputs
@@ -109,7 +111,6 @@ def capture(
     # Copied before anything runs: forward() may write to its arguments.
     sample = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in subject.take_rows(subject.rows))
     watch = Watch(model)
-    subject = replace(subject, empty_caches=watch.put_back)
     # Every attempt runs forward(), which may write to more than the model.
     # What torch logs of an operator that fails, a TraceError says in a line.
     with undo_after(watch.put_back), hide_logged_warnings("torch"):
@@ -133,8 +134,11 @@ def _choose_watched(subject: Subject, watch: Watch, grad_enabled: bool) -> Check
     subject = replace(subject, asks_for_gradients=watch.asks_for_gradients())
     try:
         # Around all attempts: a check runs the model as well.
-        with restore_model(subject.model), torch.set_grad_enabled(grad_enabled or not subject.asks_for_gradients):
-            checked = _choose_explained(subject)
+        with (
+            restore_model(subject.model) as restore,
+            torch.set_grad_enabled(grad_enabled or not subject.asks_for_gradients),
+        ):
+            checked = _choose_explained(replace(subject, empty_caches=partial(empty_caches, watch, restore)))
     except TraceError as error:
         if watch.gradients:
             raise TraceError(_say_gradients(subject, watch), next(iter(watch.gradients)) or None) from error

@@ -6,7 +6,7 @@ What can be put back is put back. What a graph would lose, or keep from call to 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,15 +23,15 @@ from fxsplit.torch_internals.undo import undo_after
 
 
 @contextmanager
-def restore_model(model: nn.Module) -> Iterator[None]:
+def restore_model(model: nn.Module) -> Iterator[Callable[[], None]]:
     """Restore attributes and hooks of every module, and random generators, after the block.
 
-    Attributes include what is in lists, dicts, sets and deques, and the values of tensors that are neither parameters
-    nor buffers.
+    Yields a function that restores attributes and hooks within the block. Attributes include what is in lists, dicts,
+    sets and deques, and the values of tensors that are neither parameters nor buffers.
     """
     before = _Attributes(model)
     with undo_after(before.put_back), keep_generators(), keep_notes(before):
-        yield
+        yield before.put_back
 
 
 class _Attributes:

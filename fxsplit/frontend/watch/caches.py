@@ -6,7 +6,7 @@ is empty or filled by another call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -29,15 +29,16 @@ OTHER = 1.25
 """By what weights are multiplied for a call with other weights."""
 
 
-def check_caches(here: Runnable, watch: Watch, caches: dict[Seen, Cached]) -> None:
+def check_caches(here: Runnable, watch: Watch, restore: Callable[[], None], caches: dict[Seen, Cached]) -> None:
     """Note what the caches hold, which are filled now, if other calls fill them alike; `watch` can empty the caches.
 
+    restore: takes hooks out of the modules again that a first call has put there, as it notes in such a cache.
     Raises InputError if another call returns other outputs with the filled caches than with empty ones.
     """
     # Weights change between steps of a training; an evaluation may keep what it makes of them.
     with _change_weights(here) if here.model.training else nullcontext():
         with_filled = _call_on_others(here)
-        watch.put_back()
+        empty_caches(watch, restore)
         with_empty = _call_on_others(here)
     if with_filled is None or with_empty is None:
         return
@@ -50,13 +51,19 @@ def check_caches(here: Runnable, watch: Watch, caches: dict[Seen, Cached]) -> No
             "and later calls use it; the pipeline would make it again in each call, of other inputs: call "
             f"{here.name} once, then compile it"
         )
-    watch.put_back()
+    empty_caches(watch, restore)
     with _change_weights(here):
         _call_on_others(here)
     now = watch.find_changes()
     for seen, cached in caches.items():
         if seen in now and cached.holds(now[seen]):
             seen.cached = cached
+
+
+def empty_caches(watch: Watch, restore: Callable[[], None]) -> None:
+    """Let everything be as it was before the first call."""
+    watch.put_back()
+    restore()
 
 
 @contextmanager

@@ -21,7 +21,7 @@ def list_changes(subject: Subject, watch: Watch) -> list[str]:
     `watch` notes what the code reads, and can put back what it changes. Raises InputError for a cache that a call fills
     with what depends on its inputs or on weights, where later calls use it.
     """
-    with restore_model(subject.model), subject.make_runnable(subject.rows) as here:
+    with restore_model(subject.model) as restore, subject.make_runnable(subject.rows) as here:
         first = _run(here, watch)
         filled = {seen: Cached(value) for seen, value in first.items()} if has_values(here.tensors[0]) else {}
         found = list_lasting(first, _run(here, watch) if first else {})
@@ -30,7 +30,7 @@ def list_changes(subject: Subject, watch: Watch) -> list[str]:
         if caches:
             for seen in found:
                 seen.put_back((), lambda then, now: False)
-            check_caches(here, watch, {seen: filled[seen] for seen in caches})
+            check_caches(here, watch, restore, {seen: filled[seen] for seen in caches})
     watch.put_back()
     # Made once and used from then on, as a function under torch.compile is: the next call would make another one.
     keep = begin_aside()

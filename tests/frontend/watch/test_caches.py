@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import warnings
 from collections.abc import Callable
@@ -232,3 +233,34 @@ def test_what_changes_no_output_is_not_refused() -> None:
     model, x = Caches(keep_example).double(), torch.randn(8, 4).double()
     with fxsplit.compile(model, 2, example_inputs=x, passes=FAST, n_microbatches=2) as pipe:
         torch.testing.assert_close(pipe(x), model(x), rtol=1e-10, atol=1e-10)
+
+
+COLLECTED: contextvars.ContextVar[Any] = contextvars.ContextVar("COLLECTED", default=None)
+
+
+class Records(Two):
+    """Puts a hook into a module in its first call, and collects what it gives, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.hooked = nn.Sequential(nn.Linear(4, 4)), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.hooked:
+            self.part.register_forward_hook(lambda module, given, out: COLLECTED.get().append(out))
+            self.hooked = True
+        collected: list[Tensor] = []
+        token = COLLECTED.set(collected)
+        out: Tensor = self.b(torch.tanh(self.part(self.a(x))))
+        COLLECTED.reset(token)
+        return out * torch.stack(collected).sum()
+
+
+def test_hooks_of_a_first_call_are_put_in_once() -> None:
+    """To see what a first call does, it was called again with the hooks of the one before, and refused."""
+    torch.manual_seed(0)
+    model, x = Records().double(), torch.randn(8, 4).double()
+    with fxsplit.compile(model, 2, passes=FAST, n_microbatches=1) as pipe:
+        found = pipe(x)
+        assert not model.hooked and not model.part._forward_hooks
+        torch.testing.assert_close(found, model(x), rtol=1e-10, atol=1e-10)

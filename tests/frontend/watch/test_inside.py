@@ -85,7 +85,10 @@ def compute_name(model: Any) -> Any:
 
 
 def make_rate() -> Callable[[], float]:
-    return lambda rate=1.0, *, by=1.0: rate * by
+    def get_rate(rate: float = 1.0, *, by: float = 1.0) -> float:
+        return rate * by
+
+    return get_rate
 
 
 def twice(rate: float = 1.0, *, by: float = 1.0) -> float:
