@@ -195,7 +195,7 @@ def _train_copies(
     objective = choose_objective(unsplit, call, asked, ranks, finite=dtype is torch.float64)
     ways = _Ways(pipe, objective.loss_fn, ranks.take_common_rows(model, call, pipe.compiler.options.chunks))
     mine = copy_module(model)
-    with ways.compile(mine) as split:
+    with ways.compile(mine) as split, ranks.lend_counted(split, call):
         batch = split.compiler.prepare(get_mode(mine), call)
         trial = Trial.of(call, batch, split, objective, ranks)
         effects = ways.measure(model, trial)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fxsplit.api.compare import Outcome
+from fxsplit.api.compiled import get_mode
 from fxsplit.api.differences import widen
 from fxsplit.api.pipeline import Pipeline
 from fxsplit.api.ranks import Team
@@ -60,6 +61,16 @@ class Ranks:
             if is_away(named[name]):
                 bring_back(named[name], value.to(named[name].device))
         return copied
+
+    @contextmanager
+    def lend_counted(self, pipe: Pipeline, call: Call) -> Iterator[None]:
+        """Let all ranks have the buffers by which losses of a call of `pipe` are counted, for the block."""
+        counted = {} if self._team is None else pipe.compiler.prepare(get_mode(pipe.model), call).program.list_counted()
+        if not counted or pipe.compiler.team is None:
+            yield
+            return
+        with pipe.compiler.team.holdings.lend(counted):
+            yield
 
     def any(self, flag: bool) -> bool:
         """Return whether a flag is set on any rank."""

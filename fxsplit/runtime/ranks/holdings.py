@@ -218,11 +218,14 @@ class Holdings:
         if any(map(int, self._world.gather(missing, "the weights of a compile"))):
             yield
             return
-        away = [weight for weight in named.values() if isinstance(weight, Away)]
+        # A block may lie in one that has lent the same.
+        before = [(weight, weight.lent) for weight in named.values() if isinstance(weight, Away)]
 
         def take_back() -> None:
-            for weight in away:
+            for weight, value in before:
                 weight.__dict__.pop("lent", None)
+                if value is not None:
+                    weight.lent = value
 
         with undo_after(take_back):
             for name, value in self.gather_values(named):

@@ -6,9 +6,10 @@ A mean over rows weighs a pipeline by its rows, a mean over labels by its labels
 from __future__ import annotations
 
 import struct
+import zlib
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fxsplit.errors import InputError
 from fxsplit.ir.facts.counts import Count, Watch
@@ -25,13 +26,18 @@ class Kind(IntEnum):
     SUM = 1
     COUNTED = 2  # a sum, divided by a count
     COUNTED_ROWS = 3  # a mean over rows, divided by a count
-    OTHER = 4  # it divides by a count, and does more than that
-    OPEN = 5  # the first microbatch of the first step will tell
-    COMPARED = 6  # its rows depend on each other
+    WATCHED = 4  # it divides by counts, and does more than that: a mean where all count as many in each row
+    OTHER = 5  # it divides by a count, in a way that is not known
+    OPEN = 6  # the first microbatch of the first step will tell
+    COMPARED = 7  # its rows depend on each other
 
 
 class Portion(NamedTuple):
-    """What one pipeline has: its rows, in so many microbatches, and what its loss is divided by if it counts."""
+    """What one pipeline has: its rows, in so many microbatches, and what its loss is divided by if it counts.
+
+    counted: of a loss that does more with counts than divide by them, what tells whether pipelines count as many in
+        each row.
+    """
 
     rows: int
     n_microbatches: int
@@ -69,7 +75,8 @@ def find_portion(occasion: Occasion, *, has_loss: bool, ended: bool) -> Portion:
     if loss.meaning.is_open and not ended:
         return found._replace(kind=Kind.OPEN)
     if isinstance(count, Watch):
-        return found._replace(kind=Kind.OTHER)
+        wholes = [[target] for target in loss.given_targets]
+        return found._replace(kind=Kind.WATCHED, counted=_sum_up(count, wholes, batch.rows))
     return found._replace(kind=Kind.SUM if loss.meaning.reduction == "sum" else Kind.MEAN)
 
 
@@ -84,8 +91,11 @@ def find_own_portion(batch: Batch, found: Portion) -> Portion:
     own = find_loss_meaning(batch.program)
     if own.kind == "unjoined":
         return found._replace(kind=Kind.COMPARED)
-    if own.kind == "counted" or isinstance(own.count, Watch):
+    if own.kind == "counted":
         return found._replace(kind=Kind.OTHER)
+    if isinstance(own.count, Watch):
+        whole = batch.cut_for_counts(batch.rows)[1]
+        return found._replace(kind=Kind.WATCHED, counted=_sum_up(own.count, [whole], [found.rows]))
     if own.count is None:
         return found._replace(kind=Kind.SUM if own.kind == "sum" else Kind.MEAN)
     # A count of all pipelines is the sum of theirs if it is so in parts of this one.
@@ -96,6 +106,13 @@ def find_own_portion(batch: Batch, found: Portion) -> Portion:
     if parts is None or abs(parts - count) > 1e-9 * abs(count):
         return found._replace(kind=Kind.OTHER)
     return found._replace(kind=Kind.COUNTED_ROWS if own.count.by_rows else Kind.COUNTED, counted=count)
+
+
+def _sum_up(watch: Watch, pieces: Sequence[Sequence[Any]], rows: Sequence[int]) -> float:
+    """Return a checksum of how many entries each of several counts has in a row; the host waits for an accelerator."""
+    shares = [sum(count.find_divisor(one, n) for one, n in zip(pieces, rows, strict=True)) for count in watch.counts]
+    # In a row of one count there may be a third of an entry, rounded another way for other rows.
+    return float(zlib.crc32(str([f"{share / sum(rows):.9g}" for share in shares]).encode()))
 
 
 def weigh_portion(own: int, portions: Sequence[Portion]) -> float | None:
@@ -112,6 +129,8 @@ def weigh_portion(own: int, portions: Sequence[Portion]) -> float | None:
             "mesh has rows of its own: call pipe(x) and backward(), in which each pipeline weighs by its rows, or "
             "return a sum"
         )
+    if kind == Kind.WATCHED and len({portion.counted for portion in portions if portion.kind == kind}) > 1:
+        kind = Kind.OTHER
     if kind == Kind.OTHER:
         raise InputError(
             "the loss is divided by a count, which pipelines of a mesh have each for themselves, and is more than the "
@@ -121,7 +140,7 @@ def weigh_portion(own: int, portions: Sequence[Portion]) -> float | None:
         return 1.0
     rows, counts = sum(p.rows for p in portions), sum(p.counted for p in portions)
     mine = portions[own]
-    if kind == Kind.MEAN:
+    if kind in (Kind.MEAN, Kind.WATCHED):
         return mine.rows / rows
     # Nothing counts in any pipeline: the unsplit model divides by zero, and so does each of them.
     if not counts:

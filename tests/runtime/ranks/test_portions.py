@@ -126,6 +126,48 @@ def test_a_loss_that_pipelines_do_not_make_is_refused_if_each_has_one_microbatch
     assert all(text in str(found) for found in ranks(2, own_loss, how, 1))
 
 
+class Routed(nn.Module):
+    """Returns the loss of labels that are not ignored, with a further loss beside it, as mixtures of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = Mlp(6)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        scores: Tensor = self.layers(x)
+        return F.cross_entropy(scores, labels) + 0.1 * scores.square().mean()
+
+
+def add_a_further_loss(rank: int, n: int, n_microbatches: int) -> list[float | str]:
+    """Step with labels that all count, and then with labels of which fewer count in the second pipeline."""
+    mesh = make_mesh(n)
+    own = get_own(mesh)
+    torch.manual_seed(0)
+    model = Routed().double()
+    unsplit = copy.deepcopy(model)
+    x, labels = make_batch(0)[0], torch.arange(ROWS) % 3
+    first = {"x": x[:6], "labels": labels[:6]}
+    pipe = fxsplit.compile(model, mesh, example_inputs=first, passes=FAST, n_microbatches=n_microbatches)
+    found: list[float | str] = []
+    for ignored in (0, 1):
+        labels[ROWS - ignored :] = -100
+        expected = unsplit(x, labels)
+        expected.backward()
+        try:
+            worst = float((pipe.step(x=x[own], labels=labels[own]) - expected).abs())
+            found.append(max([worst, *(float((a - b).abs().max()) for _, a, b in list_gradients(pipe, unsplit))]))
+        except InputError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("n_microbatches", [1, 2])
+def test_a_loss_beside_a_count_is_that_of_all_rows_if_all_count_as_many_in_each(n_microbatches: int) -> None:
+    """Mixtures of experts were refused over a mesh, whatever labels they got."""
+    for worst, said in ranks(2, add_a_further_loss, n_microbatches):
+        assert worst < 1e-12 and "is more than the quotient" in said
+
+
 def test_a_portion_weighs_by_what_its_loss_is_divided_by() -> None:
     for kind, counts, expected in [
         (Kind.MEAN, (0.0, 0.0), 0.75),
@@ -133,6 +175,7 @@ def test_a_portion_weighs_by_what_its_loss_is_divided_by() -> None:
         (Kind.COUNTED, (1.0, 4.0), 0.2),
         (Kind.COUNTED, (0.0, 0.0), 1.0),
         (Kind.COUNTED_ROWS, (1.0, 4.0), 0.15),
+        (Kind.WATCHED, (3.0, 3.0), 0.75),
         (Kind.OPEN, (0.0, 0.0), None),
     ]:
         portions = [Portion(6, 3, kind, counts[0]), Portion(2, 3, kind, counts[1])]
@@ -141,3 +184,5 @@ def test_a_portion_weighs_by_what_its_loss_is_divided_by() -> None:
         assert found == (None if expected is None else pytest.approx(expected, rel=1e-15))
     with pytest.raises(InputError, match="is more than the quotient"):
         weigh_portion(0, [Portion(6, 3, Kind.OTHER), Portion(2, 3, Kind.MEAN)])
+    with pytest.raises(InputError, match="is more than the quotient"):
+        weigh_portion(0, [Portion(6, 3, Kind.WATCHED, 3.0), Portion(2, 3, Kind.WATCHED, 4.0)])

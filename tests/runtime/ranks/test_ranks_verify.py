@@ -210,6 +210,35 @@ def test_verify_over_a_line_of_ranks() -> None:
         assert len(told) == 1
 
 
+class Weighted(nn.Module):
+    """Returns a loss that weights of classes, in a buffer of the last stage, divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.register_buffer("classes", torch.tensor([1.0, 2.0, 5.0]))
+        self.classes: Tensor
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        scores = self.last(torch.tanh(self.first(x)))
+        return {"loss": nn.functional.cross_entropy(scores, labels, self.classes), "scores": scores}
+
+
+def verify_weighted(rank: int, n: int) -> tuple[bool, bool]:
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(8, 8), "labels": torch.arange(8) * 5 % 3}
+    with fxsplit.compile(Weighted(), "world", example_inputs=batch, n_microbatches=4, passes=FAST) as pipe:
+        verified = fxsplit.verify(pipe, batch)
+        with torch.no_grad():
+            loss = pipe.eval()(**batch)["loss"]
+        return verified.equal, bool(loss.isfinite())
+
+
+def test_verify_a_loss_that_weights_of_classes_divide() -> None:
+    """The rank without the weights refused them by name."""
+    assert ranks(2, verify_weighted) == [(True, True)] * 2
+
+
 MODEL = """
 import torch
 from torch import nn
