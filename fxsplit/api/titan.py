@@ -6,10 +6,10 @@ runs in every stage, and hands one tensor on. So modules have to be whole, and f
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from pprint import pformat
 
 from fxsplit.errors import FileError, NotExportable
 from fxsplit.ir.facts.costs import Costs
@@ -19,7 +19,29 @@ from fxsplit.planner.borders import find_module
 from fxsplit.schedule import Schedule
 from fxsplit.schedule.torch_csv import write_csv
 
-CONFIG, SCHEDULE = "titan.toml", "schedule.csv"
+CONFIG, SCHEDULE = "titan.py", "schedule.csv"
+CODE = '''"""A pipeline that fxsplit has planned, for torchtitan."""
+
+from pathlib import Path
+
+MODULES = {modules}
+"""The modules of each stage."""
+
+
+def set_pipeline(config):
+    """Set the pipeline in a torchtitan config, and return the config: for functions of a config_registry."""
+    parallelism = config.parallelism
+    parallelism.pipeline_parallel_degree = {devices}
+    parallelism.pipeline_parallel_schedule = {style!r}
+    parallelism.pipeline_parallel_schedule_csv = str(Path(__file__).with_name({schedule!r}))
+    parallelism.module_fqns_per_model_part = MODULES
+    if hasattr(parallelism, "num_pp_microbatches"):
+        parallelism.num_pp_microbatches = {n_microbatches}
+    else:  # torchtitan 0.3.0 and older: training.local_batch_size has to be {n_microbatches} times as large
+        parallelism.pipeline_parallel_microbatch_size = {rows}
+    return config
+'''
+"""torchtitan's configs are made by functions in Python; it reads no TOML any more."""
 V_SHAPED = "ZBVZeroBubble"
 """Of the schedules there are, torchtitan lays stages out in a V for this one, and else in loops."""
 
@@ -33,27 +55,27 @@ class Titan:
     rows: int
 
     @property
-    def config(self) -> str:
-        """The section of torchtitan's configuration; each line is an option of its command line, too."""
+    def code(self) -> str:
+        """A module in Python, whose `set_pipeline` takes a config of torchtitan's and returns it with this pipeline."""
         style = V_SHAPED if self.schedule.name == V_SHAPED else "PipelineScheduleMulti"
-        options = {
-            "pipeline_parallel_degree": self.schedule.n_devices,
-            "pipeline_parallel_schedule": style,
-            "pipeline_parallel_schedule_csv": SCHEDULE,
-            "pipeline_parallel_microbatch_size": self.rows,
-            "module_fqns_per_model_part": self.parts,
-        }
-        return "\n".join(["[parallelism]", *(f"{name} = {json.dumps(value)}" for name, value in options.items()), ""])
+        return CODE.format(
+            modules=pformat([list(part) for part in self.parts], width=100),
+            devices=self.schedule.n_devices,
+            style=style,
+            schedule=SCHEDULE,
+            n_microbatches=self.schedule.n_microbatches,
+            rows=self.rows,
+        )
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write titan.toml and schedule.csv into a folder, which is made; raises FileError where that cannot be."""
+        """Write titan.py and schedule.csv into a folder, which is made; raises FileError where that cannot be."""
         path = Path(folder)
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise FileError(f"cannot make the folder {os.fspath(folder)!r}: {error}") from error
         write_csv(self.schedule, path / SCHEDULE)
-        write_whole(path / CONFIG, self.config)
+        write_whole(path / CONFIG, self.code)
 
 
 def check_forward(costs: Costs) -> None:

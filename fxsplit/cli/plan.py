@@ -90,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `plan`: those of `explain`, and its own."""
     add_arguments(parser)
-    parser.add_argument("--emit", choices=("titan",), help="write the plan for torchtitan: titan.toml and schedule.csv")
+    parser.add_argument("--emit", choices=("titan",), help="write the plan for torchtitan: titan.py and schedule.csv")
     parser.add_argument("--to", type=take_text, metavar="FOLDER", help="where --emit writes (default: here)")
     parser.add_argument("--baselines", action="store_true", help="price splits by hand beside the plan")
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
-import tomllib
-from dataclasses import replace
+import runpy
+import sys
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,11 +54,19 @@ def take_apart(model: nn.Module, kept: list[str]) -> nn.Module:
     return made
 
 
+def set_pipeline(folder: str | Path, **fields: int) -> SimpleNamespace:
+    """Return what the emitted file sets in a config that has these fields."""
+    config = SimpleNamespace(parallelism=SimpleNamespace(**fields))
+    set_in = runpy.run_path(str(Path(folder, "titan.py")))["set_pipeline"]
+    assert set_in(config) is config
+    return config.parallelism
+
+
 def run_as_titan(rank: int, n: int, folder: str) -> dict[str, Tensor]:
     """Return the gradients of this rank's parts after a step by torch's runtime, by their names in the model."""
-    options = tomllib.loads(Path(folder, "titan.toml").read_text())["parallelism"]
+    options = vars(set_pipeline(folder, num_pp_microbatches=1))
     model, x, target = make_batch()
-    parts, count = options["module_fqns_per_model_part"], len(x) // options["pipeline_parallel_microbatch_size"]
+    parts, count = options["module_fqns_per_model_part"], options["num_pp_microbatches"]
     shares = len(parts) // n
     own = [rank, len(parts) - 1 - rank] if options["pipeline_parallel_schedule"] == "ZBVZeroBubble" else [
         rank + s * n for s in range(shares)
@@ -65,10 +75,56 @@ def run_as_titan(rank: int, n: int, folder: str) -> dict[str, Tensor]:
     runtime = _PipelineScheduleRuntime(
         stages, count, loss_fn=lambda outputs, target: loss_of(outputs, target) / count, scale_grads=False
     )
-    runtime._load_csv(str(Path(folder, options["pipeline_parallel_schedule_csv"])))
+    runtime._load_csv(options["pipeline_parallel_schedule_csv"])
     runtime.step(*((x,) if 0 in own else ()), target=target if len(parts) - 1 in own else None, return_outputs=False)
     dist.barrier()
     return {k: p.grad for stage in stages for k, p in stage.submod.named_parameters() if p.grad is not None}
+
+
+def emit(folder: Path, schedule: str = "1F1B") -> Emitted:
+    """Write a plan of a transformer over two stages and four microbatches of two rows for torchtitan."""
+    plan, costs = plan_of(Titan(), torch.randint(11, (8, 5)), {"layers.1": 0, "layers.2": 1})
+    made = emit_titan(plan, costs, generate(schedule, 2, 4))
+    made.save(folder)
+    return made
+
+
+def test_the_count_of_microbatches_has_the_name_that_the_config_has(tmp_path: Path) -> None:
+    """torchtitan renamed it in August 2026, and refuses the other name."""
+    made = emit(tmp_path)
+    common = {
+        "pipeline_parallel_degree": 2,
+        "pipeline_parallel_schedule": "PipelineScheduleMulti",
+        "pipeline_parallel_schedule_csv": str(tmp_path / "schedule.csv"),
+        "module_fqns_per_model_part": [list(part) for part in made.parts],
+    }
+    assert vars(set_pipeline(tmp_path, num_pp_microbatches=1)) == common | {"num_pp_microbatches": 4}
+    older = set_pipeline(tmp_path, pipeline_parallel_microbatch_size=1)
+    assert vars(older) == common | {"pipeline_parallel_microbatch_size": 2}
+
+
+def test_torchtitans_own_parser_takes_what_is_emitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torchtitan is installed; its parser needs tyro besides, and none of its other dependencies."""
+    pytest.importorskip("tyro", reason="torchtitan's parser needs tyro")
+    config = pytest.importorskip("torchtitan.config", reason="torchtitan is not installed")
+    made = emit(tmp_path)
+    registry: Any = ModuleType("fxsplit_titan_registry")
+    set_in = runpy.run_path(str(tmp_path / "titan.py"))["set_pipeline"]
+
+    @dataclass
+    class Config:
+        parallelism: Any = field(default_factory=config.ParallelismConfig)
+        hf_assets_path: str = str(tmp_path)
+
+    Config.__annotations__["parallelism"] = config.ParallelismConfig
+    registry.planned = lambda: set_in(Config())
+    monkeypatch.setitem(sys.modules, registry.__name__, registry)
+    arguments = ["--module", registry.__name__, "--config", "planned", "--parallelism.pipeline_parallel_degree", "2"]
+    parsed = config.ConfigManager().parse_args(arguments).parallelism
+    assert parsed.module_fqns_per_model_part == [list(part) for part in made.parts]
+    assert Path(parsed.pipeline_parallel_schedule_csv).is_file()
+    counts = getattr(parsed, "num_pp_microbatches", None), getattr(parsed, "pipeline_parallel_microbatch_size", None)
+    assert counts in ((4, None), (None, 2))
 
 
 @pytest.mark.skipif(torch.__version__ < LEAST_TORCH, reason="torch's own runtime fails, and is refused")
