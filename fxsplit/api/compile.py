@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fxsplit import passes as standard
+from fxsplit.api.companions import warn_of_untried
 from fxsplit.api.compiler import Compiler
 from fxsplit.api.options import Options, load_costs
 from fxsplit.api.pipeline import Pipeline
@@ -110,6 +111,7 @@ def compile(
 
     Raises a child of FxsplitError that names the value at fault and the next step.
     """
+    warn_of_untried()
     inner = unwrap_compiled(model)
     if inner is not model and stage_backend is None:
         warn_user(

@@ -56,10 +56,11 @@ def take_apart(model: nn.Module, kept: list[str]) -> nn.Module:
 
 def set_pipeline(folder: str | Path, **fields: int) -> SimpleNamespace:
     """Return what the emitted file sets in a config that has these fields."""
-    config = SimpleNamespace(parallelism=SimpleNamespace(**fields))
+    parallelism = SimpleNamespace(**fields)
+    config = SimpleNamespace(parallelism=parallelism)
     set_in = runpy.run_path(str(Path(folder, "titan.py")))["set_pipeline"]
     assert set_in(config) is config
-    return config.parallelism
+    return parallelism
 
 
 def run_as_titan(rank: int, n: int, folder: str) -> dict[str, Tensor]:

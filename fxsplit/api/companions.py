@@ -1,0 +1,48 @@
+"""Companions: libraries whose models, loops and adapters a pipeline works with, and the releases that were tried."""
+
+from __future__ import annotations
+
+import re
+import sys
+from importlib.metadata import version
+
+from fxsplit.torch_internals.user_lines import warn_user
+
+TRIED = {
+    "accelerate": ((1, 15), (1, 15)),
+    "lightning": ((2, 6), (2, 6)),
+    "peft": ((0, 21), (0, 21)),
+    "transformers": ((5, 18), (5, 24)),
+}
+"""The first and the last release of each that the tests or a trial were run with; pyproject.toml says the same."""
+
+_warned: set[tuple[str, str]] = set()
+
+
+def warn_of_untried() -> None:
+    """Warn, once in a process, of each companion that is loaded in a release that was not tried."""
+    for name, (first, last) in TRIED.items():
+        found = read_version(name)
+        if found is None or (name, found) in _warned:
+            continue
+        if not first <= read_release(found) <= last:
+            _warned.add((name, found))
+            tried = " to ".join(dict.fromkeys(".".join(map(str, each)) for each in (first, last)))
+            warn_user(
+                f"{name} {found} was not tried with this fxsplit, {name} {tried} was: compare the pipeline with the "
+                f"model, fxsplit.verify(pipe, x), or install a release that was tried"
+            )
+
+
+def read_version(name: str) -> str | None:
+    """Return the version of a library that is loaded; None for one that is not."""
+    library = sys.modules.get(name)
+    if library is None:
+        return None
+    own = getattr(library, "__version__", None)
+    return own if isinstance(own, str) else version(name)
+
+
+def read_release(text: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version, such as (5, 24) for `5.24.0.dev0`."""
+    return tuple(int(number) for number in re.findall(r"\d+", text)[:2])
