@@ -86,6 +86,7 @@ class Compiler:
         self._kept: dict[tuple[Mode, int, Shapes | None], Compiled] = {}
         self._ways: dict[int, Inputs] = {}  # by number; the last to be forgotten last
         self._n_ways = 0
+        self._signature: inspect.Signature | None = None
         # Programs of values that forward() read and that are others now, such as modes of torch; the latest last.
         self._outdated: deque[tuple[Mode, int, Compiled]] = deque(maxlen=MOST_OUTDATED)
         self._modules = ModuleWatch(model)
@@ -180,6 +181,7 @@ class Compiler:
                 self._kept.clear()
                 self._outdated.clear()
                 self._ways.clear()
+                self._signature = None
             way = self._find_way(flat)
             first = self._kept.get((mode, way, None))
             if first is None or self._is_outdated(first, call):
@@ -197,8 +199,9 @@ class Compiler:
 
     def _flatten(self, call: Call) -> FlatCall:
         """Return a call as one flat list of values, for what the model's forward() takes."""
-        known = next(iter(self._ways.values()), None)
-        return flatten_call(inspect.signature(self.model.forward) if known is None else known.signature, *call)
+        if self._signature is None:
+            self._signature = inspect.signature(self.model.forward)
+        return flatten_call(self._signature, *call)
 
     def _find_way(self, flat: FlatCall) -> int:
         """Return the number of the way in which a call is made; a new one where there is none yet."""

@@ -14,6 +14,7 @@ import fxsplit
 from tests.models import FAST, take_grads
 
 WIDTH, LENGTH = 8, 6
+pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 OPTIONS: dict[str, Any] = {"passes": FAST, "n_microbatches": 2}
 
 
