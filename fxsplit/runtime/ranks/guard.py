@@ -19,9 +19,10 @@ from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed import DistError, ProcessGroup
 
-from fxsplit.errors import RankError
+from fxsplit.errors import RankError, RanksDiffer
 from fxsplit.runtime.ranks.board import Board, look_until
 from fxsplit.runtime.ranks.faults import Fault
 from fxsplit.runtime.ranks.membership import find_membership
@@ -257,7 +258,9 @@ def _hear_of_ends() -> None:
 
 
 def _is_told_by_another(error: BaseException) -> bool:
-    """Return whether an error is another rank's, which shows it with its traceback."""
+    """Return whether an error is another rank's, or one of all ranks, and another rank shows it with its traceback."""
+    if isinstance(error, RanksDiffer):
+        return dist.is_initialized() and dist.get_rank() > 0
     return isinstance(error, RankError) and error.rank not in (None, *(guard.rank for guard in _guards))
 
 
@@ -266,7 +269,8 @@ def _show_line(show: Callable[..., Any], error: BaseException, traceback: Traceb
     # The first frame is the program's own. What this rank waited for meanwhile says nothing of the error.
     where = f' (at File "{traceback.tb_frame.f_code.co_filename}", line {traceback.tb_lineno})' if traceback else ""
     lines = str(error).splitlines() or [""]
-    brief = RankError(f"{lines[0]}{' ...' if lines[1:] else ''}{where}")
+    kind = RanksDiffer if isinstance(error, RanksDiffer) else RankError
+    brief = kind(f"{lines[0]}{' ...' if lines[1:] else ''}{where}")
     show(type(brief), brief, None)
 
 
