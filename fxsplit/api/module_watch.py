@@ -14,17 +14,23 @@ class ModuleWatch:
         self._model = model
         self._modules: list[nn.Module] = []
         self._children: list[int] = []
+        self._classes: list[type] = []
 
     def find_replaced(self) -> bool:
-        """Return whether a submodule was replaced, added or removed since the last time."""
+        """Return whether a submodule was replaced, added or removed, or a module's class, since the last time."""
         # Asked at every call: to look whether each has the same children takes a tenth of the time of a walk.
-        if self._modules and self._children == _list_children(self._modules):
+        if self._modules and self._children == _list_children(self._modules) and self._classes == self._list_classes():
             return False
         # Identities tell modules apart: as these are held, no new one can have the same identity.
         modules = list(self._model.modules())
-        replaced = list(map(id, modules)) != list(map(id, self._modules))
+        replaced = list(map(id, modules)) != list(map(id, self._modules)) or self._classes != self._list_classes()
         self._modules, self._children = modules, _list_children(modules)
+        self._classes = self._list_classes()
         return replaced
+
+    def _list_classes(self) -> list[type]:
+        """Return the class of each module: `module.__class__ = Quantized` gives it another forward()."""
+        return list(map(type, self._modules))
 
 
 def _list_children(modules: Sequence[nn.Module]) -> list[int]:

@@ -219,3 +219,20 @@ def test_compiling_counts_no_calls() -> None:
         assert model[1].calls == 0
         pipe(x)
         assert model[1].calls == 2
+
+
+class Doubled(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_another_class_of_a_module_is_another_model(inner: bool) -> None:
+    """As quantizing puts one in its place: the pipeline went on with the forward() of the first class."""
+    part, x = Mlp(), torch.randn(8, 8)
+    model = nn.Sequential(nn.Tanh(), part) if inner else part
+    with fxsplit.compile(model, 2, example_inputs=x, passes=FAST) as pipe:
+        before = pipe(x)
+        part.__class__ = Doubled
+        torch.testing.assert_close(pipe(x), model(x))
+        torch.testing.assert_close(pipe(x), 2 * before)

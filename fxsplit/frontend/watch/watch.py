@@ -333,6 +333,9 @@ class Watch:
             if not (is_namespace(namespace) or id(namespace) in self._known):
                 # A namespace that came into being during the call: nobody else reads what is stored there.
                 names = replace(names, stores={})
+        elif code.co_name == "<module>" and namespace.get("__name__") not in self._imported:
+            # As that of a file which runpy runs.
+            names = replace(names, stores={})
         parent, module = self._find_caller(frame)
         outer = parent.home if parent else Home("", frozenset())
         path = outer.path if module is None else self._paths.get(id(module), "")

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import importlib
 import math
+import runpy
 import subprocess
 import sys
 import textwrap
@@ -178,6 +179,7 @@ CASES: dict[str, tuple[Callable[[Any], Any], Callable[[], dict[str, Any]]]] = {
     "from-import": (by_name, dict),
     "importlib": (lambda m: load("scales").gain(), dict),
     "lazy package": (lambda m: load("lazy").gain(), dict),
+    "run_path": (lambda m: runpy.run_path(load("scales").__file__)["gain"](), dict),
     "registry": (by_plugin, dict),
     "registry that the model holds": (by_held_registry, lambda: {"known": load("registry").KNOWN}),
     "module in an attribute": (once_into_attribute, lambda: {"kept": None}),
