@@ -198,9 +198,9 @@ def test_later_batches() -> None:
             pipe(x().double())
         with refused(InputError, "argument 'x' is on meta and the pipeline takes it on cpu: move it with"):
             pipe(torch.empty(8, 8, device="meta"))
-        with refused(InputError, r"argument 'x' has shape \(8, 2, 8\), 3 dimensions"):
-            pipe(torch.randn(8, 2, 8))
-        with refused(InputError, "'x' is 'text'"):
+        deeper = torch.randn(8, 2, 8)
+        torch.testing.assert_close(pipe(deeper), pipe.model(deeper), msg="another way of calling the model")
+        with refused(InputError, r"called without any tensor to cut \('text'\)"):
             pipe("text")
         pipe.double()
         pipe(x().double())  # the model was converted, and takes what it now is

@@ -24,7 +24,7 @@ from fxsplit.torch_internals.containers import register_dataclasses
 from fxsplit.torch_internals.modes import is_autocast_on
 from fxsplit.torch_internals.objects import Opaque, StandIn, is_packed, take_apart
 
-MOST_LISTED = 20
+MOST_LISTED = 10
 """So many arguments of a call are named in a message; a list of numbers may have any length."""
 
 FlatCall = tuple[list[str], list[Any], pytree.TreeSpec, list[str]]

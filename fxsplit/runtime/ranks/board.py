@@ -50,6 +50,8 @@ class Board:
         self.me = me
         self.n_ranks = n_ranks
         self.turn = 0
+        self.needed: frozenset[int] | None = None
+        """The ranks of the default group that this rank's call waits for; None for all."""
 
     def post(self, fault: Fault) -> Fault:
         """Post a failure of this rank, and return the first one of all ranks, which may be another."""
@@ -100,8 +102,10 @@ class Board:
             self._store.set(self._key(f"finished/{self._members.rank}"), json.dumps(list(self._finished.items())))
 
     def _is_ahead(self, rank: int) -> bool:
-        """Return whether a rank that has left has finished a call that this rank has not: it is not waited for."""
+        """Return whether a rank that has left is not waited for: not needed in this call, or through with it."""
         assert self._members is not None, "somebody asks for ranks that have left"
+        if self.needed is not None and rank not in self.needed:
+            return True
         key = self._key(f"finished/{rank}")
         told = json.loads(self._store.get(key)) if self._store.check([key]) else []
         return any(n > self._finished[tuple(ranks)] for ranks, n in told if self._members.rank in ranks)

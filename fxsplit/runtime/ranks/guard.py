@@ -77,13 +77,14 @@ class Guard:
         _hear_of_ends()
 
     @contextmanager
-    def watch(self, limit_s: float, *, firm: bool = False) -> Iterator[None]:
+    def watch(self, limit_s: float, *, firm: bool = False, needed: frozenset[int] | None = None) -> Iterator[None]:
         """Watch over what all ranks do in the block, which may take `limit_s`; raises the first failure of any rank.
 
         A rank raises its own error where it has one. Otherwise it raises a RankError, which is also of the type of the
         first failure, and at once if a rank has left, unless that rank has finished this block before: it is not waited
         for. A block inside of another one only has a limit of its own.
-        `firm`: the limit holds for those too.
+        `firm`: the limit holds for those too. `needed`: the ranks of the default group that the block waits for; others
+        may leave meanwhile (default: all).
         """
         if self._watches:
             with self._watcher.watch(limit_s, firm=firm):
@@ -92,6 +93,7 @@ class Guard:
         if self.is_broken:
             self._refuse_after_left()
         self._watched.turn = self._board.turn
+        self._board.needed = self._watched.needed = needed
         self._watches = True
         self.has_broken_off = False
         self._met.clear()

@@ -203,7 +203,7 @@ class Holdings:
         what: what else is to be alike. limit_s: how long it may take (default: what messages may take). side_by_side:
         whether all pipelines of a mesh do it, and not this one alone.
         """
-        with self._world.watch(limit_s):
+        with self._world.watch(limit_s, by_itself=not side_by_side):
             self._meet(call, what, side_by_side=side_by_side)
             yield self
 

@@ -93,15 +93,17 @@ class World:
         return len(self.ranks)
 
     @contextmanager
-    def watch(self, limit_s: float | None = None, *, firm: bool = False) -> Iterator[None]:
+    def watch(self, limit_s: float | None = None, *, firm: bool = False, by_itself: bool = False) -> Iterator[None]:
         """Watch over what all ranks do in the block, within a limit of time; every rank raises the first error of any.
 
         After an error, what is under way in the groups must not reach the next block, so that one makes them anew.
-        `firm`: whether the limit also holds for blocks inside that have limits of their own.
+        `firm`: whether the limit also holds for blocks inside that have limits of their own. `by_itself`: whether the
+        block needs nothing of other pipelines of a mesh, whose ranks may leave meanwhile.
         """
         limit_s = self.limit_s if limit_s is None else limit_s
+        needed = frozenset(self.ranks) if by_itself else None
         # Buffers of messages, and weights that come here, are written to in later blocks too.
-        with leave_inference_mode(), self._guard.watch(limit_s, firm=firm):
+        with leave_inference_mode(), self._guard.watch(limit_s, firm=firm, needed=needed):
             if self._guard.is_broken:
                 with self.waits_inside("all ranks to go on after a failure"):
                     self._guard.renew(self.whole._renew, limit_s)

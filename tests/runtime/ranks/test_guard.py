@@ -122,7 +122,8 @@ def leave_early(rank: int, n: int, meets: str, dies: bool) -> list[str]:
             return str(error)
         return "broken off" if guard.has_broken_off else "goes on"
 
-    with suppress(RankError), guard.watch(30):
+    needed = frozenset(ROWS[rank // 2]) if meets == "by itself" else None
+    with suppress(RankError), guard.watch(30, needed=needed):
         guard.note_meeting(ALL if meets == "all" else ROWS[rank // 2])
         if rank != 2:
             store.wait(["rank 2 has left"])
@@ -160,3 +161,9 @@ def test_a_rank_that_has_not_finished_a_call_is_missed_after_one_that_has() -> N
 def test_of_other_pipelines_of_a_mesh_only_what_all_ranks_finish_counts() -> None:
     first, second, _ = ranks(3, leave_early, "row", False)
     assert first == second == [LEFT, LEFT]
+
+
+def test_a_call_of_one_pipeline_of_a_mesh_does_not_miss_ranks_of_another() -> None:
+    """The weights of one that took longer were refused as soon as another one had ended well."""
+    first, second, _ = ranks(3, leave_early, "by itself", False)
+    assert first == second == ["goes on", LEFT]
