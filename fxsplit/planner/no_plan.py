@@ -50,8 +50,9 @@ def explain_misfit(
         some = " that leaves only the last devices idle; leave those out that are of no use"
     tries: list[tuple[float, list[float], Path]] = []
     try:
-        # Without memory limits only pins, and the number of stages, can rule a chain out.
-        possible = [p for p in problems if find_any(p.without_memory(), chains, clock) is not None]
+        # Without memory limits only pins, and the number of stages, can rule a chain out. Whatever stages pay for time
+        # is left out: under `direct` it takes long to add up.
+        possible = [p for p in problems if find_any(p.for_excess(), chains, clock) is not None]
         # Of more stages each holds less, so few numbers of stages after the largest come closer.
         for problem in sorted(possible, key=lambda problem: -problem.moves.n_stages):
             nearest = min(tries)[0] if tries else inf

@@ -247,10 +247,6 @@ class Problem:
         numbers = at if self.numbers is None else self.numbers[at]
         return replace(self, states=states, tables=tables, numbers=numbers, refused=Refused())
 
-    def without_memory(self) -> Problem:
-        """Return the same problem for devices of unlimited memory."""
-        return self.with_more_memory(inf)
-
     def with_more_memory(self, more_bytes: float) -> Problem:
         """Return the same problem for devices that have so many bytes more."""
         tables, capacity = self.tables._replace(capacity=self.tables.capacity + more_bytes), self.capacity + more_bytes

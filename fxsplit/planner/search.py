@@ -23,6 +23,8 @@ SLACK = 1e-9
 LEAP = 0.35
 """Where between the bounds to test next: refusals cost less than chains, so nearer to the lower one."""
 
+HALF_A_BYTE = 0.5
+"""By so many bytes sums of memory may be off that are compared with a device's."""
 ANYTHING = 1e200
 """A threshold above every load. It is finite, since zero times infinity is no number."""
 
@@ -107,6 +109,16 @@ def find_any(problem: Problem, chains: Antichains, clock: Clock) -> Path | None:
     if path is None and not proven:
         raise OutOfTime
     return path
+
+
+def may_fit(problem: Problem, chains: Antichains, clock: Clock) -> bool:
+    """Return whether a chain may fit into memory, by the sums alone, which are never above what a stage holds.
+
+    In a large lattice this takes a part of what a search for a fast chain takes. Raises OutOfTime.
+    """
+    if len(problem) <= SMALL:
+        return True
+    return problem.for_excess().test(HALF_A_BYTE, clock) is not None
 
 
 def _climb(problem: Problem, lower: float, clock: Clock) -> Path | None:

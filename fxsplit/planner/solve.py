@@ -23,7 +23,7 @@ from fxsplit.planner.direct import pose_direct
 from fxsplit.planner.moves import list_moves
 from fxsplit.planner.no_plan import explain_misfit
 from fxsplit.planner.problem import Path, Problem, pose_problem
-from fxsplit.planner.search import SLACK, Found, minimise
+from fxsplit.planner.search import SLACK, Found, may_fit, minimise
 
 RECOMPUTE = ("never", "always", "auto")
 MOST_CELLS, MOST_BOUNDED = 2**26, 2**25
@@ -291,6 +291,8 @@ def _search_counts(
         fewer = best is not None and problem.moves.n_stages < len(best.path)
         limit = upper if best is None else best.load * (1 + 2 * SLACK) if fewer else best.load
         try:
+            if best is None and not may_fit(problem, chains, clock):
+                continue
             found = minimise(problem, chains, clock, lower=free.lower, upper=limit)
         except OutOfTime:
             hurried, least = True, min(least, free.lower, problem.lower_bound())

@@ -26,8 +26,9 @@ from fxsplit.planner import (
     solve,
 )
 from fxsplit.planner.clock import Clock
+from fxsplit.planner.direct.problem import DirectProblem
 from fxsplit.planner.planner import Planner
-from fxsplit.planner.problem import Problem
+from fxsplit.planner.problem import Path, Problem
 from fxsplit.planner.search import Found
 from tests.graphs import node, workload
 
@@ -204,6 +205,25 @@ def test_why_nothing_fits_is_asked_only_if_a_user_is_told(monkeypatch: pytest.Mo
     with pytest.raises(NoFit, match="no plan fits in memory"):
         Planner(LONG).plan(machine, workload(machine), Options(use_all=False))
     assert len(asked) == 1
+
+
+def test_that_nothing_fits_follows_from_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a stage pays for the tensors that it shares was added up for each number of stages, and again to explain."""
+    monkeypatch.setattr(search, "SMALL", 0)
+    tested: list[Problem] = []
+    own = DirectProblem.test
+
+    def test_and_note(problem: DirectProblem, *args: Any, **kwargs: Any) -> Path | None:
+        tested.append(problem)
+        return own(problem, *args, **kwargs)
+
+    monkeypatch.setattr(DirectProblem, "test", test_and_note)
+    options = Options(use_all=False, model="direct")
+    tight, roomy = unequal(100), unequal(900)
+    with pytest.raises(NoFit, match="short by 730 B"):
+        Planner(LONG).plan(tight, workload(tight), options)
+    assert not tested
+    assert Planner(LONG).plan(roomy, workload(roomy), options).stages and tested
 
 
 def test_half_of_the_time_goes_to_the_search_without_limits() -> None:
