@@ -50,8 +50,7 @@ def explain_misfit(
         some = " that leaves only the last devices idle; leave those out that are of no use"
     tries: list[tuple[float, list[float], Path]] = []
     try:
-        # Without memory limits only pins, and the number of stages, can rule a chain out. Whatever stages pay for time
-        # is left out: under `direct` it takes long to add up.
+        # Without limits, or prices, which are dear under `direct`, only pins and the number of stages rule a chain out.
         possible = [p for p in problems if find_any(p.for_excess(), chains, clock) is not None]
         # Of more stages each holds less, so few numbers of stages after the largest come closer.
         for problem in sorted(possible, key=lambda problem: -problem.moves.n_stages):
