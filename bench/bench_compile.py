@@ -22,8 +22,8 @@ import fxsplit
 from bench import networks as zoo
 from bench.lib.size import choose
 from fxsplit.frontend.capture import capture
-from fxsplit.ir.facts.antichains import Antichains
-from fxsplit.ir.facts.workload import Workload
+from fxsplit.ir.facts.given.workload import Workload
+from fxsplit.ir.facts.lattice.antichains import Antichains
 from fxsplit.ir.graph import IR
 from fxsplit.ir.manager import run_chain
 from fxsplit.passes import Augment, Emit, Order, Partition, Profile

@@ -25,14 +25,14 @@ from bench.lib.profiles import transformer
 from bench.lib.size import choose
 from fxsplit.api.plan import build_machine, lay_out
 from fxsplit.formats import read
-from fxsplit.ir.facts.antichains import Antichains
-from fxsplit.ir.facts.costs import Costs
-from fxsplit.ir.facts.machine import Machine
+from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.given.machine import Machine
+from fxsplit.ir.facts.lattice.antichains import Antichains
+from fxsplit.ir.facts.lattice.states import States
 from fxsplit.ir.facts.plan import Plan
-from fxsplit.ir.facts.states import States
 from fxsplit.planner import Options, Task, kernels, partition, sequence_states
 from fxsplit.planner.planner import Planner
-from fxsplit.planner.search import minimise
+from fxsplit.planner.search.search import minimise
 from fxsplit.planner.solve import pose_problems
 
 # No folder of that name exists, so its benchmarks are skipped.

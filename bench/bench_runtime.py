@@ -28,12 +28,12 @@ import fxsplit
 from bench.lib.peers_runtime import Processes, torchgpipe_step
 from bench.lib.runtime_networks import TINY, Case, build
 from bench.lib.size import choose
-from fxsplit.api.pipeline import Pipeline
-from fxsplit.ir.interrupts import lose_no_interrupt
+from fxsplit.api.pipeline.pipeline import Pipeline
 from fxsplit.runtime.stage import run as stage_run
 from fxsplit.schedule import RUNNABLE, Action, Times, generate, simulate
-from fxsplit.schedule.timeline import Timeline
-from fxsplit.torch_internals import grad_sums
+from fxsplit.schedule.simulation.timeline import Timeline
+from fxsplit.system.interrupts import lose_no_interrupt
+from fxsplit.torch_internals.autograd import sums as grad_sums
 
 ROUNDS, WARM_UP = choose((5, 1), (1, 0))
 # Few rows for each microbatch, and twice as many microbatches: the second of each pair has the same rows in one.

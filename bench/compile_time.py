@@ -30,9 +30,9 @@ import fxsplit
 from bench.networks.torchvision_models import torchvision_model
 from bench.networks.transformer import Encoder
 from fxsplit import IR
-from fxsplit.ir.facts.costs import Costs
-from fxsplit.ir.facts.machine import Device
-from fxsplit.ir.progress import listen
+from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.given.machine import Device
+from fxsplit.system.progress import listen
 from fxsplit.torch_internals.torchvision_operators import declare_detection_operators
 
 EXPORTS, EXTRA_S, BATCHES = 2.5, 2.0, 4.0

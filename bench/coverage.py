@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 import fxsplit
-from fxsplit.api.compare import compare, run_pipeline_step, run_unsplit_step
-from fxsplit.api.verify import TOLERANCE
+from fxsplit.api.verify.compare import compare, run_pipeline_step, run_unsplit_step
+from fxsplit.api.verify.verify import TOLERANCE
 from fxsplit.cli.verify import CHAIN
-from fxsplit.runtime.loss import sum_squares
+from fxsplit.runtime.loss.loss import sum_squares
 
 SUITES = {
     "torchvision": ("torchvision_models", "TORCHVISION"),

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import fxsplit
 from bench.compile_time import TOKENS, Made, make_llama
 from bench.lib.size import choose
-from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.facts.costs.costs import Costs
 
 NODES = choose((200, 600, 1800, 5000), (20, 60))
 """About how many nodes the models have."""

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 import fxsplit
 from bench.networks.transformer import Encoder
 from fxsplit import Machine
-from fxsplit.schedule.catalogue import ScheduleName
+from fxsplit.schedule.generators.catalogue import ScheduleName
 
 LOOP = "loop"
 WARM_UP = 3

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fxsplit.ir.facts.compress import Compress
+from fxsplit.ir.facts.costs.compress import Compress
 from fxsplit.schedule import Schedule, Simulation, Times, simulate
 
 WIDTH = 64

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fxsplit.errors import ChainError
-from fxsplit.ir.facts.costs import Costs
-from fxsplit.ir.facts.machine import Machine
-from fxsplit.ir.facts.pins import Pins
+from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.given.machine import Machine
+from fxsplit.ir.facts.given.pins import Pins
 from fxsplit.ir.graph import IR
-from fxsplit.planner.lattice import enumerate_ideals
+from fxsplit.planner.lattice.lattice import enumerate_ideals
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,13 @@ from typing import Any, ClassVar
 from torch import fx, nn
 
 from fxsplit.errors import PlanError
-from fxsplit.ir.facts.effects import CallEffects
+from fxsplit.ir.facts.capture.effects import CallEffects
+from fxsplit.ir.facts.given.workload import Workload
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.stages import Stage, Stages
-from fxsplit.ir.facts.workload import Workload
 from fxsplit.ir.graph import IR
-from fxsplit.torch_internals.batch_norm import Calls, Noted, is_batch_norm
-from fxsplit.torch_internals.interpret import find_target
+from fxsplit.torch_internals.fx.interpret import find_target
+from fxsplit.torch_internals.nn.batch_norm import Calls, Noted, is_batch_norm
 
 
 @dataclass(frozen=True)

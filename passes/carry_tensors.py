@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, fx
 
 from fxsplit.errors import NotExportable
-from fxsplit.ir.facts.example import Example
+from fxsplit.ir.facts.capture.example import Example
 from fxsplit.ir.facts.stages import Stage, Stages
 from fxsplit.ir.graph import IR
 from fxsplit.torch_internals import pytree
-from fxsplit.torch_internals.shape_reads import reads_shape
-from fxsplit.torch_internals.stage_values import list_outputs, record_values
+from fxsplit.torch_internals.fx.shape_reads import reads_shape
+from fxsplit.torch_internals.fx.stage_values import list_outputs, record_values
 
 CONSTANTS = (bool, int, float, complex, str, slice, type(None), torch.dtype, torch.Size)
 """What may be written into a graph: all but tensors, and devices, of which each stage has another."""

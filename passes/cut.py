@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from fxsplit.errors import ChainError, suggest
-from fxsplit.ir.facts.compress import HOW
-from fxsplit.ir.facts.costs import Costs
-from fxsplit.ir.facts.machine import Machine
+from fxsplit.ir.facts.costs.compress import HOW
+from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.graph import IR
-from fxsplit.planner.borders import ANYWHERE, check_modules, check_place, compress_cuts, list_wholes
+from fxsplit.planner.problem.borders import ANYWHERE, check_modules, check_place, compress_cuts, list_wholes
 
 
 @dataclass(frozen=True)
@@ -18,10 +18,10 @@ class Cut:
     """Let cuts lie anywhere, or only at the borders of modules: `profile,cut{at=modules},augment,order,...`.
 
     `at` is "anywhere"; "modules" for the model's own parts; "modules=2" for their parts, and so on down; or a pattern
-    of paths, such as "model.layers.*", for the borders of the modules that match it (see planner/borders.py).
+    of paths, such as "model.layers.*", for the borders of the modules that match it (see planner/problem/borders.py).
 
-    `compress` is how values and gradients that cross are compressed: "bf16" or "int8" (see ir/facts/compress.py), which
-    changes what the pipeline computes. Raises ChainError for what is none of these.
+    `compress` is how values and gradients that cross are compressed: "bf16" or "int8" (see ir/facts/costs/compress.py),
+    which changes what the pipeline computes. Raises ChainError for what is none of these.
     """
 
     at: str = ANYWHERE

@@ -12,17 +12,17 @@ from typing import Any, ClassVar
 from torch import fx
 
 from fxsplit.errors import ChainError, PlanError
-from fxsplit.ir.facts.effects import Effects, find_effects
-from fxsplit.ir.facts.example import Example
-from fxsplit.ir.facts.machine import Machine
-from fxsplit.ir.facts.numbers import list_number_nodes
+from fxsplit.ir.facts.capture.effects import Effects, find_effects
+from fxsplit.ir.facts.capture.example import Example
+from fxsplit.ir.facts.capture.numbers import list_number_nodes
+from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.stages import Ref, Stage, Stages
 from fxsplit.ir.graph import IR
-from fxsplit.torch_internals.containers import rebuild
-from fxsplit.torch_internals.graph_devices import move_constants
-from fxsplit.torch_internals.interpret import find_target
-from fxsplit.torch_internals.rng import Draw
+from fxsplit.torch_internals.fx.graph_devices import move_constants
+from fxsplit.torch_internals.fx.interpret import find_target
+from fxsplit.torch_internals.nn.containers import rebuild
+from fxsplit.torch_internals.random.draws import Draw
 
 EMPTY = inspect.Signature.empty
 Names = tuple[str, ...]

@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fxsplit.ir.facts.antichains import Antichains
-from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.lattice.antichains import Antichains
 from fxsplit.ir.graph import IR
-from fxsplit.planner.sequence import sequence_states
+from fxsplit.planner.lattice.sequence import sequence_states
 
 
 @dataclass(frozen=True)

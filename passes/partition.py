@@ -9,19 +9,19 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from fxsplit.errors import TooFewParts
-from fxsplit.ir.facts.antichains import Antichains
-from fxsplit.ir.facts.costs import Costs
-from fxsplit.ir.facts.machine import Machine
-from fxsplit.ir.facts.pins import Pins
+from fxsplit.ir.facts.capture.scope import Scope
+from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.given.machine import Machine
+from fxsplit.ir.facts.given.pins import Pins
+from fxsplit.ir.facts.given.workload import Workload
+from fxsplit.ir.facts.lattice.antichains import Antichains
+from fxsplit.ir.facts.lattice.states import States
 from fxsplit.ir.facts.plan import Plan
-from fxsplit.ir.facts.scope import Scope
-from fxsplit.ir.facts.states import States
-from fxsplit.ir.facts.workload import Workload
 from fxsplit.ir.graph import IR
 from fxsplit.planner.clock import Clock
-from fxsplit.planner.lattice import enumerate_ideals
+from fxsplit.planner.lattice.lattice import enumerate_ideals
+from fxsplit.planner.lattice.sequence import sequence_states
 from fxsplit.planner.planner import plan_stages
-from fxsplit.planner.sequence import sequence_states
 from fxsplit.planner.solve import Options, Task
 from fxsplit.torch_internals.user_lines import warn_user
 

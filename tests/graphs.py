@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from torch import fx
 
-from fxsplit.ir.facts.costs import MEMORY, Costs, Exchange, InputCost, NodeCost
-from fxsplit.ir.facts.machine import Device, Machine
+from fxsplit.ir.facts.costs.costs import MEMORY, Costs, Exchange, InputCost, NodeCost
+from fxsplit.ir.facts.given.machine import Device, Machine
+from fxsplit.ir.facts.given.workload import Workload
 from fxsplit.ir.facts.price import price_split
-from fxsplit.ir.facts.workload import Workload
 from fxsplit.ir.graph import IR
 from fxsplit.planner import Options
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxsplit
-from fxsplit.torch_internals.modes import Modes
+from fxsplit.torch_internals.scopes.modes import Modes
 from tests.interrupts import interrupt_at
 
 ROWS, MICROBATCHES, STEADY = 16, 4, 0.5

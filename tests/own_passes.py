@@ -9,7 +9,7 @@ from torch import fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 import fxsplit
-from fxsplit.ir.facts.pins import Pins
+from fxsplit.ir.facts.given.pins import Pins
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.graph import IR
 

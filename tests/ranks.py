@@ -37,11 +37,19 @@ import torch
 import torch.distributed as dist
 
 from fxsplit.frontend.capture import LATE
-from fxsplit.runtime.ranks.guard import _end_started
-from fxsplit.torch_internals import grad_catch, grad_split
+from fxsplit.runtime.ranks.failures.guard import _end_started
+from fxsplit.torch_internals.autograd import catch as grad_catch
+from fxsplit.torch_internals.autograd import split as grad_split
 from tests.times import state_times
 
-PRELOADED = ["pytest", "torch", "torch.distributed.checkpoint", "fxsplit.api.compile", "fxsplit.api.pipeline", *LATE]
+PRELOADED = [
+    "pytest",
+    "torch",
+    "torch.distributed.checkpoint",
+    "fxsplit.api.compile",
+    "fxsplit.api.pipeline.pipeline",
+    *LATE,
+]
 START_S = 120.0
 """How long ranks may take to meet, where a fork server is new and loads torch on a busy machine."""
 BEGUN = b"begun"

@@ -12,7 +12,7 @@ from fxsplit.errors import FxsplitError, suggest
 from fxsplit.formats.machine_toml import read_machine
 from fxsplit.ir.chain import parse_chain
 from fxsplit.passes import PASSES, Cut, Partition, Profile
-from fxsplit.runtime.ranks.hooks import HookChoice
+from fxsplit.runtime.ranks.hooks.hooks import HookChoice
 from tests.models import Mlp
 
 

@@ -25,8 +25,8 @@ from bench.fuzz import Outcome
 from bench.fuzz._trainings import try_training
 from bench.fuzz.files import damage_bytes, damage_json
 from fxsplit.errors import FxsplitError
-from fxsplit.formats.checkpoint_names import Extra
-from fxsplit.formats.safetensors_files import WeightFiles
+from fxsplit.formats.weights.checkpoint_names import Extra
+from fxsplit.formats.weights.safetensors_files import WeightFiles
 
 INDEX = "model.safetensors.index.json"
 CHAIN = "profile{repeats=1},augment,order,partition,emit,batch-norm"

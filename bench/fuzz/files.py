@@ -26,7 +26,7 @@ from fxsplit.errors import FxsplitError
 from fxsplit.formats import read
 from fxsplit.formats.machine_toml import read_machine
 from fxsplit.formats.plan_json import plan_to_dict, read_plan
-from fxsplit.ir.facts.costs import Costs, Exchange, InputCost, NodeCost
+from fxsplit.ir.facts.costs.costs import Costs, Exchange, InputCost, NodeCost
 from fxsplit.schedule import SCHEDULES, generate
 from fxsplit.schedule.torch_csv import read_csv, write_csv
 

@@ -22,8 +22,8 @@ import fxsplit
 from bench.fuzz import Outcome
 from bench.fuzz._random_model import COMPUTE, DEFINES, READS, WIDTH, WRITES, Random, make_closure, reset_globals
 from fxsplit.errors import FxsplitError
-from fxsplit.ir.facts.costs import Costs
-from fxsplit.schedule.catalogue import RUNNABLE
+from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.schedule.generators.catalogue import RUNNABLE
 
 TOLERANCE = 1e-9
 """Of the largest number; in float64 both sides only round in another order."""

@@ -2,7 +2,7 @@
 
 The brute force follows the definitions alone: it looks at every set of nodes that may lie before a cut, and every way
 to give devices to stages. It shares no code with the planner, nor with `price_split`, but for what a stage that is
-known holds in memory: that is followed from node to node by ir/facts/stage_memory.py alone.
+known holds in memory: that is followed from node to node by ir/facts/memory/stage.py alone.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from bench.fuzz import Outcome
 from bench.fuzz.weighing import Weighing
 from fxsplit.api.plan import lay_out
 from fxsplit.errors import FxsplitError
-from fxsplit.ir.facts.costs import MEMORY, Costs, Exchange, InputCost, NodeCost
-from fxsplit.ir.facts.machine import Device, Machine
-from fxsplit.ir.facts.moments import Moments
+from fxsplit.ir.facts.costs.costs import MEMORY, Costs, Exchange, InputCost, NodeCost
+from fxsplit.ir.facts.given.machine import Device, Machine
+from fxsplit.ir.facts.memory.moments import Moments
 from fxsplit.ir.facts.plan import Plan
-from fxsplit.planner import Options, dense, prefer_compiled, search, solve
+from fxsplit.planner import Options, prefer_compiled, solve
 from fxsplit.planner.kernels import SMALL
 from fxsplit.planner.planner import Planner
+from fxsplit.planner.search import dense, search
 
 Devices = tuple[int, ...]
 Split = tuple[Devices, ...]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import cache
 
-from fxsplit.ir.facts.costs import Costs
-from fxsplit.ir.facts.course import Crossings
-from fxsplit.ir.facts.moments import Moments
-from fxsplit.ir.facts.stage_memory import StageMemory, find_peak, measure_stage
+from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.memory.microbatch import Crossings
+from fxsplit.ir.facts.memory.moments import Moments
+from fxsplit.ir.facts.memory.stage import StageMemory, find_peak, measure_stage
 from fxsplit.planner import Options
 
 

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from bench.gpu.checks.equality import CLOSE
 from bench.gpu.setting import FAST, MICROBATCHES, RECOMPUTING, Net, Setting
-from fxsplit.api.compare import compare, run_pipeline_step, run_unsplit_step
-from fxsplit.runtime.streams import AcceleratorStream, Stream
+from fxsplit.api.verify.compare import compare, run_pipeline_step, run_unsplit_step
+from fxsplit.runtime.stage.streams import AcceleratorStream, Stream
 
 MODES: tuple[dict[str, Any], ...] = ({}, {"passes": RECOMPUTING}, {"deferred_batch_norm": True})
 STEPS = 3
@@ -65,7 +65,7 @@ def delay_streams(setting: Setting, delay: Callable[[], None]) -> Iterator[None]
         for name in ("mark", "send", "receive", "wait_for"):
             stack.enter_context(patch.object(kind, name, make_late(getattr(kind, name))))
         # A copy is queued between two changes of the current stream: delays go to the copy's own streams.
-        where = "fxsplit.torch_internals.accelerators"
+        where = "fxsplit.torch_internals.tensors.accelerators"
         if not setting.dry:
             stack.enter_context(patch(f"{where}.make_stream", lambda device: make_late_stream(delay)(device)))
         for name in ("set_current_stream", "keep_until_read"):

@@ -19,8 +19,8 @@ from bench.gpu.setting import FAST, Setting
 from bench.gpu.speed import CHAIN, LONGER, predict_ms
 from bench.gpu.timing import Case, measure
 from fxsplit.passes.profile.thread import run_in_worker_thread
-from fxsplit.runtime.streams import AcceleratorStream
-from fxsplit.schedule.catalogue import Scheduler
+from fxsplit.runtime.stage.streams import AcceleratorStream
+from fxsplit.schedule.generators.catalogue import Scheduler
 
 # An H100 has 132 multiprocessors, and partitions come in multiples of 8.
 COUNT, MULTIPROCESSORS = 4, 32

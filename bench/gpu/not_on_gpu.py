@@ -35,12 +35,12 @@ NOT_ON_GPU = {
     "tests/runtime/stage/test_replica.py": STATES,
     "tests/runtime/stage/test_run_split.py::test_a_failing_half_names_its_place": NAMES,
     "tests/runtime/stage/test_weight_versions.py": STATES,
-    "tests/runtime/test_job.py::test_a_traced_step_is_a_step": NAMES,
+    "tests/runtime/job/test_job.py::test_a_traced_step_is_a_step": NAMES,
     "tests/runtime/test_runtime_order.py": MADE_UP,
     "tests/runtime/test_runtime.py::test_workers_leave_the_callers_threads_alone": HOST,
-    "tests/runtime/test_status.py": HOST,
-    "tests/runtime/test_stopwatch.py": STATES,
-    "tests/runtime/test_streams.py": STATES,
+    "tests/runtime/job/test_status.py": HOST,
+    "tests/runtime/job/test_stopwatch.py": STATES,
+    "tests/runtime/stage/test_streams.py": STATES,
 }
 """Folders, files, and tests as `file::function`, that are left out."""
 

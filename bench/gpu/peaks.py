@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from bench.gpu.setting import Setting
-from fxsplit.api.pipeline import Pipeline
+from fxsplit.api.pipeline.pipeline import Pipeline
 
 GIB = 2**30
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from bench.gpu.not_on_gpu import find_reason
-from fxsplit.ir.facts.machine import Device, Machine
+from fxsplit.ir.facts.given.machine import Device, Machine
 
 # Read at import, as pytest loads plugins before it reads its options.
 ON = os.environ.get("FXSPLIT_ON", "cuda:0")

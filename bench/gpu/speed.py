@@ -18,10 +18,10 @@ from bench.gpu.peaks import measure_peak_gib, predict_gib
 from bench.gpu.setting import FAST, Setting
 from bench.gpu.timing import SIZES, Case, Taken, measure, measure_in_turns
 from bench.lib.peers_runtime import torchgpipe_step
-from fxsplit.api.pipeline import Pipeline
-from fxsplit.ir.facts.costs import Costs
+from fxsplit.api.pipeline.pipeline import Pipeline
+from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.schedule import simulate
-from fxsplit.schedule.catalogue import Scheduler
+from fxsplit.schedule.generators.catalogue import Scheduler
 from fxsplit.schedule.of_plan import build_schedule, read_times
 
 CHAIN = "profile{repeats=3},augment,order,partition,emit"

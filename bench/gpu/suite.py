@@ -25,7 +25,7 @@ PROCESSES = 8
 """Each takes about half a GiB of the GPU for itself, and a core."""
 FEWEST_S = 8.0
 """With less time than this no process is started any more: it takes as long to load torch."""
-DRY = ("tests/runtime/test_channels.py", "tests/runtime/test_forwards.py")
+DRY = ("tests/runtime/job/test_channels.py", "tests/runtime/job/test_forwards.py")
 SHOWN = 60
 """How many tests that fail are named."""
 STACKS = 1500

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
-from fxsplit.ir.facts.antichains import Antichains
-from fxsplit.ir.facts.states import States
+from fxsplit.ir.facts.lattice.antichains import Antichains
+from fxsplit.ir.facts.lattice.states import States
 
 
 def subsets(chains: Antichains) -> list[list[int]]:

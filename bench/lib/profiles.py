@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fxsplit.ir.facts.costs import Costs, InputCost, NodeCost
+from fxsplit.ir.facts.costs.costs import Costs, InputCost, NodeCost
 
 # A GPU of 100 TFLOP/s and 1 TB/s, in half precision.
 FLOPS_PER_MS, BYTES_PER_MS, ELEMENT = 1e11, 1e9, 2

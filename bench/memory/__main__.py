@@ -19,13 +19,13 @@ import fxsplit
 from bench.memory.counter import start_counting
 from bench.memory.measure import Peak, find_program, measure_step
 from bench.memory.networks import NETWORKS, SCHEDULES
-from fxsplit.api.pipeline import Pipeline
-from fxsplit.ir.facts.costs import Costs
-from fxsplit.ir.facts.figures import format_bytes
+from fxsplit.api.pipeline.pipeline import Pipeline
+from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.schedule import simulate
-from fxsplit.schedule.catalogue import ASYNCHRONOUS
-from fxsplit.schedule.memory import find_peak, trace_memory
+from fxsplit.schedule.generators.catalogue import ASYNCHRONOUS
 from fxsplit.schedule.of_plan import read_footprints, read_times
+from fxsplit.schedule.simulation.memory import find_peak, trace_memory
+from fxsplit.system.figures import format_bytes
 
 ROWS = 8
 """Rows of a microbatch."""

@@ -14,8 +14,8 @@ from typing import NamedTuple
 from unittest import mock
 
 from bench.memory.counter import start_counting
-from fxsplit.runtime.job import Job
-from fxsplit.runtime.streams import Stream
+from fxsplit.runtime.job.job import Job
+from fxsplit.runtime.stage.streams import Stream
 from fxsplit.schedule.action import Action
 
 Handler = Callable[[Job, Action, int, Stream], None]

@@ -16,12 +16,12 @@ from torch import Tensor, UntypedStorage
 from bench.memory.counter import find_slot, start_counting
 from bench.memory.live import Log, Storage, log_storages
 from bench.memory.order import RunAhead
-from fxsplit.api.compiled import get_mode
-from fxsplit.api.pipeline import Pipeline
+from fxsplit.api.compiler.compiled import get_mode
+from fxsplit.api.pipeline.pipeline import Pipeline
 from fxsplit.ir.facts.stages import list_weights
-from fxsplit.runtime.job import Job
+from fxsplit.runtime.job.job import Job
 from fxsplit.runtime.program import Program
-from fxsplit.runtime.streams import Stream
+from fxsplit.runtime.stage.streams import Stream
 from fxsplit.schedule.action import Action
 
 

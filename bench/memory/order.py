@@ -11,9 +11,9 @@ from contextlib import ExitStack, contextmanager
 from threading import Condition
 from unittest import mock
 
-from fxsplit.runtime.channels import Inboxes, Message
-from fxsplit.runtime.job import Job
-from fxsplit.runtime.streams import Stream
+from fxsplit.runtime.job.channels import Inboxes, Message
+from fxsplit.runtime.job.job import Job
+from fxsplit.runtime.stage.streams import Stream
 from fxsplit.schedule.action import Action
 
 Handler = Callable[[Job, Action, int, Stream], None]

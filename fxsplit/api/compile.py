@@ -12,24 +12,24 @@ from torch import nn
 
 from fxsplit import passes as standard
 from fxsplit.api.companions import warn_of_untried
-from fxsplit.api.compiler import Compiler
-from fxsplit.api.options import Options, load_costs
-from fxsplit.api.pipeline import Pipeline
-from fxsplit.api.ranks import GradientHook, make_team
-from fxsplit.api.world import Devices, read_devices
+from fxsplit.api.compiler.compiler import Compiler
+from fxsplit.api.compiler.devices import Devices, read_devices
+from fxsplit.api.compiler.options import Options, load_costs
+from fxsplit.api.compiler.team import GradientHook, make_team
+from fxsplit.api.pipeline.pipeline import Pipeline
 from fxsplit.errors import FxsplitDeprecationWarning, InputError
-from fxsplit.formats.safetensors_files import WeightFiles
+from fxsplit.formats.weights.safetensors_files import WeightFiles
 from fxsplit.ir.chain import Chain, to_chain
-from fxsplit.ir.facts.call import parse_example_inputs
-from fxsplit.ir.facts.chunks import Chunks
-from fxsplit.ir.facts.compress import Compress
-from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.facts.capture.call import parse_example_inputs
+from fxsplit.ir.facts.capture.chunks import Chunks
+from fxsplit.ir.facts.costs.compress import Compress
+from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.graph import Pass
-from fxsplit.ir.interrupts import lose_no_interrupt
-from fxsplit.runtime.loss import LossFn
+from fxsplit.runtime.loss.loss import LossFn
 from fxsplit.runtime.stage.recompute import Policy
-from fxsplit.schedule.catalogue import ASYNCHRONOUS, ScheduleName
-from fxsplit.torch_internals.compiled_code import unwrap_compiled
+from fxsplit.schedule.generators.catalogue import ASYNCHRONOUS, ScheduleName
+from fxsplit.system.interrupts import lose_no_interrupt
+from fxsplit.torch_internals.torch_compile.compiled_code import unwrap_compiled
 from fxsplit.torch_internals.user_lines import warn_user
 
 DEFAULT = Chain(standard.DEFAULT)

@@ -13,28 +13,28 @@ from collections.abc import Mapping, Sequence
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from fxsplit.api.microbatch_count import check_microbatch_count, choose_microbatch_count
+from fxsplit.api.compiler.microbatch_count import check_microbatch_count, choose_microbatch_count
 from fxsplit.errors import InputError, UnsteadyProfileWarning
 from fxsplit.formats import Profile, read
-from fxsplit.ir.facts.compress import Compress, check_compress
-from fxsplit.ir.facts.costs import Costs
-from fxsplit.ir.facts.forward_costs import keep_forwards
-from fxsplit.ir.facts.machine import Device, Machine, check_device_count
+from fxsplit.ir.facts.costs.compress import Compress, check_compress
+from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.costs.forwards import keep_forwards
+from fxsplit.ir.facts.given.machine import Device, Machine, check_device_count
+from fxsplit.ir.facts.given.workload import Workload
 from fxsplit.ir.facts.plan import Plan
-from fxsplit.ir.facts.workload import Workload
-from fxsplit.ir.interrupts import lose_no_interrupt
-from fxsplit.ir.progress_bar import show_progress
 from fxsplit.planner import Options
-from fxsplit.planner.borders import compress_cuts
 from fxsplit.planner.planner import Planner
-from fxsplit.schedule.catalogue import INFERENCE, ScheduleName, Scheduler, find_schedule
-from fxsplit.schedule.generate import check_takes_replicas
+from fxsplit.planner.problem.borders import compress_cuts
+from fxsplit.schedule.generators.catalogue import INFERENCE, ScheduleName, Scheduler, find_schedule
+from fxsplit.schedule.generators.synchronous import check_takes_replicas
 from fxsplit.schedule.of_plan import find_replicas
+from fxsplit.system.interrupts import lose_no_interrupt
+from fxsplit.system.progress_bar import show_progress
 
 if TYPE_CHECKING:  # a model comes with torch; a profile does not need it
     from torch import nn
 
-    from fxsplit.api.pipeline import Pipeline
+    from fxsplit.api.pipeline.pipeline import Pipeline
 
 
 @lose_no_interrupt

@@ -6,20 +6,20 @@ from typing import Any
 
 from torch import nn
 
-from fxsplit.api.microbatch_count import check_microbatch_count, choose_microbatch_count
+from fxsplit.api.compiler.microbatch_count import check_microbatch_count, choose_microbatch_count
 from fxsplit.frontend.capture import capture
-from fxsplit.ir.facts.call import Inputs, parse_example_inputs
-from fxsplit.ir.facts.costs import Costs
-from fxsplit.ir.facts.machine import DeviceLike, Machine
-from fxsplit.ir.interrupts import lose_no_interrupt
+from fxsplit.ir.facts.capture.call import Inputs, parse_example_inputs
+from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.given.machine import DeviceLike, Machine
 from fxsplit.ir.manager import run_chain
-from fxsplit.ir.progress_bar import show_progress
 from fxsplit.passes import Profile
 from fxsplit.runtime.microbatches import divide_rows
-from fxsplit.schedule.catalogue import INFERENCE, Scheduler
-from fxsplit.torch_internals.compiled_code import unwrap_compiled
+from fxsplit.schedule.generators.catalogue import INFERENCE, Scheduler
+from fxsplit.system.interrupts import lose_no_interrupt
+from fxsplit.system.progress_bar import show_progress
+from fxsplit.torch_internals.scopes.undo import leave_no_trace
 from fxsplit.torch_internals.thread_modes import enable_gradients
-from fxsplit.torch_internals.undo import leave_no_trace
+from fxsplit.torch_internals.torch_compile.compiled_code import unwrap_compiled
 
 
 @lose_no_interrupt

@@ -16,14 +16,14 @@ from rich.progress import track
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fxsplit.api.compare import Differences, compare, run_pipeline_step, run_unsplit_step
 from fxsplit.api.compile import compile
-from fxsplit.api.options import Candidate
-from fxsplit.api.pipeline import Pipeline
+from fxsplit.api.compiler.options import Candidate
+from fxsplit.api.pipeline.pipeline import Pipeline
+from fxsplit.api.verify.compare import Differences, compare, run_pipeline_step, run_unsplit_step
 from fxsplit.errors import FxsplitError, UnsteadyProfileWarning
-from fxsplit.ir.facts.machine import Machine
+from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.facts.plan import format_spread
-from fxsplit.schedule.catalogue import Scheduler
+from fxsplit.schedule.generators.catalogue import Scheduler
 from fxsplit.torch_internals.torchvision_operators import declare_detection_operators
 
 GOAL = 0.95

@@ -12,13 +12,13 @@ from fxsplit.api.plan import build_machine, lay_out
 from fxsplit.cli.output import print_json, print_parts
 from fxsplit.cli.plan import Question
 from fxsplit.errors import InputError, PlanError
-from fxsplit.ir.facts.costs import Costs
-from fxsplit.ir.facts.costs_text import sum_by_module
-from fxsplit.ir.facts.figures import format_bytes
+from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.costs.text import sum_by_module
 from fxsplit.ir.facts.plan import PROVEN, Plan
-from fxsplit.ir.progress import track
-from fxsplit.ir.progress_bar import show_progress
-from fxsplit.ir.shown import Table
+from fxsplit.system.figures import format_bytes
+from fxsplit.system.progress import track
+from fxsplit.system.progress_bar import show_progress
+from fxsplit.system.shown import Table
 
 SHOWN = 3
 """How many nodes of a stage, values of a cut, and idle devices are named."""

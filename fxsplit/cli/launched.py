@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxsplit.errors import InputError
-from fxsplit.ir.facts.call import Call, Inputs
+from fxsplit.ir.facts.capture.call import Call, Inputs
 from fxsplit.runtime.microbatches import divide_rows, split_target
-from fxsplit.runtime.ranks.join import join_default_group
+from fxsplit.runtime.ranks.world.join import join_default_group
 
 SEED = 0
 """What the ranks draw from, so that all of them build one model."""

@@ -99,8 +99,8 @@ def _list_passes(arguments: argparse.Namespace) -> int:
 
     from fxsplit.api.compile import DEFAULT
     from fxsplit.cli.output import print_parts
-    from fxsplit.ir.shown import Table
     from fxsplit.passes import PASSES
+    from fxsplit.system.shown import Table
 
     rows = []
     for name, kind in PASSES.items():

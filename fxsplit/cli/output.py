@@ -12,7 +12,7 @@ from math import isfinite
 from typing import Any, TextIO, cast
 
 from fxsplit.errors import FileError
-from fxsplit.ir.shown import WIDTH, Parts, render
+from fxsplit.system.shown import WIDTH, Parts, render
 
 LEAST = 40
 """In fewer columns no table can be read."""

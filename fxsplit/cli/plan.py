@@ -12,29 +12,29 @@ from math import inf
 from typing import Any
 
 from fxsplit.api.plan import build_machine, check_can_run, choose_passes, lay_out
-from fxsplit.api.titan import CONFIG, SCHEDULE, check_forward, emit_titan
+from fxsplit.api.to_titan import CONFIG, SCHEDULE, check_forward, emit_titan
 from fxsplit.cli.output import print_json, print_parts
 from fxsplit.cli.words import read_bandwidth, take_text
 from fxsplit.errors import InputError, NoFit, PlanError
 from fxsplit.formats import Profile, read
 from fxsplit.formats.machine_toml import read_machine
 from fxsplit.formats.plan_json import plan_to_dict
-from fxsplit.ir.facts.compress import HOW
-from fxsplit.ir.facts.figures import SHOWN
-from fxsplit.ir.facts.machine import MAX_DEVICES, Machine, check_device_count
+from fxsplit.ir.facts.costs.compress import HOW
+from fxsplit.ir.facts.given.machine import MAX_DEVICES, Machine, check_device_count
+from fxsplit.ir.facts.given.workload import Workload
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.price import COST_MODELS
-from fxsplit.ir.facts.workload import Workload
-from fxsplit.ir.progress import track
-from fxsplit.ir.progress_bar import show_progress
-from fxsplit.ir.shown import Table
 from fxsplit.planner import Options
 from fxsplit.planner.baselines import BASELINES, plan_baseline
-from fxsplit.planner.borders import ANYWHERE, FORMS, check_modules, check_place, compress_cuts, list_wholes
 from fxsplit.planner.planner import MAX_STATES, Planner
+from fxsplit.planner.problem.borders import ANYWHERE, FORMS, check_modules, check_place, compress_cuts, list_wholes
 from fxsplit.planner.solve import RECOMPUTE
-from fxsplit.schedule.catalogue import SCHEDULES, Scheduler
+from fxsplit.schedule.generators.catalogue import SCHEDULES, Scheduler
 from fxsplit.schedule.of_plan import build_schedule
+from fxsplit.system.figures import SHOWN
+from fxsplit.system.progress import track
+from fxsplit.system.progress_bar import show_progress
+from fxsplit.system.shown import Table
 
 UNLIMITED = "links are unlimited, so that transfers take no time: --bandwidth prices them"
 

@@ -5,26 +5,26 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from fxsplit.api.microbatch_count import choose_microbatch_count
+from fxsplit.api.compiler.microbatch_count import choose_microbatch_count
 from fxsplit.api.plan import lay_out
 from fxsplit.cli.output import print_json, print_parts
 from fxsplit.cli.words import read_bandwidth, take_text
 from fxsplit.errors import InputError
 from fxsplit.formats import read
 from fxsplit.formats.plan_json import read_plan
-from fxsplit.ir.facts.figures import format_bytes
-from fxsplit.ir.facts.machine import Machine
+from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.facts.plan import Plan
-from fxsplit.ir.progress_bar import show_progress
-from fxsplit.ir.shown import Table
 from fxsplit.planner import Options
 from fxsplit.planner.planner import Planner
 from fxsplit.schedule import SCHEDULES, Schedule, Simulation, Times, generate, simulate, verify
-from fxsplit.schedule.catalogue import Scheduler, count_devices
-from fxsplit.schedule.memory import Course, find_peak, trace_memory
+from fxsplit.schedule.generators.catalogue import Scheduler, count_devices
 from fxsplit.schedule.of_plan import build_schedule, find_replicas, name_places, read_footprints, read_times
-from fxsplit.schedule.timeline import Timeline
+from fxsplit.schedule.simulation.memory import Course, find_peak, trace_memory
+from fxsplit.schedule.simulation.timeline import Timeline
 from fxsplit.schedule.torch_csv import read_csv, write_csv
+from fxsplit.system.figures import format_bytes
+from fxsplit.system.progress_bar import show_progress
+from fxsplit.system.shown import Table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fxsplit.cli.output import print_json, print_parts
 from fxsplit.cli.words import take_text
 from fxsplit.errors import FxsplitError, InputError, suggest
-from fxsplit.ir.facts.machine import check_device_count
+from fxsplit.ir.facts.given.machine import check_device_count
 from fxsplit.schedule import RUNNABLE
 
 if TYPE_CHECKING:  # torch takes a second to load, and --help needs none of it
-    from fxsplit.api.verify import Verification
+    from fxsplit.api.verify.verify import Verification
 
 CHAIN = "profile{repeats=1},augment,order,partition,emit"
 """The passes unless others are asked for: one repeat, since what is compared does not depend on exact costs."""
@@ -73,8 +73,8 @@ def main(arguments: argparse.Namespace) -> int:
     a model that raises, and for options that are for ranks where there are none.
     """
     from fxsplit.cli.launched import join_ranks
-    from fxsplit.ir.facts.call import Call
-    from fxsplit.runtime.ranks.join import is_launched
+    from fxsplit.ir.facts.capture.call import Call
+    from fxsplit.runtime.ranks.world.join import is_launched
 
     if is_launched():
         if arguments.devices is not None:
@@ -96,7 +96,7 @@ def main(arguments: argparse.Namespace) -> int:
 def _verify(arguments: argparse.Namespace, devices: Any, made: Made, *, quiet: bool = False) -> int:
     """Compile a model and verify it; print what is found, unless this is to be `quiet`; return the exit code."""
     from fxsplit.api.compile import compile
-    from fxsplit.api.verify import verify
+    from fxsplit.api.verify.verify import verify
 
     loss_fn = None
     if arguments.loss_fn is not None:

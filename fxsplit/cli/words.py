@@ -7,8 +7,8 @@ import re
 from typing import Any, NoReturn
 
 from fxsplit.errors import InputError, suggest
-from fxsplit.ir.facts.figures import SHOWN, parse_bytes
-from fxsplit.ir.facts.machine import LEAST_BYTES_PER_S
+from fxsplit.ir.facts.given.machine import LEAST_BYTES_PER_S
+from fxsplit.system.figures import SHOWN, parse_bytes
 
 OPTIONS = {
     "optimizer_factor": "--optimizer-factor",

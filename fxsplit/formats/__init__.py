@@ -3,7 +3,7 @@
 A file is data: nothing in it is ever run.
 """
 
-from fxsplit.formats.foreign import Profile
+from fxsplit.formats.profiles.foreign import Profile
 from fxsplit.formats.read import read
 
 __all__ = ["Profile", "read"]

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from fxsplit.errors import InputError, suggest
-from fxsplit.ir.facts.figures import TOO_LARGE, is_amount, parse_bytes, show
-from fxsplit.ir.facts.machine import MAX_DEVICES, Device, Machine
-from fxsplit.ir.files import explain_unreadable
+from fxsplit.ir.facts.given.machine import MAX_DEVICES, Device, Machine
+from fxsplit.system.figures import TOO_LARGE, is_amount, parse_bytes, show
+from fxsplit.system.files import explain_unreadable
 
 KEYS = {"name", "count", "memory_bytes", "speed", "link_bytes_per_s", "bytes_per_s", "host"}
 

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from fxsplit.errors import PlanError
-from fxsplit.ir.facts.compress import HOW
-from fxsplit.ir.facts.course import MicrobatchMemory
-from fxsplit.ir.facts.figures import AMOUNT, as_list, is_amount, is_count, show
+from fxsplit.ir.facts.costs.compress import HOW
+from fxsplit.ir.facts.memory.microbatch import MicrobatchMemory
+from fxsplit.ir.facts.memory.stage import spread_activations
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.price import COST_MODELS, CostModel, StagePlan
-from fxsplit.ir.facts.stage_memory import spread_activations
-from fxsplit.ir.files import explain_unreadable, write_whole
+from fxsplit.system.figures import AMOUNT, as_list, is_amount, is_count, show
+from fxsplit.system.files import explain_unreadable, write_whole
 
 # All numbers of a stage: a figure that StagePlan gains is written and read without a change here.
 _FIGURES = [f.name for f in fields(StagePlan) if f.name.endswith(("_ms", "_bytes"))]

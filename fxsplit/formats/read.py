@@ -7,10 +7,10 @@ import os
 from pathlib import Path
 
 from fxsplit.errors import ProfileError
-from fxsplit.formats import dnn_partitioning, pipedream
-from fxsplit.formats.foreign import Profile
-from fxsplit.ir.facts.costs import Costs
-from fxsplit.ir.files import explain_unreadable
+from fxsplit.formats.profiles import dnn_partitioning, pipedream
+from fxsplit.formats.profiles.foreign import Profile
+from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.system.files import explain_unreadable
 
 
 def read(path: str | os.PathLike[str], by_bytes: bool = False) -> Profile:

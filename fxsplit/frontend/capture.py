@@ -12,26 +12,26 @@ from torch import fx, nn
 from torch.nn.parameter import is_lazy
 
 from fxsplit.errors import InputError, TraceError
-from fxsplit.frontend.check.meanings import find_meanings
-from fxsplit.frontend.check.wrong_cuts import explain_failure
 from fxsplit.frontend.choose import Checked, choose_graph
-from fxsplit.frontend.no_trace_left import restore_model
+from fxsplit.frontend.meanings.meanings import find_meanings
+from fxsplit.frontend.meanings.wrong_cuts import explain_failure
+from fxsplit.frontend.restore.no_trace_left import restore_model
 from fxsplit.frontend.subject import Subject
 from fxsplit.frontend.watch.caches import empty_caches
 from fxsplit.frontend.watch.changes import list_changes
 from fxsplit.frontend.watch.watch import Watch
-from fxsplit.ir.facts.call import Inputs
-from fxsplit.ir.facts.chunks import Chunks
-from fxsplit.ir.facts.example import Example
-from fxsplit.ir.facts.numbers import find_arguments, find_reads
-from fxsplit.ir.facts.python_state import Number, PythonState
+from fxsplit.ir.facts.capture.call import Inputs
+from fxsplit.ir.facts.capture.chunks import Chunks
+from fxsplit.ir.facts.capture.example import Example
+from fxsplit.ir.facts.capture.numbers import find_arguments, find_reads
+from fxsplit.ir.facts.capture.python_state import Number, PythonState
 from fxsplit.ir.graph import IR
-from fxsplit.ir.imports import import_whole
-from fxsplit.ir.progress import phase
-from fxsplit.torch_internals.fake_weights import lacks_values
-from fxsplit.torch_internals.log import hide_logged_warnings
+from fxsplit.system.imports import import_whole
+from fxsplit.system.progress import phase
+from fxsplit.torch_internals.fake.fake_weights import lacks_values
 from fxsplit.torch_internals.probes import probe_torch
-from fxsplit.torch_internals.undo import undo_after
+from fxsplit.torch_internals.scopes.log import hide_logged_warnings
+from fxsplit.torch_internals.scopes.undo import undo_after
 from fxsplit.torch_internals.user_lines import warn_user
 
 MOST_CHANGES = 5

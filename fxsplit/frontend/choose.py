@@ -14,17 +14,17 @@ from torch import nn
 
 from fxsplit.errors import TraceError
 from fxsplit.frontend.check.values import check_graph, check_other_sizes
-from fxsplit.frontend.export.exporter import LEAST_ROWS, TorchExport
-from fxsplit.frontend.export.fixed_rows import FixedRows, OtherGraph
 from fxsplit.frontend.follow import follow_numbers
+from fxsplit.frontend.front_ends.export.exporter import LEAST_ROWS, TorchExport
+from fxsplit.frontend.front_ends.export.fixed_rows import FixedRows, OtherGraph
+from fxsplit.frontend.front_ends.graph_module import GivenGraph
+from fxsplit.frontend.front_ends.symbolic import SymbolicTrace
 from fxsplit.frontend.graph import FrontEnd, Graph
-from fxsplit.frontend.graph_module import GivenGraph
 from fxsplit.frontend.subject import Subject
-from fxsplit.frontend.symbolic import SymbolicTrace
-from fxsplit.ir.facts.effects import CallEffects
-from fxsplit.ir.progress import phase
-from fxsplit.torch_internals.late_code import generate_code_late
-from fxsplit.torch_internals.stack_traces import remember_frames
+from fxsplit.ir.facts.capture.effects import CallEffects
+from fxsplit.system.progress import phase
+from fxsplit.torch_internals.tracing.late_code import generate_code_late
+from fxsplit.torch_internals.tracing.stack_traces import remember_frames
 from fxsplit.torch_internals.user_lines import warn_user
 
 MOST_LEAVES = 16

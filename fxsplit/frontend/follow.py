@@ -18,13 +18,13 @@ from fxsplit.errors import TraceError
 from fxsplit.frontend.check.values import check_graph
 from fxsplit.frontend.graph import FrontEnd, Graph
 from fxsplit.frontend.subject import Subject
-from fxsplit.ir.facts.effects import CallEffects
-from fxsplit.ir.facts.numbers import hold_numbers, list_number_nodes, set_numbers
-from fxsplit.ir.facts.python_state import Number
-from fxsplit.torch_internals.dependences import find_inseparable, find_ordered_pairs
-from fxsplit.torch_internals.log import hide_warnings
-from fxsplit.torch_internals.observe import observe
-from fxsplit.torch_internals.undo import undo_after
+from fxsplit.ir.facts.capture.effects import CallEffects
+from fxsplit.ir.facts.capture.numbers import hold_numbers, list_number_nodes, set_numbers
+from fxsplit.ir.facts.capture.python_state import Number
+from fxsplit.torch_internals.fx.dependences import find_inseparable, find_ordered_pairs
+from fxsplit.torch_internals.fx.observe import observe
+from fxsplit.torch_internals.scopes.log import hide_warnings
+from fxsplit.torch_internals.scopes.undo import undo_after
 
 Check = Callable[[Graph], tuple[Graph, CallEffects]]
 """Compares a graph with the model, and returns it with what a call leaves behind."""

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, fx
 
 from fxsplit.frontend.subject import Subject
-from fxsplit.ir.facts.python_state import Number
-from fxsplit.ir.facts.scope import Scope
-from fxsplit.torch_internals.interpret import find_target
-from fxsplit.torch_internals.module_stack import find_module_path
+from fxsplit.ir.facts.capture.python_state import Number
+from fxsplit.ir.facts.capture.scope import Scope
+from fxsplit.torch_internals.fx.interpret import find_target
+from fxsplit.torch_internals.fx.module_stack import find_module_path
 from fxsplit.torch_internals.user_lines import is_users
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fxsplit.torch_internals.generators import read_cpu_generator, take_back_draw
+from fxsplit.torch_internals.random.generators import read_cpu_generator, take_back_draw
 
 
 class NeverDropped(TorchFunctionMode):

@@ -14,21 +14,21 @@ from torch import fx, nn
 
 from fxsplit.errors import FxsplitError
 from fxsplit.frontend.capture import Stated
-from fxsplit.frontend.check.meanings import find_meanings
 from fxsplit.frontend.check.values import check_graph, check_other_sizes
-from fxsplit.frontend.no_trace_left import restore_model
+from fxsplit.frontend.meanings.meanings import find_meanings
+from fxsplit.frontend.restore.no_trace_left import restore_model
 from fxsplit.frontend.subject import Subject
 from fxsplit.frontend.watch.changes import list_changes
 from fxsplit.frontend.watch.watch import Watch
-from fxsplit.ir.facts.call import Call, Inputs
-from fxsplit.ir.facts.effects import CallEffects
-from fxsplit.ir.facts.example import Example
-from fxsplit.ir.facts.numbers import set_numbers
-from fxsplit.ir.facts.python_state import PythonState
-from fxsplit.ir.facts.scope import Scope
+from fxsplit.ir.facts.capture.call import Call, Inputs
+from fxsplit.ir.facts.capture.effects import CallEffects
+from fxsplit.ir.facts.capture.example import Example
+from fxsplit.ir.facts.capture.numbers import set_numbers
+from fxsplit.ir.facts.capture.python_state import PythonState
+from fxsplit.ir.facts.capture.scope import Scope
 from fxsplit.ir.graph import IR
-from fxsplit.torch_internals.log import hide_logged_warnings
-from fxsplit.torch_internals.undo import undo_after
+from fxsplit.torch_internals.scopes.log import hide_logged_warnings
+from fxsplit.torch_internals.scopes.undo import undo_after
 
 DIFFER = (FxsplitError, RuntimeError, ValueError, TypeError, IndexError, AssertionError)
 """What a graph, or a model, raises on a shape that it is not made for."""

@@ -17,13 +17,13 @@ from torch import Tensor, fx, nn
 
 from fxsplit.errors import TraceError
 from fxsplit.frontend.layer_drop import NeverDropped
-from fxsplit.ir.facts.call import Call, Inputs
-from fxsplit.ir.facts.python_state import Number
+from fxsplit.ir.facts.capture.call import Call, Inputs
+from fxsplit.ir.facts.capture.python_state import Number
 from fxsplit.torch_internals import pytree
-from fxsplit.torch_internals.containers import to_plain_outputs
-from fxsplit.torch_internals.fake_weights import has_values, make_runnable, make_up_weights
+from fxsplit.torch_internals.fake.fake_weights import has_values, make_runnable, make_up_weights
+from fxsplit.torch_internals.nn.containers import to_plain_outputs
+from fxsplit.torch_internals.nn.torch_transformers import ask_no_values, take_masks_as_given
 from fxsplit.torch_internals.thread_modes import enter_function_mode
-from fxsplit.torch_internals.torch_transformers import ask_no_values, take_masks_as_given
 
 
 @dataclass(frozen=True, eq=False)

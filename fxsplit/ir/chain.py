@@ -14,8 +14,8 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from fxsplit.errors import ChainError, suggest
-from fxsplit.ir.facts.figures import show
 from fxsplit.ir.graph import Pass, name_pass
+from fxsplit.system.figures import show
 
 Scalar = str | int | float | bool
 # A pass and what ends it, a comma or the end of the text; dots and colons are for package.module:attribute.

@@ -19,11 +19,11 @@ import torch
 from fxsplit.errors import FileError
 from fxsplit.ir.chain import Chain
 from fxsplit.ir.dump_folder import RUN, begin_dump, is_of, mark_folder
-from fxsplit.ir.facts.example import Example
-from fxsplit.ir.files import write_whole
+from fxsplit.ir.facts.capture.example import Example
 from fxsplit.ir.graph import IR, name_pass
 from fxsplit.ir.manager import Observer
 from fxsplit.ir.text import render
+from fxsplit.system.files import write_whole
 from fxsplit.torch_internals.user_lines import warn_user
 
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from fxsplit.errors import FileError
-from fxsplit.ir.files import BEING_WRITTEN, make_folder, write_whole
-from fxsplit.torch_internals.undo import Turn
+from fxsplit.system.files import BEING_WRITTEN, make_folder, write_whole
+from fxsplit.torch_internals.scopes.undo import Turn
 from fxsplit.torch_internals.user_lines import warn_user
 
 FORMAT = "fxsplit-dump"

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxsplit.ir.graph import IR
-from fxsplit.torch_internals.containers import HOOKS
-from fxsplit.torch_internals.fake_weights import has_values
-from fxsplit.torch_internals.grad_leaves import list_gradient_hooks
-from fxsplit.torch_internals.interpret import count_writes
+from fxsplit.torch_internals.autograd.leaves import list_gradient_hooks
+from fxsplit.torch_internals.fake.fake_weights import has_values
+from fxsplit.torch_internals.fx.interpret import count_writes
+from fxsplit.torch_internals.nn.containers import HOOKS
 
 MOST_READ = 100_000
 """Of a weight with more elements than this, so many are read, evenly spread."""

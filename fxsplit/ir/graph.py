@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar, cast, runtime_checkable
 
 from fxsplit.errors import ChainError, MissingFact
-from fxsplit.ir.shown import Parts, Shown
+from fxsplit.system.shown import Parts, Shown
 
 if TYPE_CHECKING:  # torch takes a second to load, and planning from a profile needs none of it
     from torch import fx

@@ -13,8 +13,8 @@ from fxsplit.errors import BrokenFact, ChainError, FxsplitError
 from fxsplit.ir.chain import pass_text
 from fxsplit.ir.fingerprint import find_edit, take_fingerprint
 from fxsplit.ir.graph import IR, Pass, Step, is_own, name_pass
-from fxsplit.ir.interrupts import raise_lost_interrupt
-from fxsplit.ir.progress import phase
+from fxsplit.system.interrupts import raise_lost_interrupt
+from fxsplit.system.progress import phase
 
 Check = Callable[[Pass, IR, IR], IR]
 """Looks at a pass with the IR before and after it, and returns the IR to go on with; raises BrokenFact."""

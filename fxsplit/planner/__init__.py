@@ -20,10 +20,10 @@ problem, `search` finds the best chain, `solve` makes a plan of it, and `planner
 """
 
 from fxsplit.planner.clock import Clock
-from fxsplit.planner.contraction import contract_costless_nodes
 from fxsplit.planner.kernels import prefer_compiled
-from fxsplit.planner.lattice import antichains, enumerate_ideals
-from fxsplit.planner.sequence import sequence_states
+from fxsplit.planner.lattice.contraction import contract_costless_nodes
+from fxsplit.planner.lattice.lattice import antichains, enumerate_ideals
+from fxsplit.planner.lattice.sequence import sequence_states
 from fxsplit.planner.solve import Options, Task, bound_by_work, partition, pose_problems
 
 __all__ = [

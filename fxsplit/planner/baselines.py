@@ -12,14 +12,14 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from fxsplit.ir.facts.antichains import Antichains
-from fxsplit.ir.facts.costs import Costs
-from fxsplit.ir.facts.machine import Machine
+from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.given.machine import Machine
+from fxsplit.ir.facts.given.workload import Workload
+from fxsplit.ir.facts.lattice.antichains import Antichains
+from fxsplit.ir.facts.lattice.states import States
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.price import CostModel, price_split
-from fxsplit.ir.facts.states import States
-from fxsplit.ir.facts.workload import Workload
-from fxsplit.planner.dense import first_order
+from fxsplit.planner.search.dense import first_order
 
 Floats = NDArray[np.float64]
 

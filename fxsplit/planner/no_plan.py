@@ -8,15 +8,15 @@ from math import inf
 import numpy as np
 
 from fxsplit.errors import NoFit, PlanError
-from fxsplit.ir.facts.antichains import Antichains
-from fxsplit.ir.facts.costs import Costs
-from fxsplit.ir.facts.figures import format_bytes
-from fxsplit.ir.facts.machine import Machine
+from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.given.machine import Machine
+from fxsplit.ir.facts.lattice.antichains import Antichains
 from fxsplit.ir.facts.price import find_ends
 from fxsplit.planner.clock import Clock, OutOfTime
 from fxsplit.planner.kernels import SMALL
-from fxsplit.planner.problem import Path, Problem
-from fxsplit.planner.search import Found, find_any, minimise
+from fxsplit.planner.problem.problem import Path, Problem
+from fxsplit.planner.search.search import Found, find_any, minimise
+from fxsplit.system.figures import format_bytes
 
 NEAR_BYTES, NEAR, NEAR_IN_LARGE = 0.5, 1e-6, 1e-3
 """The least excess of memory is looked for up to so many bytes, or so large a share of it: a larger one in a large

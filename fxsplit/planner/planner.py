@@ -12,18 +12,18 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 from fxsplit.errors import PlanError
-from fxsplit.ir.facts.antichains import Antichains
-from fxsplit.ir.facts.costs import Costs
-from fxsplit.ir.facts.machine import Machine
-from fxsplit.ir.facts.pins import Pins, find_nodes, suggest_names
+from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.given.machine import Machine
+from fxsplit.ir.facts.given.pins import Pins, find_nodes, suggest_names
+from fxsplit.ir.facts.given.workload import Workload
+from fxsplit.ir.facts.lattice.antichains import Antichains
+from fxsplit.ir.facts.lattice.states import States
 from fxsplit.ir.facts.plan import Plan
-from fxsplit.ir.facts.states import States
-from fxsplit.ir.facts.workload import Workload
-from fxsplit.ir.progress import phase
 from fxsplit.planner.clock import Clock
-from fxsplit.planner.lattice import enumerate_ideals
-from fxsplit.planner.sequence import sequence_states
+from fxsplit.planner.lattice.lattice import enumerate_ideals
+from fxsplit.planner.lattice.sequence import sequence_states
 from fxsplit.planner.solve import Misfit, Options, Task, bound_by_work, find_plan, search
+from fxsplit.system.progress import phase
 
 MAX_STATES = 1_000_000
 """Ideals to enumerate at most, where nothing else is stated."""

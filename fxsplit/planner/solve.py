@@ -9,21 +9,21 @@ from itertools import pairwise
 from math import inf, isclose, isfinite
 
 from fxsplit.errors import ChainError, PlanError, TooFewParts, suggest
-from fxsplit.ir.facts.antichains import Antichains, Slack
-from fxsplit.ir.facts.costs import Costs
-from fxsplit.ir.facts.figures import show
-from fxsplit.ir.facts.machine import Machine
+from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.given.machine import Machine
+from fxsplit.ir.facts.given.workload import Workload
+from fxsplit.ir.facts.lattice.antichains import Antichains, Slack
+from fxsplit.ir.facts.lattice.states import States
 from fxsplit.ir.facts.plan import PROVEN, Plan
 from fxsplit.ir.facts.price import COST_MODELS, CostModel, Split, price_split
-from fxsplit.ir.facts.states import States
-from fxsplit.ir.facts.workload import Workload
-from fxsplit.planner.bounds import level_bound
 from fxsplit.planner.clock import Clock, OutOfTime
 from fxsplit.planner.direct import pose_direct
-from fxsplit.planner.moves import list_moves
 from fxsplit.planner.no_plan import explain_misfit
-from fxsplit.planner.problem import Path, Problem, pose_problem
-from fxsplit.planner.search import SLACK, Found, may_fit, minimise
+from fxsplit.planner.problem.moves import list_moves
+from fxsplit.planner.problem.problem import Path, Problem, pose_problem
+from fxsplit.planner.search.bounds import level_bound
+from fxsplit.planner.search.search import SLACK, Found, may_fit, minimise
+from fxsplit.system.figures import show
 
 RECOMPUTE = ("never", "always", "auto")
 MOST_CELLS, MOST_BOUNDED = 2**26, 2**25

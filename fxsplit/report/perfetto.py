@@ -12,9 +12,9 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from fxsplit.ir.files import write_whole
 from fxsplit.schedule.action import NAMES, SENDS
-from fxsplit.schedule.timeline import Timeline
+from fxsplit.schedule.simulation.timeline import Timeline
+from fxsplit.system.files import write_whole
 
 US_PER_MS = 1000.0
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from fxsplit.errors import InputError
-from fxsplit.ir.files import write_whole
 from fxsplit.schedule.action import NAMES, SENDS
-from fxsplit.schedule.timeline import Timeline
+from fxsplit.schedule.simulation.timeline import Timeline
+from fxsplit.system.files import write_whole
 
 COLOURS = {"F": "#4c78a8", "B": "#54a24b", "I": "#72b7b2", "W": "#eeca3b"}
 OTHER = "#b279a2"

@@ -12,7 +12,7 @@ from __future__ import annotations
 from rich.text import Text
 
 from fxsplit.schedule.action import NAMES, SEND_B, SEND_F, SENDS, Action
-from fxsplit.schedule.timeline import Timeline
+from fxsplit.schedule.simulation.timeline import Timeline
 
 COLOURS = {"F": "white on blue", "B": "black on green", "I": "black on cyan", "W": "black on yellow"}
 OTHER = "white on magenta"

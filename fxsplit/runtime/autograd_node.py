@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fxsplit.errors import BackwardError
-from fxsplit.runtime.streams import Stream, hand_over, make_caller_wait
+from fxsplit.runtime.stage.streams import Stream, hand_over, make_caller_wait
 from fxsplit.torch_internals.thread_modes import refuse_foreign_modes
 
 Backward = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]

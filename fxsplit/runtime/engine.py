@@ -12,28 +12,28 @@ import torch
 from torch import Tensor
 
 from fxsplit.errors import BackwardError, FxsplitError, InputError
-from fxsplit.ir.facts.chunks import Cut
-from fxsplit.ir.facts.meanings import Meaning
-from fxsplit.ir.interrupts import lose_no_interrupt, raise_lost_interrupt
+from fxsplit.ir.facts.capture.chunks import Cut
+from fxsplit.ir.facts.capture.meanings import Meaning
 from fxsplit.runtime.autograd_node import Backward, PipelineFunction, Tie
-from fxsplit.runtime.course import Course
-from fxsplit.runtime.job import Job
+from fxsplit.runtime.backends.crew import Crew, Occasion
+from fxsplit.runtime.job.handle import Course
+from fxsplit.runtime.job.job import Job
+from fxsplit.runtime.job.stopwatch import Stopwatch
+from fxsplit.runtime.job.work import Tape, Work
 from fxsplit.runtime.late_errors import LateErrors
-from fxsplit.runtime.loss import BatchLoss
-from fxsplit.runtime.meeting import Crew, Occasion
+from fxsplit.runtime.loss.loss import BatchLoss
 from fxsplit.runtime.microbatches import join, split_gradient
 from fxsplit.runtime.program import Batch, Program
 from fxsplit.runtime.stage.run import Packet, Saved, refuse_kept
+from fxsplit.runtime.stage.streams import hand_over, join_caller, make_caller_wait, mark_caller, move
 from fxsplit.runtime.stage.weight_versions import Stepper
-from fxsplit.runtime.stopwatch import Stopwatch
-from fxsplit.runtime.streams import hand_over, join_caller, make_caller_wait, mark_caller, move
 from fxsplit.runtime.weights_then import WeightsThen
-from fxsplit.runtime.work import Tape, Work
-from fxsplit.torch_internals.batch_norm import count_as_one_batch
-from fxsplit.torch_internals.grad_accumulate import Receipt, accumulate
-from fxsplit.torch_internals.grad_leaves import make_mutable
-from fxsplit.torch_internals.rng import lend_draws
-from fxsplit.torch_internals.undo import Turn, leave_no_trace
+from fxsplit.system.interrupts import lose_no_interrupt, raise_lost_interrupt
+from fxsplit.torch_internals.autograd.accumulate import Receipt, accumulate
+from fxsplit.torch_internals.autograd.leaves import make_mutable
+from fxsplit.torch_internals.nn.batch_norm import count_as_one_batch
+from fxsplit.torch_internals.random.draws import lend_draws
+from fxsplit.torch_internals.scopes.undo import Turn, leave_no_trace
 
 SPENT = (
     "this pipeline's outputs have been backwarded already and their activations are freed: call the pipeline again, or "

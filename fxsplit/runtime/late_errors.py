@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fxsplit.errors import InputError
-from fxsplit.torch_internals.host_copies import Coming, is_on_host
+from fxsplit.torch_internals.tensors.host_copies import Coming, is_on_host
 
 
 class LateErrors:

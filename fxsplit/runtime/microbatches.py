@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from fxsplit.errors import InputError
-from fxsplit.ir.facts.call import Inputs
-from fxsplit.ir.facts.chunks import TARGET, Cut, Replicate, find_stated_dim
-from fxsplit.ir.facts.counts import COUNTS_NOTHING, check_nothing_counts, find_miscounted
-from fxsplit.ir.facts.meanings import ROWS, Meaning
+from fxsplit.ir.facts.capture.call import Inputs
+from fxsplit.ir.facts.capture.chunks import TARGET, Cut, Replicate, find_stated_dim
+from fxsplit.ir.facts.capture.counts import COUNTS_NOTHING, check_nothing_counts, find_miscounted
+from fxsplit.ir.facts.capture.meanings import ROWS, Meaning
 from fxsplit.runtime.late_errors import LateErrors
 from fxsplit.torch_internals import pytree
 

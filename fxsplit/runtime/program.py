@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from fxsplit.errors import InputError
-from fxsplit.ir.facts.call import Inputs
-from fxsplit.ir.facts.counts import Count, Watch, Weights
-from fxsplit.ir.facts.machine import Machine
-from fxsplit.ir.facts.meanings import Meaning
+from fxsplit.ir.facts.capture.call import Inputs
+from fxsplit.ir.facts.capture.counts import Count, Watch, Weights
+from fxsplit.ir.facts.capture.meanings import Meaning
+from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.stages import Stage, Stages, list_weights
 from fxsplit.runtime.late_errors import LateErrors
@@ -28,18 +28,19 @@ from fxsplit.runtime.stage.replica import Replica
 from fxsplit.runtime.stage.shared_modules import Turns
 from fxsplit.schedule import Schedule, verify
 from fxsplit.schedule.action import BACKWARD, FORWARD, REDUCE
-from fxsplit.schedule.catalogue import INFERENCE, Scheduler
-from fxsplit.schedule.generate import run_forwards_first
+from fxsplit.schedule.generators.catalogue import INFERENCE, Scheduler
+from fxsplit.schedule.generators.synchronous import run_forwards_first
 from fxsplit.schedule.of_plan import build_schedule, find_replicas
 from fxsplit.schedule.schedule import Homes
-from fxsplit.torch_internals import accelerators, pytree
-from fxsplit.torch_internals.batch_norm import Noted
-from fxsplit.torch_internals.containers import HOOKS
-from fxsplit.torch_internals.interpret import get_storage_id
-from fxsplit.torch_internals.optimizer_state import note_move
-from fxsplit.torch_internals.past import Pasts
-from fxsplit.torch_internals.recurrent import flatten_weights
-from fxsplit.torch_internals.rng import Draw
+from fxsplit.torch_internals import pytree
+from fxsplit.torch_internals.fx.interpret import get_storage_id
+from fxsplit.torch_internals.fx.past import Pasts
+from fxsplit.torch_internals.nn.batch_norm import Noted
+from fxsplit.torch_internals.nn.containers import HOOKS
+from fxsplit.torch_internals.nn.optimizer_state import note_move
+from fxsplit.torch_internals.nn.recurrent import flatten_weights
+from fxsplit.torch_internals.random.draws import Draw
+from fxsplit.torch_internals.tensors import accelerators
 
 ELSEWHERE = torch.device("meta")
 """Where weights are said to live that are of another process; no stage runs there."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fxsplit.errors import BackwardError, ChangedWeightError
 from fxsplit.runtime.program import Batch
-from fxsplit.torch_internals.interpret import count_writes, get_storage_id
+from fxsplit.torch_internals.fx.interpret import count_writes, get_storage_id
 from fxsplit.torch_internals.words import is_changed_tensor
 
 ADVICE = "step the optimizer, and write to weights or load them, after backward()"

@@ -4,9 +4,9 @@ Pure functions make schedules, a verifier and a simulator read them, and the run
 """
 
 from fxsplit.schedule.action import Action
-from fxsplit.schedule.catalogue import RUNNABLE, SCHEDULES, find_schedule, generate
+from fxsplit.schedule.generators.catalogue import RUNNABLE, SCHEDULES, find_schedule, generate
 from fxsplit.schedule.schedule import Schedule
-from fxsplit.schedule.simulate import Simulation, Times, simulate
+from fxsplit.schedule.simulation.simulate import Simulation, Times, simulate
 from fxsplit.schedule.verify import verify
 
 __all__ = [

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from fxsplit.ir.facts.moments import Moment, Moments, keep_largest
+from fxsplit.ir.facts.memory.moments import Moment, Moments, keep_largest
 from fxsplit.schedule.action import (
     BACKWARD,
     FORWARD,

@@ -7,15 +7,20 @@ from dataclasses import fields
 from math import inf
 
 from fxsplit.errors import ScheduleError
-from fxsplit.ir.facts.course import MicrobatchMemory
-from fxsplit.ir.facts.moments import assume_moments, count_moving
+from fxsplit.ir.facts.memory.microbatch import MicrobatchMemory
+from fxsplit.ir.facts.memory.moments import assume_moments, count_moving
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.price import StagePlan
-from fxsplit.schedule.catalogue import INFERENCE, SPLITTING, Scheduler
-from fxsplit.schedule.generate import check_takes_replicas, count_in_flight, run_forwards, schedule_replicas
-from fxsplit.schedule.memory import Footprint
+from fxsplit.schedule.generators.catalogue import INFERENCE, SPLITTING, Scheduler
+from fxsplit.schedule.generators.synchronous import (
+    check_takes_replicas,
+    count_in_flight,
+    run_forwards,
+    schedule_replicas,
+)
 from fxsplit.schedule.schedule import Homes, Schedule
-from fxsplit.schedule.simulate import Times
+from fxsplit.schedule.simulation.memory import Footprint
+from fxsplit.schedule.simulation.simulate import Times
 
 
 def find_replicas(plan: Plan) -> Homes | None:

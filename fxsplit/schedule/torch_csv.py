@@ -19,12 +19,12 @@ import re
 from pathlib import Path
 
 from fxsplit.errors import NotExportable, ScheduleError
-from fxsplit.ir.facts.figures import show
-from fxsplit.ir.files import write_whole
 from fxsplit.schedule.action import COMPUTES, REDUCE, STEP, TRANSFERS, Action
 from fxsplit.schedule.flow import with_transfers, without_transfers
 from fxsplit.schedule.schedule import Schedule
 from fxsplit.schedule.verify import verify
+from fxsplit.system.figures import show
+from fxsplit.system.files import write_whole
 
 _SHARDING = re.compile(r"\d+(UNSHARD|RESHARD)\d*")
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fxsplit.torch_internals.fake_weights import has_values
-from fxsplit.torch_internals.objects import is_a
+from fxsplit.torch_internals.fake.fake_weights import has_values
+from fxsplit.torch_internals.nn.objects import is_a
 
 MOST_BYTES = 2**20
 """An array that is larger is not compared: nobody counts the writes to it, so that would take long."""

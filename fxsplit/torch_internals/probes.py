@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxsplit.torch_internals.grad_leaves import find_leaves, mute
-from fxsplit.torch_internals.grad_split import collect_weight_backwards, find_branch_nodes
-from fxsplit.torch_internals.grad_sums import differentiate, find_unshared
-from fxsplit.torch_internals.interpret import count_writes, get_storage_id
-from fxsplit.torch_internals.modes import Modes, read_hooks
+from fxsplit.torch_internals.autograd.leaves import find_leaves, mute
+from fxsplit.torch_internals.autograd.split import collect_weight_backwards, find_branch_nodes
+from fxsplit.torch_internals.autograd.sums import differentiate, find_unshared
+from fxsplit.torch_internals.fx.interpret import count_writes, get_storage_id
 from fxsplit.torch_internals.needs import refuse
-from fxsplit.torch_internals.patch import find_owner_of_apply, patch_method
+from fxsplit.torch_internals.scopes.modes import Modes, read_hooks
+from fxsplit.torch_internals.scopes.patch import find_owner_of_apply, patch_method
 from fxsplit.torch_internals.thread_modes import enter_dispatch_mode, enter_saved_hooks
 from fxsplit.torch_internals.words import learn_words
 

@@ -20,10 +20,10 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxsplit.errors import InputError
-from fxsplit.torch_internals.modes import AUTOCAST_DEVICES, Modes, drop_hooks, is_autocast_on, read_hooks
 from fxsplit.torch_internals.needs import COMPILERS, require
-from fxsplit.torch_internals.rng import lend_draws
-from fxsplit.torch_internals.undo import Turn, undo_after
+from fxsplit.torch_internals.random.draws import lend_draws
+from fxsplit.torch_internals.scopes.modes import AUTOCAST_DEVICES, Modes, drop_hooks, is_autocast_on, read_hooks
+from fxsplit.torch_internals.scopes.undo import Turn, undo_after
 
 OTHERS = "and a pipeline's stages run in others"
 _compilers = Turn(lend_draws)

@@ -20,7 +20,7 @@ from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from fxsplit.errors import InputError
-from fxsplit.torch_internals.stage_values import list_outputs
+from fxsplit.torch_internals.fx.stage_values import list_outputs
 
 Runtime = _PipelineScheduleRuntime
 """torch's runtime for schedules that are given to it as files."""

@@ -15,7 +15,7 @@ from statistics import median
 
 import torch
 
-from fxsplit.torch_internals import accelerators
+from fxsplit.torch_internals.tensors import accelerators
 
 PORTION = 64
 """Nodes that are queued at once. A GPU takes about 1,024 launches, with the events; then the host has to wait."""

@@ -14,18 +14,17 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxsplit.errors import ChainError, ProfileError, suggest
-from fxsplit.ir.facts.costs import HARDWARE, Costs, InputCost, NodeCost, Tie, name_operator
-from fxsplit.ir.facts.effects import Effects, observe_effects
-from fxsplit.ir.facts.example import Example
-from fxsplit.ir.facts.forward_costs import keep_forwards
-from fxsplit.ir.facts.known_costs import KnownCosts, Observed
-from fxsplit.ir.facts.loss import Loss
-from fxsplit.ir.facts.machine import Machine
-from fxsplit.ir.facts.measured import Measured
+from fxsplit.ir.facts.capture.effects import Effects, observe_effects
+from fxsplit.ir.facts.capture.example import Example
+from fxsplit.ir.facts.costs.costs import HARDWARE, Costs, InputCost, NodeCost, Tie, name_operator
+from fxsplit.ir.facts.costs.forwards import keep_forwards
+from fxsplit.ir.facts.costs.known import KnownCosts, Observed
+from fxsplit.ir.facts.costs.loss import Loss
+from fxsplit.ir.facts.costs.measured import Measured
+from fxsplit.ir.facts.given.machine import Machine
+from fxsplit.ir.facts.given.workload import Workload
 from fxsplit.ir.facts.stages import list_weights
-from fxsplit.ir.facts.workload import Workload
 from fxsplit.ir.graph import IR
-from fxsplit.ir.progress import track
 from fxsplit.passes.profile.thread import run_in_worker_thread
 from fxsplit.passes.profile.time_alone import Call, time_alone
 from fxsplit.passes.profile.time_in_step import (
@@ -35,16 +34,17 @@ from fxsplit.passes.profile.time_in_step import (
     time_nodes,
 )
 from fxsplit.passes.profile.weigh_loss import weigh_loss
-from fxsplit.torch_internals import accelerators
-from fxsplit.torch_internals.away import is_away
-from fxsplit.torch_internals.dependences import list_node_weights
-from fxsplit.torch_internals.grad_catch import is_caught
-from fxsplit.torch_internals.interpret import get_storage_id, preserve
-from fxsplit.torch_internals.layouts import count_bytes
-from fxsplit.torch_internals.module_stack import find_module_path
-from fxsplit.torch_internals.observe import Observation
-from fxsplit.torch_internals.past import find_slot
-from fxsplit.torch_internals.undo import undo_after
+from fxsplit.system.progress import track
+from fxsplit.torch_internals.autograd.catch import is_caught
+from fxsplit.torch_internals.distributed.away import is_away
+from fxsplit.torch_internals.fx.dependences import list_node_weights
+from fxsplit.torch_internals.fx.interpret import get_storage_id, preserve
+from fxsplit.torch_internals.fx.module_stack import find_module_path
+from fxsplit.torch_internals.fx.observe import Observation
+from fxsplit.torch_internals.fx.past import find_slot
+from fxsplit.torch_internals.scopes.undo import undo_after
+from fxsplit.torch_internals.tensors import accelerators
+from fxsplit.torch_internals.tensors.layouts import count_bytes
 
 TIED = ("replicated", "together")
 """What may be asked of parameters with several users: copies in several stages, or all users in one stage."""

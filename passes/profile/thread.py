@@ -12,10 +12,10 @@ from typing import TypeVar
 
 import torch
 
-from fxsplit.torch_internals import accelerators
-from fxsplit.torch_internals.grad_leaves import mute
+from fxsplit.torch_internals.autograd.leaves import mute
+from fxsplit.torch_internals.scopes.undo import undo_after
+from fxsplit.torch_internals.tensors import accelerators
 from fxsplit.torch_internals.thread_modes import ThreadModes
-from fxsplit.torch_internals.undo import undo_after
 
 R = TypeVar("R")
 

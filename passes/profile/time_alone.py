@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fxsplit.errors import ProfileError
-from fxsplit.ir.facts.measured import Measured
+from fxsplit.ir.facts.costs.measured import Measured
 from fxsplit.passes.profile.clock import Span, make_clock
 from fxsplit.passes.profile.thread import check_stop
 from fxsplit.passes.profile.time_in_step import (
@@ -28,7 +28,7 @@ from fxsplit.passes.profile.time_in_step import (
 )
 from fxsplit.passes.profile.weigh import Weight
 from fxsplit.torch_internals import pytree
-from fxsplit.torch_internals.copies import copy_module
+from fxsplit.torch_internals.nn.copies import copy_module
 
 
 @dataclass(frozen=True)

@@ -14,17 +14,17 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, fx, nn
 
-from fxsplit.ir.facts.measured import Measured
+from fxsplit.ir.facts.costs.measured import Measured
 from fxsplit.passes.profile.clock import MOST_SWEEPS, Clock, Span, make_clock
 from fxsplit.passes.profile.thread import check_stop
 from fxsplit.passes.profile.weigh import Weight
 from fxsplit.torch_internals import pytree
-from fxsplit.torch_internals.copies import copy_module
-from fxsplit.torch_internals.grad_split import collect_weight_backwards, find_branch_nodes
-from fxsplit.torch_internals.grad_sums import Sums, make_shares
-from fxsplit.torch_internals.graph_devices import move_constants
-from fxsplit.torch_internals.interpret import Interpreter, describe_tensor
-from fxsplit.torch_internals.observe import Observation
+from fxsplit.torch_internals.autograd.split import collect_weight_backwards, find_branch_nodes
+from fxsplit.torch_internals.autograd.sums import Sums, make_shares
+from fxsplit.torch_internals.fx.graph_devices import move_constants
+from fxsplit.torch_internals.fx.interpret import Interpreter, describe_tensor
+from fxsplit.torch_internals.fx.observe import Observation
+from fxsplit.torch_internals.nn.copies import copy_module
 
 R = TypeVar("R")
 Tensors = Sequence[Tensor]

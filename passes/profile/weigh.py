@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fxsplit.ir.facts.measured import Measured
-from fxsplit.torch_internals.allocations import count_allocations
-from fxsplit.torch_internals.grad_split import Branch, collect_weight_backwards, find_branch_nodes
-from fxsplit.torch_internals.layouts import list_parts
+from fxsplit.ir.facts.costs.measured import Measured
+from fxsplit.torch_internals.autograd.split import Branch, collect_weight_backwards, find_branch_nodes
+from fxsplit.torch_internals.tensors.allocations import count_allocations
+from fxsplit.torch_internals.tensors.layouts import list_parts
 
 Tensors = Sequence[Tensor]
 REVERSED, CHANNELS_LAST, PART = "reversed", "channels last", "part"

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, UntypedStorage, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from fxsplit.ir.facts.loss import LossCost
-from fxsplit.torch_internals.allocations import count_allocations
+from fxsplit.ir.facts.costs.loss import LossCost
+from fxsplit.torch_internals.tensors.allocations import count_allocations
 
 MOST_BYTES = 1 << 28
 """Of larger outputs some rows are weighed, and what that finds is multiplied."""

@@ -9,8 +9,8 @@ Inside of the block:
 - torch.rand(3, device="toy:1"), tensor.to("toy:1"), module.to("toy:1") and `parameter.data = ...` work as for a GPU;
   an operator whose tensors are on two devices raises RuntimeError.
 - Each operator is a kernel on the calling thread's current stream of its device. Streams and events are those that
-  fxsplit/torch_internals/accelerators.py gives. Values are computed at once, so results are right even where the order
-  on streams is not: `record` knows what could have gone wrong.
+  fxsplit/torch_internals/tensors/accelerators.py gives. Values are computed at once, so results are right even where
+  the order on streams is not: `record` knows what could have gone wrong.
 - `record.check()` raises AssertionError with all races, all memory that was given back too early, and all such memory
   that may have been used again (see tests/accelerator/record.py).
 - `record.kernels["toy:1"]`: how many kernels ran on a device. `record.draws["toy:1"]`: how many of them drew random
@@ -35,8 +35,10 @@ import pytest
 import torch
 
 from fxsplit.frontend.watch import watch
-from fxsplit.ir.facts import torch_devices
-from fxsplit.torch_internals import accelerators, grad_catch, grad_split
+from fxsplit.ir.facts.given import torch_devices
+from fxsplit.torch_internals.autograd import catch as grad_catch
+from fxsplit.torch_internals.autograd import split as grad_split
+from fxsplit.torch_internals.tensors import accelerators
 from tests.accelerator import kernels, storages  # noqa: F401  (storages adds methods to Toy)
 from tests.accelerator.devices import NAME, register, toys
 from tests.accelerator.engine import EngineStreams
@@ -56,7 +58,7 @@ SEAM = (
     "synchronize",
     "release_cached_memory",
 )
-"""The functions of `torch_internals/accelerators.py` that know the driver."""
+"""The functions of `torch_internals/tensors/accelerators.py` that know the driver."""
 
 
 @contextmanager

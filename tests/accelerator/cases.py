@@ -18,7 +18,7 @@ import fxsplit
 from fxsplit.errors import StageError
 from fxsplit.ir.chain import parse_chain
 from fxsplit.passes import PASSES
-from fxsplit.torch_internals import accelerators
+from fxsplit.torch_internals.tensors import accelerators
 from tests.accelerator import Record, use_accelerator
 from tests.models import FAST
 from tests.proof.test_replicas import dealt

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from fxsplit.schedule.catalogue import ASYNCHRONOUS as ASYNCHRONOUS_SCHEDULES
-from fxsplit.schedule.catalogue import RUNNABLE
+from fxsplit.schedule.generators.catalogue import ASYNCHRONOUS as ASYNCHRONOUS_SCHEDULES
+from fxsplit.schedule.generators.catalogue import RUNNABLE
 from tests.accelerator.cases import (
     ACCUMULATION,
     ASYNCHRONOUS,

@@ -1,4 +1,4 @@
-"""Streams and events of the made-up accelerator, in place of the functions of `torch_internals/accelerators.py`."""
+"""Streams and events of the made-up accelerator, in place of `torch_internals/tensors/accelerators.py`."""
 
 from __future__ import annotations
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 import fxsplit
 from fxsplit.api.plan import lay_out
 from fxsplit.errors import FxsplitWarning, InputError, PlanError, ScheduleError, TooFewParts
-from fxsplit.ir.facts.costs import Costs
-from fxsplit.ir.facts.machine import Machine
-from fxsplit.ir.facts.pins import Pins
+from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.given.machine import Machine
+from fxsplit.ir.facts.given.pins import Pins
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.graph import IR
 from fxsplit.ir.manager import run_chain
@@ -25,8 +25,8 @@ from fxsplit.passes import Augment, Order, Partition
 from fxsplit.planner import Options
 from fxsplit.planner.planner import Planner
 from fxsplit.schedule import SCHEDULES
-from fxsplit.schedule.catalogue import ScheduleName
-from fxsplit.schedule.generate import REPLICABLE
+from fxsplit.schedule.generators.catalogue import ScheduleName
+from fxsplit.schedule.generators.synchronous import REPLICABLE
 from tests.graphs import ir_of, machines, node, profiles
 from tests.models import FAST, Residual
 

@@ -13,7 +13,7 @@ import pytest
 
 from bench.lib import report
 from bench.networks import TABLE_1
-from tests.formats.test_dnn_partitioning import edge, node
+from tests.formats.profiles.test_dnn_partitioning import edge, node
 from tests.house.sources import ROOT
 
 DNN_PARTITIONING = {

@@ -27,9 +27,9 @@ from bench.gpu.green import to_plain_stream
 from bench.gpu.parts import COMMANDS, ROOT, Part, run_command, run_part
 from bench.gpu.plugin import find_machine_on_gpu, pytest_configure
 from bench.gpu.setting import Setting, largest_difference
-from fxsplit.ir.facts.machine import Device, Machine
-from fxsplit.runtime.targets import Targets
-from fxsplit.torch_internals import accelerators
+from fxsplit.ir.facts.given.machine import Device, Machine
+from fxsplit.runtime.loss.targets import Targets
+from fxsplit.torch_internals.tensors import accelerators
 from tests.accelerator import use_accelerator
 from tests.accelerator.cases import start
 from tests.accelerator.matrix import FEW
@@ -252,9 +252,9 @@ def test_what_is_left_out_of_the_suite_is_there() -> None:
             body = ast.parse((ROOT / file).read_text()).body
             assert function in {n.name for n in body if isinstance(n, ast.FunctionDef)}, name
     assert not_on_gpu.find_reason("tests/proof/test_noise.py::test_anything[1]") == not_on_gpu.HOST
-    name = "tests/runtime/test_job.py::test_a_traced_step_is_a_step"
+    name = "tests/runtime/job/test_job.py::test_a_traced_step_is_a_step"
     assert not_on_gpu.find_reason(f"{name}[1F1B]") == not_on_gpu.NAMES
-    assert not_on_gpu.find_reason("tests/runtime/test_job.py::test_other") is None
+    assert not_on_gpu.find_reason("tests/runtime/job/test_job.py::test_other") is None
     assert not_on_gpu.find_reason("tests/runtime/ranks/test_ranks.py::test_anything") == not_on_gpu.PROCESSES
     assert {str(Path(f).parts[1]) for f in suite.list_files()} == {"proof", "runtime", "passes"}
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fxsplit.cli.main import main
-from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.facts.costs.costs import Costs
 from tests.formats.test_formats import dnn, written
 from tests.graphs import node
 

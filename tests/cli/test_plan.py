@@ -18,8 +18,8 @@ from torch import nn
 import fxsplit
 from fxsplit.cli import main as cli
 from fxsplit.errors import NoFit
-from fxsplit.ir.facts.costs import Costs
-from fxsplit.ir.facts.forward_costs import keep_forwards
+from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.costs.forwards import keep_forwards
 from fxsplit.planner import Options
 from tests.formats.test_formats import MACHINE, PIPEDREAM, dnn, line, written
 from tests.graphs import node

@@ -15,17 +15,17 @@ from fxsplit.api.plan import lay_out
 from fxsplit.cli import main as cli
 from fxsplit.errors import InputError, ScheduleError
 from fxsplit.formats.plan_json import read_plan, save_plan
-from fxsplit.ir.facts.machine import Machine
+from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.planner import Options
 from fxsplit.planner.planner import Planner
 from fxsplit.report import draw, save_picture
 from fxsplit.report.perfetto import trace_events
 from fxsplit.schedule import Times, generate, simulate
 from fxsplit.schedule.action import Action
-from fxsplit.schedule.catalogue import count_devices
-from fxsplit.schedule.memory import Footprint, find_peak, trace_memory
+from fxsplit.schedule.generators.catalogue import count_devices
 from fxsplit.schedule.of_plan import read_times
-from fxsplit.schedule.timeline import Timeline
+from fxsplit.schedule.simulation.memory import Footprint, find_peak, trace_memory
+from fxsplit.schedule.simulation.timeline import Timeline
 from tests.cli.test_plan import chain
 
 

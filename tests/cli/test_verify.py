@@ -16,8 +16,8 @@ import fxsplit
 from fxsplit.cli.main import main
 from fxsplit.cli.verify import _call_factory
 from fxsplit.errors import InputError
-from fxsplit.torch_internals.grad_sums import Share, Sums
-from fxsplit.torch_internals.no_dropout import disable_dropout
+from fxsplit.torch_internals.autograd.sums import Share, Sums
+from fxsplit.torch_internals.random.no_dropout import disable_dropout
 from tests.models import FAST, Mlp
 
 MODELS = """

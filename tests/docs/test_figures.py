@@ -7,10 +7,10 @@ import re
 import pytest
 
 from bench import networks
-from fxsplit.api import compiler
+from fxsplit.api.compiler import compiler
 from fxsplit.frontend import choose
 from fxsplit.frontend.watch import places
-from fxsplit.ir.facts.costs import UNSTEADY
+from fxsplit.ir.facts.costs.costs import UNSTEADY
 from fxsplit.runtime.stage import recompute
 from fxsplit.schedule import RUNNABLE
 from fxsplit.torch_internals import contents

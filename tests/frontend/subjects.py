@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxsplit.frontend.subject import Subject
-from fxsplit.ir.facts.call import Inputs
+from fxsplit.ir.facts.capture.call import Inputs
 
 
 def make_subject(model: nn.Module, *args: Any, rows: int | None = None, **options: Any) -> Subject:

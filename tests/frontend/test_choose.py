@@ -12,7 +12,7 @@ from fxsplit.errors import TraceError
 from fxsplit.frontend import choose
 from fxsplit.frontend.graph import Graph
 from fxsplit.frontend.subject import Subject
-from fxsplit.ir.facts.scope import Scope
+from fxsplit.ir.facts.capture.scope import Scope
 from tests.frontend.subjects import Scale, make_subject, trace
 
 

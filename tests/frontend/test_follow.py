@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.frontend.capture import capture
-from fxsplit.ir.facts.numbers import list_number_nodes, set_numbers
-from fxsplit.ir.facts.python_state import PythonState
+from fxsplit.ir.facts.capture.numbers import list_number_nodes, set_numbers
+from fxsplit.ir.facts.capture.python_state import PythonState
 from fxsplit.ir.graph import IR
 from tests.models import FAST, Two
 

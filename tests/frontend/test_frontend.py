@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxsplit
 from fxsplit.errors import InputError, TraceError
-from fxsplit.schedule.catalogue import ScheduleName
+from fxsplit.schedule.generators.catalogue import ScheduleName
 from tests.models import FAST, Mlp
 
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from fxsplit.frontend.capture import Stated, capture
 from fxsplit.frontend.other_shapes import fit_to_shapes
-from fxsplit.ir.facts.call import Call
-from fxsplit.ir.facts.scope import Scope
+from fxsplit.ir.facts.capture.call import Call
+from fxsplit.ir.facts.capture.scope import Scope
 
 
 class ByLength(nn.Module):

@@ -64,7 +64,7 @@ def test_the_editable_install_is_one_line_that_names_the_checkout(outside: Path)
 def test_mypy_finds_types_and_a_misspelt_keyword(outside: Path) -> None:
     python = str(outside / "environment" / "bin" / "python")
     found = run(sys.executable, "-m", "mypy", "--python-executable", python, "train.py", cwd=outside).stdout
-    assert 'Revealed type is "fxsplit.api.pipeline.Pipeline"' in found, found
+    assert 'Revealed type is "fxsplit.api.pipeline.pipeline.Pipeline"' in found, found
     assert 'Revealed type is "float"' in found, found
     assert 'Unexpected keyword argument "n_microbatchs" for "compile"' in found, found
     for name in ("1f1b", "allways", "int4"):

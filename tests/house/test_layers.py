@@ -1,4 +1,4 @@
-"""The house keeps its rooms and layers: every room imports only from lower rows, and nothing imports in a circle."""
+"""The house keeps its rooms and layers: imports go to lower rows, inside of rooms too, and never in a circle."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tests.house.sources import ROOT, imported, imports, modules, room
 # Rooms by row, lowest first. No room imports another one of its own row.
 ROWS: list[set[str]] = [
     {"errors"},
+    {"system"},
     {"torch_internals"},
     {"ir"},
     {"schedule", "formats", "frontend"},
@@ -26,14 +27,81 @@ ROWS: list[set[str]] = [
 ROW = {name: i for i, names in enumerate(ROWS) for name in names}
 # What a room may import, where that is less than all lower rows.
 MAY_IMPORT = {
-    "schedule": {"errors", "ir"},
-    "formats": {"errors", "ir", "torch_internals"},
-    "planner": {"errors", "ir", "schedule"},
-    "passes": {"errors", "torch_internals", "ir", "schedule", "formats", "planner"},
-    "runtime": {"errors", "torch_internals", "ir", "schedule"},
-    "report": {"errors", "ir", "schedule"},
+    "schedule": {"errors", "system", "ir"},
+    "formats": {"errors", "system", "ir", "torch_internals"},
+    "planner": {"errors", "system", "ir", "schedule"},
+    "passes": {"errors", "system", "torch_internals", "ir", "schedule", "formats", "planner"},
+    "runtime": {"errors", "system", "torch_internals", "ir", "schedule"},
+    "report": {"errors", "system", "ir", "schedule"},
 }
 LOOSE = {"", "__main__", "errors"}  # the only files at the top of fxsplit/
+# Inside of a room: its folders and files by row, lowest first. None imports another one of its own row.
+INNER: dict[str, list[set[str]]] = {
+    "torch_internals": [
+        {"needs", "scopes", "torchvision_operators", "user_lines", "words"},
+        {"autograd", "torch_compile"},
+        {"random"},
+        {"thread_modes"},
+        {"distributed", "tensors"},
+        {"fake"},
+        {"contents", "fx"},
+        {"nn", "probes", "torch_pipelining", "tracing"},
+    ],
+    "ir.facts": [{"costs"}, {"memory"}, {"given"}, {"capture", "detached", "lattice", "price", "stages"}, {"plan"}],
+    "schedule": [
+        {"action"},
+        {"schedule"},
+        {"flow", "homes"},
+        {"outstanding", "verify"},
+        {"moments", "torch_csv"},
+        {"generators", "simulation"},
+        {"of_plan"},
+    ],
+    "formats": [{"machine_toml", "plan_json", "profiles", "weights"}, {"read"}],
+    "frontend": [
+        {"layer_drop", "restore", "stopped"},
+        {"subject"},
+        {"graph"},
+        {"check", "front_ends", "watch"},
+        {"follow", "meanings"},
+        {"choose"},
+        {"capture"},
+        {"other_shapes"},
+    ],
+    "planner": [
+        {"clock", "kernels"},
+        {"lattice"},
+        {"problem"},
+        {"search"},
+        {"baselines", "direct", "no_plan"},
+        {"solve"},
+        {"planner"},
+    ],
+    "runtime": [
+        {"late_errors", "stage"},
+        {"autograd_node", "microbatches", "program"},
+        {"loss", "weights_then"},
+        {"job"},
+        {"backends"},
+        {"engine", "ranks"},
+    ],
+    "runtime.ranks": [
+        {"failures", "hooks"},
+        {"world"},
+        {"gradients", "holdings", "wire"},
+        {"ties"},
+        {"meeting"},
+        {"crew"},
+    ],
+    "api": [
+        {"companions", "compiler"},
+        {"generation", "profile", "to_titan", "to_torch"},
+        {"pipeline"},
+        {"checkpoint", "compile", "plan"},
+        {"verify"},
+    ],
+}
+MAX_LOOSE = 13  # so many files lie in a folder at most, so that its names are read at a glance
 
 
 def test_every_room_has_a_row_and_no_file_is_loose() -> None:
@@ -50,6 +118,32 @@ def test_imports_go_down(name: str) -> None:
             continue
         assert ROW[target] < ROW[own], f"{name} (row {ROW[own]}) imports {other} (row {ROW[target]})"
         assert target in MAY_IMPORT.get(own, ROW), f"{name} imports {other}: {own} may not use {target}"
+
+
+def find_inner_rows(name: str) -> dict[str, tuple[str, int]]:
+    """Return, for each room that a module lies in, its folder or file there, and the row of that."""
+    found = {}
+    for outer, rows in INNER.items():
+        if name.startswith(f"{outer}."):
+            inner = name.removeprefix(f"{outer}.").split(".")[0]
+            found[outer] = inner, next(i for i, row in enumerate(rows) if inner in row)
+    return found
+
+
+def test_imports_go_down_inside_of_rooms() -> None:
+    for name in modules():
+        for other in imports(name):
+            theirs = find_inner_rows(other)
+            for outer, (inner, row) in find_inner_rows(name).items():
+                target, below = theirs.get(outer, (inner, row))
+                assert target == inner or below < row, f"{name} imports {other}: {target} is not below {inner}"
+
+
+def test_every_inner_room_says_what_it_is_for_and_can_be_read_at_a_glance() -> None:
+    folders = {path.parent for path in modules().values()}
+    assert [str(folder) for folder in folders if not (folder / "__init__.py").read_text().startswith('"""')] == []
+    counts = {str(folder): len(list(folder.glob("*.py"))) - 1 for folder in folders}
+    assert {folder: n for folder, n in counts.items() if n > MAX_LOOSE} == {}
 
 
 @pytest.mark.parametrize("name", [n for n in modules() if room(n) == "passes" and n != "passes"])

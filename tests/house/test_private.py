@@ -46,13 +46,9 @@ def test_private_attributes_of_objects_stay_in_their_file() -> None:
 
 
 def test_the_runtime_knows_no_ir() -> None:
-    """Stages, a schedule and places are all that another process would need: of the IR's room, facts alone.
-
-    What hears Ctrl-C lies there too, for want of a lower room without torch, and knows nothing of an IR.
-    """
+    """Stages, a schedule and places are all that another process would need: of the IR's room, only facts."""
     found = [(name, other) for name in modules() if room(name) == "runtime" for other in imports(name)]
-    assert imports("ir.interrupts") == set()
-    known = [(name, other) for name, other in found if room(other) == "ir" and other != "ir.interrupts"]
+    known = [(name, other) for name, other in found if room(other) == "ir"]
     assert [each for each in known if not each[1].startswith("ir.facts.")] == []
     assert [name for name in modules() if room(name) == "runtime" and "fxsplit.IR" in uses(name, "fxsplit")] == []
 

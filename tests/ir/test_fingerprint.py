@@ -14,7 +14,7 @@ from fxsplit import DEFAULT, IR
 from fxsplit.errors import BrokenFact
 from fxsplit.ir.facts.stages import Stages
 from fxsplit.ir.fingerprint import MOST_READ, find_edit, take_fingerprint
-from fxsplit.schedule.catalogue import ScheduleName
+from fxsplit.schedule.generators.catalogue import ScheduleName
 from tests.own_passes import copied
 
 X = torch.randn(8, 8)

@@ -7,7 +7,7 @@ import operator
 import torch
 from torch import fx, nn
 
-from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.graph import IR, Step
 from fxsplit.ir.text import render
 from tests.graphs import node

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from fxsplit.errors import ChainError
-from fxsplit.ir.facts.antichains import Antichains
-from fxsplit.ir.facts.costs import Costs
-from fxsplit.ir.facts.machine import Device, Machine
+from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.given.machine import Device, Machine
+from fxsplit.ir.facts.lattice.antichains import Antichains
 from fxsplit.passes.augment import Augment
 from tests.graphs import ir_of, node
 

@@ -16,13 +16,13 @@ from torch.nn import functional as F
 import fxsplit
 from fxsplit import DEFAULT, IR, Plan, Stages
 from fxsplit.api.compile import recompile_like
-from fxsplit.api.options import Options
+from fxsplit.api.compiler.options import Options
 from fxsplit.errors import BrokenFact, MissingFact, PlanError
 from fxsplit.ir.chain import to_chain
-from fxsplit.ir.facts.effects import CallEffects
-from fxsplit.ir.facts.workload import Workload
+from fxsplit.ir.facts.capture.effects import CallEffects
+from fxsplit.ir.facts.given.workload import Workload
 from fxsplit.passes import PASSES, BatchNorm
-from fxsplit.torch_internals.batch_norm import Noted
+from fxsplit.torch_internals.nn.batch_norm import Noted
 from tests.models import FAST, Residual
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxsplit.errors import NotExportable
-from fxsplit.ir.facts.call import Inputs
-from fxsplit.ir.facts.example import Example
+from fxsplit.ir.facts.capture.call import Inputs
+from fxsplit.ir.facts.capture.example import Example
 from fxsplit.ir.facts.stages import Stage, Stages
 from fxsplit.ir.graph import IR
 from fxsplit.passes import CarryTensors

@@ -12,9 +12,9 @@ import torch
 import fxsplit
 from fxsplit.errors import ChainError, PlanError
 from fxsplit.ir.chain import parse_chain
-from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.passes import PASSES, Cut
-from fxsplit.planner.borders import find_module, list_modules, list_wholes
+from fxsplit.planner.problem.borders import find_module, list_modules, list_wholes
 from tests.titan_model import Titan
 
 CHAIN = "profile{repeats=1},cut{at=modules},augment,order,partition,emit"

@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 import fxsplit
 from fxsplit import IR, Plan
-from fxsplit.api.compare import compare, run_pipeline_step
+from fxsplit.api.verify.compare import compare, run_pipeline_step
 from fxsplit.errors import PlanError
 from fxsplit.ir.chain import to_chain
-from fxsplit.ir.facts.effects import Effects
+from fxsplit.ir.facts.capture.effects import Effects
 from fxsplit.passes import PASSES
 from tests.models import FAST
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fxsplit.ir.facts.costs import Costs
-from fxsplit.ir.facts.states import States
+from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.lattice.states import States
 from fxsplit.passes.order import Order
 from fxsplit.planner import antichains
 from tests.graphs import ir_of, node

@@ -11,13 +11,13 @@ from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.errors import FxsplitWarning
-from fxsplit.ir.facts.costs import Costs
-from fxsplit.ir.facts.machine import Machine
+from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.passes.order import Order
 from fxsplit.passes.partition import Partition
 from fxsplit.planner import antichains
-from fxsplit.schedule.catalogue import ScheduleName
+from fxsplit.schedule.generators.catalogue import ScheduleName
 from tests.graphs import ir_of, node, workload
 from tests.models import FAST
 

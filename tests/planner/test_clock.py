@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fxsplit.ir.facts.costs import Costs
-from fxsplit.ir.facts.machine import Machine
+from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.planner import Options
 from fxsplit.planner.planner import Planner
 from tests.graphs import node, workload

@@ -8,10 +8,11 @@ from torch import Tensor
 
 import fxsplit
 from fxsplit.errors import PlanError
-from fxsplit.ir.facts.costs import Costs
-from fxsplit.ir.facts.machine import Machine
-from fxsplit.planner import Options, search
+from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.given.machine import Machine
+from fxsplit.planner import Options
 from fxsplit.planner.planner import Planner
+from fxsplit.planner.search import search
 from tests.graphs import node, workload
 from tests.models import FAST, Mlp
 from tests.refusals import refused

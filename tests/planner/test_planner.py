@@ -16,22 +16,23 @@ from hypothesis import strategies as st
 
 import fxsplit
 from fxsplit.errors import BrokenFact, FxsplitError, FxsplitWarning, PlanError
-from fxsplit.ir.facts.antichains import Antichains
-from fxsplit.ir.facts.blocks import Blocks
-from fxsplit.ir.facts.costs import Costs
-from fxsplit.ir.facts.machine import Device, Machine
-from fxsplit.ir.facts.pins import Pins
+from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.given.machine import Device, Machine
+from fxsplit.ir.facts.given.pins import Pins
+from fxsplit.ir.facts.lattice.antichains import Antichains
+from fxsplit.ir.facts.lattice.blocks import Blocks
+from fxsplit.ir.facts.lattice.states import States
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.price import CostModel, price_split
-from fxsplit.ir.facts.states import States
 from fxsplit.ir.manager import run_chain
 from fxsplit.passes import Augment, Order, Partition
-from fxsplit.planner import Options, search
+from fxsplit.planner import Options
 from fxsplit.planner.kernels import compile_kernel, lattice
-from fxsplit.planner.moves import list_moves
 from fxsplit.planner.planner import Planner
-from fxsplit.planner.problem import pose_problem
-from fxsplit.planner.search import SLACK
+from fxsplit.planner.problem.moves import list_moves
+from fxsplit.planner.problem.problem import pose_problem
+from fxsplit.planner.search import search
+from fxsplit.planner.search.search import SLACK
 from tests.graphs import (
     best_bottleneck,
     downsets,

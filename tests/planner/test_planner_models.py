@@ -10,12 +10,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fxsplit.errors import ChainError, PlanError
-from fxsplit.ir.facts.costs import Costs
-from fxsplit.ir.facts.machine import Device, Machine
+from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.given.machine import Device, Machine
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.price import COST_MODELS, price_split
-from fxsplit.planner import Options, search
+from fxsplit.planner import Options
 from fxsplit.planner.planner import Planner
+from fxsplit.planner.search import search
 from tests.graphs import best_bottleneck, node, profiles, sweep, try_examples, workload
 
 many = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
@@ -162,7 +163,7 @@ def test_direct_plans_do_not_care_for_direction(costs: Costs) -> None:
             if maker in readers:
                 readers[maker].append(reader.name)
     # What the reversed graph exchanges is what the graph does: values become tensors without an order of their own.
-    from fxsplit.ir.facts.costs import Exchange
+    from fxsplit.ir.facts.costs.costs import Exchange
 
     tensors = tuple(Exchange(size, tuple(dict.fromkeys(pins))) for size, pins in costs.tensors)
     silent = {n.name: replace(n, output_bytes=0, gradient_bytes=0) for n in costs.nodes}

@@ -11,8 +11,8 @@ import pytest
 
 import fxsplit
 from fxsplit.errors import ChainError, NoFit, PlanError
-from fxsplit.ir.facts.costs import Costs
-from fxsplit.ir.facts.machine import Device, Machine
+from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.given.machine import Device, Machine
 from fxsplit.planner import (
     Options,
     Task,
@@ -21,15 +21,15 @@ from fxsplit.planner import (
     no_plan,
     partition,
     pose_problems,
-    search,
     sequence_states,
     solve,
 )
 from fxsplit.planner.clock import Clock
 from fxsplit.planner.direct.problem import DirectProblem
 from fxsplit.planner.planner import Planner
-from fxsplit.planner.problem import Path, Problem
-from fxsplit.planner.search import Found
+from fxsplit.planner.problem.problem import Path, Problem
+from fxsplit.planner.search import search
+from fxsplit.planner.search.search import Found
 from tests.graphs import node, workload
 
 CHAIN = Costs(tuple(node(f"n{i}", [f"n{i - 1}"] if i else [], kept_bytes=1) for i in range(4)), (), ("n3",), rows=1)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from fxsplit.api import compiler as compiling
-from fxsplit.api.lowering import capture_model
+from fxsplit.api.compiler import compiler as compiling
+from fxsplit.api.compiler.lowering import capture_model
 
 
 @pytest.fixture

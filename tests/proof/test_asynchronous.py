@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 
 import fxsplit
 from fxsplit.errors import InputError, NoFit
-from fxsplit.ir.facts.machine import Machine
+from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.facts.stages import list_weights
 from fxsplit.schedule import Schedule, generate, simulate
 from fxsplit.schedule.action import FORWARD, STEP
-from fxsplit.schedule.memory import find_peak, trace_memory
 from fxsplit.schedule.of_plan import read_footprints, read_times
+from fxsplit.schedule.simulation.memory import find_peak, trace_memory
 from tests.models import FAST, Mlp, Residual
 
 Loss = Callable[[Any, Any], Tensor]

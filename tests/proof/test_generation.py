@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import fxsplit
 from fxsplit.api.generation.programs import Programs
 from fxsplit.errors import FxsplitWarning
-from fxsplit.runtime.channels import Inboxes, Message
+from fxsplit.runtime.job.channels import Inboxes, Message
 from tests.models import FAST
 from tests.text_models import EOS, PAD, WORDS, make_prompt, make_text_model
 

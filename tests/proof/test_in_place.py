@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxsplit
-from fxsplit.api.compare import compare, run_pipeline_step, run_unsplit_step
+from fxsplit.api.verify.compare import compare, run_pipeline_step, run_unsplit_step
 from fxsplit.frontend.capture import capture
 from fxsplit.passes import Profile
-from fxsplit.torch_internals.fake_weights import make_runnable
+from fxsplit.torch_internals.fake.fake_weights import make_runnable
 from tests.models import FAST
 
 mse = F.mse_loss

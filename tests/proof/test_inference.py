@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fxsplit
 from fxsplit import Costs, Device, Machine
 from fxsplit.errors import InputError, NoFit, ProfileError, ScheduleError
-from fxsplit.ir.facts.workload import Workload
+from fxsplit.ir.facts.given.workload import Workload
 from tests.models import FAST, Mlp, Residual
 
 WIDTH = 256

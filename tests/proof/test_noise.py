@@ -15,7 +15,7 @@ from fxsplit import Costs
 from fxsplit.cli.main import main
 from fxsplit.errors import UnsteadyProfileWarning
 from fxsplit.formats.plan_json import read_plan, save_plan
-from fxsplit.ir.facts.costs import InputCost
+from fxsplit.ir.facts.costs.costs import InputCost
 from tests.graphs import node
 from tests.models import Mlp
 
@@ -67,8 +67,8 @@ def test_steady_profiles_and_tiny_models_are_left_alone(
 
 
 def test_compile_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxsplit.ir.facts.costs.LEAST_MS", 0.0)
-    monkeypatch.setattr("fxsplit.ir.facts.costs.UNSTEADY", 0.0)
+    monkeypatch.setattr("fxsplit.ir.facts.costs.costs.LEAST_MS", 0.0)
+    monkeypatch.setattr("fxsplit.ir.facts.costs.costs.UNSTEADY", 0.0)
     options: dict[str, Any] = {"example_inputs": torch.randn(16, 8), "n_microbatches": 2, "loss_fn": F.mse_loss}
     with pytest.warns(UnsteadyProfileWarning, match="measured times vary by") as caught:
         pipe = fxsplit.compile(Mlp(), 2, **options)

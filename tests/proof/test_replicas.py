@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxsplit
-from fxsplit.api.compare import compare, run_pipeline_step, run_unsplit_step
+from fxsplit.api.verify.compare import compare, run_pipeline_step, run_unsplit_step
 from fxsplit.errors import InputError, PlanError, ScheduleError
+from fxsplit.ir.facts.given.workload import Workload
 from fxsplit.ir.facts.price import CostModel, price_split
-from fxsplit.ir.facts.workload import Workload
 from fxsplit.schedule import Times, simulate, verify
-from fxsplit.schedule.generate import REPLICABLE, count_in_flight, schedule_replicas
+from fxsplit.schedule.generators.synchronous import REPLICABLE, count_in_flight, schedule_replicas
 from tests.models import FAST, Mlp, Residual
 
 TOLERANCE = 1e-10

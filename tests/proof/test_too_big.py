@@ -20,8 +20,8 @@ import fxsplit
 from bench import networks as zoo
 from bench.networks.transformer import Encoder
 from fxsplit.errors import InputError, TraceError
-from fxsplit.formats import safetensors_files as weight_files
-from fxsplit.ir.facts.example import Example
+from fxsplit.formats.weights import safetensors_files as weight_files
+from fxsplit.ir.facts.capture.example import Example
 from tests.models import FAST, Mlp
 
 OPTIONS: Any = {"passes": FAST, "n_microbatches": 2}

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from fxsplit.api.checkpoint import latest_checkpoint
+from fxsplit.api.checkpoint.checkpoint import latest_checkpoint
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "examples" / "train_digits.py")

@@ -20,9 +20,9 @@ from torch.nn import functional as F
 
 import fxsplit
 from bench import networks as zoo
-from fxsplit.api.compare import Outcome, compare, run_pipeline_step, run_unsplit_step
+from fxsplit.api.verify.compare import Outcome, compare, run_pipeline_step, run_unsplit_step
 from fxsplit.schedule import RUNNABLE
-from fxsplit.schedule.catalogue import ScheduleName
+from fxsplit.schedule.generators.catalogue import ScheduleName
 
 TOLERANCE = 1e-10
 CHAIN = "profile{repeats=1},augment,order,partition,emit"
@@ -164,9 +164,9 @@ def test_cuts_fall_inside_blocks(name: str) -> None:
 
 def worst_cut(costs: fxsplit.Costs) -> Callable[[fxsplit.IR], fxsplit.IR]:
     """A partitioner in twenty lines: two stages, cut where the most values cross."""
-    from fxsplit.ir.facts.antichains import Antichains
+    from fxsplit.ir.facts.given.workload import Workload
+    from fxsplit.ir.facts.lattice.antichains import Antichains
     from fxsplit.ir.facts.price import CostModel, price_split
-    from fxsplit.ir.facts.workload import Workload
     from tests.graphs import one_each
 
     def worst(ir: fxsplit.IR) -> fxsplit.IR:

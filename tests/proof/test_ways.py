@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxsplit
-from fxsplit.api import compiler as compiling
-from fxsplit.api import lowering
+from fxsplit.api.compiler import compiler as compiling
+from fxsplit.api.compiler import lowering
 from fxsplit.errors import InputError, PlanError, RanksDiffer
-from fxsplit.torch_internals.away import is_away
+from fxsplit.torch_internals.distributed.away import is_away
 from tests.models import FAST
 from tests.ranks import ranks
 

@@ -12,7 +12,7 @@ from fxsplit.api.plan import plan
 from fxsplit.cli.main import main
 from fxsplit.errors import FileError
 from fxsplit.formats.plan_json import save_plan
-from fxsplit.ir.facts.costs import Costs
+from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.report import save_picture, save_trace
 from fxsplit.schedule import generate
 from fxsplit.schedule.torch_csv import write_csv

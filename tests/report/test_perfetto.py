@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fxsplit.report.perfetto import save_trace, trace_events
 from fxsplit.schedule import Action
-from fxsplit.schedule.timeline import Span
+from fxsplit.schedule.simulation.timeline import Span
 from tests.report.timelines import TIMELINE
 
 

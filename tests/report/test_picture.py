@@ -11,7 +11,7 @@ import pytest
 from fxsplit.errors import InputError
 from fxsplit.report.picture import save_picture
 from fxsplit.schedule import Action
-from fxsplit.schedule.timeline import Span, Timeline
+from fxsplit.schedule.simulation.timeline import Span, Timeline
 from tests.report.timelines import TIMELINE
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from fxsplit.report.terminal import draw
 from fxsplit.schedule import Action
-from fxsplit.schedule.timeline import Span, Timeline
+from fxsplit.schedule.simulation.timeline import Span, Timeline
 from tests.report.timelines import TIMELINE
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fxsplit.schedule import Action
-from fxsplit.schedule.timeline import Span, Timeline
+from fxsplit.schedule.simulation.timeline import Span, Timeline
 
 TIMELINE = Timeline(
     "GPipe",

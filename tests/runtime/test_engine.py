@@ -15,10 +15,10 @@ from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.errors import ClosedError, FxsplitError, InputError
-from fxsplit.ir.facts.chunks import Cut
+from fxsplit.ir.facts.capture.chunks import Cut
 from fxsplit.runtime.engine import join_gradients
-from fxsplit.torch_internals import host_copies
-from fxsplit.torch_internals.host_copies import HostCopy
+from fxsplit.torch_internals.tensors import host_copies
+from fxsplit.torch_internals.tensors.host_copies import HostCopy
 from tests.accelerator import use_accelerator
 from tests.models import FAST, Mlp
 

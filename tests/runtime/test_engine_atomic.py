@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxsplit
-from fxsplit.schedule.catalogue import ScheduleName
+from fxsplit.schedule.generators.catalogue import ScheduleName
 
 
 class Net(nn.Module):

@@ -9,8 +9,8 @@ from torch import Tensor
 from fxsplit.errors import InputError
 from fxsplit.runtime import late_errors
 from fxsplit.runtime.late_errors import LateErrors
-from fxsplit.torch_internals import host_copies
-from fxsplit.torch_internals.host_copies import MOST_COMING, HostCopy
+from fxsplit.torch_internals.tensors import host_copies
+from fxsplit.torch_internals.tensors.host_copies import MOST_COMING, HostCopy
 
 
 def test_what_the_host_can_read_is_raised_at_once() -> None:

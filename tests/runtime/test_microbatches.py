@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxsplit
-from fxsplit.api.compare import compare, run_pipeline_step, run_unsplit_step
+from fxsplit.api.verify.compare import compare, run_pipeline_step, run_unsplit_step
 from fxsplit.errors import InputError
-from fxsplit.ir.facts.call import Inputs
-from fxsplit.ir.facts.chunks import Cut
-from fxsplit.ir.facts.meanings import MEAN, Meaning
+from fxsplit.ir.facts.capture.call import Inputs
+from fxsplit.ir.facts.capture.chunks import Cut
+from fxsplit.ir.facts.capture.meanings import MEAN, Meaning
 from fxsplit.runtime.microbatches import divide_rows, join, split_gradient, split_target
 from tests.models import FAST, Mlp
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxsplit
-from fxsplit.ir.facts.call import Call
+from fxsplit.ir.facts.capture.call import Call
 from fxsplit.runtime.program import Program
 from fxsplit.schedule import Schedule
 from tests.accelerator import use_accelerator

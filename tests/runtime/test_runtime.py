@@ -219,7 +219,7 @@ def test_ctrl_c_stops_within_a_batch_and_the_pipeline_is_usable_again() -> None:
 def test_repeated_gpu_equals_unsplit() -> None:
     import copy
 
-    from fxsplit.api.compare import compare, run_pipeline_step, run_unsplit_step
+    from fxsplit.api.verify.compare import compare, run_pipeline_step, run_unsplit_step
     from tests.models import Residual
 
     model = Residual().double().cuda()

@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from fxsplit.runtime.autograd_node import Tie
-from fxsplit.runtime.streams import Stream, make_stream
+from fxsplit.runtime.stage.streams import Stream, make_stream
 from tests.accelerator import REUSED, use_accelerator
 from tests.accelerator.cases import BACKWARD, MIXED, Case, Net, examine, start
 from tests.accelerator.engine import MISMATCH, note_accumulations

@@ -11,9 +11,9 @@ from fxsplit.errors import ScheduleError
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.price import CostModel, StagePlan
 from fxsplit.schedule import generate
-from fxsplit.schedule.catalogue import Scheduler
-from fxsplit.schedule.memory import Footprint
+from fxsplit.schedule.generators.catalogue import Scheduler
 from fxsplit.schedule.of_plan import build_schedule, find_replicas, name_places, read_footprints, read_times
+from fxsplit.schedule.simulation.memory import Footprint
 
 NOTHING = dict.fromkeys(("receive_ms", "send_ms", "reduce_ms", "load_ms", "in_bytes", "out_bytes", "memory_bytes"), 0.0)
 

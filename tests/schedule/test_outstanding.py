@@ -8,7 +8,7 @@ import pytest
 
 from fxsplit.schedule import generate
 from fxsplit.schedule.flow import find_needs
-from fxsplit.schedule.generate import inference
+from fxsplit.schedule.generators.synchronous import inference
 from fxsplit.schedule.outstanding import find_taker, list_outstanding
 from fxsplit.schedule.schedule import Schedule
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from fxsplit.errors import ScheduleError
 from fxsplit.schedule import SCHEDULES, Action, Schedule, Times, find_schedule, generate, simulate, verify
-from fxsplit.schedule.catalogue import COUNTED, INFERENCE
 from fxsplit.schedule.flow import with_transfers, without_transfers
-from fxsplit.schedule.generate import run_forwards_first
-from fxsplit.schedule.greedy import list_schedule
+from fxsplit.schedule.generators.catalogue import COUNTED, INFERENCE
+from fxsplit.schedule.generators.greedy import list_schedule
+from fxsplit.schedule.generators.synchronous import run_forwards_first
 from fxsplit.schedule.homes import group_in_blocks, line
 
 PICTURES = {

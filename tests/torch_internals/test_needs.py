@@ -13,8 +13,8 @@ import torch
 from fxsplit.errors import TorchError
 from fxsplit.torch_internals import needs
 from fxsplit.torch_internals.needs import LATE, NEEDED, require
-from fxsplit.torch_internals.stage_backends import records_cuda_graphs
 from fxsplit.torch_internals.thread_modes import disable_compilers
+from fxsplit.torch_internals.torch_compile.stage_backends import records_cuda_graphs
 from tests.house.names_used import private_uses
 from tests.house.sources import modules, room
 
@@ -96,7 +96,7 @@ import torch
 from torch.autograd import graph
 del graph._engine_run_backward
 import fxsplit.planner, fxsplit.schedule
-for name in ("fxsplit.torch_internals.grad_sums", "fxsplit.frontend.capture", "fxsplit.api.compile"):
+for name in ("fxsplit.torch_internals.autograd.sums", "fxsplit.frontend.capture", "fxsplit.api.compile"):
     try:
         __import__(name)
     except fxsplit.FxsplitError as error:

@@ -11,9 +11,10 @@ import torch
 
 import fxsplit
 from fxsplit.errors import TorchError
-from fxsplit.torch_internals import grad_leaves, probes
-from fxsplit.torch_internals.modes import Modes
+from fxsplit.torch_internals import probes
+from fxsplit.torch_internals.autograd import leaves as grad_leaves
 from fxsplit.torch_internals.probes import PROBES, probe_torch
+from fxsplit.torch_internals.scopes.modes import Modes
 from tests.models import FAST, Mlp
 
 BREAKS: dict[str, tuple[object, str, Callable[..., Any]]] = {

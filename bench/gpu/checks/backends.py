@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from bench.gpu.setting import MICROBATCHES, Net, Setting
-from fxsplit.api.compare import compare, run_pipeline_step, run_unsplit_step
+from fxsplit.api.verify.compare import compare, run_pipeline_step, run_unsplit_step
 from fxsplit.errors import InputError
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from bench.gpu.setting import MICROBATCHES, Net, Setting, flatten_gradients, largest_difference
-from fxsplit.api.compare import compare, run_pipeline_step, run_unsplit_step
+from fxsplit.api.verify.compare import compare, run_pipeline_step, run_unsplit_step
 
 CLOSE = 1e-9
 """Relative difference in float64 that other orders of summation explain."""

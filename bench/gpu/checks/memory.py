@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from bench.gpu.peaks import judge_peaks, measure_peak_gib, predict_gib
 from bench.gpu.setting import CLASSES, FAST, WIDTH, Setting
 from bench.networks.transformer import Encoder
-from fxsplit.api.pipeline import Pipeline
-from fxsplit.ir.facts.costs import Costs
+from fxsplit.api.pipeline.pipeline import Pipeline
+from fxsplit.ir.facts.costs.costs import Costs
 
 # Large enough that activations, and not workspaces of libraries, are most of the memory.
 SIZE = {"width": 1024, "heads": 16, "layers": 8, "length": 512}

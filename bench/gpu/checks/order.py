@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from bench.gpu.checks.equality import CLOSE
 from bench.gpu.setting import CLASSES, MICROBATCHES, WIDTH, Net, Setting
-from fxsplit.api.compare import compare, run_pipeline_step, run_unsplit_step
+from fxsplit.api.verify.compare import compare, run_pipeline_step, run_unsplit_step
 
 SECOND = 2e9
 """Cycles of the GPU's clock that take about a second."""

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import fxsplit
 from bench.gpu.checks.equality import CLOSE
 from bench.gpu.setting import FAST, MICROBATCHES, Net, Setting
-from fxsplit.api.compare import compare, run_pipeline_step, run_unsplit_step
+from fxsplit.api.verify.compare import compare, run_pipeline_step, run_unsplit_step
 
 
 def stages_on_the_cpu_and_on_the_gpu(setting: Setting) -> tuple[bool, str]:

@@ -1,7 +1,8 @@
 """Cache: what a Hugging Face model takes for its cache of keys and values while a step of it is captured.
 
 A model hands each layer's new keys and values to its cache, and gets all there are back. Here that is an operator in
-the graph (see `torch_internals/past.py`), so the cache itself holds nothing. transformers is imported when it is used.
+the graph (see `torch_internals/fx/past.py`), so the cache itself holds nothing. transformers is imported when it is
+used.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxsplit.torch_internals.past import extend, recall
+from fxsplit.torch_internals.fx.past import extend, recall
 
 Change = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 

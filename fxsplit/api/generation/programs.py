@@ -15,8 +15,9 @@ from functools import partial
 import torch
 from torch import Tensor, fx, nn
 
-from fxsplit.api.compiled import get_mode
-from fxsplit.api.compiler import Compiler
+from fxsplit.api.compiler.compiled import get_mode
+from fxsplit.api.compiler.compiler import Compiler
+from fxsplit.api.compiler.lowering import pin_weights
 from fxsplit.api.generation.cache import Shapes
 from fxsplit.api.generation.steps import (
     make_encode,
@@ -24,19 +25,18 @@ from fxsplit.api.generation.steps import (
     make_next_after_encoder,
     make_step,
 )
-from fxsplit.api.lowering import pin_weights
 from fxsplit.errors import InputError, TraceError
-from fxsplit.ir.facts.call import Call
-from fxsplit.ir.facts.example import Example
-from fxsplit.ir.facts.pins import Pins
-from fxsplit.ir.facts.scope import Scope
+from fxsplit.ir.facts.capture.call import Call
+from fxsplit.ir.facts.capture.example import Example
+from fxsplit.ir.facts.capture.scope import Scope
+from fxsplit.ir.facts.given.pins import Pins
 from fxsplit.ir.graph import IR
 from fxsplit.runtime.engine import Engine
 from fxsplit.runtime.program import Batch, Program
-from fxsplit.torch_internals.dependences import list_node_weights
-from fxsplit.torch_internals.interpret import get_storage_id
-from fxsplit.torch_internals.past import Pasts, find_slot
-from fxsplit.torch_internals.undo import undo_after
+from fxsplit.torch_internals.fx.dependences import list_node_weights
+from fxsplit.torch_internals.fx.interpret import get_storage_id
+from fxsplit.torch_internals.fx.past import Pasts, find_slot
+from fxsplit.torch_internals.scopes.undo import undo_after
 
 LEAST_LENGTH = 4
 """So many tokens the example of a next step has seen at least: torch.export takes lengths near 1 for constants."""

@@ -17,10 +17,10 @@ from fxsplit.errors import TraceError
 from fxsplit.frontend.check.run import Runner, run_code
 from fxsplit.frontend.subject import Runnable
 from fxsplit.torch_internals import pytree
-from fxsplit.torch_internals.fake_weights import has_values
-from fxsplit.torch_internals.grad_leaves import find_recorded_leaves, watch_hooks
-from fxsplit.torch_internals.interpret import preserve
-from fxsplit.torch_internals.undo import undo_after
+from fxsplit.torch_internals.autograd.leaves import find_recorded_leaves, watch_hooks
+from fxsplit.torch_internals.fake.fake_weights import has_values
+from fxsplit.torch_internals.fx.interpret import preserve
+from fxsplit.torch_internals.scopes.undo import undo_after
 
 TOLERANCE = 1e-5
 """The same operators in the same order give the same bits; only non-deterministic kernels need any tolerance."""

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from fxsplit.errors import InputError
 from fxsplit.frontend.subject import Runnable
-from fxsplit.torch_internals.interpret import describe_tensor
+from fxsplit.torch_internals.fx.interpret import describe_tensor
 
 
 def refuse_objects(here: Runnable, outputs: Sequence[Any]) -> None:

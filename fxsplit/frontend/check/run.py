@@ -11,7 +11,7 @@ from fxsplit.errors import FxsplitError, TraceError
 from fxsplit.frontend.graph import find_line, find_submodule
 from fxsplit.frontend.subject import Runnable
 from fxsplit.torch_internals import pytree
-from fxsplit.torch_internals.interpret import Interpreter, describe_tensor, preserve
+from fxsplit.torch_internals.fx.interpret import Interpreter, describe_tensor, preserve
 
 
 class Runner(Interpreter):

@@ -32,18 +32,18 @@ from fxsplit.frontend.check.gradients import (
 from fxsplit.frontend.check.outputs import refuse_objects, unpack_output
 from fxsplit.frontend.check.run import Runner, describe, run_code
 from fxsplit.frontend.graph import list_fetched
-from fxsplit.frontend.no_trace_left import refuse_assignments
+from fxsplit.frontend.restore.no_trace_left import refuse_assignments
 from fxsplit.frontend.stopped import find_stopped
 from fxsplit.frontend.subject import Runnable, Subject
-from fxsplit.ir.facts.effects import CallEffects
-from fxsplit.ir.facts.scope import Scope
+from fxsplit.ir.facts.capture.effects import CallEffects
+from fxsplit.ir.facts.capture.scope import Scope
 from fxsplit.torch_internals import pytree
-from fxsplit.torch_internals.batch_norm import is_batch_norm
-from fxsplit.torch_internals.containers import drop_foreign_fields, rebuild, to_plain_outputs
-from fxsplit.torch_internals.fake_weights import Snapshot, has_values, keep_values
-from fxsplit.torch_internals.grad_leaves import watch_hooks
-from fxsplit.torch_internals.interpret import get_storage_id, preserve
-from fxsplit.torch_internals.layouts import list_parts
+from fxsplit.torch_internals.autograd.leaves import watch_hooks
+from fxsplit.torch_internals.fake.fake_weights import Snapshot, has_values, keep_values
+from fxsplit.torch_internals.fx.interpret import get_storage_id, preserve
+from fxsplit.torch_internals.nn.batch_norm import is_batch_norm
+from fxsplit.torch_internals.nn.containers import drop_foreign_fields, rebuild, to_plain_outputs
+from fxsplit.torch_internals.tensors.layouts import list_parts
 from fxsplit.torch_internals.user_lines import warn_user
 from fxsplit.torch_internals.words import is_refusal_to_differentiate
 

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from fxsplit.errors import InputError
-from fxsplit.frontend.no_trace_left import restore_assigned
+from fxsplit.frontend.restore.no_trace_left import restore_assigned
 from fxsplit.frontend.subject import Runnable
 from fxsplit.frontend.watch.watch import Seen, Watch
-from fxsplit.ir.facts.agreement import is_close
-from fxsplit.ir.facts.python_state import Cached
+from fxsplit.ir.facts.capture.agreement import is_close
+from fxsplit.ir.facts.capture.python_state import Cached
 from fxsplit.torch_internals import pytree
-from fxsplit.torch_internals.containers import to_plain_outputs
-from fxsplit.torch_internals.fake_weights import keep_values
-from fxsplit.torch_internals.generators import keep_generators
-from fxsplit.torch_internals.interpret import preserve
+from fxsplit.torch_internals.fake.fake_weights import keep_values
+from fxsplit.torch_internals.fx.interpret import preserve
+from fxsplit.torch_internals.nn.containers import to_plain_outputs
+from fxsplit.torch_internals.random.generators import keep_generators
 
 OTHER = 1.25
 """By what weights are multiplied for a call with other weights."""

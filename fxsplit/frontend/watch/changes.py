@@ -5,14 +5,14 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-from fxsplit.frontend.asides import begin_aside
-from fxsplit.frontend.no_trace_left import restore_assigned, restore_model
+from fxsplit.frontend.restore.asides import begin_aside
+from fxsplit.frontend.restore.no_trace_left import restore_assigned, restore_model
 from fxsplit.frontend.subject import Runnable, Subject
 from fxsplit.frontend.watch.caches import check_caches
 from fxsplit.frontend.watch.watch import Seen, Watch
-from fxsplit.ir.facts.python_state import Cached, same
-from fxsplit.torch_internals.fake_weights import has_values, keep_values
-from fxsplit.torch_internals.interpret import preserve
+from fxsplit.ir.facts.capture.python_state import Cached, same
+from fxsplit.torch_internals.fake.fake_weights import has_values, keep_values
+from fxsplit.torch_internals.fx.interpret import preserve
 
 
 def list_changes(subject: Subject, watch: Watch) -> list[str]:

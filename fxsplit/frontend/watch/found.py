@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from fxsplit.ir.facts.python_state import Place, is_plain
+from fxsplit.ir.facts.capture.python_state import Place, is_plain
 
 ITEMS, VARIABLE, CONTENTS, STATE = "[items]", "[variable]", "[contents]", "[state]"
 """In place of a name: what a container holds, a variable of the code around a function, what an array holds, what an

@@ -16,10 +16,10 @@ from typing import Any
 
 from fxsplit.frontend.watch.found import CONTENTS, STATE, VARIABLE, Found, Label
 from fxsplit.frontend.watch.names import Names
-from fxsplit.ir.facts.python_state import ABSENT, Place, is_plain
+from fxsplit.ir.facts.capture.python_state import ABSENT, Place, is_plain
 from fxsplit.torch_internals.contents import Contents, has_contents
-from fxsplit.torch_internals.objects import is_a
-from fxsplit.torch_internals.undo import undo_after
+from fxsplit.torch_internals.nn.objects import is_a
+from fxsplit.torch_internals.scopes.undo import undo_after
 
 PYTHONS_GENERATOR = random.random.__self__  # type: ignore[attr-defined]
 """What functions of the module `random` draw from."""

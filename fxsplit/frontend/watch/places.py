@@ -20,14 +20,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fxsplit.frontend.items import CONTAINERS, copy_items, count_items, list_items, put_items_back
-from fxsplit.frontend.owners import is_installed, is_library, is_namespace
+from fxsplit.frontend.restore.items import CONTAINERS, copy_items, count_items, list_items, put_items_back
+from fxsplit.frontend.restore.owners import is_installed, is_library, is_namespace
 from fxsplit.frontend.watch.found import ITEMS, VARIABLE, Found, Label
 from fxsplit.frontend.watch.inside import list_inside, list_of_thread
 from fxsplit.frontend.watch.names import Names
 from fxsplit.frontend.watch.settings import is_question, list_answers
-from fxsplit.ir.facts.python_state import ABSENT, Place, is_plain, same
-from fxsplit.torch_internals.objects import is_a
+from fxsplit.ir.facts.capture.python_state import ABSENT, Place, is_plain, same
+from fxsplit.torch_internals.nn.objects import is_a
 
 MOST_ITEMS = 1000
 """A container with more items is not compared before every call: only its entries under texts of the code are."""

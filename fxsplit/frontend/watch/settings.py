@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fxsplit.frontend.watch.names import Names
-from fxsplit.ir.facts.python_state import Place, is_plain
+from fxsplit.ir.facts.capture.python_state import Place, is_plain
 
 _QUESTION = re.compile("(is|are|get|has)_|.*_(enabled|allowed)$")
 MAKERS = (

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fxsplit.frontend.asides import begin_aside, keep_notes
 from fxsplit.frontend.graph import Graph, list_fetched
-from fxsplit.frontend.items import Stays, merge_items, put_items_back
-from fxsplit.frontend.owners import (
+from fxsplit.frontend.restore.asides import begin_aside, keep_notes
+from fxsplit.frontend.restore.items import Stays, merge_items, put_items_back
+from fxsplit.frontend.restore.owners import (
     TORCHS,
     find_foreign,
     holds_tensors,
@@ -45,13 +45,13 @@ from fxsplit.frontend.watch.places import (
     list_globals,
     list_places,
 )
-from fxsplit.ir.facts.python_state import ABSENT, Cached, Place, PythonState, describe_change, is_plain, same
-from fxsplit.torch_internals.compiled_code import COMPILER, find_original
+from fxsplit.ir.facts.capture.python_state import ABSENT, Cached, Place, PythonState, describe_change, is_plain, same
 from fxsplit.torch_internals.contents import Contents
-from fxsplit.torch_internals.interpret import get_storage_id
-from fxsplit.torch_internals.objects import is_a
-from fxsplit.torch_internals.torch_transformers import ENCODE, may_pack
-from fxsplit.torch_internals.undo import undo_after
+from fxsplit.torch_internals.fx.interpret import get_storage_id
+from fxsplit.torch_internals.nn.objects import is_a
+from fxsplit.torch_internals.nn.torch_transformers import ENCODE, may_pack
+from fxsplit.torch_internals.scopes.undo import undo_after
+from fxsplit.torch_internals.torch_compile.compiled_code import COMPILER, find_original
 from fxsplit.torch_internals.user_lines import FXSPLIT, TORCH, describe_line
 
 _PYTHON = sysconfig.get_path("stdlib")

@@ -11,10 +11,10 @@ from math import inf, isclose, isfinite
 from typing import ClassVar, Literal
 
 from fxsplit.errors import BrokenFact
-from fxsplit.ir.facts.costs import Costs
-from fxsplit.ir.facts.figures import format_bytes
-from fxsplit.ir.facts.machine import Machine
-from fxsplit.ir.facts.pins import Pins
+from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.given.machine import Machine
+from fxsplit.ir.facts.given.pins import Pins
+from fxsplit.ir.facts.given.workload import Workload
 from fxsplit.ir.facts.price import (
     FIGURES,
     CostModel,
@@ -23,9 +23,9 @@ from fxsplit.ir.facts.price import (
     price_single_device,
     price_split,
 )
-from fxsplit.ir.facts.workload import Workload
 from fxsplit.ir.graph import IR, Fact
-from fxsplit.ir.shown import Parts, Shown, Table
+from fxsplit.system.figures import format_bytes
+from fxsplit.system.shown import Parts, Shown, Table
 
 Proof = Literal["search", "bound"]
 PROVEN = 1e-6

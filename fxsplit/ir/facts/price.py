@@ -9,13 +9,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-from fxsplit.ir.facts.costs import Costs, NodeCost
-from fxsplit.ir.facts.course import Crossings, list_crossings
-from fxsplit.ir.facts.edges import Edges, price_boundaries, price_shared
-from fxsplit.ir.facts.machine import Machine
-from fxsplit.ir.facts.moments import Moments
-from fxsplit.ir.facts.stage_memory import WEIGHT_COPIES, StageMemory, fill_peak, measure_stage
-from fxsplit.ir.facts.workload import Workload
+from fxsplit.ir.facts.costs.costs import Costs, NodeCost
+from fxsplit.ir.facts.costs.edges import Edges, price_boundaries, price_shared
+from fxsplit.ir.facts.given.machine import Machine
+from fxsplit.ir.facts.given.workload import Workload
+from fxsplit.ir.facts.memory.microbatch import Crossings, list_crossings
+from fxsplit.ir.facts.memory.moments import Moments
+from fxsplit.ir.facts.memory.stage import WEIGHT_COPIES, StageMemory, fill_peak, measure_stage
 
 COST_MODELS = ("forwarded", "overlapped", "direct", "replicated")
 """The names that a CostModel may have."""

@@ -16,9 +16,9 @@ from torch import Tensor, fx, nn
 
 from fxsplit.errors import BrokenFact
 from fxsplit.ir.graph import IR, Fact
-from fxsplit.ir.shown import Parts, Shown, Table
+from fxsplit.system.shown import Parts, Shown, Table
 from fxsplit.torch_internals import pytree
-from fxsplit.torch_internals.containers import rebuild
+from fxsplit.torch_internals.nn.containers import rebuild
 
 
 @dataclass(frozen=True, eq=False)

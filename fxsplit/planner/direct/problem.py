@@ -15,19 +15,19 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from fxsplit.ir.facts.antichains import Antichains
-from fxsplit.ir.facts.blocks import build_csr
-from fxsplit.ir.facts.costs import Costs
-from fxsplit.ir.facts.machine import Machine
+from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.given.machine import Machine
+from fxsplit.ir.facts.lattice.antichains import Antichains
+from fxsplit.ir.facts.lattice.blocks import build_csr
 from fxsplit.ir.facts.price import CostModel
 from fxsplit.planner.clock import Clock
-from fxsplit.planner.dense import line_of, membership
 from fxsplit.planner.direct import kernels
 from fxsplit.planner.kernels import fit, run_counted
 from fxsplit.planner.kernels.lattice import live_bytes
 from fxsplit.planner.kernels.tables import IDLE, Bools, Floats, Ints, Lattice, Tensors
-from fxsplit.planner.moves import Moves
-from fxsplit.planner.problem import Path, Problem
+from fxsplit.planner.problem.moves import Moves
+from fxsplit.planner.problem.problem import Path, Problem
+from fxsplit.planner.search.dense import line_of, membership
 
 FEW = 1e4
 """From how many times a good plan's load on the sum of all tensors' prices is too large to add up beside it."""

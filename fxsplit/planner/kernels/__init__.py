@@ -13,9 +13,9 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, ParamSpec, TypeVar, cast
 
-from fxsplit.ir.imports import import_whole
 from fxsplit.planner.kernels import lattice
 from fxsplit.planner.kernels.tables import Ints
+from fxsplit.system.imports import import_whole
 
 P = ParamSpec("P")
 R = TypeVar("R")

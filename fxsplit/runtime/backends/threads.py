@@ -21,15 +21,15 @@ from queue import SimpleQueue
 import torch
 
 from fxsplit.errors import BusyError, ClosedError, StepTimeout
-from fxsplit.ir.interrupts import raise_lost_interrupt
-from fxsplit.runtime.course import GRACE_S, Course
-from fxsplit.runtime.job import Job
-from fxsplit.runtime.meeting import Alone, Occasion
-from fxsplit.runtime.status import Status, WorkerStatus
-from fxsplit.runtime.streams import Stream, make_caller_wait, make_stream, mark_caller
-from fxsplit.torch_internals.grad_leaves import mute
-from fxsplit.torch_internals.rng import lend_draws
-from fxsplit.torch_internals.undo import call_all, leave_no_trace, undo_after
+from fxsplit.runtime.backends.crew import Alone, Occasion
+from fxsplit.runtime.job.handle import GRACE_S, Course
+from fxsplit.runtime.job.job import Job
+from fxsplit.runtime.job.status import Status, WorkerStatus
+from fxsplit.runtime.stage.streams import Stream, make_caller_wait, make_stream, mark_caller
+from fxsplit.system.interrupts import raise_lost_interrupt
+from fxsplit.torch_internals.autograd.leaves import mute
+from fxsplit.torch_internals.random.draws import lend_draws
+from fxsplit.torch_internals.scopes.undo import call_all, leave_no_trace, undo_after
 
 LOOK_S = 5.0
 """How often a caller that waits looks whether the workers are still there."""

@@ -14,24 +14,24 @@ from typing import Any
 import torch
 
 from fxsplit.errors import ClosedError, InputError
-from fxsplit.runtime.course import Course
-from fxsplit.runtime.job import Job
-from fxsplit.runtime.meeting import Meeting, Occasion
+from fxsplit.runtime.backends.crew import Meeting, Occasion
+from fxsplit.runtime.job.handle import Course
+from fxsplit.runtime.job.job import Job
+from fxsplit.runtime.job.status import Status, WorkerStatus
 from fxsplit.runtime.program import Program
-from fxsplit.runtime.ranks.agreement import MASK, Agreement, describe_shapes, sum_values
+from fxsplit.runtime.ranks.gradients.summing import Summing
 from fxsplit.runtime.ranks.holdings import Holdings
 from fxsplit.runtime.ranks.meeting import RankMeeting
-from fxsplit.runtime.ranks.routes import find_pairs
-from fxsplit.runtime.ranks.summing import Summing
 from fxsplit.runtime.ranks.ties import Ties
-from fxsplit.runtime.ranks.wire import Wire
-from fxsplit.runtime.ranks.world import World
-from fxsplit.runtime.status import Status, WorkerStatus
-from fxsplit.runtime.streams import Stream, make_caller_wait, make_stream, mark_caller
+from fxsplit.runtime.ranks.wire.routes import find_pairs
+from fxsplit.runtime.ranks.wire.wire import Wire
+from fxsplit.runtime.ranks.world.agreement import MASK, Agreement, describe_shapes, sum_values
+from fxsplit.runtime.ranks.world.world import World
+from fxsplit.runtime.stage.streams import Stream, make_caller_wait, make_stream, mark_caller
 from fxsplit.schedule.schedule import Schedule
-from fxsplit.torch_internals.grad_leaves import mute
-from fxsplit.torch_internals.modes import is_autocast_on
-from fxsplit.torch_internals.rng import new_seed
+from fxsplit.torch_internals.autograd.leaves import mute
+from fxsplit.torch_internals.random.draws import new_seed
+from fxsplit.torch_internals.scopes.modes import is_autocast_on
 
 
 class RankCrew:

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from fxsplit.errors import InputError, RankError
 from fxsplit.runtime.program import Program
-from fxsplit.runtime.ranks.agreement import Agreement
-from fxsplit.runtime.ranks.world import World
-from fxsplit.torch_internals.away import Away, Spot, is_away
-from fxsplit.torch_internals.elsewhere import bring_back, refuse_scripts, send_away
-from fxsplit.torch_internals.gradient_ledger import GradientLedger
-from fxsplit.torch_internals.optimizer_loads import note_arrival, watch_loads
-from fxsplit.torch_internals.process_groups import close_groups
-from fxsplit.torch_internals.undo import undo_after
+from fxsplit.runtime.ranks.world.agreement import Agreement
+from fxsplit.runtime.ranks.world.world import World
+from fxsplit.torch_internals.distributed.away import Away, Spot, is_away
+from fxsplit.torch_internals.distributed.elsewhere import bring_back, refuse_scripts, send_away
+from fxsplit.torch_internals.distributed.gradient_ledger import GradientLedger
+from fxsplit.torch_internals.distributed.optimizer_loads import note_arrival, watch_loads
+from fxsplit.torch_internals.distributed.process_groups import close_groups
+from fxsplit.torch_internals.scopes.undo import undo_after
 
 Fetch = Callable[[str, Tensor], Tensor]
 """Returns a tensor, which has a name, with its values."""

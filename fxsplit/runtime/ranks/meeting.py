@@ -10,22 +10,22 @@ import torch
 from torch import Tensor
 
 from fxsplit.errors import BackwardError, InputError
-from fxsplit.runtime.channels import Channels
-from fxsplit.runtime.job import Job
-from fxsplit.runtime.meeting import Occasion
-from fxsplit.runtime.ranks.agreement import MASK
-from fxsplit.runtime.ranks.early_sums import EarlySums, list_apart
+from fxsplit.runtime.backends.crew import Occasion
+from fxsplit.runtime.job.channels import Channels
+from fxsplit.runtime.job.job import Job
+from fxsplit.runtime.ranks.gradients.early_sums import EarlySums, list_apart
+from fxsplit.runtime.ranks.gradients.portions import find_portion
+from fxsplit.runtime.ranks.gradients.summing import Summing
 from fxsplit.runtime.ranks.holdings import Holdings
-from fxsplit.runtime.ranks.layout import Layout
-from fxsplit.runtime.ranks.portions import find_portion
-from fxsplit.runtime.ranks.summing import Summing
 from fxsplit.runtime.ranks.ties import Ties
-from fxsplit.runtime.ranks.wire import Wire
+from fxsplit.runtime.ranks.wire.layout import Layout
+from fxsplit.runtime.ranks.wire.wire import Wire
+from fxsplit.runtime.ranks.world.agreement import MASK
 from fxsplit.runtime.stage.run import Packet
 from fxsplit.schedule.action import Action
-from fxsplit.torch_internals import accelerators
-from fxsplit.torch_internals.grad_sums import Sums
-from fxsplit.torch_internals.gradient_ledger import call_after_backward
+from fxsplit.torch_internals.autograd.sums import Sums
+from fxsplit.torch_internals.distributed.gradient_ledger import call_after_backward
+from fxsplit.torch_internals.tensors import accelerators
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 """The types of losses, by the number that ranks tell each other."""

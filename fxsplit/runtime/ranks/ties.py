@@ -14,11 +14,11 @@ from torch import Tensor
 
 from fxsplit.ir.facts.stages import list_weights
 from fxsplit.runtime.program import Program
-from fxsplit.runtime.ranks.layout import Layout
-from fxsplit.runtime.ranks.sums import pack_gradient, unpack_gradients
-from fxsplit.runtime.ranks.world import World
-from fxsplit.torch_internals.batch_norm import Noted, Statistics
-from fxsplit.torch_internals.grad_sums import Share
+from fxsplit.runtime.ranks.wire.gradient_messages import pack_gradient, unpack_gradients
+from fxsplit.runtime.ranks.wire.layout import Layout
+from fxsplit.runtime.ranks.world.world import World
+from fxsplit.torch_internals.autograd.sums import Share
+from fxsplit.torch_internals.nn.batch_norm import Noted, Statistics
 
 
 class Ties:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from fxsplit.torch_internals.interpret import describe_tensor, get_storage_id
+from fxsplit.torch_internals.fx.interpret import describe_tensor, get_storage_id
 
 
 @contextmanager

@@ -19,10 +19,10 @@ from torch import Tensor, fx, nn
 
 from fxsplit.errors import RecompileWarning
 from fxsplit.runtime.stage.call_kind import Dims, Given, Kind
-from fxsplit.torch_internals.apart import Apart, call_apart, replace_calls
-from fxsplit.torch_internals.rng import Draw
-from fxsplit.torch_internals.stage_backends import compile_function, mark_dynamic, read_recompile_limit
+from fxsplit.torch_internals.random.draws import Draw
 from fxsplit.torch_internals.thread_modes import NO_CONTEXT
+from fxsplit.torch_internals.torch_compile.apart import Apart, call_apart, replace_calls
+from fxsplit.torch_internals.torch_compile.stage_backends import compile_function, mark_dynamic, read_recompile_limit
 from fxsplit.torch_internals.user_lines import warn_user
 
 RowDims = Sequence[Dims | None]
@@ -202,7 +202,7 @@ def _move_to_start(value: Any) -> Any:
 def _choose_call(module: Apart) -> Callable[..., Any]:
     """Return what calls a module that is at work."""
     # To make an operator takes torch a moment, and nobody else needs it.
-    from fxsplit.torch_internals.dropout_masks import find_mask, multiply_by_mask
+    from fxsplit.torch_internals.random.dropout_masks import find_mask, multiply_by_mask
 
     masked = isinstance(module, Draw) and find_mask(module.call) is not None
     return multiply_by_mask if masked else call_apart

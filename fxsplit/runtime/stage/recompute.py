@@ -19,12 +19,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from fxsplit.errors import FxsplitError
 from fxsplit.ir.facts.stages import Stage
 from fxsplit.runtime.stage.run import KEPT, Packet, Saved, forward
-from fxsplit.torch_internals.batch_norm import note_nothing
-from fxsplit.torch_internals.host_copies import Coming, is_on_host
-from fxsplit.torch_internals.interpret import get_storage_id
-from fxsplit.torch_internals.layouts import count_bytes
+from fxsplit.torch_internals.fx.interpret import get_storage_id
+from fxsplit.torch_internals.nn.batch_norm import note_nothing
+from fxsplit.torch_internals.scopes.undo import undo_after
+from fxsplit.torch_internals.tensors.host_copies import Coming, is_on_host
+from fxsplit.torch_internals.tensors.layouts import count_bytes
 from fxsplit.torch_internals.thread_modes import ThreadModes
-from fxsplit.torch_internals.undo import undo_after
 
 Surroundings = Callable[[frozenset[int]], AbstractContextManager[Any]]
 """Returns the context that a stage's forward on a microbatch runs in, from further memory that is written to."""

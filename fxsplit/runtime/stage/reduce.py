@@ -9,10 +9,10 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from fxsplit.runtime.streams import Stream
-from fxsplit.torch_internals.grad_catch import LEAST_BYTES
-from fxsplit.torch_internals.grad_sums import Sums
-from fxsplit.torch_internals.layouts import count_bytes
+from fxsplit.runtime.stage.streams import Stream
+from fxsplit.torch_internals.autograd.catch import LEAST_BYTES
+from fxsplit.torch_internals.autograd.sums import Sums
+from fxsplit.torch_internals.tensors.layouts import count_bytes
 
 
 def add_replica(sums: Sums, part: Sums, leaf_of: Mapping[Tensor, Tensor], stream: Stream) -> None:

@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxsplit.ir.facts.machine import Device
+from fxsplit.ir.facts.given.machine import Device
 from fxsplit.ir.facts.stages import Stage, list_weights
 from fxsplit.runtime.stage.compiled_stage import Compilations
 from fxsplit.schedule.action import Action
-from fxsplit.torch_internals.copies import copy_module
-from fxsplit.torch_internals.grad_accumulate import is_plain
-from fxsplit.torch_internals.grad_split import BranchFinder
-from fxsplit.torch_internals.grad_sums import Share, Sums
-from fxsplit.torch_internals.graph_devices import move_constants
-from fxsplit.torch_internals.interpret import count_writes
-from fxsplit.torch_internals.recurrent import flatten_weights
-from fxsplit.torch_internals.rng import Draw
+from fxsplit.torch_internals.autograd.accumulate import is_plain
+from fxsplit.torch_internals.autograd.split import BranchFinder
+from fxsplit.torch_internals.autograd.sums import Share, Sums
+from fxsplit.torch_internals.fx.graph_devices import move_constants
+from fxsplit.torch_internals.fx.interpret import count_writes
+from fxsplit.torch_internals.nn.copies import copy_module
+from fxsplit.torch_internals.nn.recurrent import flatten_weights
+from fxsplit.torch_internals.random.draws import Draw
 from fxsplit.torch_internals.thread_modes import NO_CONTEXT
 
 

@@ -2,8 +2,8 @@
 
 Schedules such as ZB-H1 split a backward: input gradients (I) at once, since the stage before waits for them alone, and
 weight gradients (W) when the worker has time. The first part keeps the gradient that arrives at each weight's branch
-node (see `torch_internals/grad_split.py`), and the second part goes from there to the weights. Weights without a branch
-node get their gradients in the first part, and so do all weights of stages whose modules have hooks.
+node (see `torch_internals/autograd/split.py`), and the second part goes from there to the weights. Weights without a
+branch node get their gradients in the first part, and so do all weights of stages whose modules have hooks.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch import Tensor, fx, nn
 
 from fxsplit.errors import FxsplitError
 from fxsplit.ir.facts.stages import Stage
-from fxsplit.torch_internals.grad_catch import LEAST_BYTES, differentiate_into
-from fxsplit.torch_internals.grad_leaves import comes_through, mute, put_hook_behind
-from fxsplit.torch_internals.grad_split import BranchFinder, BranchNodes, WeightBackward, collect_weight_backwards
-from fxsplit.torch_internals.grad_sums import Share, Sums, find_unshared, make_shares
-from fxsplit.torch_internals.layouts import count_bytes
-from fxsplit.torch_internals.module_stack import find_module_path
+from fxsplit.torch_internals.autograd.catch import LEAST_BYTES, differentiate_into
+from fxsplit.torch_internals.autograd.leaves import comes_through, mute, put_hook_behind
+from fxsplit.torch_internals.autograd.split import BranchFinder, BranchNodes, WeightBackward, collect_weight_backwards
+from fxsplit.torch_internals.autograd.sums import Share, Sums, find_unshared, make_shares
+from fxsplit.torch_internals.autograd.zero_gradients import keep_zeros
+from fxsplit.torch_internals.fx.module_stack import find_module_path
+from fxsplit.torch_internals.tensors.layouts import count_bytes
 from fxsplit.torch_internals.thread_modes import NO_CONTEXT
 from fxsplit.torch_internals.user_lines import is_users
 from fxsplit.torch_internals.words import is_second_backward
-from fxsplit.torch_internals.zero_gradients import keep_zeros
 
 KEPT = (
     "a backward of your own runs through a tensor that a hook (or an attribute of a module) has kept of a pipeline's "

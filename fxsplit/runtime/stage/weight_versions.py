@@ -17,20 +17,20 @@ from torch import Tensor, UntypedStorage
 from torch.optim import Optimizer
 
 from fxsplit.errors import InputError
-from fxsplit.ir.facts.machine import Device
+from fxsplit.ir.facts.given.machine import Device
 from fxsplit.ir.facts.stages import Stage
 from fxsplit.runtime.stage.compiled_stage import Compilations
 from fxsplit.runtime.stage.replica import Replica
-from fxsplit.runtime.streams import hand_over
+from fxsplit.runtime.stage.streams import hand_over
 from fxsplit.schedule import Schedule
 from fxsplit.schedule.action import COMPUTES, Action
-from fxsplit.torch_internals.grad_accumulate import accumulate
-from fxsplit.torch_internals.grad_catch import Catch
-from fxsplit.torch_internals.grad_leaves import unmute
-from fxsplit.torch_internals.grad_sums import Share, Sums
-from fxsplit.torch_internals.interpret import get_storage_id
+from fxsplit.torch_internals.autograd.accumulate import accumulate
+from fxsplit.torch_internals.autograd.catch import Catch
+from fxsplit.torch_internals.autograd.leaves import unmute
+from fxsplit.torch_internals.autograd.sums import Share, Sums
+from fxsplit.torch_internals.fx.interpret import get_storage_id
+from fxsplit.torch_internals.scopes.undo import Turn, undo_after
 from fxsplit.torch_internals.thread_modes import NO_CONTEXT
-from fxsplit.torch_internals.undo import Turn, undo_after
 
 
 class Stepper:

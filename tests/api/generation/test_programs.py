@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxsplit
-from fxsplit.api.compiler import Compiler
+from fxsplit.api.compiler.compiler import Compiler
 from fxsplit.api.generation.programs import count_readers, make_example, pin_pasts, pin_read_weights
-from fxsplit.ir.facts.call import Call
-from fxsplit.ir.facts.pins import Pins
+from fxsplit.ir.facts.capture.call import Call
+from fxsplit.ir.facts.given.pins import Pins
 from fxsplit.ir.graph import IR
 from fxsplit.passes.profile import profile
 from fxsplit.passes.profile.time_in_step import NodeTimes

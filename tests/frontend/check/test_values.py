@@ -93,7 +93,7 @@ class Counts(nn.Module):
 
 @pytest.mark.parametrize("into", [False, True])
 def test_what_a_call_leaves_behind(into: bool) -> None:
-    from fxsplit.frontend.symbolic import SymbolicTrace
+    from fxsplit.frontend.front_ends.symbolic import SymbolicTrace
 
     model = Counts(into)
     subject = make_subject(model)
@@ -106,7 +106,7 @@ def test_what_a_call_leaves_behind(into: bool) -> None:
 
 def test_by_shapes_alone_the_buffers_are_the_models_own() -> None:
     """While it runs they are stand-ins."""
-    from fxsplit.frontend.symbolic import SymbolicTrace
+    from fxsplit.frontend.front_ends.symbolic import SymbolicTrace
 
     model = Counts()
     subject = make_subject(model, from_shapes=True)

@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import nn
 
-from fxsplit.frontend.owners import is_library
+from fxsplit.frontend.restore.owners import is_library
 from fxsplit.frontend.watch.found import Found, Label
 from fxsplit.frontend.watch.names import Names
 from fxsplit.frontend.watch.places import MOST_ITEMS, list_globals, list_places
-from fxsplit.ir.facts.python_state import ABSENT
+from fxsplit.ir.facts.capture.python_state import ABSENT
 
 CFG = Label("attribute", "cfg")
 

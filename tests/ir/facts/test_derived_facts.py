@@ -15,10 +15,10 @@ import fxsplit
 from fxsplit import DEFAULT, IR, Costs, Machine, Plan
 from fxsplit.errors import BrokenFact, ChainError, FxsplitError, MissingFact
 from fxsplit.formats.plan_json import plan_to_dict
-from fxsplit.ir.facts.antichains import Antichains
+from fxsplit.ir.facts.given.workload import Workload
+from fxsplit.ir.facts.lattice.antichains import Antichains
+from fxsplit.ir.facts.lattice.states import FEATURES, States
 from fxsplit.ir.facts.price import CostModel, price_split
-from fxsplit.ir.facts.states import FEATURES, States
-from fxsplit.ir.facts.workload import Workload
 from fxsplit.passes import Augment, Emit, Order, Partition, Profile
 from fxsplit.planner.solve import Task, partition
 from tests.models import Residual

@@ -13,26 +13,26 @@ import torch
 
 from fxsplit.api.plan import lay_out
 from fxsplit.errors import BrokenFact
-from fxsplit.ir.facts.antichains import Antichains
-from fxsplit.ir.facts.blocks import Blocks, build_csr
-from fxsplit.ir.facts.costs import Costs, Exchange
-from fxsplit.ir.facts.figures import format_bytes
-from fxsplit.ir.facts.machine import Device, Machine
+from fxsplit.ir.facts.costs.costs import Costs, Exchange
+from fxsplit.ir.facts.given.machine import Device, Machine
+from fxsplit.ir.facts.given.workload import Workload
+from fxsplit.ir.facts.lattice.antichains import Antichains
+from fxsplit.ir.facts.lattice.blocks import Blocks, build_csr
+from fxsplit.ir.facts.lattice.states import SUMMED, States
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.price import CostModel, price_split
-from fxsplit.ir.facts.states import SUMMED, States
-from fxsplit.ir.facts.workload import Workload
 from fxsplit.ir.graph import IR
 from fxsplit.ir.manager import run_chain
 from fxsplit.passes import Augment, Order, Partition
 from fxsplit.planner import Options
 from fxsplit.planner.planner import Planner
 from fxsplit.schedule import simulate
-from fxsplit.schedule.catalogue import Scheduler
+from fxsplit.schedule.generators.catalogue import Scheduler
 from fxsplit.schedule.of_plan import build_schedule, read_times
+from fxsplit.system.figures import format_bytes
 from tests.cli.test_plan import chain
 from tests.graphs import ir_of, node, one_each
-from tests.planner.test_lattice import DIAMOND
+from tests.planner.lattice.test_lattice import DIAMOND
 
 MACHINE = Machine.planned(2, 1e3)
 LOAD = Workload("1F1B", 4, {1: (1,), 2: (2, 1)})

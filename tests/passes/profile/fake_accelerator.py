@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fxsplit.passes.profile import clock, time_alone, time_in_step
-from fxsplit.torch_internals import accelerators
+from fxsplit.torch_internals.tensors import accelerators
 
 EVENT_MS, CALL_MS = 0.002, 0.03
 """What an event takes on the device, and a call of autograd of the host."""

@@ -7,13 +7,13 @@ import torch
 from torch import fx
 
 import fxsplit
-from fxsplit.ir.facts.measured import Measured
+from fxsplit.ir.facts.costs.measured import Measured
 from fxsplit.passes.profile.clock import MOST_SWEEPS, PORTION, Clock, make_clock
 from fxsplit.passes.profile.time_alone import Call, time_alone
 from fxsplit.passes.profile.time_in_step import Sweep, time_nodes
 from fxsplit.schedule import generate
 from fxsplit.schedule.of_plan import read_times
-from fxsplit.torch_internals.observe import observe
+from fxsplit.torch_internals.fx.observe import observe
 from tests.passes.profile.fake_accelerator import Accelerator, Operator
 
 CPU = torch.device("cpu")

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxsplit
-from fxsplit.ir.facts.costs import Costs
-from fxsplit.ir.facts.measured import Measured
-from fxsplit.ir.progress import listen
+from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.costs.measured import Measured
 from fxsplit.passes.profile.time_in_step import HALVED, Sweep
-from fxsplit.schedule.catalogue import ScheduleName
-from fxsplit.torch_internals import accelerators
+from fxsplit.schedule.generators.catalogue import ScheduleName
+from fxsplit.system.progress import listen
+from fxsplit.torch_internals.tensors import accelerators
 from tests.models import FAST, Chunked, LateReader, Mlp, Residual, Tied
 
 
@@ -188,7 +188,7 @@ def test_parameters_that_functions_read(schedule: ScheduleName) -> None:
 INTERRUPT = """
 import copy, signal, threading, time, torch, fxsplit
 from torch import nn
-from fxsplit.ir.progress import listen
+from fxsplit.system.progress import listen
 signal.signal(signal.SIGINT, signal.default_int_handler)
 model = nn.Sequential(*[nn.Sequential(nn.Linear(128, 128), nn.BatchNorm1d(128)) for _ in range(8)])
 before = copy.deepcopy(model.state_dict())

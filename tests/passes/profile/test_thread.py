@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fxsplit.passes.profile.thread import run_in_worker_thread
-from fxsplit.torch_internals import accelerators
+from fxsplit.torch_internals.tensors import accelerators
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxsplit
-from fxsplit.ir.facts.measured import Measured
+from fxsplit.ir.facts.costs.measured import Measured
 from fxsplit.passes.profile.clock import Clock, Span
 from fxsplit.passes.profile.time_in_step import (
     Sweep,
@@ -19,7 +19,7 @@ from fxsplit.passes.profile.time_in_step import (
     take_medians,
     time_halves,
 )
-from fxsplit.torch_internals.observe import observe
+from fxsplit.torch_internals.fx.observe import observe
 from tests.accelerator import use_accelerator
 from tests.models import FAST
 from tests.runtime.stage.beside_unsplit import largest_difference

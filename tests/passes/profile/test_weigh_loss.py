@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fxsplit.ir.facts.loss import LossCost
+from fxsplit.ir.facts.costs.loss import LossCost
 from fxsplit.passes.profile.weigh_loss import weigh_loss
 
 GRAPH = fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4)))

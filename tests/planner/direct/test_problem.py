@@ -7,12 +7,12 @@ import itertools
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 
-from fxsplit.ir.facts.costs import Costs
-from fxsplit.ir.facts.machine import Machine
+from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.planner import Options, Task, antichains, pose_problems, sequence_states
-from fxsplit.planner.dense import first_order
 from fxsplit.planner.direct.kernels import cheapest_above
 from fxsplit.planner.direct.problem import DirectProblem
+from fxsplit.planner.search.dense import first_order
 from tests.graphs import profiles, workload
 
 MACHINE = Machine.planned(2, 1e3)

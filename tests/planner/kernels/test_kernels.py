@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from fxsplit.ir.facts.costs import Costs
-from fxsplit.ir.facts.machine import Machine
+from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.facts.price import COST_MODELS
 from fxsplit.planner import Options, Task, kernels, pose_problems
 from fxsplit.planner.clock import Clock, OutOfTime

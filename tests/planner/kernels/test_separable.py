@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fxsplit.ir.facts.costs import Costs
-from fxsplit.ir.facts.machine import Machine
+from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.planner import Options, Task, pose_problems
 from fxsplit.planner.kernels.separable import reach, reach_bounded
 from fxsplit.planner.kernels.tables import Tables

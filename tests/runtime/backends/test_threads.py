@@ -15,9 +15,9 @@ import torch
 from fxsplit.errors import ClosedError
 from fxsplit.runtime.backends import threads
 from fxsplit.runtime.backends.threads import Workers
-from fxsplit.runtime.course import Course
-from fxsplit.runtime.streams import Stream
-from fxsplit.torch_internals.undo import call_all
+from fxsplit.runtime.job.handle import Course
+from fxsplit.runtime.stage.streams import Stream
+from fxsplit.torch_internals.scopes.undo import call_all
 
 CPU = torch.device("cpu")
 

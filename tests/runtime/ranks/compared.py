@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fxsplit
-from fxsplit.api.pipeline import Pipeline
+from fxsplit.api.pipeline.pipeline import Pipeline
 from tests.models import FAST
 
 Step = Callable[[Pipeline, int], Any]

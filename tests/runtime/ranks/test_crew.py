@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.errors import RankError, StageError, StepTimeout
-from fxsplit.torch_internals.away import is_away
-from fxsplit.torch_internals.process_groups import clone_store
+from fxsplit.torch_internals.distributed.away import is_away
+from fxsplit.torch_internals.distributed.process_groups import clone_store
 from tests.models import FAST
 from tests.ranks import ranks
 

@@ -21,7 +21,7 @@ from fxsplit import IR, Pins
 from fxsplit.errors import ElsewhereError, InputError, RankError, RanksDiffer
 from fxsplit.ir.chain import parse_chain
 from fxsplit.passes import PASSES
-from fxsplit.torch_internals.away import is_away
+from fxsplit.torch_internals.distributed.away import is_away
 from tests.checkpoints import X, Y, build, compare, make_adamw
 from tests.models import FAST, Mlp
 from tests.ranks import ranks

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.errors import FxsplitWarning
-from fxsplit.torch_internals.away import is_away
+from fxsplit.torch_internals.distributed.away import is_away
 from tests.models import FAST
 from tests.ranks import ranks
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import fxsplit
-from fxsplit.ir.facts.compress import Compress
-from fxsplit.torch_internals.away import is_away
+from fxsplit.ir.facts.costs.compress import Compress
+from fxsplit.torch_internals.distributed.away import is_away
 from tests.models import FAST
 from tests.ranks import ranks
 

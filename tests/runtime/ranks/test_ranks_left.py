@@ -16,10 +16,10 @@ from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.errors import RankError, StepTimeout
-from fxsplit.runtime.ranks import summing
-from fxsplit.runtime.ranks.guard import _end_started
-from fxsplit.runtime.ranks.join import join_world
-from fxsplit.torch_internals.process_groups import clone_store
+from fxsplit.runtime.ranks.failures.guard import _end_started
+from fxsplit.runtime.ranks.gradients import summing
+from fxsplit.runtime.ranks.world.join import join_world
+from fxsplit.torch_internals.distributed.process_groups import clone_store
 from tests.ranks import end_by_error, ranks
 
 ENDED = "its program has ended"

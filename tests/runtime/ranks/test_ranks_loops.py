@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.errors import RankError
-from fxsplit.torch_internals.away import is_away
+from fxsplit.torch_internals.distributed.away import is_away
 from fxsplit.torch_internals.torchvision_operators import declare_detection_operators
 from tests.ranks import ranks
 from tests.text_models import make_text_model

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fxsplit
-from fxsplit.torch_internals.away import is_away
+from fxsplit.torch_internals.distributed.away import is_away
 from fxsplit.torch_internals.torchvision_operators import declare_detection_operators
 from tests.models import FAST
 from tests.ranks import ranks

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxsplit
-from fxsplit.torch_internals.away import is_away
+from fxsplit.torch_internals.distributed.away import is_away
 from tests.models import Mlp, Residual, Tied
 from tests.proof.test_replicas import dealt
 from tests.ranks import ranks
@@ -88,7 +88,9 @@ def run_hidden(rank: int, n: int) -> int:
             torch.manual_seed(0)
             expected = over_threads.step(batch, target=target)
             torch.manual_seed(0)
-            with mock.patch("fxsplit.api.compiler.fit_to_shapes", lambda captured, *_: None if rank else captured):
+            with mock.patch(
+                "fxsplit.api.compiler.compiler.fit_to_shapes", lambda captured, *_: None if rank else captured
+            ):
                 found = over_ranks.step(batch, target=target)
             # What is compiled anew may be cut elsewhere.
             assert_same(found, expected, exact=False)

@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import fxsplit
-from fxsplit.api.verify import Verification
+from fxsplit.api.verify.verify import Verification
 from fxsplit.cli.main import main
 from fxsplit.errors import InputError, RanksDiffer
-from fxsplit.runtime.ranks.reducer import Reducer
+from fxsplit.runtime.ranks.gradients.reducer import Reducer
 from tests.models import FAST, Mlp
 from tests.proof.test_replicas import chain
 from tests.ranks import ranks
@@ -289,5 +289,5 @@ def test_the_command_under_a_launcher(tmp_path: Any, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("option", [["--pipelines", "2"], ["--gradient-hook", "fp16"]])
 def test_options_of_the_command_for_ranks_alone(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", "tests.api.test_compression:make_pair", *option]) == 2
+    assert main(["verify", "tests.api.verify.test_compression:make_pair", *option]) == 2
     assert f"{option[0]} is for several ranks: torchrun --nproc-per-node=4 -m fxsplit verify" in capsys.readouterr().err

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxsplit
-from fxsplit.api.compare import compare, run_pipeline_step, run_unsplit_step
-from fxsplit.schedule.catalogue import ScheduleName
+from fxsplit.api.verify.compare import compare, run_pipeline_step, run_unsplit_step
+from fxsplit.schedule.generators.catalogue import ScheduleName
 from tests.models import FAST
 
 Loss = Callable[[nn.Module], Callable[[Any, Any], Tensor]]

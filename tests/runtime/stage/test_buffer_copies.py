@@ -11,8 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import fxsplit
 from fxsplit.runtime.stage.buffer_copies import clone_outputs, save_buffer_copies
-from fxsplit.schedule.catalogue import ScheduleName
-from fxsplit.torch_internals.interpret import get_storage_id
+from fxsplit.schedule.generators.catalogue import ScheduleName
+from fxsplit.torch_internals.fx.interpret import get_storage_id
 from tests.models import FAST
 from tests.runtime.stage.beside_unsplit import largest_difference
 

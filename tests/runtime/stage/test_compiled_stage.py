@@ -18,11 +18,11 @@ from torch._dynamo import register_backend
 from torch.nn import functional as F
 
 import fxsplit
-from fxsplit.api.compare import compare, run_pipeline_step, run_unsplit_step
-from fxsplit.api.verify import TOLERANCE
+from fxsplit.api.verify.compare import compare, run_pipeline_step, run_unsplit_step
+from fxsplit.api.verify.verify import TOLERANCE
 from fxsplit.errors import RecompileWarning, StageError
-from fxsplit.ir.facts.example import Example
-from fxsplit.torch_internals.rng import Draw, new_seed, take_turn
+from fxsplit.ir.facts.capture.example import Example
+from fxsplit.torch_internals.random.draws import Draw, new_seed, take_turn
 from tests.models import FAST
 
 # What torch itself says where a compiled function has two graphs, and a gradient goes from one to the other.

@@ -12,12 +12,12 @@ from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.errors import FxsplitWarning
-from fxsplit.runtime.job import Job
+from fxsplit.runtime.job.job import Job
 from fxsplit.runtime.stage.recompute import POLICIES, ForwardRecord, Policy
 from fxsplit.runtime.stage.run import Saved
 from fxsplit.schedule import RUNNABLE
 from fxsplit.schedule.action import FORWARD
-from fxsplit.schedule.catalogue import ScheduleName
+from fxsplit.schedule.generators.catalogue import ScheduleName
 from tests.models import FAST
 
 GPU = torch.Generator()

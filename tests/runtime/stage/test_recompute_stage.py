@@ -21,9 +21,9 @@ from fxsplit.runtime.stage.recompute import (
     list_loss_leaves,
 )
 from fxsplit.runtime.stage.run import Packet, backward, forward
-from fxsplit.torch_internals import host_copies
-from fxsplit.torch_internals.host_copies import HostCopy
-from fxsplit.torch_internals.interpret import get_storage_id
+from fxsplit.torch_internals.fx.interpret import get_storage_id
+from fxsplit.torch_internals.tensors import host_copies
+from fxsplit.torch_internals.tensors.host_copies import HostCopy
 from fxsplit.torch_internals.thread_modes import ThreadModes
 from tests.runtime.stage.one_stage import whole_stage
 

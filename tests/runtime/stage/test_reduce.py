@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from fxsplit.runtime.stage.reduce import add_replica
-from fxsplit.runtime.streams import Stream
-from fxsplit.torch_internals.grad_catch import LEAST_BYTES
-from fxsplit.torch_internals.grad_sums import Sums
+from fxsplit.runtime.stage.streams import Stream
+from fxsplit.torch_internals.autograd.catch import LEAST_BYTES
+from fxsplit.torch_internals.autograd.sums import Sums
 
 CPU = torch.device("cpu")
 LARGE = LEAST_BYTES // 4

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxsplit.ir.facts.machine import Device
+from fxsplit.ir.facts.given.machine import Device
 from fxsplit.runtime.stage.compiled_stage import Compilations, Compiling
 from fxsplit.runtime.stage.replica import Replica
 from fxsplit.schedule.action import Action
-from fxsplit.torch_internals.grad_sums import Sums
+from fxsplit.torch_internals.autograd.sums import Sums
 from fxsplit.torch_internals.thread_modes import NO_CONTEXT
 from tests.runtime.stage.one_stage import CPU, trace_stage
 

@@ -14,11 +14,11 @@ from torch.utils.checkpoint import checkpoint
 import fxsplit
 from fxsplit.runtime.stage import run as stage_run
 from fxsplit.runtime.stage.run import Packet, Saved, backward, compute_weight_gradients
-from fxsplit.schedule.catalogue import ScheduleName
-from fxsplit.torch_internals import grad_split
-from fxsplit.torch_internals.grad_accumulate import accumulate
-from fxsplit.torch_internals.grad_split import BranchFinder, find_branch_nodes
-from fxsplit.torch_internals.grad_sums import Sums
+from fxsplit.schedule.generators.catalogue import ScheduleName
+from fxsplit.torch_internals.autograd import split as grad_split
+from fxsplit.torch_internals.autograd.accumulate import accumulate
+from fxsplit.torch_internals.autograd.split import BranchFinder, find_branch_nodes
+from fxsplit.torch_internals.autograd.sums import Sums
 from tests.models import FAST, Mlp
 from tests.runtime.stage.beside_unsplit import largest_difference
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from fxsplit.errors import InputError
-from fxsplit.ir.facts.machine import Device
+from fxsplit.ir.facts.given.machine import Device
 from fxsplit.runtime.stage.weight_versions import Stepper, VersionedReplica, make_stepper
 from fxsplit.schedule import generate
 from fxsplit.schedule.action import Action
-from fxsplit.torch_internals.grad_catch import differentiate_into
-from fxsplit.torch_internals.grad_sums import Sums
+from fxsplit.torch_internals.autograd.catch import differentiate_into
+from fxsplit.torch_internals.autograd.sums import Sums
 from tests.runtime.stage.one_stage import CPU, trace_stage
 
 

@@ -1,0 +1,372 @@
+"""Checkpoints of training: the weights, what the optimizer keeps, and where one was, under the names of the model.
+
+They are saved and loaded by torch.distributed.checkpoint. One that was saved by a pipeline, on any number of devices or
+ranks, loads in a pipeline on any other number, and in the plain model.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fxsplit.api.checkpoint.optimizer import describe_groups, give_optimizer, plan_optimizer, read_optimizer
+from fxsplit.api.checkpoint.residuals import give_residuals, plan_residuals, read_residuals
+from fxsplit.api.checkpoint.storage import (
+    MODEL,
+    RANDOM,
+    FolderReader,
+    FolderWriter,
+    check_training,
+    load_tensors,
+    save_tensors,
+)
+from fxsplit.api.checkpoint.weights import check_apart, check_model, give_apart, make_room, read_model, refuse_away
+from fxsplit.api.compiler.team import Team
+from fxsplit.api.pipeline.pipeline import Pipeline
+from fxsplit.api.pipeline.saving import Saving, wait_for_saving
+from fxsplit.errors import ElsewhereError, FxsplitError, InputError, RankError
+from fxsplit.formats.plan_json import save_plan
+from fxsplit.formats.weights.checkpoint_folder import (
+    COSTS,
+    MANIFEST,
+    PLAN,
+    Manifest,
+    NewCheckpoint,
+    identify,
+    list_checkpoints,
+    make_token,
+    put_back,
+    read_manifest,
+)
+from fxsplit.formats.weights.typed_json import Notes, encode
+from fxsplit.runtime.ranks.holdings import Holdings
+from fxsplit.runtime.ranks.world.agreement import hash_text
+from fxsplit.runtime.ranks.world.messages import tell_beside
+from fxsplit.system.figures import is_count, show
+from fxsplit.system.interrupts import lose_no_interrupt
+from fxsplit.torch_internals.scopes.undo import leave_no_trace
+from fxsplit.torch_internals.thread_modes import leave_inference_mode
+
+CPU = f"{RANDOM}cpu"
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What was loaded: the checkpoint's step, what was given as extra=, and its path."""
+
+    step: int
+    extra: dict[Any, Any]
+    path: Path
+
+
+@lose_no_interrupt
+@leave_no_trace
+def save_checkpoint(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    step: int,
+    extra: Mapping[Any, Any] | None = None,
+    keep: int | None = None,
+) -> Saving:
+    """Save a pipeline, or a model, with its optimizer as `folder/step-N`, while training goes on.
+
+    All values are copied to host memory before this returns; a thread writes them. One checkpoint is written at a time:
+    a second call waits for the first. `wait()` of what is returned waits for this one, and the end of the process does.
+    The checkpoint is complete, or it is not there: a process that is killed leaves the one before as the latest.
+    Several threads and processes may save to one folder.
+
+    step: how many steps were made, a number that loading returns. extra: what else is to be kept, such as a
+    scheduler's state_dict(): numbers, texts, None, lists, tuples, dicts with any of these as keys, and tensors. keep:
+    how many checkpoints stay in the folder (default: all): this one, and those that were saved last before.
+
+    Over ranks each rank of all pipelines calls this, and each writes what it has; all hosts share the folder. The state
+    of torch's random numbers on the CPU is saved too, that of the first rank, and so is its `extra`. Raises InputError
+    for what no checkpoint holds, ElsewhereError for a model of which other ranks have a part and which is no pipeline,
+    and what stopped the save before of this thread.
+    """
+    if not is_count(step):
+        raise InputError(f"step={show(step)}: give how many steps were made, such as 7")
+    if keep is not None and not is_count(keep, least=1):
+        raise InputError(f"keep={show(keep)}: give how many checkpoints are to stay, such as 3, or None for all")
+    if not isinstance(folder, (str, os.PathLike)):
+        raise InputError(f"folder={show(folder)}: give the path of a folder")
+    own, told = _get_model(model), _encode_extra(extra)
+    what = f"saves to {os.fspath(folder)!r}, with {describe_groups(own, optimizer)}"
+    path, over_ranks = _make_absolute(folder), _get_team(model) is not None
+    # Also the pipelines of a mesh that write nothing: groups of ranks are made by all of them, or by none.
+    with _meet(model, f"save_checkpoint(step={step})", what, side_by_side=True) as holdings:
+        # What is copied now takes the memory that the one before has until it is written.
+        wait_for_saving(model, over_ranks=over_ranks)
+        # Batches of a stream may write to buffers.
+        with _keep_idle(model):
+            staged, manifest = _stage(model, optimizer, step, told)
+            staged |= read_residuals(own, _get_team(model))
+        token = make_token() if holdings is None else holdings.tell(make_token(), "a checkpoint")
+        new = NewCheckpoint(path, step, token)
+        if holdings is None or holdings.leads:
+            new.check_place()
+            # Generators of ranks are alike, or each rank has its own reasons.
+            staged[CPU] = torch.get_rng_state()
+        group, column = (None, None) if holdings is None else holdings.find_groups()
+    complete = partial(_complete, new, manifest, _list_texts(model), keep, [*read_model(own, filled=False).kinds])
+    writer = FolderWriter(new, 1 if holdings is None else len(holdings), complete)
+    write: Callable[[], None] = partial(_write, new, partial(save_tensors, staged, writer, group))
+    if holdings is not None and column is not None:
+        write = partial(_write_for_all, new.path, write if holdings.writes else None, column, holdings.writer)
+    saving = Saving(new.path, write, model, over_ranks=over_ranks)
+    saving.start()
+    return saving
+
+
+def _encode_extra(extra: Mapping[Any, Any] | None) -> tuple[Any, Notes]:
+    """Return what is given as extra= for JSON, as it is now."""
+    if not isinstance(extra, (Mapping, type(None))):
+        raise InputError(f"extra={show(extra)}: give a dict, such as {{'scheduler': scheduler.state_dict()}}")
+    return encode(extra if isinstance(extra, dict) else dict(extra or {}), "extra")
+
+
+def _make_absolute(folder: str | os.PathLike[str]) -> Path:
+    """Return the whole path of a folder: the program may go to another folder before it is written or read."""
+    try:
+        return Path(folder).absolute()
+    except OSError as error:
+        raise InputError(
+            f"folder={os.fspath(folder)!r}: the current folder is gone ({error.strerror}): give the whole path"
+        ) from error
+
+
+def _write_for_all(path: Path, write: Callable[[], None] | None, column: Any, writer: int) -> None:
+    """Write what ranks have that are at one place of all pipelines of a mesh: the rank `writer` does, others wait.
+
+    write: what writes it, None on the others. Raises RankError there for what stopped it.
+    """
+    if write is None:
+        said = tell_beside(column, "", writer).strip()
+        if said:
+            raise RankError(
+                f"rank {writer}, which writes the checkpoint {str(path)!r} for this rank too, failed: {said}"
+            )
+        return
+    said = ""
+    try:
+        write()
+    except BaseException as error:
+        said = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        # What is written is written, whoever is there to hear of it.
+        with suppress(RankError):
+            tell_beside(column, said, writer)
+
+
+def _meet(
+    model: nn.Module, call: str, what: str, *, side_by_side: bool = False
+) -> AbstractContextManager[Holdings | None]:
+    """Let all ranks of a pipeline do something together in the block; yields what they have of the model, or None."""
+    team = _get_team(model)
+    return nullcontext() if team is None else team.holdings.agree(call, what, side_by_side=side_by_side)
+
+
+def _get_team(model: nn.Module) -> Team | None:
+    """Return the ranks that run a pipeline, or None where this process does."""
+    return model.compiler.team if isinstance(model, Pipeline) else None
+
+
+def _stage(
+    model: nn.Module, optimizer: Optimizer | None, step: int, extra: tuple[Any, Notes]
+) -> tuple[dict[str, Tensor], Manifest]:
+    """Return copies in host memory of all that this process saves, and what the checkpoint says of itself."""
+    own, team = _get_model(model), _get_team(model)
+    state = read_model(own)
+    if team is None:
+        refuse_away(own, state, "save")
+    groups, kept = ([], {}) if optimizer is None else read_optimizer(own, optimizer)
+    manifest = Manifest(
+        step,
+        files=[],
+        tied=state.tied,
+        optimizer=None if optimizer is None else type(optimizer).__name__,
+        groups=groups,
+        extra=extra[0],
+        extra_notes=extra[1],
+        gradient_hook=None if team is None else team.summing.kept_hook,
+        versions={"torch": torch.__version__, "python": platform.python_version()},
+    )
+    named = {f"{MODEL}{name}": weight.detach() for name, weight in state.own.items()} | kept
+    return {name: _copy_to_host(value) for name, value in named.items()}, manifest
+
+
+def _copy_to_host(value: Tensor) -> Tensor:
+    """Return a copy in host memory, which later steps do not write to."""
+    return value.clone() if value.device.type == "cpu" else value.cpu()
+
+
+def _get_model(model: nn.Module) -> nn.Module:
+    """Return the user's model."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}: give a pipeline, or a torch.nn.Module")
+    return model.model if isinstance(model, Pipeline) else model
+
+
+def _list_places(model: nn.Module) -> dict[int, torch.device]:
+    """Return the device of each weight of a pipeline that is compiled, by its identity."""
+    if not isinstance(model, Pipeline):
+        return {}
+    return {id(weight): device for weight, device in model.compiler.list_placed()}
+
+
+def _list_texts(model: nn.Module) -> list[Callable[[Path], None]]:
+    """Return what writes the plan and the profile of a pipeline beside its weights."""
+    if not isinstance(model, Pipeline):
+        return []
+    found: list[Callable[[Path], None]] = []
+    try:
+        plan, costs = model.plan, model.costs
+    except InputError:  # nothing is compiled yet, or nothing was measured
+        return found
+    return [lambda to: save_plan(plan, to / PLAN), lambda to: costs.save(to / COSTS)]
+
+
+def _write(new: NewCheckpoint, save: Callable[[], None]) -> None:
+    """Write a checkpoint; what was written of one that fails is removed."""
+    try:
+        save()
+    except BaseException as error:
+        new.abandon()
+        raise _unwrap(error) from error
+
+
+def _unwrap(error: BaseException) -> BaseException:
+    """Return the error of fxsplit's own that torch has wrapped, if there is one."""
+    failures = getattr(error, "failures", {})
+    return next((e for e, _ in failures.values() if isinstance(e, (FxsplitError, OSError))), error)
+
+
+def _complete(
+    new: NewCheckpoint,
+    manifest: Manifest,
+    texts: list[Callable[[Path], None]],
+    keep: int | None,
+    weights: list[str],
+    files: list[str],
+    kinds: dict[str, str],
+) -> None:
+    """Write what is beside the tensors, and put the checkpoint in its place.
+
+    weights: the names of all weights. files: the names of all ranks' files. kinds: the tensors in these files.
+    """
+    missing = next((name for name in weights if f"{MODEL}{name}" not in kinds), None)
+    if missing is not None:
+        raise ElsewhereError(
+            f"none of the ranks that save has the values of {missing!r}: save the pipeline that was compiled last"
+        )
+    for write in texts:
+        write(new.beside)
+    training = {name: kind for name, kind in kinds.items() if not name.startswith(MODEL)}
+    new.complete(replace(manifest, files=files, training=training), keep)
+
+
+def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
+    """Return the whole path of the newest complete checkpoint in a folder, by its step; None if there is none."""
+    if not isinstance(folder, (str, os.PathLike)):
+        raise InputError(f"folder={show(folder)}: give the path of a folder")
+    path = _make_absolute(folder)
+    put_back(path)
+    return next(reversed(list_checkpoints(path)), None)
+
+
+@lose_no_interrupt
+@leave_no_trace
+@leave_inference_mode()
+def load_checkpoint(
+    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None, *, random_state: bool = True
+) -> Restored:
+    """Load a checkpoint into a pipeline, or a model, and its optimizer; return its step and what was kept as extra=.
+
+    path: a checkpoint, or a folder of them, of which the latest is loaded. Parameters stay the same objects. The
+    optimizer is one of the kind that was saved, with the same parameters: it takes over what was kept of each, and the
+    options of its groups, such as lr, but for those that say how to compute, as fused. random_state: whether torch's
+    random numbers on the CPU go on as they would have.
+
+    Over ranks every rank calls this, and reads what it has. Raises InputError, before anything changes, for a folder
+    without a complete checkpoint, for one in which something is not as it was written, and where model or optimizer are
+    not as they were. Raises ElsewhereError for a model of which other ranks have a part and which is no pipeline.
+    """
+    found = _find(path)
+    own = _get_model(model)
+    written = identify(found)
+    manifest = read_manifest(found)
+    goal = f"loads {found.name} with a manifest of hash {hash_text(manifest.to_text()):x}"
+    with _meet(model, "load_checkpoint()", goal, side_by_side=True), _keep_idle(model):
+        reader, where = FolderReader(found, manifest.files), repr(str(found))
+        check_training(reader.kinds, manifest.training, where)
+        state = read_model(own, filled=False)
+        if _get_team(model) is None:
+            refuse_away(own, state, "load")
+        stored = check_model(state, reader.kinds, manifest.tied, where)
+        plan = None if optimizer is None else plan_optimizer(own, optimizer, manifest, reader, where)
+        trains, team = optimizer is not None, _get_team(model)
+        left = plan_residuals(own, team, reader, manifest.gradient_hook, where, trains=trains)
+        named = {name: f"{MODEL}{stored[name]}" for name in state.own}
+        apart = {name: named.pop(name) for name in state.apart}
+        values = reader.read_all([*left.values, *apart.values(), *([CPU] if CPU in reader.kinds else ())])
+        given = {name: values[full] for name, full in apart.items()}
+        check_apart(state, given, where)
+        if random_state and CPU in values:
+            _check_random(values[CPU], where)
+        make_room(state, _list_places(model))
+        targets = {full: state.own[name].detach() for name, full in named.items()}
+        with torch.no_grad():
+            load_tensors(targets | (plan.make_targets() if plan else {}), reader)
+            give_apart(own, state, given)
+        if optimizer is not None and plan is not None:
+            give_optimizer(own, optimizer, plan)
+        give_residuals(own, team, left, values)
+    if random_state and CPU in values:
+        torch.set_rng_state(values[CPU])
+    if identify(found) != written:
+        raise InputError(
+            f"{where} was replaced or removed by another thread or process while it was loaded: what is loaded is a "
+            "mixture, load again"
+        )
+    return Restored(manifest.step, manifest.make_extra(), found)
+
+
+def _keep_idle(model: nn.Module) -> AbstractContextManager[None]:
+    """Return a block in which no batch of a pipeline runs, after waiting for those that are under way."""
+    return model.keep_idle() if isinstance(model, Pipeline) else nullcontext()
+
+
+def _check_random(state: Tensor, where: str) -> None:
+    """Raise InputError for what is no state of torch's random numbers on the CPU."""
+    try:
+        torch.Generator().set_state(state)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(
+            f"{CPU!r} in {where} is no state of random numbers of this torch ({error}): load with random_state=False"
+        ) from error
+
+
+def _find(path: str | os.PathLike[str]) -> Path:
+    """Return the checkpoint that a path means; raises InputError where there is none."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise InputError(f"path={show(path)}: give the path of a checkpoint, or of a folder of them")
+    given = Path(path)
+    found = given if (given / MANIFEST).is_file() else latest_checkpoint(given)
+    if found is None:
+        raise InputError(
+            f"there is no complete checkpoint in {str(given)!r}: latest_checkpoint() returns None for such a folder"
+        )
+    return found

@@ -1,0 +1,128 @@
+"""What a checkpoint holds of gradient hooks: what they have left out of gradients so far, by the names of parameters.
+
+Each pipeline of a mesh has left out other entries, so there is one such tensor for each of them. On as many pipelines
+every rank has its own again. On another number each has the mean of all, which adds up to the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fxsplit.api.checkpoint.optimizer import name_parameters
+from fxsplit.api.checkpoint.storage import RESIDUAL, FolderReader
+from fxsplit.api.compiler.team import Team
+from fxsplit.errors import FxsplitWarning, InputError
+from fxsplit.runtime.ranks.hooks.power_errors import PowerErrors
+from fxsplit.runtime.ranks.hooks.residuals import Residuals
+from fxsplit.torch_internals.distributed.away import is_away
+from fxsplit.torch_internals.user_lines import warn_user
+
+WHAT = "what gradient hooks have left out"
+
+
+def read_residuals(model: nn.Module, team: Team | None) -> dict[str, Tensor]:
+    """Return what hooks have left out of the gradients of this rank's parameters, for all pipelines of a mesh.
+
+    To be called on all ranks of all pipelines. Only those of the first pipeline, which writes, are given something.
+    """
+    residuals = _find_residuals(team)
+    if team is None or residuals is None:
+        return {}
+    columns, found = team.summing.columns, dict[str, Tensor]()
+    for name, weight in _list_own(model):
+        if not residuals.has(weight):
+            continue
+        # As bytes: gloo does not know all types.
+        own = residuals.get(weight).detach().contiguous().cpu()
+        told = columns.gather(own.view(-1).view(torch.uint8), WHAT)
+        if columns.row == 0:
+            found |= {f"{RESIDUAL}{row}.{name}": t.view(own.dtype).view(own.shape) for row, t in enumerate(told)}
+    return found
+
+
+@dataclass(frozen=True)
+class ResidualPlan:
+    """What is to be loaded of gradient hooks: for each parameter of this rank the full names of what is added up."""
+
+    names: Mapping[str, list[str]]
+    divisor: int = 1
+
+    @property
+    def values(self) -> list[str]:
+        """The full names of all that is to be read."""
+        return [full for names in self.names.values() for full in names]
+
+
+def plan_residuals(
+    model: nn.Module, team: Team | None, reader: FolderReader, hook: str | None, where: str, *, trains: bool
+) -> ResidualPlan:
+    """Return what is to be loaded into the hooks of a pipeline; nothing has changed yet.
+
+    hook: that of the checkpoint, by its text. trains: whether an optimizer is loaded too, so that training goes on. It
+    warns where what was left out is lost then. Raises InputError for a tensor of another kind than its parameter.
+    """
+    rows = _list_rows(reader)
+    residuals, own_hook = _find_residuals(team), None if team is None else team.summing.kept_hook
+    if residuals is None or team is None:
+        if rows and trains:
+            _warn(f"{where} holds {WHAT} of gradients ({hook}), which are not loaded here: gradient_hook={own_hook!r}")
+        elif own_hook is not None and trains:
+            _warn(f"gradient_hook={own_hook!r} starts afresh: checkpoints do not hold what it keeps from step to step")
+        return ResidualPlan({})
+    kinds, count, columns = reader.kinds, len(rows), team.summing.columns
+    chosen = [columns.row] if count == columns.n_pipelines else sorted(rows)
+    names = {}
+    for name, weight in _list_own(model):
+        full = [text for row in chosen if (text := f"{RESIDUAL}{row}.{name}") in kinds]
+        for one in full:
+            if (kinds[one].dtype, kinds[one].shape) != (weight.dtype, weight.shape):
+                raise InputError(
+                    f"{one!r} in {where} is no gradient of {name!r}: build the model as the checkpoint's was"
+                )
+        names[name] = full
+    return ResidualPlan(names, len(chosen))
+
+
+def give_residuals(model: nn.Module, team: Team | None, plan: ResidualPlan, values: Mapping[str, Tensor]) -> None:
+    """Let hooks have what was loaded; what they had left out before is gone."""
+    residuals = _find_residuals(team)
+    if residuals is None:
+        return
+    residuals.clear()
+    for name, weight in _list_own(model):
+        if plan.names.get(name):
+            left = sum((values[full] for full in plan.names[name]), torch.zeros(()).to(weight.dtype))
+            residuals.put(weight, (left / plan.divisor).to(weight.device))
+
+
+def _warn(text: str) -> None:
+    warn_user(text, FxsplitWarning)
+
+
+def _find_residuals(team: Team | None) -> Residuals | PowerErrors | None:
+    """Return what the hook of a mesh has left out on this rank, where there are several pipelines and such a hook."""
+    if team is None or team.summing.columns.n_pipelines == 1:
+        return None
+    return team.summing.columns.reducer.left_out
+
+
+def _list_own(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the parameters of this rank with their first names, in the model's order."""
+    names = name_parameters(model)
+    return [(names[id(weight)], weight) for weight in model.parameters() if not is_away(weight)]
+
+
+def _list_rows(reader: FolderReader) -> set[int]:
+    """Return the numbers of the pipelines whose residuals a checkpoint holds."""
+    found = set()
+    for full in reader.kinds:
+        if full.startswith(RESIDUAL):
+            row = full.removeprefix(RESIDUAL).partition(".")[0]
+            if not row.isdigit():
+                raise InputError(f"the checkpoint holds {full!r}, which names no pipeline")
+            found.add(int(row))
+    return found

@@ -1,0 +1,187 @@
+"""The weights that a checkpoint holds, by the names of the model's state_dict.
+
+On several ranks each of them has its own part, and the names of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from fxsplit.api.checkpoint.storage import MODEL
+from fxsplit.errors import ElsewhereError, InputError
+from fxsplit.formats.weights.save_safetensors import NAMES
+from fxsplit.torch_internals.distributed.away import Away, exchange, is_away
+from fxsplit.torch_internals.fake.fake_weights import dress_like
+from fxsplit.torch_internals.fx.interpret import get_storage_id
+
+EXTRA_STATE = "_extra_state"
+"""The name under which torch's state_dict() has what get_extra_state() of a module returns."""
+
+
+@dataclass
+class ModelState:
+    """The weights of a model: those of this rank, and which further names they have.
+
+    places: each weight's first name, for all names of all ranks. made: the names of what get_extra_state() of a module
+    makes anew in each call, and set_extra_state() takes.
+    """
+
+    own: dict[str, Tensor] = field(default_factory=dict)
+    made: set[str] = field(default_factory=set)
+    places: dict[str, str] = field(default_factory=dict)
+    kinds: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def apart(self) -> list[str]:
+        """The names of what cannot be filled in place: extra state, and tensors whose memory repeats numbers."""
+        return [name for name, value in self.own.items() if name in self.made or _find_distinct(value) is not value]
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """The first name of each weight, by each other one that it has."""
+        return {name: first for name, first in self.places.items() if name != first}
+
+
+def read_model(model: nn.Module, *, filled: bool = True) -> ModelState:
+    """Return the weights of a model; raises InputError for what is no tensor, or no plain one.
+
+    filled: whether weights without values are refused, as where they are saved.
+    """
+    state, first_of = ModelState(), dict[int, str]()
+    again = model.state_dict(keep_vars=True)
+    for name, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor):
+            raise InputError(
+                f"state_dict() of {type(model).__name__} holds {name!r}, a {type(value).__name__}, and a checkpoint "
+                "holds tensors alone: give what else is to be kept as extra="
+            )
+        if is_lazy(value) or (filled and value.is_meta):
+            raise InputError(f"{name!r} has no values yet: load its weights, or run the model, first")
+        check_plain(name, value)
+        if _is_made(value, again.get(name)):
+            if name.rpartition(".")[2] != EXTRA_STATE:
+                raise InputError(
+                    f"state_dict() of {type(model).__name__} makes {name!r} anew in each call, so that what is loaded "
+                    "would not reach the model: let it return the parameter or buffer, or give the value as extra="
+                )
+            state.made.add(name)
+        first = state.places[name] = first_of.setdefault(id(value), name)
+        if first == name:
+            state.kinds[name] = value
+            if not is_away(value):
+                state.own[name] = value
+    return state
+
+
+def _is_made(value: Tensor, again: Any) -> bool:
+    """Return whether two calls of state_dict() have made two tensors, so that neither is the model's own."""
+    if value is again or is_away(value) or value.is_meta:
+        return False
+    return not isinstance(again, Tensor) or get_storage_id(value) != get_storage_id(again)
+
+
+def _find_distinct(value: Tensor) -> Tensor:
+    """Return the part of a tensor that has each number once: one that was expanded repeats numbers in its memory."""
+    repeated = [dim for dim, size in enumerate(value.shape) if size > 1 and value.stride(dim) == 0]
+    for dim in repeated:
+        value = value.narrow(dim, 0, 1)
+    return value
+
+
+def check_apart(state: ModelState, values: Mapping[str, Tensor], where: str) -> None:
+    """Raise InputError for a value that differs where its tensor in the model repeats one number."""
+    for name, value in values.items():
+        if name in state.made:
+            continue
+        once = value[tuple(slice(n) for n in _find_distinct(state.own[name]).shape)].expand(value.shape)
+        # As bytes, since a number that is nan equals nothing.
+        if not torch.equal(*(part.contiguous().view(torch.uint8) for part in (once, value))):
+            raise InputError(
+                f"{name!r} repeats its numbers in the model, as expand() makes it, and does not in {where}: let it "
+                "have memory of its own, as .clone() gives it"
+            )
+
+
+def give_apart(model: nn.Module, state: ModelState, values: Mapping[str, Tensor]) -> None:
+    """Let a model have the values that cannot be filled in place."""
+    for name, value in values.items():
+        if name in state.made:
+            model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
+            continue
+        target = _find_distinct(state.own[name].detach())
+        target.copy_(value[tuple(slice(n) for n in target.shape)])
+
+
+def refuse_away(model: nn.Module, state: ModelState, verb: str) -> None:
+    """Raise ElsewhereError for a model of which other ranks have a part; only its pipeline can meet them.
+
+    verb: "save" or "load".
+    """
+    for name, weight in state.kinds.items():
+        if isinstance(weight, Away):
+            into = "into " if verb == "load" else ""
+            raise ElsewhereError(
+                f"{name!r} is on rank {weight.spot.rank}, and this rank cannot {verb} a {type(model).__name__} without "
+                f"its values: {verb} {into}the pipeline of the model, on all ranks"
+            )
+
+
+def check_plain(name: str, value: Tensor) -> None:
+    """Raise InputError for a tensor that is more than its numbers."""
+    # The class of a parameter may be the user's own.
+    distributed = hasattr(value, "device_mesh") or hasattr(value, "local_shards")
+    if value.layout != torch.strided or value.dtype not in NAMES or value.is_quantized or distributed:
+        raise InputError(
+            f"{name!r} is a {type(value).__name__} of {value.dtype} and {value.layout}, which no safetensors file "
+            "holds: save it with torch.distributed.checkpoint"
+        )
+
+
+def check_model(state: ModelState, kinds: Mapping[str, Tensor], tied: Mapping[str, str], where: str) -> dict[str, str]:
+    """Return, for the first name of each weight, the name that a checkpoint stores it by.
+
+    kinds: what the checkpoint holds, by full name. Raises InputError for what is missing, of another kind or too much.
+    """
+    stored = {name.removeprefix(MODEL): kind for name, kind in kinds.items() if name.startswith(MODEL)}
+    found: dict[str, str] = {}
+    used = set()
+    for name, first in state.places.items():
+        at = tied.get(name, name)
+        used.add(at)
+        if at in stored and found.setdefault(first, at) != at:
+            raise InputError(
+                f"{first!r} and {name!r} are one weight in the model, and two in {where}: build the model as the "
+                "checkpoint's was"
+            )
+    missing = next((first for first in state.kinds if first not in found), None)
+    if missing is not None:
+        raise InputError(f"{where} does not hold {missing!r}: build the model as the checkpoint's was")
+    extra = next((name for name in stored if name not in used), None)
+    if extra is not None:
+        raise InputError(f"{where} holds {extra!r}, which the model does not have: build it as the checkpoint's was")
+    for first, at in found.items():
+        weight, kind = state.kinds[first], stored[at]
+        if first in state.made:
+            continue
+        if (weight.dtype, weight.shape) != (kind.dtype, kind.shape):
+            raise InputError(
+                f"{first!r} is {kind.dtype} {tuple(kind.shape)} in {where} and {weight.dtype} {tuple(weight.shape)} in "
+                "the model: build the model as the checkpoint's was"
+            )
+    return found
+
+
+def make_room(state: ModelState, places: Mapping[int, torch.device]) -> None:
+    """Give weights of this rank memory that have none yet, on the device of their stage; they stay the same objects."""
+    for name, weight in state.own.items():
+        if weight.is_meta:
+            device = places.get(id(weight), torch.device("cpu"))
+            room = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=device)
+            exchange(weight, dress_like(weight, room))
+            state.own[name] = weight

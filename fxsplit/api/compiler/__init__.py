@@ -1,0 +1,1 @@
+"""From a model and a call to a program that runs, kept as long as it is right."""

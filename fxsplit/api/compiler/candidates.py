@@ -1,0 +1,58 @@
+"""Auto: where the schedule or the number of microbatches is "auto", lower every candidate and take the fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import inf
+
+from fxsplit.api.compiler.lowering import lower
+from fxsplit.api.compiler.options import Candidate, Options
+from fxsplit.errors import InputError, NoFit, PlanError
+from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.plan import Plan
+from fxsplit.ir.graph import IR
+from fxsplit.runtime.microbatches import divide_rows
+
+CaptureRows = Callable[[Sequence[int]], IR]
+"""Captures the model for microbatches that have so many rows each."""
+
+
+def choose_candidate(options: Options, rows: int, capture_rows: CaptureRows) -> tuple[Candidate, Costs | None]:
+    """Return the only candidate for a batch of `rows`, or the one whose simulated step is shortest.
+
+    Returned beside it are the costs that were measured on the way, or else the user's own. The search ends at
+    microbatches that are too small for the model to run on.
+    Raises NoFit where no candidate's plan fits in memory; the error names the one that lacks least.
+    """
+    candidates = options.list_candidates(rows)
+    if len(candidates) == 1:
+        return candidates[0], options.costs
+    # What a candidate lacks of memory, in bytes, for the error if none fits.
+    refused: list[tuple[float, Candidate, PlanError]] = []
+    fitting: list[tuple[float, Candidate, Costs | None]] = []
+    # One capture for each number: the size of a microbatch decides what operators cost. The largest come first.
+    for count in sorted({candidate.n_microbatches for candidate in candidates}):
+        try:
+            captured = capture_rows(divide_rows(rows, count))
+        except InputError:
+            # Batch norm, for example, trains on no single row.
+            if fitting or refused:
+                break
+            raise
+        # Schedules with one number of microbatches run the same operators, which are measured once.
+        known = options.costs
+        for candidate in (c for c in candidates if c.n_microbatches == count):
+            try:
+                final, costs = lower(options, captured, candidate, known)
+                known = costs or known
+            except PlanError as error:
+                # GPipe, for example, holds all microbatches at once, where 1F1B may fit.
+                refused.append((getattr(error, "short_bytes", inf), candidate, error))
+                continue
+            fitting.append((candidate.predict_step_ms(final[Plan]), candidate, known))
+    if not fitting:
+        tried = ", ".join(str(candidate) for candidate in candidates)
+        short_bytes, nearest, reason = min(refused, key=lambda entry: entry[0])
+        raise NoFit(f"none of {tried} fits; nearest is {nearest}: {reason}", short_bytes) from reason
+    _, fastest, costs = min(fitting, key=lambda entry: entry[0])
+    return fastest, costs

@@ -1,0 +1,222 @@
+"""Lowering: from a model and a call to a program.
+
+The steps are: capture the graph, state the facts, run the chain of passes, and take from the result what runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from fxsplit import passes as standard
+from fxsplit.api.compiler.options import Candidate, Options
+from fxsplit.api.compiler.row_dims import find_row_dims
+from fxsplit.api.compiler.team import describe_graph, describe_program
+from fxsplit.errors import TraceError
+from fxsplit.frontend.capture import Stated, capture
+from fxsplit.frontend.check.rewrites import Rewrites
+from fxsplit.ir.facts.capture.call import Call
+from fxsplit.ir.facts.capture.effects import CallEffects
+from fxsplit.ir.facts.capture.example import Example
+from fxsplit.ir.facts.capture.meanings import ROWS, Meaning
+from fxsplit.ir.facts.capture.scope import Scope
+from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.costs.known import KnownCosts
+from fxsplit.ir.facts.costs.loss import Loss
+from fxsplit.ir.facts.detached import Detached
+from fxsplit.ir.facts.given.pins import Pins
+from fxsplit.ir.facts.plan import Plan
+from fxsplit.ir.facts.stages import Ref, Stages, list_weights
+from fxsplit.ir.graph import IR, Fact
+from fxsplit.ir.manager import Observer, run_chain
+from fxsplit.runtime.program import Program
+from fxsplit.runtime.stage.compiled_stage import Compiling
+from fxsplit.system.progress_bar import show_phase
+from fxsplit.torch_internals import pytree
+from fxsplit.torch_internals.fake.fake_weights import lacks_values
+from fxsplit.torch_internals.fx.dependences import list_node_weights
+from fxsplit.torch_internals.fx.interpret import get_storage_id
+
+
+def read_stated(options: Options) -> Stated:
+    """Return what the options state of the model."""
+    # Whether a submodule stays whole is decided by tracing, which comes before every pass.
+    leaves = [step.path for step in options.chain if isinstance(step, standard.Leaf)]
+    return Stated(options.chunks, leaves, joined=options.n_microbatches != 1 or options.side_by_side)
+
+
+def capture_model(
+    model: nn.Module,
+    options: Options,
+    call: Call,
+    rows: int | Sequence[int],
+    *,
+    from_shapes: bool,
+    grad_enabled: bool = True,
+    earlier: Sequence[IR] = (),
+) -> IR:
+    """Return the graph of the model in its present mode, for microbatches of so many rows (see `capture`).
+
+    `grad_enabled`: the caller's grad mode. `earlier`: what was captured before. `from_shapes`: nothing is
+    computed. A model that needs its values to be captured is captured with them where it has them on one device. Raises
+    TraceError for a model that no front end can follow.
+    """
+    stated = read_stated(options)
+    try:
+        found = capture(model, *call, rows, stated, from_shapes=from_shapes, grad_enabled=grad_enabled, earlier=earlier)
+    except TraceError:
+        # Weights on several devices belong to another mode's stages, and the model cannot run as one.
+        together = len({w.device for w in list_weights(model)}) == 1
+        if not from_shapes or not together or lacks_values(model):
+            raise
+        found = capture(model, *call, rows, stated, grad_enabled=grad_enabled, earlier=earlier)
+    return found.learn(replace(found[Scope], lengths_open=options.lengths_open))
+
+
+def lower(
+    options: Options,
+    captured: IR,
+    candidate: Candidate,
+    known: Costs | None,
+    others: Sequence[Program] = (),
+    observers: Sequence[Observer] = (),
+) -> tuple[IR, Costs | None]:
+    """Return the stages that the chain of passes makes of a captured graph, and the costs, which emitting forgets.
+
+    candidate: the schedule to plan for. known: costs measured before. others: programs of the model in its other mode,
+        for other shapes and ways of calling it; every weight stays on the stage that it has there.
+
+    Raises PlanError where no plan fits, MissingFact for a chain that learns no Plan.
+    """
+    keep = KeepCosts()
+    # `facts` describe the run, and outlive every rewrite of the graph.
+    facts = list_facts(options, captured, candidate, known, others)
+    check = Rewrites(captured).check
+    return run_chain(captured.learn(*facts), options.passes, [keep, *observers], check), keep.found
+
+
+def list_facts(
+    options: Options, captured: IR, candidate: Candidate, known: Costs | None, others: Sequence[Program]
+) -> list[Fact]:
+    """Return what the chain starts from, besides the graph and its example."""
+    pins = captured.get(Pins)
+    if others:
+        # In this order: a weight cannot move, and what is pinned besides was pinned where the weights are.
+        pins = Pins.join([pins or Pins({}), pin_weights(captured, others)])
+    # What `fxsplit.plan` plans for, too: so both come to the same plan.
+    machine, workload = candidate.scheduler.lay_out(
+        options.machine, candidate.n_microbatches, may_idle=pins is not None
+    )
+    facts: list[Fact] = [machine, replace(workload, recompute=options.planned_recompute)]
+    if pins is not None:
+        facts.append(pins)
+    if options.loss_fn is not None:
+        facts.append(Loss(options.loss_fn))
+    if known is not None:
+        # The user's own profile must cover the model. One that a search has just measured, or that of the other mode,
+        # serves where an operator is the same, and the rest is measured.
+        facts.append(KnownCosts(known, complete=known is options.costs))
+    return facts
+
+
+def pin_weights(captured: IR, others: Sequence[Program]) -> Pins:
+    """Return pins that keep every parameter and buffer of a graph on the stage it has in other programs.
+
+    A weight that several stages share, in one program or in two, may be anywhere.
+    """
+    # By memory, not by identity: one mode may call a module, and the other fetch its weight by itself.
+    homes: dict[int, set[int]] = {}
+    for other in others:
+        for stage, planned in zip(other.stages.stages, other.plan.stages, strict=True):
+            for weight in list_weights(stage.module):
+                # Pins name devices, which are numbered as stages are unless a stage has several.
+                homes.setdefault(get_storage_id(weight), set()).add(planned.devices[0])
+    only_home = {storage: next(iter(indices)) for storage, indices in homes.items() if len(indices) == 1}
+    pinned = {
+        node.name: only_home.get(get_storage_id(weight))
+        for node in captured.gm.graph.nodes
+        for weight in list_node_weights(captured.gm, node)
+    }
+    found = {name: stage for name, stage in pinned.items() if stage is not None}
+    # Optional: a pass may remove a node from the graph before the plan is made.
+    return Pins(found, optional=frozenset(found))
+
+
+class KeepCosts(Observer):
+    """Keeps the costs that a chain learns: the rewriting into stages forgets them, as they are of another graph."""
+
+    found: Costs | None = None
+    _constrained = False
+
+    def after(self, name: str, ir: IR) -> None:
+        """Keep the latest costs, but for those with constraints of one plan."""
+        # Where one plan may cut is nothing that was measured.
+        self._constrained |= name == standard.Cut.name
+        if not self._constrained:
+            self.found = ir.get(Costs) or self.found
+
+
+def build_program(
+    model: nn.Module,
+    options: Options,
+    candidate: Candidate,
+    captured: IR,
+    final: IR,
+    here: frozenset[int] | None = None,
+) -> Program:
+    """Return what the runtime needs of a model that was `captured`, and `final` after the chain of passes.
+
+    here: the devices that run in this process (None: all of them).
+    Raises MissingFact for a chain that emits no stages, ScheduleError for a plan that the schedule cannot run.
+    """
+    example, effects = captured[Example], captured[CallEffects]
+    stages, detached, backend = final[Stages], final.get(Detached), options.stage_backend
+    program = Program(
+        stages=stages,
+        plan=final[Plan],
+        machine=options.machine,
+        scheduler=candidate.scheduler,
+        inputs=example.inputs,
+        returns=effects.containers,
+        joined=list_joined(captured, stages),
+        writes_inputs=effects.writes_inputs,
+        rewritten=find_rewritten(model, stages, effects.saved_buffers),
+        puts_hooks=effects.sets_hooks,
+        recompute=options.recompute,
+        compiling=None if backend is None else Compiling(backend, find_row_dims(model, stages, example), show_phase),
+        detached=None if detached is None else str(detached),
+        here=here,
+        fingerprint=f"graph {describe_graph(captured)}, {describe_program(final[Plan], options)}" if here else "",
+        sums_apart=here is not None and options.gradient_hook is not None,
+    )
+    # Made now, so that a plan that no schedule can run is refused by compile(), and not by the first step.
+    program.schedule(candidate.n_microbatches)
+    return program
+
+
+def list_joined(captured: IR, stages: Stages) -> tuple[Meaning, ...]:
+    """Return, for each output of the last stage, what it means by microbatches."""
+    # The graph may return one value twice, and constants besides; the last stage gives each value once. Places and not
+    # names tell which is which, since a pass may have named a node anew.
+    places = [leaf.position for leaf in pytree.tree_leaves(stages.result) if isinstance(leaf, Ref)]
+    meanings = dict(zip(places, captured[CallEffects].meanings, strict=True))
+    return tuple(meanings.get(position, ROWS) for position in range(len(stages[-1].outputs)))
+
+
+def find_rewritten(model: nn.Module, stages: Stages, paths: Sequence[str]) -> tuple[tuple[int, str], ...]:
+    """Return the stages' own names, (stage, path in its module), for buffers that the model has under `paths`."""
+
+    def list_buffers(module: nn.Module) -> dict[str, Tensor]:
+        return dict(module.named_buffers(remove_duplicate=False))
+
+    named = list_buffers(model)
+    # Buffers are compared by memory: a stage may hold a view, and reach a shared module by another path.
+    memory = {get_storage_id(named[path]) for path in paths}
+    return tuple(
+        (stage.index, path)
+        for stage in stages.stages
+        for path, buffer in list_buffers(stage.module).items()
+        if get_storage_id(buffer) in memory
+    )

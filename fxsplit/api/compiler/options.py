@@ -1,0 +1,237 @@
+"""Options: everything that compile() is told besides the model, checked once, the same for every mode and shape.
+
+A *candidate* is what the options leave to choose: a schedule with a number of microbatches, such as 1F1B with 4.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from fxsplit.api.compiler.microbatch_count import (
+    AUTO,
+    check_microbatch_count,
+    choose_microbatch_count,
+    list_microbatch_counts,
+)
+from fxsplit.errors import InputError, ScheduleError, suggest
+from fxsplit.ir.chain import Chain, pass_text
+from fxsplit.ir.facts.capture.chunks import Chunks, check_chunks
+from fxsplit.ir.facts.costs.compress import check_compress
+from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.given.machine import Machine
+from fxsplit.ir.facts.plan import Plan
+from fxsplit.ir.graph import ignores_mode, name_pass
+from fxsplit.passes import BatchNorm, Cut
+from fxsplit.runtime.loss.loss import LossFn
+from fxsplit.runtime.stage.recompute import POLICIES
+from fxsplit.schedule import RUNNABLE, find_schedule, simulate
+from fxsplit.schedule.generators.catalogue import INFERENCE, Scheduler
+from fxsplit.schedule.of_plan import build_schedule, read_times
+from fxsplit.system.figures import is_count, show
+from fxsplit.torch_internals.torch_compile.stage_backends import RECORDING, records_cuda_graphs
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A schedule on the machine's devices, and a number of microbatches: one way to compile a model."""
+
+    scheduler: Scheduler
+    n_microbatches: int
+
+    def predict_step_ms(self, plan: Plan) -> float:
+        """Return the simulated time of a training step by a plan that was made for this candidate, in milliseconds."""
+        schedule = build_schedule(plan, self.scheduler, self.n_microbatches)
+        return simulate(schedule, read_times(plan, schedule)).step_ms
+
+    def __str__(self) -> str:
+        return f"{self.scheduler.name} with {self.n_microbatches} microbatches"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Options:
+    """How a model is compiled. Every field is an argument of compile(), whose docstring says what it means.
+
+    Raises InputError or ScheduleError for an option that no model could be compiled with.
+    """
+
+    machine: Machine
+    chain: Chain
+    schedule: str = "1F1B"
+    stages_per_device: int | None = None
+    n_microbatches: int | str | None = None
+    loss_fn: LossFn | None = None
+    recompute: str = "plan"
+    deferred_batch_norm: bool = False
+    stage_backend: str | None = None
+    inference: bool = False
+    chunks: Chunks | None = None
+    costs: Costs | None = None
+    compress: str | None = None
+    gradient_hook: object = None
+    bucket_bytes: float | None = None
+    dump: str | os.PathLike[str] | None = None
+    # Not an argument of compile(): what verify() compiles by itself is neither dumped nor printed.
+    observed: bool = True
+    # Nor is this: whether lengths that an exported graph has symbols for may be any, and are compiled for once.
+    lengths_open: bool = False
+    # Nor this: whether other pipelines have other rows of the batch, as over a mesh of two dimensions.
+    side_by_side: bool = False
+
+    def __post_init__(self) -> None:
+        if self.n_microbatches not in (None, AUTO):
+            check_microbatch_count(self.n_microbatches, ", 'auto', or leave it out")
+        # Saved costs are of one microbatch size, and a search looks at several.
+        if self.n_microbatches == AUTO and self.costs is not None:
+            raise InputError("n_microbatches='auto' measures microbatches of every size: leave costs= out")
+        # A loss class in place of its instance is a common slip, and a class is callable.
+        if self.loss_fn is not None and (not callable(self.loss_fn) or isinstance(self.loss_fn, type)):
+            raise InputError(
+                f"loss_fn={self.loss_fn!r} is no function or module: give loss_fn(outputs, target) -> scalar"
+            )
+        if not (self.dump is None or isinstance(self.dump, (str, os.PathLike))):
+            raise InputError(f"dump={self.dump!r}: give the path of a folder")
+        check_chunks(self.chunks)
+        check_compress(self.compress)
+        if not (self.stages_per_device is None or is_count(self.stages_per_device, least=1)):
+            raise InputError(f"stages_per_device={show(self.stages_per_device)}: give a number of at least 1")
+        if not isinstance(self.schedule, str):
+            raise InputError(f"schedule={show(self.schedule)}: give the name of a schedule, or 'auto'")
+        if self.recompute not in POLICIES:
+            hint = suggest(self.recompute, POLICIES)
+            raise InputError(f"recompute={show(self.recompute)}: give one of {', '.join(POLICIES)}{hint}")
+        if not isinstance(self.inference, bool):
+            raise InputError(f"inference={show(self.inference)}: give True or False")
+        if self.inference and (self.schedule, self.stages_per_device) != ("1F1B", None):
+            raise InputError(
+                f"schedule={self.schedule!r} with inference=True: without backwards there is one schedule, so leave "
+                "schedule= and stages_per_device= out"
+            )
+        if self.stage_backend is not None:
+            check_stage_backend(self.stage_backend, self.machine)
+        # "auto" tries only what can run, so that there is nothing to check.
+        if self.schedule != AUTO:
+            find_schedule(self.schedule)
+            # A schedule says itself which numbers it is made for, and making one is quick.
+            self.schedulers[0].homes()
+            if self.stated_count is not None:
+                self.schedulers[0].schedule(self.stated_count)
+
+    @property
+    def planned_recompute(self) -> str:
+        """Which stages a plan counts as recomputing: all, none, or those that the planner chooses.
+
+        A stage that recomputes all microbatches but the last counts as one that recomputes none: it holds no more.
+        """
+        return "never" if self.recompute == "except_last" else self.recompute
+
+    @cached_property
+    def schedulers(self) -> Sequence[Scheduler]:
+        """The schedule stated, or all that "auto" may choose among, on this machine; one of its own for inference."""
+        if self.inference:
+            return [Scheduler(INFERENCE, len(self.machine))]
+        return list_schedulers(self.schedule, len(self.machine), self.stages_per_device)
+
+    def for_inference(self) -> Options:
+        """Return the same options for a plan of forwards alone."""
+        return replace(self, inference=True, schedule="1F1B", stages_per_device=None)
+
+    @cached_property
+    def passes(self) -> Chain:
+        """The chain with batch-norm, put behind the last pass where `chain` lacks it, which defers if asked to.
+
+        A user's chain need not name batch-norm, and replicas would write statistics in no order without it.
+        """
+        chain = self.compressing
+        if BatchNorm.name not in [name_pass(step) for step in chain]:
+            return Chain((*chain, BatchNorm(self.deferred_batch_norm)))
+        return chain.replace(BatchNorm.name, BatchNorm(deferred=True)) if self.deferred_batch_norm else chain
+
+    @property
+    def way_to_compress(self) -> str:
+        """How cuts are compressed, by the option or by a pass; empty where they are not."""
+        return next((step.compress for step in self.passes if isinstance(step, Cut)), "")
+
+    @property
+    def compressing(self) -> Chain:
+        """The chain with a pass that compresses cuts, if that is asked for by an option."""
+        if self.compress is None:
+            return self.chain
+        cuts = [step for step in self.chain if isinstance(step, Cut)]
+        if not cuts:
+            return self.chain.before("augment", Cut(compress=self.compress))
+        if any(step.compress not in ("", self.compress) for step in cuts):
+            raise InputError(f"compress={self.compress!r}, and a pass {pass_text(cuts[0])}: state one way")
+        return self.chain.replace("cut", *(replace(step, compress=self.compress) for step in cuts))
+
+    @cached_property
+    def ignores_mode(self) -> bool:
+        """Whether every pass states that it makes the same of the same graph, whichever mode the model is in."""
+        return all(ignores_mode(step) for step in self.passes)
+
+    @property
+    def stated_count(self) -> int | None:
+        """The number of microbatches that the user has stated; None where fxsplit chooses it."""
+        return self.n_microbatches if isinstance(self.n_microbatches, int) else None
+
+    def count_microbatches(self, scheduler: Scheduler, rows: int, found: int | None = None) -> int:
+        """Return how many microbatches a batch of `rows` is cut into; `found` is what a search has chosen before."""
+        return choose_microbatch_count(
+            len(self.machine), rows=rows, stated=self.stated_count, found=found, scheduler=scheduler
+        )
+
+    def list_candidates(self, rows: int) -> list[Candidate]:
+        """Return every schedule with every number of microbatches that a batch of `rows` may be compiled with."""
+        candidates = []
+        for scheduler in self.schedulers:
+            counts = [self.count_microbatches(scheduler, rows)]
+            if self.n_microbatches == AUTO:
+                counts = list_microbatch_counts(rows, len(self.machine))
+            # A number that the schedule would round is no candidate: the rounded one is tried by itself.
+            candidates += [Candidate(scheduler, n) for n in counts if n == scheduler.nearest(n)]
+        return candidates
+
+
+def check_stage_backend(backend: str, machine: Machine) -> None:
+    """Raise InputError for what is no backend of torch.compile's, or for one that records CUDA graphs."""
+    if backend not in torch.compiler.list_backends(()):
+        known = [name for name in torch.compiler.list_backends() if name != RECORDING]
+        raise InputError(
+            f"stage_backend={backend!r} is none of torch.compile's: give one of {', '.join(known)}"
+            f"{suggest(backend, known)}"
+        )
+    # On a CPU inductor records nothing, whatever is set; the other backend is of no use there.
+    on_gpu = any(d.torch_device is not None and d.torch_device.type != "cpu" for d in machine.devices)
+    if records_cuda_graphs(backend) and (on_gpu or backend == RECORDING):
+        raise InputError(
+            f"stage_backend={backend!r} records CUDA graphs, which torch keeps for one thread, and stages run in "
+            "threads of their own: give 'inductor', with torch._inductor.config.triton.cudagraphs off, as it is by "
+            "default (TORCHINDUCTOR_CUDAGRAPHS=1 sets it)"
+        )
+
+
+def load_costs(costs: Costs | str | os.PathLike[str] | None) -> Costs | None:
+    """Return a profile, read from its file where `costs` is a path; raises InputError or ProfileError."""
+    if not (costs is None or isinstance(costs, (Costs, str, os.PathLike))):
+        raise InputError(f"costs={costs!r}: give a profile (pipe.costs), or the path of a saved one")
+    return Costs.load(costs) if isinstance(costs, (str, os.PathLike)) else costs
+
+
+def list_schedulers(schedule: str, n_devices: int, stages_per_device: int | None) -> Sequence[Scheduler]:
+    """Return the scheduler of the schedule stated; for "auto" all that run on so many devices and stages a device."""
+    if schedule != AUTO:
+        return [Scheduler(schedule, n_devices, stages_per_device)]
+    found = []
+    for name in RUNNABLE:
+        scheduler = Scheduler(name, n_devices, stages_per_device)
+        try:
+            scheduler.homes()
+        except ScheduleError:
+            # Chimera, for example, takes an even number of devices: for three it is no candidate.
+            continue
+        found.append(scheduler)
+    return found

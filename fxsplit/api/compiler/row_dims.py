@@ -1,0 +1,114 @@
+"""Row dims: which sizes of the values between stages follow the number of rows; found on shapes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fxsplit.errors import FxsplitError
+from fxsplit.frontend.restore.no_trace_left import restore_model
+from fxsplit.ir.facts.capture.call import Inputs
+from fxsplit.ir.facts.capture.example import Example
+from fxsplit.ir.facts.stages import Stage, Stages
+from fxsplit.runtime.stage.compiled_stage import RowDims
+from fxsplit.torch_internals.fake.fake_weights import make_runnable
+from fxsplit.torch_internals.nn.batch_norm import note_nothing
+from fxsplit.torch_internals.scopes.undo import undo_after
+from fxsplit.torch_internals.torch_compile.apart import Apart
+
+REFUSED = (FxsplitError, RuntimeError, ValueError, TypeError, IndexError, AssertionError, NotImplementedError)
+"""What a stage raises that does not run on shapes, or not on those of other rows."""
+
+
+def find_row_dims(model: nn.Module, stages: Stages, example: Example) -> tuple[RowDims, ...]:
+    """Return, for each input of each stage, the dimensions whose sizes follow the rows; None for a number that does.
+
+    Where the stages do not run on shapes alone, what is known of the model's own inputs is all that is found.
+    """
+    inputs, rows = example.inputs, max(example.rows, 2)
+    try:
+        with torch.no_grad(), restore_model(model), note_nothing():
+            found = [_run_on_shapes(stages, _resize(inputs, example.tensors, n)) for n in (rows, rows + 1)]
+    except torch.OutOfMemoryError:
+        raise
+    except REFUSED:
+        own = [() if spec.cut.dim is None else (spec.cut.dim,) for spec in inputs.specs]
+        first = own + [()] * (len(stages[0].inputs) - len(own))
+        return (tuple(first), *(((),) * len(stage.inputs) for stage in stages.stages[1:]))
+    given = zip(*(shapes.given for shapes in found), strict=True)
+    for module, output in found[0].apart.items():
+        module.row_dims = _compare(output, found[1].apart[module]) or ()
+    return tuple(tuple(map(_compare, *values)) for values in given)
+
+
+def _resize(inputs: Inputs, tensors: Sequence[Tensor], rows: int) -> list[Tensor]:
+    """Return tensors without values of the same kind that have so many rows."""
+    made = []
+    for spec, tensor in zip(inputs.specs, tensors, strict=True):
+        one = torch.empty_like(tensor, device="meta", requires_grad=False)
+        if spec.cut.dim is not None:
+            shape = [rows * spec.cut.each if d == spec.cut.dim else size for d, size in enumerate(tensor.shape)]
+            one = one.new_empty(shape)
+        made.append(one)
+    return made
+
+
+class _Shapes(NamedTuple):
+    """What each stage is given, and what those modules give that may be called apart: tensors without values."""
+
+    given: list[list[Any]]
+    apart: dict[Apart, Any]
+
+
+def _run_on_shapes(stages: Stages, tensors: Sequence[Tensor]) -> _Shapes:
+    """Return what goes through the stages for these inputs of the model."""
+    found = _Shapes([], {})
+    values: list[Any] = list(tensors)
+    for stage in stages.stages:
+        # Numbers that are inputs have defaults.
+        defaults = [n.args[0] for n in stage.module.graph.find_nodes(op="placeholder")[len(values) :]]
+        found.given.append([*values, *defaults])
+        shapes = [v for v in values if isinstance(v, Tensor)]
+        with (
+            _keep_outputs(stage, found.apart),
+            make_runnable(stage.module, shapes, from_shapes=True, device=stage.torch_device) as (module, fakes),
+        ):
+            of = iter(fakes)
+            outputs = module(*[next(of) if isinstance(v, Tensor) else v for v in values])
+            values = [_forget_values(v) for v in outputs]
+    return found
+
+
+@contextmanager
+def _keep_outputs(stage: Stage, kept: dict[Apart, Any]) -> Iterator[None]:
+    """Keep what modules of a stage return that may be called apart."""
+
+    def keep(module: Any, args: Any, output: Any) -> None:
+        kept[module] = _forget_values(output)
+
+    handles = [m.register_forward_hook(keep) for m in stage.module.children() if isinstance(m, Apart)]
+
+    def put_back() -> None:
+        for handle in handles:
+            handle.remove()
+
+    with undo_after(put_back):
+        yield
+
+
+def _forget_values(value: Any) -> Any:
+    """Return a tensor without values for a fake tensor, with its shape and strides."""
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+def _compare(a: Any, b: Any) -> tuple[int, ...] | None:
+    """Return where the sizes of two values differ; None for numbers that do."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return tuple(d for d, (m, n) in enumerate(zip(a.shape, b.shape, strict=True)) if m != n)
+    return () if a == b else None

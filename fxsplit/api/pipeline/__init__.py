@@ -1,0 +1,1 @@
+"""The Pipeline that compile() returns: called, trained, streamed, saved and loaded like its model."""

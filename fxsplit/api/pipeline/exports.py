@@ -1,0 +1,54 @@
+"""A pipeline as others take it: the stages and the schedule for torch's own pipeline runtime."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fxsplit.api.compiler.compiled import get_mode
+from fxsplit.api.pipeline.weights import WithWeights
+from fxsplit.errors import InputError
+from fxsplit.runtime.ranks.gradients.traffic import Traffic
+from fxsplit.torch_internals.scopes.undo import leave_no_trace
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from fxsplit.api.to_torch import TorchStages
+
+
+class WithExports(WithWeights):
+    """A facade whose compiled stages can be given to another runtime."""
+
+    @property
+    def gradient_traffic(self) -> Traffic | None:
+        """How many bytes of gradients this rank has sent to add them up, and how many were saved; print it.
+
+        None where gradients are not added over ranks: see compile(gradient_hook=).
+        """
+        team = self.compiler.team
+        return None if team is None or not team.summing.adds else team.summing.traffic
+
+    @leave_no_trace
+    def to_torch_stages(self, group: dist.ProcessGroup | None = None) -> TorchStages:
+        """Return this rank's stages, and the schedule, for torch's runtime (torch.distributed.pipelining).
+
+        Rank r of the group (default: all ranks) runs the stages of device r of the plan. `made.step(x, target=y)` runs
+        a step, and `made.schedule.step(...)` is torch's own. The modules in `made.stages` hold the model's parameters,
+        and gradients are added to their `.grad`. Shapes are those of the example inputs. All ranks need the same plan:
+        compile for "world", or with `costs=` from a file.
+
+        Raises NotExportable for what torch's runtime has no word for: replicas, versions of weights, weights tied over
+        stages, batches that do not divide evenly, dropout, recomputation, and values other than tensors that cross
+        stages and follow from no shape.
+        """
+        # Loaded where it is asked for: torch's pipelining takes a second.
+        from fxsplit.api.to_torch import export_stages
+
+        compiler = self.compiler
+        compiled = compiler.get_compiled(get_mode(self.model))
+        if compiled is None:
+            raise InputError(
+                "nothing is compiled yet: pass example_inputs= to compile(), or call the pipeline once, before "
+                "to_torch_stages()"
+            )
+        return export_stages(compiled, compiler.options, group)

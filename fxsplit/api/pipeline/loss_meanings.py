@@ -1,0 +1,37 @@
+"""What a pipeline has found out of the loss of its steps, for each of its programs."""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+from fxsplit.frontend.watch.calls import CallWatch
+from fxsplit.runtime.loss.loss import LossFn, find_own_meaning, find_reduction, take_model_loss
+from fxsplit.runtime.loss.meaning import LossMeaning
+from fxsplit.runtime.program import Batch, Program
+
+
+class LossMeanings:
+    """What is known of a loss function of one model, or of the loss that the model returns where `loss_fn` is None.
+
+    side_by_side: whether other pipelines have other rows of the batch.
+    """
+
+    def __init__(self, loss_fn: LossFn | None, *, side_by_side: bool = False) -> None:
+        self._loss_fn = loss_fn
+        self._side_by_side = side_by_side
+        self._known: WeakKeyDictionary[Program, LossMeaning] = WeakKeyDictionary()
+
+    def find(self, batch: Batch) -> LossMeaning:
+        """Return what is known of the loss of a step; raises InputError for one that microbatches do not make."""
+        program = batch.program
+        if self._loss_fn is None:
+            return LossMeaning(take_model_loss, find_own_meaning(program, len(batch.rows)).kind, looks=False)
+        if len(batch.rows) == 1 and not self._side_by_side:  # any loss is right for a batch that stays whole
+            return LossMeaning(self._loss_fn, find_reduction(self._loss_fn), looks=False)
+        # The same function may mean something else of the outputs of another program, and once it states otherwise.
+        stated = find_reduction(self._loss_fn)
+        meaning = self._known.get(program)
+        if meaning is None or meaning.stated != stated:
+            meaning = self._known[program] = LossMeaning(self._loss_fn, stated, watch=CallWatch)
+        meaning.begin_step()
+        return meaning

@@ -1,0 +1,29 @@
+"""Together: the methods of a pipeline that all of its ranks call, and out of which all of them raise the same error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+from fxsplit.system.interrupts import lose_no_interrupt
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def act_together(method: Callable[P, R]) -> Callable[P, R]:
+    """Return a method of a pipeline, in which no interrupt is lost, and every rank raises the first error of any."""
+
+    @wraps(method)
+    def acting(*args: P.args, **kwargs: P.kwargs) -> R:
+        pipeline: Any = args[0]
+        team = pipeline.compiler.team
+        if team is None:
+            return method(*args, **kwargs)
+        # A step says how long it may take, with all that it waits for.
+        timeout_s: Any = kwargs.get("timeout_s")
+        with team.world.watch(timeout_s, firm=timeout_s is not None):
+            return method(*args, **kwargs)
+
+    return lose_no_interrupt(acting)

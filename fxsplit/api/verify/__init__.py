@@ -1,0 +1,1 @@
+"""verify(): a pipeline held against its model, and how each difference is explained."""

@@ -1,0 +1,206 @@
+"""The loss that verify() trains copies with: the pipeline's own, the model's own, or the sum of squares of outputs."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxsplit.api.verify.ranks import Ranks
+from fxsplit.errors import InputError
+from fxsplit.ir.facts.capture.call import Call, Inputs
+from fxsplit.ir.facts.capture.chunks import Chunks
+from fxsplit.runtime.loss.loss import LossFn, find_own_loss, name_loss, sum_squares
+from fxsplit.runtime.loss.targets import Targets
+from fxsplit.runtime.microbatches import find_target_cuts
+from fxsplit.runtime.program import Program
+from fxsplit.torch_internals import pytree
+from fxsplit.torch_internals.autograd.leaves import hide_gradients
+from fxsplit.torch_internals.fx.interpret import preserve
+from fxsplit.torch_internals.nn.containers import to_plain_outputs
+from fxsplit.torch_internals.nn.copies import copy_module
+
+RUNS = 3
+"""Runs after the first in which a model must give the same outputs, to be believed to draw no random numbers."""
+SQUARES = "the sum of squares of the outputs"
+OWN = "the model's own loss"
+
+
+class Refused(Exception):
+    """The model does not run, or its loss is not computed, in one dtype for all weights and inputs."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What verify() is asked to train with: the pipeline's `loss_fn` and the target of the batch; None for neither."""
+
+    loss_fn: LossFn | None = None
+    target: Any = None
+
+    def check(self, ranks: Ranks) -> None:
+        """Raise InputError for a target without a loss function, and for one that only some ranks have."""
+        if self.target is not None and self.loss_fn is None:
+            raise InputError(
+                "verify() was given a target, and the pipeline has no loss_fn to take it: compile with loss_fn=, for "
+                "example fxsplit.compile(model, 2, loss_fn=torch.nn.functional.cross_entropy), or leave target= out"
+            )
+        if ranks.any(self.target is not None) and ranks.any(self.target is None):
+            raise InputError("verify() was given a target on some ranks and none on others: give target= on all")
+
+    def check_rows(self, model: nn.Module, call: Call, chunks: Chunks | None) -> None:
+        """Raise InputError for a target that has not one row for each row of the batch."""
+        if self.target is not None:
+            inputs, tensors = Inputs.of(model, *call, chunks)
+            find_target_cuts(pytree.tree_leaves(self.target), inputs.count_rows(tensors), inputs)
+
+    def convert(self, convert: Callable[[Tensor], Tensor]) -> Asked:
+        """Return the same with converted tensors: a target of floats is in the dtype of the outputs."""
+        if self.target is None or self.loss_fn is None:
+            return self
+        target = pytree.tree_map_only(Tensor, lambda t: convert(t.detach()), self.target)
+        return Asked(_convert_function(self.loss_fn, convert), target)
+
+
+@contextmanager
+def refuse_gradients(model: nn.Module, asked: Asked) -> Iterator[None]:
+    """Raise InputError if weights of `model` itself get gradients in the block; put back those from before."""
+    with hide_gradients(model.parameters()):
+        yield
+        reached = [name for name, weight in model.named_parameters() if weight.grad is not None]
+        if reached:
+            raise InputError(
+                f"loss_fn {name_loss(asked.loss_fn)} reads weights of the model, such as {reached[0]!r}, and verify() "
+                "trains copies, which have others: leave target= out, or take such a term out of loss_fn"
+            )
+
+
+def _convert_function(function: Any, convert: Callable[[Tensor], Tensor]) -> Any:
+    """Return a loss function whose tensors are converted, such as weights of classes: those of a module or a partial.
+
+    Tensors that any other function refers to stay as they are.
+    """
+    if isinstance(function, nn.Module):
+        return copy_module(function)._apply(convert)
+    if isinstance(function, types.MethodType) and isinstance(function.__self__, nn.Module):
+        return types.MethodType(function.__func__, _convert_function(function.__self__, convert))
+    if isinstance(function, functools.partial):
+        args, kwargs = pytree.tree_map_only(Tensor, convert, (function.args, function.keywords))
+        return functools.partial(_convert_function(function.func, convert), *args, **kwargs)
+    return function
+
+
+@dataclass(frozen=True, eq=False)
+class Objective:
+    """What a step minimises: `loss_fn` of the outputs and a target, or of the outputs alone; None for the model's own.
+
+    text: the loss in words. outputs: those of the unsplit model for the whole batch.
+    """
+
+    loss_fn: LossFn | None
+    text: str
+    outputs: Any
+    target: Any = None
+
+    @property
+    def takes_target(self) -> bool:
+        """Whether the loss is the pipeline's own, of outputs and a target."""
+        return self.target is not None
+
+    def compute(self, program: Program, outputs: Any, target: Any) -> Tensor:
+        """Return the loss of outputs of the unsplit model, in the containers that the model returns, and a target."""
+        assert self.loss_fn is not None, "the model does not compute it"
+        leaves = list_tensors(outputs)
+        return self.loss_fn(program.build_result(leaves), self.place(target, leaves))
+
+    def clone_target(self) -> Any:
+        """Return a copy of the target, which a loss may write to."""
+        return pytree.tree_map_only(Tensor, torch.clone, self.target)
+
+    @staticmethod
+    def place(target: Any, leaves: list[Tensor]) -> Any:
+        """Return a target where the outputs are."""
+        return Targets([target]).place(0, leaves[0].device) if leaves else target
+
+
+def list_tensors(outputs: Any) -> list[Tensor]:
+    """Return all tensors among the outputs of a model."""
+    return [leaf for leaf in pytree.tree_leaves(to_plain_outputs(outputs)) if isinstance(leaf, Tensor)]
+
+
+def choose_objective(model: nn.Module, call: Call, asked: Asked, ranks: Ranks, *, finite: bool) -> Objective:
+    """Return what to train for, after running the model on the whole batch; leaves no trace on it.
+
+    finite: whether outputs that are no numbers are a reason to try another dtype. Raises Refused, or InputError for a
+    model without a float output, and for one that draws random numbers, or whose loss does.
+    """
+    refused: Refused | None = None
+    first = None
+    try:
+        first = _run_without_trace(model, call, finite=finite)
+        if asked.target is not None:
+            _compute_loss(model, asked, first)
+    except Refused as error:
+        refused = error
+    # Ranks have other batches, and go on in one dtype.
+    if ranks.any(refused is not None):
+        raise refused or Refused
+    if not all(_are_equal(first, _run_without_trace(model, call, finite=finite)) for _ in range(RUNS)):
+        raise InputError(
+            f"{type(model).__name__} draws random numbers besides dropout, so no two runs of it are equal: verify it "
+            "with such rates at 0, or in evaluation, pipe.eval()"
+        )
+    if not any(t.is_floating_point() for t in list_tensors(first)):
+        raise InputError(f"{type(model).__name__} returns no floating-point tensor, so it has no gradients to compare")
+    if asked.target is not None:
+        loss = _compute_loss(model, asked, first)
+        if not all(_are_equal(loss, _compute_loss(model, asked, first)) for _ in range(RUNS)):
+            raise InputError(
+                f"loss_fn {name_loss(asked.loss_fn)} draws random numbers, so no two losses of one batch are equal: "
+                "verify with one that draws none, or leave target= out"
+            )
+        return Objective(asked.loss_fn, f"loss_fn {name_loss(asked.loss_fn)}", first, asked.target)
+    own = find_own_loss(first) is not None
+    missed = "" if asked.loss_fn is None else f", as no target was given for loss_fn {name_loss(asked.loss_fn)}"
+    return Objective(None if own else sum_squares, (OWN if own else SQUARES) + missed, first)
+
+
+def _run_without_trace(model: nn.Module, call: Call, *, finite: bool) -> Any:
+    """Return what the model returns, without a trace on it; raises Refused if it does not run."""
+    try:
+        with torch.no_grad(), preserve(model):
+            # A new seed each time, or a model that draws would draw the same. preserve() restores the generator.
+            torch.manual_seed(torch.seed())
+            own, named = pytree.tree_map_only(Tensor, torch.clone, call)
+            outputs = model(*own, **named)
+    except Exception as error:
+        raise Refused from error
+    numbers = all(bool(t.isfinite().all()) for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor))
+    # Constants made for float32, such as a mask of its least number, may give no numbers in float64.
+    if finite and not numbers:
+        raise Refused
+    return outputs
+
+
+def _compute_loss(model: nn.Module, asked: Asked, outputs: Any) -> Any:
+    """Return the loss of the outputs of the whole batch, without a trace on the model; raises Refused if it raises."""
+    assert asked.loss_fn is not None, "a target was given"
+    try:
+        with torch.no_grad(), preserve(model):
+            torch.manual_seed(torch.seed())
+            outputs, target = pytree.tree_map_only(Tensor, torch.clone, (outputs, asked.target))
+            return asked.loss_fn(outputs, Objective.place(target, list_tensors(outputs)))
+    except Exception as error:
+        error.add_note(f"raised by loss_fn {name_loss(asked.loss_fn)}, for the outputs and the target of the batch")
+        raise Refused from error
+
+
+def _are_equal(a: Any, b: Any) -> bool:
+    """Return whether two outputs are equal; a value that is no number equals another one."""
+    pairs = zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True)
+    return all(torch.equal(torch.nan_to_num(x), torch.nan_to_num(y)) for x, y in pairs if isinstance(x, Tensor))

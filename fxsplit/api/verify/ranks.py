@@ -1,0 +1,173 @@
+"""Ranks that verify one pipeline together: each compares what it has, and all of them come to the same result.
+
+Every rank runs the unsplit model, on the batch of its pipeline, and so has all weights while it verifies. Gradients of
+pipelines side by side are added without any hook, one tensor after another. A process by itself shares nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fxsplit.api.compiler.compiled import get_mode
+from fxsplit.api.compiler.team import Team
+from fxsplit.api.pipeline.pipeline import Pipeline
+from fxsplit.api.verify.compare import Outcome
+from fxsplit.ir.facts.capture.call import Call, Inputs
+from fxsplit.ir.facts.capture.chunks import Chunks
+from fxsplit.runtime.ranks.gradients.portions import Portion
+from fxsplit.runtime.ranks.gradients.summing import Summing
+from fxsplit.runtime.ranks.holdings import list_named
+from fxsplit.runtime.ranks.world.messages import begin_collective
+from fxsplit.runtime.ranks.world.world import COMPILE_LIMIT_S
+from fxsplit.torch_internals.distributed.away import is_away
+from fxsplit.torch_internals.distributed.elsewhere import bring_back
+from fxsplit.torch_internals.nn.copies import copy_module
+from fxsplit.torch_internals.tensors.differences import widen
+from fxsplit.torch_internals.tensors.squares import Squares
+
+WHAT = "verify()"
+
+
+class Ranks:
+    """The ranks of a team, which all make the same calls in the same order; without a team this process alone."""
+
+    def __init__(self, team: Team | None) -> None:
+        self._team = team
+
+    @contextmanager
+    def meet(self) -> Iterator[None]:
+        """Let all ranks verify in the block; raises RanksDiffer where one makes another call."""
+        if self._team is None:
+            yield
+            return
+        with self._team.holdings.agree(WHAT, limit_s=COMPILE_LIMIT_S, side_by_side=True):
+            yield
+
+    def copy_whole(self, model: nn.Module) -> nn.Module:
+        """Return a model with all weights: the model itself, or a copy with those of other ranks."""
+        if self._team is None:
+            return model
+        # The pipeline's own model keeps to the weights of this rank.
+        copied = copy_module(model)
+        named = dict(list_named(copied))
+        for name, value in self._team.holdings.gather_values(named):
+            if is_away(named[name]):
+                bring_back(named[name], value.to(named[name].device))
+        return copied
+
+    @contextmanager
+    def lend_counted(self, pipe: Pipeline, call: Call) -> Iterator[None]:
+        """Let all ranks have the buffers by which losses of a call of `pipe` are counted, for the block."""
+        counted = {} if self._team is None else pipe.compiler.prepare(get_mode(pipe.model), call).program.list_counted()
+        if not counted or pipe.compiler.team is None:
+            yield
+            return
+        with pipe.compiler.team.holdings.lend(counted):
+            yield
+
+    def any(self, flag: bool) -> bool:
+        """Return whether a flag is set on any rank."""
+        if self._team is None:
+            return flag
+        return any(map(int, self._team.world.whole.gather(torch.tensor([int(flag)]), WHAT)))
+
+    def merge(self, found: Mapping[tuple[str, str], float]) -> dict[tuple[str, str], float]:
+        """Return the largest value of any rank by key."""
+        if self._team is None:
+            return dict(found)
+        # Each rank has compared the gradients of its stages, and outputs are compared by all.
+        merged: dict[tuple[str, str], float] = {}
+        own = json.dumps([[*key, value] for key, value in found.items()])
+        for text in self._team.world.whole.gather_texts(own, WHAT):
+            for kind, name, value in json.loads(text):
+                merged[kind, name] = max(merged.get((kind, name), 0.0), value)
+        return merged
+
+    def merge_squares(self, squares: Squares) -> Squares:
+        """Return the squares of all names, of which each rank of the pipeline has some."""
+        if self._team is None:
+            return squares
+        told = self._team.world.gather_texts(json.dumps(squares), WHAT)
+        return {name: one for text in told for name, one in json.loads(text).items()}
+
+    # What a pipeline has of what its model has
+
+    def keep_own(self, outcome: Outcome, pipe: Pipeline) -> Outcome:
+        """Return of what a step leaves what `pipe` has of it on this rank."""
+        if self._team is None:
+            return outcome
+        away = {name for name, weight in list_named(pipe.model) if is_away(weight)}
+
+        def keep(values: Mapping[str, Tensor | None]) -> Mapping[str, Tensor | None]:
+            return {name: value for name, value in values.items() if name not in away}
+
+        return Outcome(outcome.outputs, keep(outcome.gradients), keep(outcome.buffers))
+
+    # Pipelines side by side
+
+    def find_summing(self, pipe: Pipeline) -> Summing:
+        """Return how a pipeline adds gradients over these ranks."""
+        team = pipe.compiler.team
+        assert team is not None, "a gradient hook is for ranks"
+        return team.summing
+
+    @property
+    def _are_side_by_side(self) -> bool:
+        return self._team is not None and len(self._team.world.rows) > 1
+
+    def take_common_rows(self, model: nn.Module, call: Call, chunks: Chunks | None) -> Call:
+        """Return the first rows of a call, as many as there are on every rank: all ranks compile for one shape."""
+        if self._team is None or not self._are_side_by_side:
+            return call
+        # A program is for any number of rows, but what it is compiled with is compared.
+        inputs, tensors = Inputs.of(model, *call, chunks)
+        rows = inputs.count_rows(tensors)
+        least = min(map(int, self._team.world.whole.gather(torch.tensor([rows]), WHAT)))
+        return call if least == rows else inputs.make_call(inputs.take_rows(tensors, least))
+
+    def weigh(self, pipe: Pipeline, find_portion: Callable[[], Portion]) -> float:
+        """Return what the loss of this pipeline weighs in that of all; `find_portion` finds what it has of that."""
+        if not self._are_side_by_side:
+            return 1.0
+        weight, _ = self.find_summing(pipe).columns.weigh(WHAT, find_portion())
+        assert weight is not None, "nothing is open"
+        return weight
+
+    def add(self, model: nn.Module, outcome: Outcome, weight: float) -> Outcome:
+        """Let gradients be the sums of those of all pipelines, each times its weight; also in `.grad`."""
+        if self._team is None or not self._are_side_by_side:
+            return outcome
+        # Which parameters have a gradient may follow from the rows that a pipeline was given.
+        flags = torch.tensor([int(g is not None) for g in outcome.gradients.values()], dtype=torch.uint8)
+        self._all_reduce(flags, dist.ReduceOp.MAX)
+        weights = dict(model.named_parameters())
+        sums: dict[str, Tensor | None] = {}
+        for (name, own), there in zip(outcome.gradients.items(), flags.tolist(), strict=True):
+            sums[name] = self._add(weights[name], own, weight) if there else None
+            weights[name].grad = sums[name]
+        return Outcome(outcome.outputs, sums, outcome.buffers)
+
+    def _add(self, like: Tensor, own: Tensor | None, weight: float) -> Tensor:
+        """Return the sum of a gradient over all pipelines."""
+        # What weighs nothing may be no number.
+        total = widen(torch.zeros_like(like)) if own is None or not weight else widen(own) * weight
+        # gloo adds no complex numbers.
+        plain: Any = torch.view_as_real(total) if total.is_complex() else total
+        self._all_reduce(plain, dist.ReduceOp.SUM)
+        return total.to(like.device, like.dtype)
+
+    def _all_reduce(self, tensor: Tensor, op: Any) -> None:
+        """Reduce a tensor of host memory over the ranks at this rank's place of all pipelines."""
+        assert self._team is not None, "there are several pipelines"
+        world = self._team.world
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        work = begin_collective([tensor], world.column.allreduce, [tensor], options)
+        world.wait(work, f"the other pipelines at {WHAT}")

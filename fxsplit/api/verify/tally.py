@@ -1,0 +1,117 @@
+"""Tally: the differences that verify() finds over its steps, and how much of each is rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from fxsplit.api.pipeline.pipeline import Pipeline
+from fxsplit.api.verify.compare import Outcome, limit_difference, list_differences
+from fxsplit.api.verify.trials import Key, Neutral, Trial
+from fxsplit.ir.facts.capture.scope import Scope
+from fxsplit.torch_internals.tensors.differences import Difference
+
+SAME_ARITHMETIC = {torch.float64: 1e-9, torch.float32: 1e-3}
+"""How far a tensor of a dtype may be from that of the same operators in one piece: only sums may have another order."""
+COARSE_ARITHMETIC = 4e-3
+"""The same for coarser dtypes: half of the rounding of bfloat16."""
+
+
+class Tally:
+    """The largest differences between a pipeline and its model by kind and name, and those that rounding makes."""
+
+    def __init__(self, trial: Trial, split: Pipeline, tolerance: float) -> None:
+        self.coarse = 0.0
+        self._trial = trial
+        self._split = split
+        self._tolerance = tolerance
+        self._found: dict[Key, float] = {}
+        self._rounding: dict[Key, float] = {}
+        # What the same operators in one piece make another number of: rounding excuses none of it.
+        self._broken: dict[Key, float] = {}
+        self._natural: dict[Key, float] = {}
+
+    def begin_step(self, model: nn.Module) -> None:
+        """Keep the unsplit model as it is before a step."""
+        self._neutral = Neutral(self._trial, model, 1e3 * self._tolerance)
+
+    def measure_rounding(self, by_shaken: Outcome, by_pieces: Outcome, coarse: float) -> None:
+        """Note what rounding makes of every tensor. coarse: the rounding of the coarsest dtype that was met."""
+        self.coarse = max(self.coarse, *self._trial.ranks.merge({("rounding", "coarse"): coarse}).values())
+        _keep_largest(
+            self._rounding, {(d.kind, d.name): d for d in list_differences(by_shaken, by_pieces, self.coarse)}
+        )
+
+    def compare(self, by_pipeline: Outcome, by_pieces: Outcome, by_whole: Outcome) -> None:
+        """Note how a step of the pipeline differs from the model's on microbatches, or on the whole batch.
+
+        What microbatches leave as it is must be that of the whole batch, which the model has without fxsplit.
+        """
+        apart = self._neutral.find_apart(by_pieces, by_whole, self._rounding, self.coarse)
+        wrong = {key for key, why in apart.items() if why == "wrong"}
+        pieces, whole = self._compare(by_pipeline, by_pieces), self._compare(by_pipeline, by_whole)
+        _keep_largest(self._found, {k: d for k, d in pieces.items() if k not in wrong})
+        _keep_largest(self._found, {k: d for k, d in whole.items() if k in wrong})
+        self._natural |= dict.fromkeys((key for key, why in apart.items() if why == "nature"), 1.0)
+        self._find_broken(by_pipeline, by_pieces)
+
+    def _compare(self, by_pipeline: Outcome, by_model: Outcome) -> dict[Key, Difference]:
+        """Return the difference of every tensor that the pipeline has here."""
+        found = list_differences(by_pipeline, self._trial.ranks.keep_own(by_model, self._split), self.coarse)
+        return {(d.kind, d.name): d for d in found}
+
+    def _find_broken(self, by_pipeline: Outcome, by_pieces: Outcome) -> None:
+        """Note the tensors that rounding would excuse, and that are not those of the captured graph in one piece.
+
+        Rounding in a coarse dtype is as large as a gradient that is wrong by a hundredth. But the pipeline computes
+        what its graph computes, operator by operator, and so makes the same rounding.
+        """
+        ranks = self._trial.ranks
+        suspects = _list_apart(by_pipeline, ranks.keep_own(by_pieces, self._split))
+        excused = {key for key in suspects if self._found.get(key, 0.0) <= self._limit(key)}
+        # A graph that is made for one number of rows runs on no other one.
+        if self._split.traced[Scope].rows_fixed and len(set(self._trial.batch.rows)) > 1:
+            excused = set()
+        if not ranks.any(bool(excused)):  # ranks run the graph together
+            return
+        by_graph = self._trial.run_graph(self._split, self._neutral.model)
+        for key in excused & _list_apart(by_pipeline, by_graph):
+            self._broken[key] = 1.0
+
+    def _limit(self, key: Key) -> float:
+        """Return how much of a difference is excused."""
+        return limit_difference(self._tolerance, self._rounding.get(key, 0.0), self.coarse)
+
+    def list_differences(self) -> tuple[Difference, ...]:
+        """Return the differences on all ranks, with the rounding of each."""
+        merge = self._trial.ranks.merge
+        found, rounding, broken = merge(self._found), merge(self._rounding), merge(self._broken)
+        return tuple(
+            Difference(*key, value, rounding.get(key, 0.0), broken=key in broken) for key, value in found.items()
+        )
+
+    def list_natural(self) -> tuple[str, ...]:
+        """Return the names of what microbatches change by nature."""
+        natural = self._trial.ranks.merge(self._natural)
+        return tuple(f"output {name}" if kind == "output" else name for kind, name in natural)
+
+
+def _keep_largest(found: dict[Key, float], more: Mapping[Key, Difference]) -> None:
+    """Keep the largest difference found of each name."""
+    for key, difference in more.items():
+        found[key] = max(found.get(key, 0.0), difference.value)
+
+
+def _list_apart(found: Outcome, expected: Outcome) -> set[Key]:
+    """Return the tensors that differ by more than sums in another order make."""
+    apart = set()
+    for d in list_differences(found, expected):
+        tensors = {"output": found.outputs, "gradient": found.gradients, "buffer": found.buffers}[d.kind]
+        tensor = tensors.get(d.name)
+        dtype = torch.float64 if tensor is None else tensor.dtype
+        real = dtype.to_real() if dtype.is_complex else dtype
+        if not d.value <= SAME_ARITHMETIC.get(real, COARSE_ARITHMETIC):
+            apart.add((d.kind, d.name))
+    return apart

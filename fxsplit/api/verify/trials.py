@@ -1,0 +1,200 @@
+"""Trials: one step of the unsplit model, and of a pipeline, on one batch, to be compared by verify()."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor, nn
+
+from fxsplit.api.pipeline.loss_meanings import LossMeanings
+from fxsplit.api.pipeline.pipeline import Pipeline
+from fxsplit.api.verify.compare import (
+    Joined,
+    Outcome,
+    limit_difference,
+    list_differences,
+    run_pipeline_loop,
+    run_pipeline_step,
+    run_unsplit_step,
+)
+from fxsplit.api.verify.loss import Objective, list_tensors
+from fxsplit.api.verify.ranks import Ranks
+from fxsplit.ir.facts.capture.call import Call
+from fxsplit.ir.facts.capture.effects import CallEffects
+from fxsplit.ir.facts.capture.meanings import Meaning
+from fxsplit.runtime.backends.crew import Occasion
+from fxsplit.runtime.loss.loss import BatchLoss, find_own_meaning, find_weights, sum_squares, take_model_loss
+from fxsplit.runtime.loss.targets import Targets
+from fxsplit.runtime.microbatches import split_target
+from fxsplit.runtime.program import Batch
+from fxsplit.runtime.ranks.gradients.portions import Kind, Portion, find_own_portion, find_portion
+from fxsplit.torch_internals import pytree
+from fxsplit.torch_internals.fake.fake_weights import Snapshot
+from fxsplit.torch_internals.nn.copies import copy_module
+from fxsplit.torch_internals.nn.expectations import normalise_rows_alone
+
+Key = tuple[str, str]
+"""The kind and name of what is compared."""
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """One call of a model, and how its loss and outputs follow from those of microbatches.
+
+    `weight` is what the loss of this pipeline weighs beside others.
+    """
+
+    call: Call
+    batch: Batch
+    meanings: Sequence[Meaning]
+    objective: Objective
+    ranks: Ranks
+    weight: float = 1.0
+
+    @classmethod
+    def of(cls, call: Call, batch: Batch, split: Pipeline, objective: Objective, ranks: Ranks) -> Trial:
+        """Return the trial of a call, of which `split` has made a batch.
+
+        Raises InputError for a target that has not one row for each row of the batch.
+        """
+        if objective.takes_target:
+            split_target(objective.target, batch.rows, batch.program.inputs)
+        made = cls(call, batch, split.traced[CallEffects].meanings, objective, ranks)
+        return replace(made, weight=ranks.weigh(split, made._find_portion))
+
+    def _find_portion(self) -> Portion:
+        """Return what this pipeline has of the loss of pipelines side by side."""
+        batch = self.batch
+        found = Portion(sum(batch.rows), len(batch.rows), Kind.MEAN if self.joins_first else Kind.SUM)
+        if self.objective.loss_fn is None:
+            return find_own_portion(batch, found)
+        if not self.objective.takes_target:
+            return found
+        occasion = Occasion("step", batch, batch.program.schedule(len(batch.rows)), self._batch_loss)
+        return find_portion(occasion, has_loss=True, ended=True)
+
+    @cached_property
+    def _batch_loss(self) -> BatchLoss:
+        """The pipeline's own loss of the batch, which has seen the outputs of the unsplit model and no microbatch."""
+        objective, batch = self.objective, self.batch
+        assert objective.loss_fn is not None, "a target was given"
+        leaves = list_tensors(objective.outputs)
+        meaning = LossMeanings(objective.loss_fn, side_by_side=True).find(batch)
+        meaning.look_at(batch.program, leaves, (objective.place(objective.target, leaves),), sum(batch.rows))
+        targets = Targets(split_target(objective.target, batch.rows, batch.program.inputs), objective.target)
+        return BatchLoss(objective.loss_fn, targets, batch.rows, meaning=meaning)
+
+    @cached_property
+    def _loss_weights(self) -> list[float]:
+        """What the losses of microbatches weigh in the pipeline's own loss of the batch."""
+        loss = self._batch_loss
+        targets = Targets(loss.given_targets, loss.target)
+        weights = find_weights(self.batch, targets, loss.meaning)(0, len(self.batch.rows), torch.device("cpu"))
+        return [float(weight) for weight in weights]
+
+    @cached_property
+    def joins_first(self) -> bool:
+        """Whether the loss is of joined outputs: the squares of means and sums do not add up over microbatches."""
+        summed = self.objective.loss_fn is sum_squares
+        return summed and any(meaning.kind != "rows" for meaning in self.meanings)
+
+    def run(self, model: nn.Module, rows: Sequence[int], *, cuts_loss: bool = False) -> Outcome:
+        """Return what a step of the unsplit model leaves, on microbatches of so many rows; gradients of all ranks.
+
+        cuts_loss: whether the pipeline's own loss is computed for each microbatch, as the pipeline does. Otherwise it
+            is computed once, of the outputs of all microbatches, and no weight of theirs matters.
+        """
+        args, kwargs = clone_call(self.call)
+        objective, batch = self.objective, self.batch._replace(rows=rows)
+        meanings = [replace(m, weights=[float(w) for w in batch.weigh(m)]) for m in self.meanings]
+        weights, target = None, None
+        loss_fn: Callable[..., Tensor] = objective.loss_fn or take_model_loss
+        if objective.loss_fn is None:
+            weights = [float(w) for w in batch.weigh(find_own_meaning(batch.program, len(rows)))]
+        elif objective.takes_target:
+            loss_fn, target = partial(objective.compute, batch.program), objective.clone_target()
+            weights = self._loss_weights if cuts_loss else None
+        joined = Joined(meanings, weights, self.joins_first or (objective.takes_target and not cuts_loss))
+        found = run_unsplit_step(model, args, target, loss_fn, rows, kwargs, batch.program.inputs, joined)
+        return self.ranks.add(model, found, self.weight)
+
+    def run_graph(self, split: Pipeline, model: nn.Module) -> Outcome:
+        """Return what a step of the captured graph leaves, run unsplit over a copy of `model`, with what `split` has.
+
+        That is the same arithmetic as the pipeline's, in one piece.
+        """
+        copied = copy_module(model)
+        pairs = ((split.model.modules(), copied.modules()), (split.model.parameters(), copied.parameters()),
+                 (split.model.buffers(), copied.buffers()))  # fmt: skip
+        memo = {id(one): other for own, others in pairs for one, other in zip(own, others, strict=True)}
+        gm = copy_module(split.traced.gm, memo)
+        inputs = self.batch.program.inputs
+        copied.forward = lambda *args, **kwargs: gm(*inputs.bind(args, kwargs, None))
+        return self.ranks.keep_own(self.run(copied, self.batch.rows, cuts_loss=True), split)
+
+    def run_pipeline(self, split: Pipeline) -> Outcome:
+        """Return what a step of the pipeline leaves on this rank."""
+        args, kwargs = clone_call(self.call)
+        if self.joins_first:
+            found = run_pipeline_loop(split, args, sum_squares, kwargs)
+        else:
+            objective = self.objective
+            # A loss of the outputs alone takes a target too, which is nothing.
+            nothing = None if objective.loss_fn is None else ()
+            target = objective.clone_target() if objective.takes_target else nothing
+            found = run_pipeline_step(split, args, target, kwargs)
+        return self.ranks.keep_own(found, split)
+
+
+class Neutral:
+    """Tells what microbatches change by nature: batch norm, buffers that calls write, and means by other counts.
+
+    A copy of the model, as it is before a step, is run with batch norms that normalise each row by itself, and buffers
+    that every microbatch finds as they were. What still differs between microbatches and the whole batch is a fault.
+    """
+
+    def __init__(self, trial: Trial, model: nn.Module, tolerance: float) -> None:
+        self._trial = trial
+        self.model = copy_module(model)
+        self._tolerance = tolerance
+
+    def find_apart(
+        self, by_pieces: Outcome, by_whole: Outcome, rounding: Mapping[Key, float], coarse: float
+    ) -> dict[Key, str]:
+        """Return the tensors that differ between microbatches and the whole batch, each as "nature" or "wrong".
+
+        rounding: the difference that rounding makes, by name. It counts only if the model computes in a coarser dtype.
+        coarse: the rounding of that dtype, 0.0 without one.
+        """
+        excused = rounding if coarse else {}
+        apart = self._list_apart(by_pieces, by_whole, excused, coarse)
+        # An output that is averaged by other counts is named when the model is compiled.
+        counted = [str(i) for i, meaning in enumerate(self._trial.meanings) if meaning.kind == "counted"]
+        # Ranks run it together, and one of them may find nothing in its batch.
+        if not self._trial.ranks.any(bool(apart)) or (counted and self._trial.objective.loss_fn is None):
+            return dict.fromkeys(apart, "nature")
+        rows = self._trial.batch.rows
+        with normalise_rows_alone():
+            wrong = self._list_apart(self._run(rows), self._run([sum(rows)]), excused, coarse)
+        return {key: "wrong" if key in wrong and key[0] != "buffer" else "nature" for key in apart}
+
+    def _run(self, rows: Sequence[int]) -> Outcome:
+        """Return what a step leaves of a copy whose buffers are as before for every microbatch."""
+        model = copy_module(self.model)
+        before = Snapshot(model.buffers())
+        model.register_forward_pre_hook(lambda *_: before.restore())
+        return self._trial.run(model, rows)
+
+    def _list_apart(self, a: Outcome, b: Outcome, rounding: Mapping[Key, float], coarse: float) -> list[Key]:
+        """Return the names of tensors that differ by more than rounding."""
+        found = {(d.kind, d.name): d.value for d in list_differences(a, b, coarse)}
+        return [k for k, v in found.items() if v > limit_difference(self._tolerance, rounding.get(k, 0.0), coarse)]
+
+
+def clone_call(call: Call) -> Call:
+    """Return a call with copies of its tensors, which a model may write to."""
+    cloned: Call = pytree.tree_map_only(Tensor, torch.clone, call)
+    return cloned

@@ -1,0 +1,331 @@
+"""verify(): prove on copies in float64 that a pipeline is its model: outputs, every gradient, every buffer.
+
+Both train for two steps on one batch. A difference counts if it is larger than what a change of the model's weights by
+their own rounding makes. Parts that compute in a coarser dtype are off by the rounding of that dtype besides.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.rnn import RNNBase
+
+from fxsplit.api.compile import recompile_like
+from fxsplit.api.compiler.compiled import get_mode
+from fxsplit.api.compiler.team import GradientHook
+from fxsplit.api.pipeline.pipeline import Pipeline
+from fxsplit.api.verify.compare import limit_difference
+from fxsplit.api.verify.compression import Compression, measure_compression
+from fxsplit.api.verify.hook_effect import HookEffect, measure_hook
+from fxsplit.api.verify.loss import Asked, Refused, choose_objective, refuse_gradients
+from fxsplit.api.verify.ranks import Ranks
+from fxsplit.api.verify.tally import Tally
+from fxsplit.api.verify.trials import Trial
+from fxsplit.errors import InputError
+from fxsplit.ir.facts.capture.call import Call, flatten_call, parse_example_inputs
+from fxsplit.runtime.loss.loss import LossFn
+from fxsplit.system.interrupts import lose_no_interrupt
+from fxsplit.system.shown import Parts, Shown, Table
+from fxsplit.torch_internals import pytree
+from fxsplit.torch_internals.distributed.away import is_away
+from fxsplit.torch_internals.fake.fake_weights import are_together
+from fxsplit.torch_internals.nn.copies import copy_module
+from fxsplit.torch_internals.random.generators import keep_torch_generators
+from fxsplit.torch_internals.random.no_dropout import disable_dropout
+from fxsplit.torch_internals.scopes.undo import leave_no_trace
+from fxsplit.torch_internals.tensors.coarse_rounding import find_eps, shake_coarse_parts
+from fxsplit.torch_internals.tensors.differences import Difference, widen_dtype
+from fxsplit.torch_internals.thread_modes import enable_gradients
+
+STEPS = 2
+"""The second step starts from weights and buffers that the first one has changed."""
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.15}
+"""Sums in another order differ by rounding, which layers amplify; a lost gradient differs by its own size."""
+FEW = 10
+"""How many values are listed if all agree."""
+STEP_SIZE = 0.01
+"""How far a step goes along the steepest gradient, as a share of the largest weight."""
+
+
+@dataclass(frozen=True, repr=False)
+class Verification(Shown):
+    """What was compared, the largest relative difference of each over all steps, and what the pipeline is.
+
+    `by_nature` are names of outputs, gradients and buffers in which the unsplit model itself, run on microbatches,
+    differs from its run on the whole batch for a reason that lies in the model: batch norm, buffers that every call
+    writes, or a loss that divides by a count that its graph does not show. They are compared with the model on
+    microbatches, and all others with the model on the whole batch.
+
+    Where cuts are compressed, or a gradient hook adds gradients over ranks, all this is of the same pipeline with exact
+    cuts and sums. `compression` and `gradient_hook` are what these change in one step.
+
+    `dtype` is that of the copies; of a model that was compared in the dtypes that it has, it is the finest one.
+    `coarse` is the rounding of the coarsest dtype that the model computes in, 0.0 if none is coarser than `dtype`.
+    `loss` is the loss that the copies were trained with, in words.
+    """
+
+    differences: tuple[Difference, ...]
+    by_nature: tuple[str, ...]
+    dtype: torch.dtype
+    front_end: str
+    nodes: int
+    stages: int
+    n_microbatches: int
+    compression: Compression | None = None
+    gradient_hook: HookEffect | None = None
+    coarse: float = 0.0
+    loss: str = ""
+
+    @property
+    def offending(self) -> tuple[Difference, ...]:
+        """What differs by more than rounding."""
+        allowed = TOLERANCE[self.dtype]
+        limits = [limit_difference(allowed, d.rounding, self.coarse) for d in self.differences]
+        return tuple(d for d, limit in zip(self.differences, limits, strict=True) if d.broken or not d.value <= limit)
+
+    @property
+    def equal(self) -> bool:
+        """Whether the pipeline is the model on the whole batch, or on microbatches in what is named `by_nature`."""
+        return not self.offending
+
+    @property
+    def largest(self) -> float:
+        """The largest relative difference."""
+        return max((d.value for d in self.differences), default=0.0)
+
+    def summarise(self) -> str:
+        """Return whether the pipeline is the model, and how many values were compared."""
+        verdict = "equal" if self.equal else f"NOT equal: {len(self.offending)} of {len(self.differences)} differ"
+        return f"{verdict}; {len(self.differences)} values compared, largest difference {self.largest:.1e}"
+
+    def show(self) -> Parts:
+        """Return a row for each output, gradient and buffer, the largest differences first, and the verdict."""
+        ordered = sorted(self.differences, key=lambda d: -d.value)
+        # If something differs, the whole list shows where it begins.
+        listed = ordered if self.offending else ordered[:FEW]
+        rows = [(d.kind, f"{d.value:.1e}", d.name) for d in listed]
+        yield Table(("what", ">relative difference", "name"), rows)
+        if len(listed) < len(ordered):
+            yield f"... and {len(ordered) - len(listed)} more, none larger"
+        verdict = "equal" if self.equal else f"NOT equal: {len(self.offending)} of {len(ordered)} differ"
+        dtype = str(self.dtype).removeprefix("torch.")
+        yield f"\n{verdict}; {self.nodes} nodes by {self.front_end}, {self.stages} stages"
+        yield f"{self.n_microbatches} microbatches, {dtype}; trained with {self.loss}"
+        if self.compression is not None:
+            yield f"{self.compression}; all else is of exact cuts"
+        if self.gradient_hook is not None:
+            yield f"{self.gradient_hook}; all else is of exact sums"
+        if self.by_nature:
+            yield (
+                f"{len(self.by_nature)} values differ from the model on the whole batch by nature, as the unsplit "
+                f"model on microbatches does (batch norm, buffers, other counts): {', '.join(self.by_nature[:3])} ..."
+            )
+
+
+@lose_no_interrupt
+@leave_no_trace
+@enable_gradients()
+def verify(pipe: Pipeline, inputs: Any, more: Mapping[str, Any] | None = None, *, target: Any = None) -> Verification:
+    """Train copies of a pipeline and of its model for two steps on one batch, and compare all they leave behind.
+
+    inputs: one whole batch, as `compile` takes it; `more` are keyword arguments besides.
+    target: that of the batch, as `pipe.step` takes it. With a target the loss is the pipeline's own `loss_fn`. Without
+        one it is the model's own if it returns one, else the sum of squares of all float outputs. `loss` of the result
+        says which.
+
+    The copies are in float64 and drop nothing. A model that refuses float64 is compared in float32, and one that
+    refuses both in the dtypes that it has. A model that is frozen as a whole is thawed, and batch norm is not deferred.
+    Neither the pipeline nor its model are changed. Over ranks all of them call this, each with the batch of its
+    pipeline, and all return the same. Raises InputError for a model or a loss that draws random numbers otherwise, for
+    asynchronous schedules, and for a target that does not fit. Raises CallError, as compile does, for arguments that do
+    not fit the model's forward(), and what the model raises in its own dtypes.
+    """
+    if not isinstance(pipe, Pipeline):
+        raise InputError(f"verify() is given a {type(pipe).__name__}: give a pipeline, as fxsplit.compile returns it")
+    call = parse_example_inputs(inputs, "inputs")
+    call.kwargs.update(more or {})
+    ranks = Ranks(pipe.compiler.team)
+    with ranks.meet():
+        # The unsplit model would raise a TypeError of its own.
+        flatten_call(inspect.signature(pipe.model.forward), *call)
+        if any(w.is_meta for w in (*pipe.model.parameters(), *pipe.model.buffers())):
+            raise InputError(
+                f"{type(pipe.model).__name__} has no values yet, it is on the meta device: load its weights"
+            )
+        asked = Asked(pipe.compiler.options.loss_fn, target)
+        asked.check(ranks)
+        model = ranks.copy_whole(pipe.model)
+        # float64 keeps rounding some eight digits below any gradient that is lost; some models know float32 alone.
+        with disable_dropout(), keep_torch_generators(), refuse_gradients(pipe.model, asked):
+            for dtype in (torch.float64, torch.float32):
+                try:
+                    return _train_copies(pipe, *_convert(dtype, model, call, asked), dtype, ranks)
+                except Refused:
+                    continue
+            try:
+                return _train_copies(pipe, *_convert(None, model, call, asked), _find_finest_dtype(model), ranks)
+            except Refused as refused:
+                asked.check_rows(model, call, pipe.compiler.options.chunks)
+                # The model's own error, or that of the loss, if it is this rank that refuses.
+                raise refused.__cause__ or InputError("verify() was refused on another rank, which says why") from None
+
+
+def _find_finest_dtype(model: nn.Module) -> torch.dtype:
+    """Return the floating dtype of the model's parameters that rounds least, torch.float32 if there is none."""
+    floats = [p.dtype for p in model.parameters() if p.is_floating_point() or p.is_complex()]
+    return min({dtype.to_real() for dtype in floats} & TOLERANCE.keys(), key=find_eps, default=torch.float32)
+
+
+def _train_copies(
+    pipe: Pipeline, model: nn.Module, call: Call, asked: Asked, dtype: torch.dtype, ranks: Ranks
+) -> Verification:
+    """Train copies of `model` side by side, and return how they differ; `dtype` is the finest one of model and call.
+
+    Raises InputError for a model without a float output, or one that draws random numbers besides dropout.
+    """
+    # The copies of `model` run unsplit, and one has weights off by rounding, to tell what rounding makes.
+    unsplit, shaken = copy_module(model), copy_module(model)
+    _shake_weights(shaken)
+    # Constants that are made for float32 may be too large a power for float64.
+    objective = choose_objective(unsplit, call, asked, ranks, finite=dtype is torch.float64)
+    ways = _Ways(pipe, objective.loss_fn, ranks.take_common_rows(model, call, pipe.compiler.options.chunks))
+    mine = copy_module(model)
+    with ways.compile(mine) as split, ranks.lend_counted(split, call):
+        batch = split.compiler.prepare(get_mode(mine), call)
+        trial = Trial.of(call, batch, split, objective, ranks)
+        effects = ways.measure(model, trial)
+        tally = Tally(trial, split, TOLERANCE[dtype])
+        for _ in range(STEPS):
+            tally.begin_step(unsplit)
+            whole = copy_module(unsplit)
+            by_pieces, by_pipeline = trial.run(unsplit, batch.rows), trial.run_pipeline(split)
+            by_whole = trial.run(whole, [sum(batch.rows)])
+            with shake_coarse_parts(dtype) as shaking:
+                by_shaken = trial.run(shaken, batch.rows)
+            tally.measure_rounding(by_shaken, by_pieces, shaking.eps)
+            tally.compare(by_pipeline, by_pieces, by_whole)
+            # All start the next step from the same weights and buffers, those of the unsplit model on microbatches.
+            _take_step(unsplit)
+            _take_step(shaken)
+            _load(mine, unsplit)
+        return Verification(
+            tally.list_differences(),
+            tally.list_natural(),
+            dtype,
+            split.front_end,
+            sum(n.op not in ("placeholder", "output") for n in split.traced.gm.graph.nodes),
+            len(split.stages),
+            len(batch.rows),
+            *effects,
+            tally.coarse,
+            objective.text,
+        )
+
+
+class _Effects(NamedTuple):
+    """What is asked for by options changes in one step."""
+
+    compression: Compression | None = None
+    gradient_hook: HookEffect | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Ways:
+    """Compiles copies of a model as `pipe` is compiled, for one example: exactly, and in the ways that approximate."""
+
+    pipe: Pipeline
+    loss_fn: LossFn | None
+    example: Call
+
+    def compile(self, model: nn.Module, *, compress: str | None = None, hook: GradientHook | None = None) -> Pipeline:
+        """Return a copy of the model as a pipeline, whose cuts and sums are exact unless they are to be otherwise."""
+        made = recompile_like(self.pipe, model, self.loss_fn, compress, hook)
+        # Of a hook that begins later the first step would say nothing.
+        if hook is not None and made.compiler.team is not None:
+            made.compiler.team.summing.choice.skip_warm_up()
+        made.compiler.program(get_mode(model), self.example)
+        return made
+
+    def measure(self, model: nn.Module, trial: Trial) -> _Effects:
+        """Return what compressed cuts and a gradient hook change in one step, each where it is asked for."""
+        compression = effect = None
+        options = self.pipe.compiler.options
+        if not options.way_to_compress and options.gradient_hook is None:
+            return _Effects()
+        exact = trial.run(copy_module(model), trial.batch.rows)
+        if how := options.way_to_compress:
+            with self.compile(copy_module(model), compress=how) as other:
+                compression = measure_compression(how, trial, trial.run_pipeline(other), exact)
+        if options.gradient_hook is not None:
+            hook: Any = trial.ranks.find_summing(self.pipe).copy_option()
+            with self.compile(copy_module(model), hook=hook) as other:
+                effect = measure_hook(other, trial, trial.run_pipeline(other), exact)
+        return _Effects(compression, effect)
+
+
+def _shake_weights(model: nn.Module) -> None:
+    """Change every weight by its dtype's rounding, one up, the next one down."""
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.is_floating_point():
+                up = torch.arange(weight.numel(), device=weight.device).view(weight.shape) % 2 == 0
+                weight.mul_(1.0 + torch.where(up, 1.0, -1.0).to(weight.dtype) * torch.finfo(weight.dtype).eps)
+
+
+def _convert(dtype: torch.dtype | None, model: nn.Module, call: Call, asked: Asked) -> tuple[nn.Module, Call, Asked]:
+    """Return a copy of the model, the call and what is asked for, in a dtype (None: in the dtypes that they have).
+
+    They are in host memory if the model cannot run where it is, as its stages have its weights on several devices.
+    """
+    given = [t for t in pytree.tree_leaves(call) if isinstance(t, Tensor)]
+    runs_here = are_together([*model.parameters(), *model.buffers()], given)
+
+    def convert(tensor: Tensor) -> Tensor:
+        tensor = tensor if runs_here else tensor.cpu()
+        if dtype is None:
+            return tensor
+        # Floating and complex numbers alone have gradients, and are what a dtype is for.
+        return tensor.to(widen_dtype(tensor, dtype)) if tensor.is_floating_point() or tensor.is_complex() else tensor
+
+    copied = copy_module(model)._apply(convert)
+    for module in copied.modules():
+        if isinstance(module, RNNBase):
+            # Its dropout happens inside one kernel, where `disable_dropout` does not reach.
+            module.dropout = 0.0
+    frozen = not any(parameter.requires_grad for parameter in copied.parameters())
+    for parameter in copied.parameters():
+        parameter.grad = None
+        # With every parameter frozen there would be no gradient to compare.
+        if frozen and parameter.is_floating_point():
+            parameter.requires_grad_()
+
+    return copied, pytree.tree_map_only(Tensor, lambda t: convert(t.detach()), call), asked.convert(convert)
+
+
+def _load(model: nn.Module, like: nn.Module) -> None:
+    """Give the weights of a model the values of another one, and no gradient; other ranks have some of them."""
+    others = {**dict(like.named_parameters()), **dict(like.named_buffers())}
+    with torch.no_grad():
+        for name, weight in (*model.named_parameters(), *model.named_buffers()):
+            if not is_away(weight):
+                weight.copy_(others[name])
+            weight.grad = None
+
+
+def _take_step(model: nn.Module) -> None:
+    """Take a step down the gradients and forget them."""
+    trained = [(w, w.grad) for w in model.parameters() if w.grad is not None and w.numel()]
+    trained = [(w, gradient.to_dense() if gradient.is_sparse else gradient) for w, gradient in trained]
+    with torch.no_grad():
+        steepest = max((float(gradient.abs().max()) for _, gradient in trained), default=0.0)
+        largest = max((float(w.abs().max()) for w, _ in trained), default=0.0)
+        # One rate for all weights: a gradient that is rounding alone moves its weight by rounding alone.
+        for weight, gradient in trained:
+            if steepest > 0.0:
+                weight.sub_(gradient * (STEP_SIZE * largest / steepest))
+            weight.grad = None

@@ -1,0 +1,1 @@
+"""Files of weights: safetensors, by themselves or in folders of checkpoints, their names, and JSON beside them."""

@@ -1,0 +1,78 @@
+"""Rewrites: hold what the user's passes make of a graph against what it was before.
+
+The graph must compute the same, but for rounding or for the tolerance that a pass states. In evaluation it may have
+lost gradients: it is then `Detached`, and right as long as nobody trains.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fxsplit.errors import BrokenFact, ChainError
+from fxsplit.frontend.check.rerun import compare_graphs
+from fxsplit.ir.facts.detached import Detached
+from fxsplit.ir.facts.stages import list_weights
+from fxsplit.ir.graph import IR, Pass, is_own, name_pass
+
+
+@dataclass(frozen=True, eq=False)
+class Rewrites:
+    """Checks the passes of a chain, which begins with `captured`."""
+
+    captured: IR
+
+    def check(self, step: Pass, before: IR, after: IR) -> IR:
+        """Return `after`, which knows that it is Detached where it is; raises BrokenFact for a graph that is another.
+
+        Nothing is run for fxsplit's own passes, and for those that leave the graph as it is.
+        """
+        if is_own(step) or after.gm is before.gm:
+            return after
+        tolerance = _read_tolerance(step)
+        lost = self._find_foreign(before, after)
+        for found in compare_graphs(before, after):
+            if found.value <= (found.rounding if tolerance is None else tolerance):
+                continue
+            if found.kind == "gradient":
+                lost = lost or found.name
+                continue
+            raise BrokenFact(
+                f"the graph computes something else on the example than before: {found.kind} {found.name} differs by "
+                f"{found.value:.2g} of its largest value. Mend the pass; or, where it changes numbers on purpose, let "
+                "it state by how much of the largest value: tolerance: ClassVar[float] = 0.01, or float('inf')"
+            )
+        return _detach(step, after, lost)
+
+    def _find_foreign(self, before: IR, after: IR) -> str | None:
+        """Return the path of a weight that the graph has now and that is none of the model's; None if there is none."""
+        known = {id(weight) for gm in (self.captured.gm, before.gm) for weight in list_weights(gm)}
+        named = (*after.gm.named_parameters(), *after.gm.named_buffers())
+        return next((path for path, weight in named if id(weight) not in known), None)
+
+
+def _read_tolerance(step: Pass) -> float | None:
+    """Return what a pass states as `tolerance`, or None; raises ChainError for a value that is no such number."""
+    tolerance = getattr(step, "tolerance", None)
+    if tolerance is None:
+        return None
+    # Turned round, so that a value that is not a number is refused too.
+    if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not tolerance >= 0:
+        raise ChainError(
+            f"pass {name_pass(step)!r} has tolerance={tolerance!r}: state by how much of its largest value a tensor may"
+            " change, such as 0.01"
+        )
+    return float(tolerance)
+
+
+def _detach(step: Pass, after: IR, weight: str | None) -> IR:
+    """Return an IR that knows about `weight`, if there is one; raises BrokenFact for a graph that is to be trained."""
+    # An IR that was detached before says which pass was the first.
+    if weight is None or after.get(Detached):
+        return after
+    if after.mode == "train":
+        raise BrokenFact(
+            f"training would not reach the model: {weight!r} is a weight of the pass and none of {after.model}'s own, "
+            "or gets another gradient than before. Use the modules and weights of ir.gm as they are, or leave the graph"
+            " of training alone: if ir.mode == 'train': return ir"
+        )
+    return after.learn(Detached(name_pass(step), weight))

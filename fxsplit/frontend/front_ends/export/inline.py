@@ -1,0 +1,253 @@
+"""Write the graph that passes work on from the program that torch.export has made.
+
+In a program all modules are taken apart into operators of aten, and each weight is fetched once for all its users:
+
+    h = self.a(x)                              a_weight = get_attr a.weight             and so on for each weight
+    with torch.no_grad():                      in_0 = placeholder
+        scale = torch.softmax(h, -1)           linear = aten.linear(in_0, a_weight, a_bias)
+    return self.norm(h) * scale                block = wrap_with_set_grad_enabled(False, submod_1, linear)
+                                               getitem = getitem(block, 0)
+                                               add_ = aten.add_(norm_num_batches_tracked, 1)
+                                               batch_norm = aten.batch_norm(linear, norm_weight, norm_bias, ...)
+                                               mul = aten.mul(batch_norm, getitem)
+
+`submod_1` is a GraphModule, the block's body. The graph written from this program computes the same:
+
+    x = placeholder                            named for the call's argument
+    a_weight = get_attr a.weight               each user of a weight fetches it, in its own stage
+    linear = aten.linear(x, a_weight, a_bias)
+    softmax = aten.softmax(linear, -1)         the body's nodes
+    detach = aten.detach(softmax)              the block's result has no gradient
+    norm = call_module norm(linear)            torch's batch norms are modules, which count batches themselves
+    mul = aten.mul(norm, detach)
+
+A block under another mode, such as autocast, becomes one call of a module, and so does what torch.vmap runs. Marks
+around the calls of an autograd.Function (`autograd_functions`) become a call of the function. Operators in place of a
+submodule that stays whole (`whole_modules`) become a call of the submodule.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxsplit.errors import TraceError
+from fxsplit.frontend.front_ends.autograd_functions import enter, leave
+from fxsplit.frontend.front_ends.export.batch_norms import find_batch_norms, find_counter
+from fxsplit.frontend.front_ends.export.blocks import (
+    Region,
+    can_be_inlined,
+    cut_out,
+    find_body,
+    find_vmaps,
+    is_block,
+    writes,
+)
+from fxsplit.frontend.front_ends.export.whole_modules import WholeCall, whole
+from fxsplit.frontend.graph import find_submodule
+from fxsplit.ir.facts.capture.numbers import list_number_nodes
+from fxsplit.torch_internals import pytree
+from fxsplit.torch_internals.fx.vmap import run_vmap
+
+aten = torch.ops.aten
+END = 2**63 - 1
+"""Where a slice ends that goes to the end."""
+ASSERTS = (aten._assert_tensor_metadata.default, aten._assert_scalar.default)
+"""Checks of the example's dtypes and sizes, which the pipeline checks at each call."""
+IDLE = (*ASSERTS, "_guards_fn")
+"""What is not written: guards are asked for each number of rows, and not at each call."""
+VALUE_ASSERTS = (aten._assert_async.default, aten._assert_async.msg)
+"""Checks of a tensor's values, which the model does at each call, and so does the graph."""
+UNWRAPS = (aten.item.default, aten._local_scalar_dense.default)
+"""What makes a Python number of a tensor."""
+Calls = Sequence[Callable[..., Any]]
+WholeCalls = Sequence[WholeCall]
+Use = Callable[[Any], Any]
+"""Returns what has, in the graph that is written, the value of a node that is read."""
+
+
+class GraphWriter:
+    """Writes `graph` from a program and the bodies of its blocks; `held` is what the graph fetches and calls.
+
+    `model` is the exported model. `functions` are the marked calls of autograd.Functions, `wholes` the calls of
+    submodules that stay whole, both by the number in their operators.
+    """
+
+    def __init__(self, program: fx.GraphModule, model: nn.Module, functions: Calls, wholes: WholeCalls) -> None:
+        self.graph = fx.Graph()
+        self.held: dict[str, Any] = {}
+        self._program, self._model = program, model
+        # A tied weight has several names, and goes by the first one that the model has for it.
+        self._names = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
+        self._batch_norms = find_batch_norms(program, model)
+        self._functions, self._wholes = functions, wholes
+        self._entered: dict[int, list[Any]] = defaultdict(list)  # what each marked call is called with
+        self._called: dict[tuple[Any, int], fx.Node] = {}  # the call that several marks or operators stand for
+
+    def write_program(
+        self, inputs: Sequence[str], returns: pytree.TreeSpec, numbers: Mapping[str, float] = MappingProxyType({})
+    ) -> None:
+        """Write the whole graph: `inputs` are the names of its placeholders, `returns` the structure of its output.
+
+        `numbers` are further placeholders with their defaults, which the program has as tensors.
+        Raises TraceError for a block that a graph cannot hold.
+        """
+        placeholders = self._program.graph.find_nodes(op="placeholder")
+        written = [self.graph.placeholder(name) for name in inputs]
+        written += [self.graph.placeholder(name, default_value=value) for name, value in numbers.items()]
+        values = dict(zip(placeholders, written, strict=True))
+        self.graph.output(pytree.tree_unflatten(self.write(self._program, values), returns))
+        # Idle are fetches of weights that batch norms have themselves, and operators between marks.
+        self.graph.eliminate_dead_code(_is_needed_unused)
+
+    def write(self, body: fx.GraphModule, values: Mapping[fx.Node, Any]) -> list[Any]:
+        """Write the nodes of a program or a block's body, whose placeholders have `values`; return what it returns."""
+        written = dict(values)
+
+        def use(value: Any) -> Any:
+            # Each user fetches a weight by itself: a fetch that two stages share would tie them together.
+            return written[value] if value in written else self._fetch(body, value)
+
+        vmaps = find_vmaps(body)
+        inside = {node for nodes in vmaps.values() for node in nodes}
+        for node in body.graph.nodes:
+            if node in vmaps:
+                written |= self._write_vmap(body, vmaps[node], use)
+            elif node.op.startswith("call") and node not in inside and node.target not in IDLE:
+                written[node] = self._write_node(body, node, use)
+        returned: Any = body.graph.output_node().args[0]
+        return [use(v) if isinstance(v, fx.Node) else v for v in returned]
+
+    def _fetch(self, body: fx.GraphModule, value: fx.Node) -> fx.Node:
+        """Return a new node that fetches what `value` fetches."""
+        assert value.op == "get_attr", value
+        tensor = operator.attrgetter(str(value.target))(body)
+        name = self._names.setdefault(id(tensor), f"constant_{len(self.held)}_{value.name}")
+        self.held[name] = tensor
+        return _copy_meta(self.graph.create_node("get_attr", name), value)
+
+    def _write_node(self, body: fx.GraphModule, node: fx.Node, use: Use) -> Any:
+        """Write one node of a body, if there is anything to write, and return what has its value."""
+        args: Any = node.args
+        if node in self._batch_norms:
+            path = self._batch_norms[node]
+            if path is None:  # counts batches, as the module will do itself
+                return use(find_counter(body, node))
+            self.held[path] = self._model.get_submodule(path)
+            return _copy_meta(self.graph.call_module(path, (use(args[0]),)), node)
+        if node.target is enter:
+            self._entered[args[1]].append(use(args[0]))
+            return use(args[0])
+        # What lies between the marks is written too, and idle at the end.
+        if node.target is leave:
+            return self._write_function(node, args[1], args[2])
+        if node.target is whole:
+            return self._write_whole(node, use)
+        if is_block(node):
+            return self._write_block(body, node, use)
+        # An inlined block returns a tuple of nodes, so its results are picked here and not in the graph.
+        if node.target is operator.getitem and isinstance(values := use(args[0]), (tuple, list)):
+            return values[args[1]]
+        # The program unwraps a number, which the graph is given as it is.
+        if node.target in UNWRAPS and use(args[0]) in list_number_nodes(self.graph):
+            return use(args[0])
+        if node.target is aten.slice.Tensor and args[2:] in ((0, END), (0, END, 1)):  # x[:]
+            return use(args[0])
+        return self.graph.node_copy(node, use)
+
+    def _write_block(self, body: fx.GraphModule, node: fx.Node, use: Use) -> Any:
+        """Write a block: as its nodes where it only goes without gradients, otherwise as one call of a module."""
+        position, inside = find_body(body, node)
+        options, given = node.args[:position], [fx.node.map_arg(a, use) for a in node.args[position + 1 :]]
+        if any(isinstance(leaf, fx.Node) for leaf in pytree.tree_leaves(options)):
+            raise TraceError(
+                f"forward() calls {node.target}, which decides by values, and a graph cannot hold it: keep the module "
+                "that calls it whole, fxsplit.leaf('its.path')",
+                submodule=find_submodule(node),
+            )
+        if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and can_be_inlined(options, inside):
+            results = self.write(inside, dict(zip(inside.graph.find_nodes(op="placeholder"), given, strict=True)))
+            # What the block hands through from outside keeps its gradient.
+            known = {id(v) for v in given}
+            return tuple(v if id(v) in known else self._detach(v) for v in results)
+        return self._write_region(node, Region(node.target, options, inside), given)  # type: ignore[arg-type]
+
+    def _write_vmap(self, body: fx.GraphModule, nodes: Sequence[fx.Node], use: Use) -> dict[fx.Node, Any]:
+        """Write what a vmap runs as one call of a module; return what has the values of its nodes that others read."""
+        inside, given, returned = cut_out(body, nodes)
+        call = self._write_region(nodes[0], Region(run_vmap, (), inside), [use(value) for value in given])
+        results = (self.graph.call_function(operator.getitem, (call, i)) for i in range(len(returned)))
+        return {node: _copy_meta(result, node) for node, result in zip(returned, results, strict=True)}
+
+    def _write_region(self, node: fx.Node, region: Region, given: Sequence[Any]) -> fx.Node:
+        """Write the block that begins at `node` as one call of a module."""
+        for part in (m for m in region.modules() if isinstance(m, fx.GraphModule)):
+            self._refuse_calls(part)
+            # Asserts name the device of the capture, and a stage may be on another one.
+            for idle in [n for n in part.graph.nodes if n.target in ASSERTS]:
+                part.graph.erase_node(idle)
+            part.recompile()
+        name = f"region_{1 + sum(isinstance(held, Region) for held in self.held.values())}"
+        self.held[name] = region
+        return _copy_meta(self.graph.call_module(name, tuple(given)), node)
+
+    def _refuse_calls(self, body: fx.GraphModule) -> None:
+        """Raise TraceError for calls in a block's body, which would have to be put back where nothing is written."""
+        for node in body.graph.nodes:
+            args: Any = node.args
+            if node.target is enter:
+                raise TraceError(
+                    f"{self._functions[args[1]].__name__} is an autograd.Function called in a block of autocast or "
+                    "without gradients, in which an exported graph loses its backward: keep the module that calls it "
+                    "whole, fxsplit.leaf('its.path')"
+                )
+            if node.target is whole:
+                call = self._wholes[args[4]]
+                raise TraceError(
+                    f"submodule {call.path!r} is called in a block of autocast, vmap, or no_grad that writes, and "
+                    "such a block is one call in a graph: keep a module around it whole",
+                    submodule=call.around,
+                )
+
+    def _write_function(self, node: fx.Node, number: int, output: int) -> fx.Node:
+        """Return an output of the marked call `number` of an autograd.Function, which leaves the call at `node`.
+
+        The operators between the marks, which torch.export has seen inside of the call, are idle then.
+        """
+        if (leave, number) not in self._called:
+            call = self.graph.call_function(self._functions[number], tuple(self._entered[number]))
+            self._called[leave, number] = _copy_meta(call, node)
+        return self.graph.call_function(operator.getitem, (self._called[leave, number], output))
+
+    def _write_whole(self, node: fx.Node, use: Use) -> fx.Node:
+        """Return an output of a call of a submodule that stays whole; `node` stands for that output."""
+        given, _, _, _, number, output = node.args
+        assert isinstance(given, Sequence) and isinstance(number, int) and isinstance(output, int)
+        call = self._wholes[number]
+        if (whole, number) not in self._called:
+            self.held[call.path] = self._model.get_submodule(call.path)
+            self._called[whole, number] = _copy_meta(call.write(self.graph, [use(v) for v in given]), node)
+        return call.write_output(self._called[whole, number], output)
+
+    def _detach(self, value: Any) -> Any:
+        """Return a tensor's node without the gradient; any other value as it is."""
+        if not isinstance(value, fx.Node) or not isinstance(value.meta.get("val"), Tensor):
+            return value
+        return _copy_meta(self.graph.call_function(aten.detach.default, (value,)), value)
+
+
+def _copy_meta(written: fx.Node, node: fx.Node) -> fx.Node:
+    """Return a written node with the notes of the one it is written for: its module, its line, its shape."""
+    written.meta = dict(node.meta)
+    return written
+
+
+def _is_needed_unused(node: fx.Node) -> bool:
+    """Return whether a node stays in the graph where nothing reads its value."""
+    return node.op not in ("call_function", "get_attr") or writes(node) or node.target in VALUE_ASSERTS

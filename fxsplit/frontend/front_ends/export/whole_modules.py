@@ -1,0 +1,252 @@
+"""Submodules that stay whole in an exported program: torch.export sees what comes out of them, and not into them.
+
+A submodule may do what torch.export cannot follow, such as `if h.sum() > 0`. While the model is exported, a call of
+such a submodule returns made-up tensors of the right shapes, each from one operator:
+
+    whole = fxsplit::whole([linear], [rows, 8], [0, 1], float32, 0, 0)        call number 0, output number 0
+
+In the graph the operators of call 0 become `call_module inner(linear)` (`fxsplit.frontend.front_ends.export.inline`).
+The shapes are those which the submodule returned when the model ran by itself, once on the rows as they are and once
+with every row twice: a dimension that doubled is a multiple of the number of rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxsplit.errors import TraceError
+from fxsplit.frontend.subject import Runnable
+from fxsplit.torch_internals import pytree
+from fxsplit.torch_internals.fake.fake_weights import is_fake
+from fxsplit.torch_internals.fx.interpret import preserve
+from fxsplit.torch_internals.nn.containers import register_dataclasses
+from fxsplit.torch_internals.scopes.undo import undo_after
+
+torch.library.define(
+    "fxsplit::whole", "(Tensor[] given, SymInt[] shape, int[] order, ScalarType dtype, int call, int i) -> Tensor"
+)
+
+
+@torch.library.impl("fxsplit::whole", "CompositeExplicitAutograd")
+def _make_output(
+    given: list[Tensor], shape: list[Any], order: list[int], dtype: torch.dtype, call: int, i: int
+) -> Tensor:
+    """Return a tensor without values, whose dimensions lie in memory in an `order`, the outermost first."""
+    if not is_fake(given[0]):
+        raise AssertionError("a call that stays whole was left out of the graph")
+    inverse = [order.index(d) for d in range(len(order))]
+    return torch.empty([shape[d] for d in order], dtype=dtype, device=given[0].device).permute(inverse)
+
+
+whole = torch.ops.fxsplit.whole.default
+
+CONSTANTS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
+"""What may stand in a graph beside tensors."""
+
+
+@dataclass(frozen=True)
+class WholeCall:
+    """One call of the submodule under `path`, which the submodule under `around` makes (None: the model itself).
+
+    `leaves` and `structure` are the flat arguments, with Ellipsis in the place of each tensor. `outputs` are, for each
+    tensor that the call returns, the keys that lead to it in what the call returns.
+    """
+
+    path: str
+    around: str | None
+    leaves: tuple[Any, ...]
+    structure: pytree.TreeSpec
+    outputs: tuple[tuple[Any, ...], ...]
+
+    def write(self, graph: fx.Graph, given: Sequence[Any]) -> fx.Node:
+        """Return a new node that calls the submodule, with the nodes `given` for its tensors."""
+        tensors = iter(given)
+        filled = [next(tensors) if leaf is ... else leaf for leaf in self.leaves]
+        args, kwargs = pytree.tree_unflatten(filled, self.structure)
+        return graph.call_module(self.path, args, kwargs)
+
+    def write_output(self, node: fx.Node, position: int) -> fx.Node:
+        """Return a new node for one tensor of what `node`, the call, returns."""
+        value: Any = fx.Proxy(node)
+        # What a key does to a proxy, an index or an attribute, becomes a node of its graph.
+        for key in self.outputs[position]:
+            value = key.get(value)
+        made: fx.Node = value.node
+        return made
+
+
+Result = tuple[list[tuple[tuple[Any, ...], Any]], pytree.TreeSpec]
+"""What a call returned: its leaves, each with the keys that lead to it, and their structure."""
+
+
+class WholeModules:
+    """The submodules of a model that stay whole; `calls` fills while the model is exported."""
+
+    def __init__(self, here: Runnable, paths: Sequence[str]) -> None:
+        self.calls: list[WholeCall] = []
+        self._model = here.model
+        self._modules = {path: here.model.get_submodule(path) for path in paths}
+        self._example_rows = here.rows
+        # The number of rows that the model is exported with, once that is known: a symbol, and not the example's.
+        self.rows: Any = here.rows
+        once = _record_results(here, self._modules, here.clone_tensors()) if paths else {}
+        twice = _record_results(here, self._modules, here.clone_doubled()) if paths else {}
+        # A loop over rows, for example: another number of rows would be another graph.
+        for path in paths:
+            if len(once[path]) != len(twice[path]):
+                raise self._make_error(
+                    path, f"is called {len(once[path])} times for {here.rows} rows, which can change"
+                )
+        self._results = {path: list(zip(once[path], twice[path], strict=True)) for path in paths}
+
+    @contextmanager
+    def replace_calls(self) -> Iterator[None]:
+        """Let calls of the submodules, in this thread, be one operator for each tensor that they return."""
+        with ExitStack() as stack:
+            for path, module in self._modules.items():
+                stack.enter_context(replace_forward(module, self._make_forward(path, module)))
+            yield
+
+    def _make_forward(self, path: str, module: nn.Module) -> Callable[..., Any]:
+        """Return what stands for the forward() of a submodule."""
+        # In the order of the recorded calls, and from the start again should torch.export run forward() once more.
+        forward, thread, results = module.forward, threading.get_ident(), itertools.cycle(self._results[path])
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            # Another pipeline's workers may run the same submodule just now.
+            if threading.get_ident() != thread:
+                return forward(*args, **kwargs)
+            # An object of the user's own would be a constant of the graph, the same in every call.
+            foreign = _find_foreign((args, kwargs))
+            if foreign is not None:
+                why = f"is called with a {type(foreign).__name__}, which a graph cannot hand to it"
+                raise self._make_error(path, why)
+            leaves, structure = pytree.tree_flatten((args, kwargs))
+            tensors = [v for v in leaves if isinstance(v, Tensor)]
+            # forward() called by itself runs no hooks, so no result of it was recorded.
+            if not tensors or not self._results[path]:
+                raise self._make_error(path, f"is called without a tensor, or by {path}.forward()")
+            once, twice = next(results)
+            pairs, _ = once
+            kept = tuple(... if isinstance(v, Tensor) else v for v in leaves)
+            outputs = tuple(keys for keys, value in pairs if isinstance(value, Tensor))
+            self.calls.append(WholeCall(path, self._find_around(path), kept, structure, outputs))
+            return self._make_result(path, tensors, once, twice)
+
+        return call
+
+    def _make_result(self, path: str, tensors: list[Tensor], once: Result, twice: Result) -> Any:
+        """Return what the latest call of a submodule returns: an operator's output in each tensor's place.
+
+        Raises TraceError for a result that changes with the number of rows, except for tensors' lengths.
+        """
+        (pairs, structure), (pairs_twice, structure_twice) = once, twice
+        if structure != structure_twice:
+            raise self._make_error(path, f"returns other things for {self._example_rows} rows than for twice as many")
+        leaves: list[Any] = []
+        positions = itertools.count()
+        for (_, a), (_, b) in zip(pairs, pairs_twice, strict=True):
+            if isinstance(a, Tensor):
+                shape, number = self._find_shape(path, a, b), len(self.calls) - 1
+                leaves.append(whole(tensors, shape, _find_memory_order(a), a.dtype, number, next(positions)))
+            # A constant that is the same for other rows may stand in the graph.
+            elif type(a) is type(b) and a == b:
+                leaves.append(a)
+            else:
+                why = f"returns {a!r} for {self._example_rows} rows and {b!r} for twice as many"
+                raise self._make_error(path, why)
+        return pytree.tree_unflatten(leaves, structure)
+
+    def _find_shape(self, path: str, once: Tensor, twice: Tensor) -> list[Any]:
+        """Return the shape of an output for the rows that the model is exported with.
+
+        (6, 8) for 3 rows and (12, 8) for 6 rows is [2 * rows, 8].
+        """
+        shape: list[Any] = []
+        for a, b in zip(once.shape, twice.shape, strict=True):
+            if a == b:
+                shape.append(a)
+            elif b == 2 * a and a % self._example_rows == 0:
+                shape.append(a // self._example_rows * self.rows)
+            else:
+                raise self._make_error(
+                    path,
+                    f"returns {tuple(once.shape)} for {self._example_rows} rows and {tuple(twice.shape)} for twice as "
+                    "many, and what follows it needs shapes that do not hang on values",
+                )
+        return shape
+
+    def _make_error(self, path: str, why: str) -> TraceError:
+        """Return the error for a submodule that cannot be one call, which asks for the one around it."""
+        return TraceError(f"submodule {path!r} {why}: keep a module around it whole", submodule=self._find_around(path))
+
+    def _find_around(self, path: str) -> str | None:
+        """Return the path of the submodule that calls the one under `path`; None where that is the model itself."""
+        while path := path.rpartition(".")[0]:
+            # Lists and dicts of modules are never called.
+            if not isinstance(self._model.get_submodule(path), (nn.ModuleList, nn.ModuleDict)):
+                return path
+        return None
+
+
+@contextmanager
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let calls of one module go to `forward` inside the block."""
+    own = module.__dict__.get("forward")
+
+    def put_back() -> None:
+        # A forward that the caller has set on the instance stays there.
+        if own is not None:
+            module.__dict__["forward"] = own
+        else:
+            module.__dict__.pop("forward", None)
+
+    with undo_after(put_back):
+        module.__dict__["forward"] = forward
+        yield
+
+
+def _find_memory_order(tensor: Tensor) -> list[int]:
+    """Return a tensor's dimensions as they lie in memory, the outermost first; [0, 2, 1] for transposed rows."""
+    # Later operators, such as view(), may need the strides that the submodule's output really has.
+    strides = tensor.stride()
+    return sorted(range(tensor.ndim), key=lambda d: (-strides[d], d))
+
+
+def _find_foreign(value: Any) -> Any:
+    """Return what in a call's arguments a graph cannot hold; None if there is nothing such."""
+    if isinstance(value, (Tensor, *CONSTANTS)):
+        return None
+    if type(value) in (tuple, list, dict) or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        parts = value.values() if isinstance(value, dict) else value
+        return next((found for v in parts if (found := _find_foreign(v)) is not None), None)
+    return value
+
+
+def _record_results(
+    here: Runnable, modules: Mapping[str, nn.Module], tensors: Sequence[Tensor]
+) -> dict[str, list[Result]]:
+    """Return what each call of the submodules returns while the model runs on `tensors`."""
+    found: dict[str, list[Result]] = {path: [] for path in modules}
+
+    def record(path: str, module: nn.Module, args: Any, result: Any) -> None:
+        register_dataclasses(result)
+        # On the meta device: shapes and strides are asked for, and no values.
+        shapes = pytree.tree_map_only(Tensor, lambda t: t.to("meta"), result)
+        found[path].append(pytree.tree_flatten_with_path(shapes))
+
+    with ExitStack() as stack, torch.no_grad(), preserve(here.model):
+        # A hook and not a replaced forward(): the call's own result is what later hooks may have made of it.
+        for path, module in modules.items():
+            stack.enter_context(module.register_forward_hook(partial(record, path)))
+        here.run_model(*tensors)
+    return found

@@ -1,0 +1,43 @@
+"""Carried: whether a microbatch changes, through a buffer that it writes, what a later microbatch returns.
+
+A pipeline runs microbatches one behind the other, and the model runs the batch at once. A counter of calls in a buffer
+has counted microbatches then, and a temperature that follows from it is another one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fxsplit.frontend.meanings.rows import cut_pieces
+from fxsplit.frontend.meanings.trial import list_outputs, take_batch, try_out
+from fxsplit.frontend.subject import Runnable
+from fxsplit.ir.facts.capture.agreement import is_close
+from fxsplit.torch_internals.fake.fake_weights import Snapshot
+from fxsplit.torch_internals.nn.batch_norm import is_batch_norm
+
+
+def find_carried_buffer(here: Runnable, rows: tuple[int, int]) -> str | None:
+    """Return a buffer that the first of two pieces writes, where the second then returns something else; or None.
+
+    The statistics of batch norms are none: in training nothing follows from them.
+    """
+    statistics = {id(b) for m in here.model.modules() if is_batch_norm(m) for b in m.buffers(recurse=False)}
+    held = {name: b for name, b in here.model.named_buffers() if id(b) not in statistics}
+    if not held:
+        return None
+    try:
+        first, second = cut_pieces(here.inputs, take_batch(here, sum(rows)), rows)
+        with torch.no_grad(), try_out(here):
+            before = Snapshot(held.values())
+            list_outputs(here, first)
+            written = {id(b) for b in before.changed()}
+            behind = list_outputs(here, second) if written else {}
+        with torch.no_grad(), try_out(here):
+            alone = list_outputs(here, second) if written else {}
+    except Exception:  # for example rows that must stay together, of which other checks tell
+        return None
+    pairs = ((alone[name], value) for name, value in behind.items() if isinstance(value, Tensor))
+    if all(a.shape == b.shape and is_close(a, b) for a, b in pairs):
+        return None
+    return next(name for name, b in held.items() if id(b) in written)

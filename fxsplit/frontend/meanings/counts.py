@@ -1,0 +1,248 @@
+"""Find in a graph what a number is divided by, as a graph of its own that needs the inputs alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from hashlib import sha256
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx, nn
+
+from fxsplit.frontend.meanings.stand_ins import Reads, is_weight, list_ancestors, read_dtype, read_name
+from fxsplit.ir.facts.capture.counts import (
+    LABEL_FUNCTIONS,
+    LABEL_MODULES,
+    count_labels,
+    count_selected,
+    divide_one_by,
+    is_mean,
+    read_options,
+)
+from fxsplit.ir.facts.capture.numbers import list_number_nodes
+from fxsplit.torch_internals import pytree
+
+aten = torch.ops.aten
+
+DIVISIONS = {"truediv", "itruediv", "div", "div_", "true_divide"}
+LABEL_OPERATORS = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default)
+PASSED = {
+    *("mul", "mul_", "imul", "neg", "sum", "mean", "view", "reshape", "flatten", "squeeze", "clone", "contiguous"),
+    *("to", "type", "type_as", "float", "double", "half", "bfloat16", "_to_copy", "alias"),
+}
+"""Names of functions that scale, add up or reshape: what an operand is divided by, the result is divided by."""
+ADDITIONS = {"add", "add_", "iadd", "sub", "sub_", "isub"}
+SELECTIONS = {"getitem", "masked_select", "index", "index_select"}
+"""Names of functions that take some entries of a tensor, by a mask or by indices."""
+
+
+class Operands(NamedTuple):
+    """What a count is computed from, and how; a divisor is the count itself. An operand may be the path of a buffer."""
+
+    given: Sequence[Any]
+    function: Callable[..., Any] | None = None
+
+
+def find_count(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
+    """Return a graph that computes from the inputs of `gm` what `node`, a number, is divided by; None for none.
+
+    None too where the count is not made of inputs and buffers alone, and where there are several counts.
+    """
+    found = _find_counts(gm, node, set(list_number_nodes(gm.graph)))
+    return next(iter(found.values())) if len(found) == 1 else None
+
+
+def is_safe(count: fx.GraphModule) -> bool:
+    """Return whether a number divided by this count, of a graph that `find_count` returned, is safe (see `Count`)."""
+    made = count.graph.output_node().args[0]
+    # torch gives labels that are ignored a gradient of zero, and divides those of classes without weight by zero.
+    return isinstance(made, fx.Node) and made.target is count_labels and made.args[1] is None
+
+
+def find_inner_counts(gm: fx.GraphModule, node: fx.Node) -> Iterator[fx.GraphModule]:
+    """Return such a graph for everything that is divided on the way to `node`."""
+    for inner in list_ancestors([node]):
+        count = _extract(gm, _find_operands(gm, inner))
+        if count is not None:
+            yield count
+
+
+def _find_counts(gm: fx.GraphModule, node: fx.Node, numbers: set[fx.Node]) -> dict[str, fx.GraphModule]:
+    """Return what a number is divided by, wherever only sums and products lie between the division and the number.
+
+    By a text, which is the same for counts that are computed alike. `numbers` are the inputs that are Python numbers,
+    which change no weight of a microbatch.
+    """
+    found: dict[str, fx.GraphModule] = {}
+    seen, waiting = set[fx.Node](), [node]
+    while waiting:
+        node = waiting.pop()
+        if node in seen or node in numbers:
+            continue
+        seen.add(node)
+        operands = _find_operands(gm, node)
+        count = _extract(gm, operands)
+        if count is not None:
+            found[_describe(operands)] = count
+        name = read_name(node)
+        if name in ADDITIONS:
+            terms = [_find_counts(gm, term, numbers) for term in _list_terms(node)]
+            # A sum is divided by a count if each of its terms is.
+            if all(term.keys() == terms[0].keys() for term in terms):
+                found |= terms[0]
+        elif name in DIVISIONS and isinstance(node.args[0], fx.Node):
+            waiting.append(node.args[0])
+        elif name in PASSED:
+            waiting += node.all_input_nodes
+    return found
+
+
+def _list_terms(node: fx.Node) -> list[fx.Node]:
+    """Return the terms that are added up, by one addition after another, to a node."""
+    terms: list[fx.Node] = []
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        if read_name(node) in ADDITIONS:
+            waiting += node.all_input_nodes
+        else:
+            terms.append(node)
+    return terms
+
+
+def _extract(gm: fx.GraphModule, operands: Operands) -> fx.GraphModule | None:
+    """Return a graph that computes a count of operands from the inputs of `gm`; None where that takes more."""
+    nodes = [operand for operand in operands.given if isinstance(operand, fx.Node)]
+    reads = Reads(gm)
+    # Most nodes are divided by nothing, and most divisors are made with weights: both are told from few nodes.
+    if not nodes or any(map(reads.uses_weights, nodes)):
+        return None
+    needed = _add_writes(gm, reads, reads.list_ancestors(nodes))
+    if any(map(reads.uses_weights, needed)) or not any(node.op == "placeholder" for node in needed):
+        return None
+    graph = fx.Graph()
+    copied: dict[fx.Node, Any] = {}
+    for node in gm.graph.nodes:
+        if node in needed or node.op == "placeholder":
+            copied[node] = reads.copy(graph, node, copied)
+    # forward() may write to its arguments, and these are the caller's.
+    if any(_writes(node) for node in needed):
+        for place in (n for n in needed if n.op == "placeholder"):
+            with graph.inserting_after(copied[place]):
+                clone = graph.call_method("clone", (copied[place],))
+            copied[place].replace_all_uses_with(clone)
+            clone.args = (copied[place],)  # which its own argument was replaced by, too
+    made = [graph.get_attr(o) if isinstance(o, str) else fx.map_arg(o, copied.__getitem__) for o in operands.given]
+    graph.output(made[0] if operands.function is None else graph.call_function(operands.function, tuple(made)))
+    return fx.GraphModule(gm, graph)
+
+
+def _describe(operands: Operands) -> str:
+    """Return a text that is the same for operands that are computed alike."""
+    # By hashes, since what is written out may be as long as all ways through the graph.
+    found: dict[fx.Node, str] = {}
+
+    def describe(value: Any) -> str:
+        return str(fx.node.map_aggregate(value, lambda leaf: found[leaf] if isinstance(leaf, fx.Node) else repr(leaf)))
+
+    for node in sorted(list_ancestors([given for given in operands.given if isinstance(given, fx.Node)])):
+        text = f"{node.op} {node.target} {describe(node.args)} {describe(node.kwargs)}"
+        found[node] = sha256(text.encode()).hexdigest()
+    return f"{operands.function} {describe(tuple(operands.given))}"
+
+
+def _find_operands(gm: fx.GraphModule, node: fx.Node) -> Operands:
+    """Return what the count of a number is made of: a divisor, or labels, weight and ignore_index, or a mask.
+
+    Nothing for a number that is divided by nothing.
+    """
+    name = read_name(node)
+    if node.op == "call_module":
+        return _read_module(gm, node)
+    if node.target in (*LABEL_FUNCTIONS, *LABEL_OPERATORS):
+        return _read_call(node)
+    if name in DIVISIONS and len(node.args) == 2 and not node.kwargs:
+        # The factor 1 / count is rounded: its own inverse is the count that the product is divided by.
+        return Operands(node.args[1:]) if isinstance(node.args[0], fx.Node) else Operands([node], divide_one_by)
+    if name == "reciprocal" or (name == "pow" and node.args[1:] == (-1,)):
+        return Operands([node], divide_one_by)
+    if name == "mean" or name.endswith("_loss") or name.startswith("binary_cross_entropy"):
+        return _find_selection(gm, node)
+    return Operands(())
+
+
+def _find_selection(gm: fx.GraphModule, node: fx.Node) -> Operands:
+    """Return the mask, or the indices, of the entries that a mean is over; nothing for a mean over all entries."""
+    masks: dict[str, Operands] = {}
+    waiting, seen = node.all_input_nodes, set[fx.Node]()
+    while waiting:
+        node = waiting.pop()
+        if node in seen or is_weight(gm, node):
+            continue
+        seen.add(node)
+        places = _list_places(node)
+        if places:
+            operands = Operands(places, count_selected)
+            masks[_describe(operands)] = operands
+        else:
+            waiting += node.all_input_nodes
+    return next(iter(masks.values())) if len(masks) == 1 else Operands(())
+
+
+def _list_places(node: fx.Node) -> list[fx.Node]:
+    """Return the masks and indices by which a node chooses entries of a tensor; nothing for any other node."""
+    if read_name(node) not in SELECTIONS:
+        return []
+    # A slice is none of them: how many entries it takes of a row is no count of rows.
+    given = pytree.tree_leaves([*node.args[1:], *node.kwargs.values()])
+    return [place for place in given if isinstance(place, fx.Node)]
+
+
+def _read_module(gm: fx.GraphModule, node: fx.Node) -> Operands:
+    """Return labels, weight and ignore_index of a call of a loss's module; nothing for another module."""
+    loss = gm.get_submodule(str(node.target))
+    is_loss = type(loss).__module__ == nn.L1Loss.__module__
+    if not is_loss or loss.reduction != "mean" or len(node.args) != 2:
+        return Operands(())
+    if type(loss) not in LABEL_MODULES:
+        return _find_selection(gm, node)
+    given = node.args[1], None if loss.weight is None else f"{node.target}.weight", loss.ignore_index
+    return Operands(given, count_labels)
+
+
+def _read_call(node: fx.Node) -> Operands:
+    """Return labels, weight and ignore_index of a call of a loss's function; nothing where it is no mean."""
+    if node.target in LABEL_OPERATORS:
+        # They have their reduction, a number, before `ignore_index`, and none of the older options.
+        names = ("input", "target", "weight", "reduction", "ignore_index")
+        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    else:
+        given = read_options(node.args, node.kwargs)
+    made = given.get("target"), given.get("weight"), given.get("ignore_index", -100)
+    return Operands(made, count_labels) if is_mean(given) else Operands(())
+
+
+def _add_writes(gm: fx.GraphModule, reads: Reads, needed: set[fx.Node]) -> set[fx.Node]:
+    """Return the nodes in `needed`, with those that write to any of them and what these are computed from."""
+    writes = {node: list_ancestors([node.all_input_nodes[0]]) for node in gm.graph.nodes if _writes(node)}
+    while True:
+        # What a node writes to may be a view of what is needed: then it is made of nodes of the same type.
+        more = [w for w, made_of in writes.items() if w not in needed and _may_be_view(w, made_of & needed)]
+        if not more:
+            return needed
+        needed = needed | reads.list_ancestors(more)
+
+
+def _may_be_view(write: fx.Node, nodes: set[fx.Node]) -> bool:
+    """Return whether what a node writes to may share memory with one of some nodes, which it is made of."""
+    kind = read_dtype(write.all_input_nodes[0])
+    return any(read_dtype(node) == kind for node in nodes)
+
+
+def _writes(node: fx.Node) -> bool:
+    """Return whether a node writes to what it is given, by the rule that torch's names follow."""
+    if node.op not in ("call_function", "call_method") or not node.all_input_nodes:
+        return False
+    name = str(getattr(node.target, "overloadpacket", getattr(node.target, "__name__", node.target)))
+    inplace = bool(node.kwargs.get("inplace")) or "out" in node.kwargs
+    return inplace or name in ("setitem", "iadd", "isub", "imul", "itruediv") or (name[-1:] == "_" != name[-2:-1])

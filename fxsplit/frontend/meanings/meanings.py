@@ -1,0 +1,415 @@
+"""Find what each output means by microbatches: rows, a mean, a sum, or what only the whole batch has.
+
+What holds between a batch and pieces of it of different sizes is taken to hold for microbatches. Where the example
+leaves it open, as a loss of zero does, other rows of the same kind are tried, with other weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+from torch import Tensor, fx
+
+from fxsplit.errors import InputError
+from fxsplit.frontend.meanings.carried import find_carried_buffer
+from fxsplit.frontend.meanings.counts import find_count, find_inner_counts, is_safe
+from fxsplit.frontend.meanings.row_gradients import Early, find_unjoined_gradient, run_early
+from fxsplit.frontend.meanings.rows import cut_pieces, join_pieces, mix_batch
+from fxsplit.frontend.meanings.trial import (
+    Run,
+    choose_pieces,
+    copy_in_double,
+    divide_evenly,
+    run_model,
+    run_pieces,
+    take_batch,
+)
+from fxsplit.frontend.meanings.wrong_cuts import describe_counting, describe_wrong_cuts, explain_failure
+from fxsplit.frontend.subject import Runnable, Subject
+from fxsplit.ir.facts.capture.agreement import find_rows_dim, is_close, is_weighted_mean, list_kinds
+from fxsplit.ir.facts.capture.counts import DIFFERS, Count, Watch, share_rows
+from fxsplit.ir.facts.capture.meanings import Kind, Meaning
+from fxsplit.torch_internals import pytree
+from fxsplit.torch_internals.fake.fake_weights import has_values
+from fxsplit.torch_internals.user_lines import warn_user
+
+TRIES = 3
+"""Batches that are made of the example where it leaves open what an output means."""
+ALONE = "compile with n_microbatches=1, or return one row for each row of the input and reduce outside of the model"
+WHOLE = Meaning("unjoined", why="the pipeline was compiled for one microbatch a batch: compile with n_microbatches=1")
+"""Of all outputs of a model whose batches stay whole."""
+
+
+def find_meanings(subject: Subject, gm: fx.GraphModule | None = None, *, joined: bool = True) -> tuple[Meaning, ...]:
+    """Return what each output tensor of the subject's model means by microbatches; `gm` is its graph, if known.
+
+    joined: whether outputs of microbatches are ever to be joined; where not, none means anything.
+
+    A model without weights runs on made-up ones. Warns of rows that depend on each other. Raises InputError for a
+    Python value that depends on the number of rows, and for an argument that is cut by mistake.
+    """
+    if not subject.from_shapes or not joined:
+        return _find(subject, gm, joined=joined)
+    try:
+        return _find(replace(subject, from_shapes=False, made_up=True), gm)
+    except InputError:
+        raise
+    except Exception as error:  # a model may want certain values, or more memory than there is
+        return _find(subject, gm, failed=error)
+
+
+def _find(
+    subject: Subject, gm: fx.GraphModule | None, *, joined: bool = True, failed: Exception | None = None
+) -> tuple[Meaning, ...]:
+    """Return the meanings; `failed`: why the model did not run on made-up weights, so that only shapes are known."""
+    with subject.make_runnable(subject.batch) as here:
+        trial = _Trial(subject, here, gm, failed)
+        if not joined:
+            return trial.leave_whole()
+        run = trial.run()
+        if run is None:
+            return trial.leave_whole()
+        found = [trial.judge(name, run) for name in run.whole if trial.is_tensor(name, run)]
+        trial.look_at_buffers()
+        trial.look_at_gradients(run, found)
+        wrong = describe_wrong_cuts(subject, here) if trial.doubtful and not subject.from_shapes else None
+        # Outputs that are refused when somebody asks for them may wait until then.
+        if wrong and trial.said:
+            raise InputError(wrong)
+        for text in trial.said:
+            warn_user(text)
+    return tuple(replace(m, why=f"{m.why}. But {wrong}") if wrong and m.kind == "unjoined" else m for m in found)
+
+
+class _Trial:
+    """One trial of a subject; `here` is its model with the whole example.
+
+    `failed`: why it runs by shapes only. `said` are texts to warn with. `doubtful`: whether an output is not what its
+    microbatches make.
+    """
+
+    def __init__(
+        self, subject: Subject, here: Runnable, gm: fx.GraphModule | None, failed: Exception | None = None
+    ) -> None:
+        self._subject = subject
+        self._failed = failed
+        self._here = here
+        self._gm = gm
+        self.said: list[str] = []
+        self.doubtful = False
+        self._closer: dict[tuple[int, ...], Run] = {}
+        self._early: Early | None = None
+
+    def run(self) -> Run | None:
+        """Return the first run that the model does not fail in.
+
+        None where the model takes the example's number of rows alone, and no batch is cut. Raises what it fails with.
+        """
+        failed: list[Exception] = []
+        for rows in self._list_sizes():
+            try:
+                run = self._run(self._here, rows)
+            except Exception as error:
+                failed.append(error)
+                continue
+            # A few rows show which dimension has them. What a number means, the whole example shows better.
+            whole = failed or self._subject.from_shapes or sum(rows) >= self._subject.batch
+            if whole or all(_is_batch(name, run) or self._is_shown(name, run) for name in run.whole):
+                return run
+        if not self._subject.is_cut:
+            return None
+        raise explain_failure(self._subject, failed[-1]) or failed[-1]
+
+    def leave_whole(self) -> tuple[Meaning, ...]:
+        """Return what the outputs mean where they are never joined: nothing."""
+        # Not `run`: the model may be right for its own number of rows only, which is all that it gets.
+        outputs = run_model(self._here, self._here.tensors, from_shapes=self._subject.from_shapes).values()
+        constants = [value for value in outputs if not isinstance(value, Tensor)]
+        # Numbers become part of the graph, and the next batch may have other rows.
+        if any(isinstance(value, (int, float)) for value in constants) and (run := self.run()):
+            for name in run.whole:
+                self.is_tensor(name, run)
+        return (WHOLE,) * (len(outputs) - len(constants))
+
+    def is_tensor(self, name: str, run: Run) -> bool:
+        """Return whether an output is a tensor; raises InputError for any other value that depends on the rows."""
+        whole, pieces = run.take(name)
+        if isinstance(whole, Tensor) and all(isinstance(piece, Tensor) for piece in pieces):
+            return True
+        for piece, rows in zip(pieces, run.rows, strict=True):
+            if type(piece) is not type(whole) or piece != whole:
+                raise InputError(
+                    f"{name} of {self._here.name} is {piece!r} for {rows} rows and {whole!r} for {sum(run.rows)}, and "
+                    "not the same for every microbatch: return tensors only"
+                )
+        return False
+
+    def judge(self, name: str, run: Run) -> Meaning:
+        """Return what an output tensor means."""
+        whole, pieces = run.take(name)
+        batched = find_rows_dim(whole.shape, [piece.shape for piece in pieces], run.rows)
+        if batched is not None:
+            return self._judge_rows(name, run, *batched)
+        if all(piece.shape == whole.shape for piece in pieces):
+            return self._judge_number(name, run)
+        return self._refuse(name, run, "it has not one row for each row of the input")
+
+    def look_at_buffers(self) -> None:
+        """Say of a buffer through which microbatches change each other's outputs."""
+        buffer = find_carried_buffer(self._here, self._few) if self._may_compare else None
+        if buffer:
+            self.said.append(
+                f"forward() of {self._here.name} writes buffer {buffer!r}, and what it returns follows from it: the "
+                "pipeline writes it once for each microbatch, which differs from once for the batch; compile with "
+                "n_microbatches=1, or write it outside of forward()"
+            )
+
+    def look_at_gradients(self, run: Run, found: Sequence[Meaning]) -> None:
+        """Say of a weight whose gradient for the batch is not what microbatches make, although the outputs are."""
+        # Gradients of made-up weights would take memory for all weights.
+        if not self._may_compare or self._subject.made_up:
+            return
+        named = (name for name in run.whole if isinstance(run.whole[name], Tensor))
+        meanings = dict(zip(named, found, strict=True))
+        # A few rows, since a backward of the whole example may need more memory than there is.
+        early, self._early = self._early, None
+        right = early is not None and early.is_right(meanings)
+        weight = early.find_unjoined() if early and right else self._find_unjoined(self._here, meanings)
+        del early  # it is as large as all weights, twice
+        # Rounding alone may take another way through a maximum: it has to be so in double precision, elsewhere too.
+        closer = copy_in_double(self._here, jitter=True) if weight else None
+        if weight and (closer is None or self._find_unjoined(closer, meanings)):
+            self.said.append(
+                f"the gradient of {weight!r} of {self._here.name} is not the sum of those of microbatches: a backward "
+                "of its own, a hook, or scale_grad_by_freq compares rows. The pipeline computes it within "
+                "microbatches, which differs from the whole batch; compile with n_microbatches=1 for that"
+            )
+
+    # The kinds of outputs
+
+    def _judge_rows(self, name: str, run: Run, dim: int, each: int) -> Meaning:
+        """Return the meaning of an output that is as long as there are rows, or `each` times as long."""
+        if self._subject.from_shapes:
+            if each > 1:
+                return self._refuse(name, run, f"it may not be in the order of the rows{self._say_failed}")
+            self.said.append(
+                f"the rows of {name} of {self._here.name} may depend on each other{self._say_failed}: the pipeline "
+                "computes them within microbatches"
+            )
+            return Meaning("rows", dim)
+        for exact in (False, True):
+            found, loose = self._look_closer(run) if exact else (run, False)
+            whole, pieces = found.take(name)
+            if is_close(whole, torch.cat(pieces, dim), loose=loose):
+                return Meaning("rows", dim, each)
+        if each > 1:
+            return self._refuse(name, run, "it is not in the order of the rows, or they depend on each other")
+        self.doubtful = True
+        self.said.append(
+            f"the rows of {name} of {self._here.name} depend on each other: the pipeline computes them within "
+            "microbatches, which differs from the whole batch; compile with n_microbatches=1 for that"
+        )
+        return Meaning("rows", dim)
+
+    def _judge_number(self, name: str, run: Run) -> Meaning:
+        """Return the meaning of an output whose shape is the same for any number of rows, such as a loss."""
+        whole, pieces = run.take(name)
+        if self._subject.from_shapes:
+            return self._refuse(name, run, f"it may be a mean or a sum{self._say_failed}")
+        if self._subject.made_up and not _is_finite(whole):
+            return self._refuse(name, run, "on made-up weights it is not finite, which tells neither a mean nor a sum")
+        kinds = list_kinds(whole, pieces, run.rows)
+        if not kinds:
+            closer, loose = self._look_closer(run)
+            kinds = list_kinds(*closer.take(name), closer.rows, loose=loose)
+        if not kinds and (count := self._find_count(name, run)) is not None:
+            return Meaning("mean", count=count)
+        if not kinds and self._is_counted(name, whole):
+            self.doubtful = True
+            self.said.append(f"{name} of {self._here.name} {DIFFERS}")
+            return Meaning("counted")
+        if "same" in kinds and len(kinds) > 1:
+            kinds = self._try_others(name, kinds)
+        kind = next((k for k in ("same", "mean", "sum", "all", "any") if k in kinds), None)
+        if kind is None:
+            return self._refuse(name, run, "its rows depend on each other")
+        # Labels of another batch may be ignored, or masked, where none of the example are.
+        found = (self._find_count(name, run) or self._find_watch(name, run)) if kind == "mean" else None
+        return Meaning(kind, count=found)
+
+    def _refuse(self, name: str, run: Run, reason: str) -> Meaning:
+        """Return the meaning of an output that microbatches do not make, with the sentence that says so."""
+        whole, pieces = run.take(name)
+        self.doubtful = True
+        shown = list(dict.fromkeys(f"{_describe(p)} for {n}" for p, n in zip(pieces, run.rows, strict=True)))
+        found = f"{name} of {self._here.name} is {_describe(whole)} for {sum(run.rows)} rows, {' and '.join(shown)}"
+        way = describe_counting(self._here) or ALONE
+        return Meaning("unjoined", why=f"{found}: {reason}, so that microbatches do not make it; {way}")
+
+    @property
+    def _say_failed(self) -> str:
+        """Why only shapes are known, to stand after a sentence."""
+        failed = f"{type(self._failed).__name__}: {self._failed}"
+        return f", which is unknown as the model has no weights yet and fails on made-up ones ({failed})"
+
+    # More runs
+
+    @property
+    def _few(self) -> tuple[int, int]:
+        """The sizes of two pieces, of which the second one differs from the first."""
+        rows = self._subject.rows
+        # The check of the graph has run the model on one row, where that tells all.
+        return (rows, 1) if rows > 1 and 1 in self._subject.outputs else (rows, rows // 2 or 2)
+
+    @property
+    def _may_compare(self) -> bool:
+        """Whether more can be learnt from values: batches are cut, and the outputs are what microbatches make."""
+        return self._subject.is_cut and not self._subject.from_shapes and not self.doubtful
+
+    def _list_sizes(self) -> Iterator[tuple[int, ...]]:
+        """Return the sizes of pieces to try, one list after another."""
+        batch, rows = self._subject.batch, self._subject.rows
+        cut = [spec for spec in self._here.inputs.specs if spec.cut.dim is not None]
+        # Several arguments have to stay together: one may be no batch at all, and right at its full length only.
+        without_weights = self._subject.from_shapes or self._subject.made_up
+        if without_weights or (sum(self._few) < batch and len(cut) == 1):
+            yield self._few
+        yield choose_pieces(batch, rows)
+        if self._subject.is_cut:
+            yield divide_evenly(batch, rows)
+            yield self._few  # memory may not suffice for the whole example
+
+    def _is_shown(self, name: str, run: Run) -> bool:
+        """Return whether a few rows suffice to show what a number means."""
+        # Of a model without weights the whole example may need more memory than there is.
+        whole, pieces = run.take(name)
+        is_number = self._subject.made_up and isinstance(whole, Tensor) and whole.is_floating_point()
+        alike = (
+            is_number and all(piece.shape == whole.shape for piece in pieces) and all(map(_is_finite, (whole, *pieces)))
+        )
+        # Of a few rows none may be counted, or all.
+        return alike and "same" not in list_kinds(whole, pieces, run.rows, loose=True)
+
+    def _find_unjoined(self, here: Runnable, meanings: Mapping[str, Meaning]) -> str | None:
+        """Return a weight whose gradient for a few rows is not the sum of those for pieces of them."""
+        return find_unjoined_gradient(here, self._few, meanings)
+
+    def _run(self, here: Runnable, rows: tuple[int, ...]) -> Run:
+        """Return a run on the example's rows, or on some of them, with gradients where these will be asked for."""
+        shapes = self._subject.from_shapes
+        # A model that asks whether gradients are enabled would be another one.
+        early = here is self._here and rows == self._few and not self._subject.made_up
+        if early and self._may_compare and not here.asks_for_gradients:
+            # Without gradients the same failure may be none.
+            with suppress(Exception):
+                run, self._early = run_early(here, rows)
+                return run
+        return run_pieces(here, take_batch(here, sum(rows), from_shapes=shapes), rows, from_shapes=shapes)
+
+    @cached_property
+    def _double(self) -> Runnable | None:
+        """A copy in double precision, where rounding is no reason for a difference."""
+        return copy_in_double(self._here, jitter=False)
+
+    def _look_closer(self, run: Run) -> tuple[Run, bool]:
+        """Return the same run in double precision; where that is impossible the run itself, to be compared loosely."""
+        if self._double is not None and run.rows not in self._closer:
+            with suppress(Exception):  # for example of a model that knows float32 alone
+                self._closer[run.rows] = self._run(self._double, run.rows)
+        return (self._closer[run.rows], False) if run.rows in self._closer else (run, True)
+
+    @cached_property
+    def _others(self) -> list[Run]:
+        """Runs on other rows of the same kind, with other weights."""
+        moved = copy_in_double(self._here, jitter=True) or self._here
+        rows = choose_pieces(self._subject.batch, self._subject.rows)
+        found = []
+        with suppress(Exception):  # a model may check what it is given
+            for shift in range(1, TRIES + 1):
+                found.append(run_pieces(moved, mix_batch(moved.inputs, take_batch(moved, sum(rows)), shift), rows))
+        return found
+
+    def _try_others(self, name: str, kinds: set[Kind]) -> set[Kind]:
+        """Return which of `kinds` an output still is on other rows."""
+        for run in self._others:
+            kinds = kinds & list_kinds(*run.take(name), run.rows)
+        return kinds
+
+    def _find_node(self, name: str, run: Run) -> Iterator[tuple[fx.GraphModule, fx.Node]]:
+        """Yield the graph and its node that is an output; nothing where the graph or its outputs are others."""
+        leaves = [] if self._gm is None else pytree.tree_leaves(self._gm.graph.output_node().args[0])
+        node = leaves[list(run.whole).index(name)] if len(leaves) == len(run.whole) else None
+        if self._gm is not None and isinstance(node, fx.Node):
+            yield self._gm, node
+
+    def _find_count(self, name: str, run: Run) -> Count | None:
+        """Return what a number is divided by, if the number is that of its pieces then."""
+        graph = next((find_count(gm, node) for gm, node in self._find_node(name, run)), None)
+        if graph is None:
+            return None
+        closer, loose = self._look_closer(run)
+        whole, pieces = closer.take(name)
+        for by_rows in (False, True):
+            count = Count(graph, by_rows, safe=is_safe(graph) and not by_rows)
+            with suppress(Exception):  # such as labels for which the loss itself fails
+                weights = self._weigh(count, run)
+                found = torch.stack([p * w for p, w in zip(pieces, weights, strict=True) if w]).sum(0)
+                if is_close(whole, found.to(whole.dtype), loose=loose):
+                    return count
+        return None
+
+    def _find_watch(self, name: str, run: Run) -> Watch | None:
+        """Return what else is divided by on the way to a number that is a mean by rows on the example."""
+        found = []
+        for graph in (graph for gm, node in self._find_node(name, run) for graph in find_inner_counts(gm, node)):
+            for by_rows in (False, True):
+                count = Count(graph, by_rows)
+                with suppress(Exception):  # such as a divisor for each row
+                    weights = torch.tensor(self._weigh(count, run), dtype=torch.float64)
+                    if is_close(weights, torch.tensor(share_rows(run.rows), dtype=torch.float64)):
+                        found.append(count)
+                        break
+        return Watch(f"{name} of {self._here.name}", found) if found else None
+
+    def _weigh(self, count: Count, run: Run) -> list[float]:
+        """Return the weights of the pieces of a run."""
+        tensors = take_batch(self._here, sum(run.rows))
+        return count.weigh(cut_pieces(self._here.inputs, tensors, run.rows), run.rows, tensors)
+
+    def _is_counted(self, name: str, whole: Tensor) -> bool:
+        """Return whether a number is a mean of microbatches, but with other weights than their rows."""
+        batch = self._subject.batch
+        is_number = whole.ndim == 0 and whole.is_floating_point()
+        if self._double is None or not is_number or batch < 3 or self._subject.made_up:
+            return False
+        tensors = take_batch(self._double, batch)
+        sizes = tuple(batch // 3 + (m < batch % 3) for m in range(3))
+        a, b, c = cut_pieces(self._here.inputs, tensors, sizes)
+        ab, bc = (join_pieces(self._here.inputs, pair) for pair in ((a, b), (b, c)))
+        parts = {"a": a, "b": b, "c": c, "ab": ab, "bc": bc, "abc": tensors}
+        try:
+            return is_weighted_mean({part: run_model(self._double, rows)[name] for part, rows in parts.items()})
+        except Exception:  # for example two rows that must stay together
+            return False
+
+
+def _is_finite(value: Tensor) -> bool:
+    """Return whether all entries of a tensor are finite."""
+    return bool(value.isfinite().all())
+
+
+def _is_batch(name: str, run: Run) -> bool:
+    """Return whether an output has a row for each row of the input, or is no tensor or number."""
+    whole, pieces = run.take(name)
+    if not isinstance(whole, Tensor):
+        return not isinstance(whole, (int, float)) or isinstance(whole, bool)
+    return find_rows_dim(whole.shape, [piece.shape for piece in pieces], run.rows) is not None
+
+
+def _describe(value: Tensor) -> str:
+    """Return a number itself, and the shape of any other tensor."""
+    return f"{value.item():.4g}" if value.ndim == 0 and has_values(value) else f"of shape {tuple(value.shape)}"

@@ -1,0 +1,175 @@
+"""Row gradients: whether gradients of a batch are the sums of those of its pieces, as its outputs are their outputs.
+
+A backward of the user's own may compare rows that the forward keeps apart, for example by dividing by a norm.
+
+What is differentiated follows from what the outputs mean, which is known once the batch and all pieces have run. It is
+guessed before that, so that one run gives both outputs and gradients: an output with rows has them first, and a number
+is a mean. Where the guess was wrong the gradients are computed once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxsplit.frontend.meanings.rows import cut_pieces
+from fxsplit.frontend.meanings.trial import Run, join_runs, list_outputs, take_batch, try_out
+from fxsplit.frontend.subject import Runnable
+from fxsplit.ir.facts.capture.agreement import is_close
+from fxsplit.ir.facts.capture.counts import Count
+from fxsplit.ir.facts.capture.meanings import MEAN, ROWS, Meaning
+
+Meanings = Mapping[str, Meaning]
+"""What outputs mean, by their names."""
+
+
+@dataclass(frozen=True)
+class Early:
+    """Gradients of weights that were computed while the meanings of the outputs were guessed.
+
+    whole: those for a batch, by the weights' names. joined: the sums of those for its pieces, in the same order.
+    """
+
+    guess: Meanings
+    whole: dict[str, Tensor]
+    joined: list[Tensor]
+
+    def is_right(self, meanings: Meanings) -> bool:
+        """Return whether the outputs mean what was guessed."""
+        counted = any(isinstance(meanings[name].count, Count) for name in self.guess)
+        return not counted and all(
+            (meanings[name].kind, meanings[name].dim) == (guess.kind, guess.dim) for name, guess in self.guess.items()
+        )
+
+    def find_unjoined(self) -> str | None:
+        """Return what `find_unjoined_gradient` returns."""
+        return _find_other(self.whole, self.joined)
+
+
+def run_early(here: Runnable, rows: tuple[int, ...]) -> tuple[Run, Early | None]:
+    """Return what the model makes of a batch and its pieces of so many `rows`, and the gradients of the same runs.
+
+    No gradients where nothing is trained, or no guess is the same for all runs. Raises what the model fails with.
+    """
+    batch, trained = take_batch(here, sum(rows)), _list_trained(here)
+    outputs: list[dict[str, Any]] = []
+    guesses: list[Meanings] = []
+    gradients: list[list[Tensor]] = []
+    for tensors in (batch, *cut_pieces(here.inputs, batch, rows)):
+        count = here.inputs.count_rows(tensors)
+        with torch.enable_grad(), try_out(here):
+            made = list_outputs(here, tensors)
+            guesses.append(_guess(made, count))
+            if guesses[-1] and trained:
+                gradients.append(_differentiate(made, guesses[-1], tensors, count, list(trained.values())))
+        outputs.append({name: v.detach() if isinstance(v, Tensor) else v for name, v in made.items()})
+        del made  # what autograd holds of this run, the next one has no room for
+        if len(gradients) > 2:
+            gradients[1:] = [_add(gradients[1], gradients[2])]
+    run = join_runs(here, outputs[0], outputs[1:], rows)
+    if len(gradients) != 2 or any(guess != guesses[0] for guess in guesses):
+        return run, None
+    return run, Early(guesses[0], dict(zip(trained, gradients[0], strict=True)), gradients[1])
+
+
+def find_unjoined_gradient(here: Runnable, rows: tuple[int, ...], meanings: Meanings) -> str | None:
+    """Return a parameter whose gradient is not the sum of those of pieces of so many `rows`; None where all are.
+
+    `meanings` are those of the outputs. None too where no output that microbatches make has a gradient.
+    """
+    trained = _list_trained(here)
+    if not trained:
+        return None
+    batch, weights = take_batch(here, sum(rows)), list(trained.values())
+    try:
+        whole = _compute_gradients(here, batch, meanings, weights)
+        first, *others = cut_pieces(here.inputs, batch, rows)
+        joined = _compute_gradients(here, first, meanings, weights)
+        for tensors in others:
+            joined = _add(joined, _compute_gradients(here, tensors, meanings, weights))
+    except Exception:  # for example an operator without a backward, or too little memory: nothing is known then
+        return None
+    return _find_other(dict(zip(trained, whole, strict=True)), joined)
+
+
+def _find_other(whole: Mapping[str, Tensor], joined: Sequence[Tensor]) -> str | None:
+    """Return the first name of a gradient that is not the one in its place in `joined`; None for none."""
+    largest = max((float(g.abs().nan_to_num(0.0, 0.0, 0.0).max()) for g in whole.values() if g.numel()), default=0.0)
+    for (name, gradient), found in zip(whole.items(), joined, strict=True):
+        # Gradients are sums over rows, whose rounding grows with the largest of them.
+        if not is_close(gradient, found, largest, loose=gradient.dtype is not torch.float64):
+            return name
+    return None
+
+
+def _list_trained(here: Runnable) -> dict[str, Tensor]:
+    """Return the weights whose gradients are compared; none of a model that would be another one with gradients."""
+    if here.asks_for_gradients and not torch.is_grad_enabled():
+        return {}
+    return {name: p for name, p in here.model.named_parameters() if p.requires_grad}
+
+
+def _add(gradients: Sequence[Tensor], more: Sequence[Tensor]) -> list[Tensor]:
+    """Return the sums of gradients of the same weights, in the memory of the first ones."""
+    return [a.add_(b) for a, b in zip(gradients, more, strict=True)]
+
+
+def _guess(outputs: Mapping[str, Any], rows: int) -> Meanings:
+    """Return what the outputs with gradients may mean, of which there are so many rows; nothing where one has none."""
+    guesses: dict[str, Meaning] = {}
+    for name, value in outputs.items():
+        if _has_gradient(value):
+            if value.ndim and value.shape[0] % rows:
+                return {}
+            guesses[name] = ROWS if value.ndim else MEAN
+    return guesses
+
+
+def _has_gradient(value: Any) -> bool:
+    """Return whether a gradient returns for an output."""
+    return isinstance(value, Tensor) and value.requires_grad and value.is_floating_point()
+
+
+def _compute_gradients(
+    here: Runnable, tensors: Sequence[Tensor], meanings: Meanings, weights: Sequence[Tensor]
+) -> list[Tensor]:
+    """Return the gradients of `weights` for one number that is a sum over the rows of `tensors`."""
+    with torch.enable_grad(), try_out(here):
+        rows = here.inputs.count_rows(tensors)
+        return _differentiate(list_outputs(here, tensors), meanings, tensors, rows, weights)
+
+
+def _differentiate(
+    outputs: Mapping[str, Any], meanings: Meanings, tensors: Sequence[Tensor], rows: int, weights: Sequence[Tensor]
+) -> list[Tensor]:
+    """Return such gradients of outputs that the model has made of `tensors`, which have so many rows."""
+    terms = [_sum_rows(outputs[name], meaning, rows, tensors) for name, meaning in meanings.items()]
+    ends = [term for term in terms if term is not None]
+    if not ends:
+        return [torch.zeros_like(w) for w in weights]
+    found = torch.autograd.grad(torch.stack(ends).sum(), list(weights), allow_unused=True)
+    made = (torch.zeros_like(w) if g is None else g for w, g in zip(weights, found, strict=True))
+    # Clones: a backward of the user's own may use its memory again in the next run.
+    return [g.to_dense() if g.is_sparse else g.clone() for g in made]
+
+
+def _sum_rows(output: Tensor, meaning: Meaning, rows: int, tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return a sum over the rows of an output; None for one that has no gradient, or is no sum over rows."""
+    if not _has_gradient(output):
+        return None
+    if isinstance(meaning.count, Count):
+        # Multiplied by what it was divided by. Without anything to count it is zero divided by zero.
+        divisor = meaning.count.find_divisor(tensors, rows)
+        return output.sum() * divisor if divisor else None
+    if meaning.kind in ("mean", "sum"):
+        return output.sum() * (rows if meaning.kind == "mean" else 1)
+    if meaning.kind != "rows":
+        return None
+    # Weights, as the squares of a row that was normalised add up to the same number whatever it holds.
+    places = output.movedim(meaning.dim, 0).reshape(rows, -1)
+    weights = torch.linspace(0.5, 1.5, places.shape[1], dtype=output.dtype, device=output.device)
+    return (places.square() * weights).sum()

@@ -1,0 +1,194 @@
+"""Wrong cuts: arguments that are as long as the batch by accident, or a multiple of it on purpose.
+
+A weight for each of 8 classes beside 8 rows is cut, although it has no rows. Of 16 words for 8 rows every microbatch
+gets all, although each row has two. Where the model is not that of its microbatches, it is run again with such an
+argument cut otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fxsplit.errors import InputError
+from fxsplit.frontend.check.run import summarize
+from fxsplit.frontend.meanings.rows import cut_pieces
+from fxsplit.frontend.meanings.trial import Run, divide_evenly, run_pieces
+from fxsplit.frontend.restore.no_trace_left import refuse_assignments
+from fxsplit.frontend.subject import Runnable, Subject
+from fxsplit.ir.facts.capture.agreement import find_rows_dim, is_close, list_kinds
+from fxsplit.ir.facts.capture.call import Inputs
+from fxsplit.ir.facts.capture.chunks import Cut
+from fxsplit.torch_internals.fake.fake_weights import has_values, keep_values
+from fxsplit.torch_internals.fx.interpret import preserve
+
+
+def describe_wrong_cuts(subject: Subject, here: Runnable) -> str | None:
+    """Return what to state of arguments that must be cut otherwise, so that microbatches make the batch's outputs."""
+    cuts = _find_cuts(subject, here)
+    if not cuts:
+        return None
+    return (
+        f"{_describe_cuts(cuts, here.inputs)}: the outputs of the batch are those of its microbatches only then; "
+        f"state {_write_chunks(cuts)}"
+    )
+
+
+def explain_failure(subject: Subject, error: Exception) -> InputError | None:
+    """Return what to do about a model that runs on the example and not on microbatches of it; None for any other."""
+    if not subject.is_cut:
+        return None
+    with subject.make_runnable(subject.batch) as here:
+        if not _runs(here, here.tensors):
+            return None
+        # A later microbatch may fail where the first one runs: offsets count from the start of the batch.
+        sizes = subject.divided or divide_evenly(subject.batch, subject.rows)
+        pieces = cut_pieces(here.inputs, here.tensors, sizes)
+        failing = next((m for m, piece in enumerate(pieces) if not _runs(here, piece)), None)
+        if failing is None:
+            return None
+        cuts = _find_cuts(subject, here)
+        counting = None if cuts or not failing else _find_counting(here, pieces[0], pieces[failing])
+        said = "" if cuts or counting else describe_counting(here)
+    way = (
+        f"{_describe_cuts(cuts, here.inputs)}: state {_write_chunks(cuts)}"
+        if cuts
+        else f"argument {counting!r} is the reason, as it does run with the values of {counting!r} for the first "
+        "microbatch, so they count from the start of the batch, as offsets do: give each row values of its own, such "
+        f"as lengths, state chunks={{{counting!r}: fxsplit.Replicate}} if every microbatch can take all of them, or "
+        "compile with n_microbatches=1"
+        if counting
+        else said
+        or "state which arguments have rows and which every microbatch needs whole, chunks={'name': 0} or "
+        "chunks={'name': fxsplit.Replicate}, or compile for larger microbatches, such as with n_microbatches=1"
+    )
+    which = f"microbatches of {subject.rows}" if failing == 0 else f"microbatch {failing}, which has {sizes[failing]}"
+    return InputError(
+        f"{here.name} runs on the whole example of {subject.batch} rows, and not on {which} "
+        f"({type(error).__name__}: {summarize(error)}): {way}"
+    )
+
+
+def describe_counting(here: Runnable) -> str:
+    """Return what to do about an argument that counts entries of another one, as offsets and sizes of pieces do.
+
+    Empty if no argument looks like that.
+    """
+    tensors = {spec.name: t for spec, t in zip(here.inputs.specs, here.tensors, strict=True)}
+    for name, t in tensors.items():
+        if t.is_floating_point() or t.dtype == torch.bool or t.numel() < 2 or t.ndim != 1 or not has_values(t):
+            continue
+        values = t.tolist()
+        # What counts from the start begins with 0, and ends with the length or before. Positions count one by one.
+        rises = values[0] == 0 and values == sorted(values) and set(np.diff(values)) != {1}
+        for other, (length, *_) in ((n, o.shape) for n, o in tensors.items() if n != name and o.ndim):
+            if sum(values) == length or (rises and values[-1] <= length):
+                what = f"offsets that count, up to {values[-1]}, the" if rises else "sizes that add up to the"
+                return (
+                    f"argument {name!r} of shape {tuple(t.shape)} holds {what} {length} entries of {other!r}, and is "
+                    "right for the whole batch only: give each row values of its own, such as the lengths of padded "
+                    "rows, and count in forward(), or compile with n_microbatches=1"
+                )
+    return ""
+
+
+def _runs(here: Runnable, tensors: Sequence[Tensor]) -> bool:
+    """Return whether the model, as it is, runs on these tensors."""
+    tensors = [t.detach().clone() for t in tensors]
+    # It may be one that no graph can be made of, because it writes to its weights.
+    with keep_values(here.model.parameters()):
+        try:
+            with torch.no_grad(), preserve(here.modules), refuse_assignments(here.modules):
+                here.run_model(*tensors)
+        except Exception:
+            return False
+    return True
+
+
+def _find_counting(here: Runnable, first: Sequence[Tensor], failing: Sequence[Tensor]) -> str | None:
+    """Return the argument with which the model runs on a microbatch once it has the first microbatch's values."""
+    rows = here.inputs.count_rows(failing)
+    for i, spec in enumerate(here.inputs.specs):
+        if spec.cut.dim is not None:
+            tensors = list(failing)
+            tensors[i] = spec.cut.narrow(first[i], 0, rows)
+            if _runs(here, tensors):
+                return spec.name
+    return None
+
+
+def _find_cuts(subject: Subject, here: Runnable) -> dict[str, Cut]:
+    """Return where arguments may have their rows instead, so that microbatches make the batch; empty for nowhere."""
+    count = -(-subject.batch // subject.rows)
+    for cuts in _list_guesses(subject):
+        other = replace(here, inputs=here.inputs.cut_otherwise(cuts))
+        with suppress(Exception):  # the model does not run in this way
+            batch = other.inputs.count_rows(here.tensors)
+            rows = divide_evenly(batch, -(-batch // count))
+            run = run_pieces(other, here.tensors, rows, from_shapes=subject.from_shapes)
+            if subject.from_shapes or _is_joined(run):
+                return cuts
+    return {}
+
+
+def _list_guesses(subject: Subject) -> Iterator[dict[str, Cut]]:
+    """Return other cuts of arguments: none for each alone, the later ones first, then for all but one; then multiples.
+
+    Where one argument is several times as long as another, each row may have several entries.
+    """
+    inputs = subject.inputs
+    if not subject.is_cut:
+        return
+    free = [s for s in inputs.specs if not any(f"{s.name}_".startswith(f"{stated}_") for stated in inputs.chunks)]
+    cut = [spec.name for spec in free if spec.cut.dim is not None]
+    if sum(spec.cut.dim is not None for spec in inputs.specs) > 1:
+        for name in reversed(cut):
+            yield {name: Cut(None)}
+        if len(cut) > 1:
+            yield dict.fromkeys(cut[1:], Cut(None))
+    if len(free) < len(inputs.specs):
+        return  # with some of them stated, the number of rows is stated too
+    lengths = {spec.name: spec.shape[0] for spec in free if spec.shape}
+    for rows in sorted(set(lengths.values()) - {1}, reverse=True):
+        cuts = {name: Cut(0, length // rows) for name, length in lengths.items() if length % rows == 0}
+        if any(each > 1 for _, each in cuts.values()):
+            yield cuts
+
+
+def _is_joined(run: Run) -> bool:
+    """Return whether the outputs of the batch follow from those of its pieces, and any of them from their rows."""
+    depends = False
+    for name in run.whole:
+        whole, pieces = run.take(name)
+        if not isinstance(whole, Tensor):
+            if any(piece != whole for piece in pieces):
+                return False
+            continue
+        batched = find_rows_dim(whole.shape, [piece.shape for piece in pieces], run.rows)
+        if batched is None and any(piece.shape != whole.shape for piece in pieces):
+            return False
+        if not (is_close(whole, torch.cat(pieces, batched[0])) if batched else list_kinds(whole, pieces, run.rows)):
+            return False
+        # What is the same for every piece is so because nothing of what it is made of was cut.
+        depends |= not all(piece.shape == whole.shape and is_close(whole, piece) for piece in pieces)
+    return depends
+
+
+def _describe_cuts(cuts: Mapping[str, Cut], inputs: Inputs) -> str:
+    """Return what is said of arguments that are to be cut otherwise."""
+    name, (dim, each) = max(cuts.items(), key=lambda entry: entry[1].each)
+    if dim is None:
+        return f"argument {name!r} has no rows, although it is as long as the batch, and was cut with it"
+    shape = next(spec.shape for spec in inputs.specs if spec.name == name)
+    return f"argument {name!r} has shape {shape}, which is {each} entries for each row of the batch"
+
+
+def _write_chunks(cuts: Mapping[str, Cut]) -> str:
+    """Return the option that cuts arguments in this way."""
+    places = (f"{name!r}: {'fxsplit.Replicate' if dim is None else dim}" for name, (dim, _) in cuts.items())
+    return f"chunks={{{', '.join(places)}}}, or compile with n_microbatches=1"

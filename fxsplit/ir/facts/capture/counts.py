@@ -1,0 +1,206 @@
+"""Counts: what a mean over some entries is divided by, where that is not the number of rows.
+
+A loss over labels averages those that are not ignored, and a loss under a mask divides by the sum of the mask. Of such
+counts microbatches have other shares than of rows: with counts c_m of microbatches and c of the batch, the batch's mean
+of the microbatches' means x_m is sum(x_m c_m) / c. Counts follow from the inputs alone, so they are known before any
+microbatch runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fxsplit.errors import InputError
+from fxsplit.torch_internals import pytree
+from fxsplit.torch_internals.distributed.elsewhere import call_with_lent
+from fxsplit.torch_internals.tensors.host_copies import Coming, is_on_host
+from fxsplit.torch_internals.user_lines import warn_user
+
+LABEL_MODULES = (nn.CrossEntropyLoss, nn.NLLLoss)
+LABEL_FUNCTIONS = (F.cross_entropy, F.nll_loss)
+NAMES = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
+"""The arguments of LABEL_FUNCTIONS."""
+MEAN = (None, 1, "mean")
+"""How a mean is asked for: by default, by torch's own number for it, by name."""
+EVEN = 1e-9
+"""How far a share may be from that of the rows: they are the same quotients but for rounding."""
+DIFFERS = (
+    "is divided by a count of its own, such as that of labels other than ignore_index: the pipeline averages it by "
+    "rows, which differs from the whole batch where microbatches have other counts; hand the count to the model "
+    "(Hugging Face: num_items_in_batch=), or compile with n_microbatches=1"
+)
+"""What is said of a number that microbatches do not make, after its name."""
+
+
+Weights = Sequence[float | Tensor]
+"""What microbatches weigh: numbers, or tensors of double precision on an accelerator, which the host need not know."""
+
+
+@dataclass(frozen=True, eq=False)
+class Count:
+    """What a number is divided by. `compute` computes it from the tensors of a call, or from the target of a loss.
+
+    by_rows: what is divided is a mean over rows; otherwise it is a sum.
+    safe: a number that counts nothing has gradients of zero where it has the weight zero, as torch's means over labels.
+        A sum that is divided by zero has others (see `keep_zeros`).
+    reads: the tensors that `compute` reads besides.
+    """
+
+    compute: Callable[..., Tensor]
+    by_rows: bool = False
+    safe: bool = False
+    reads: tuple[Tensor, ...] = ()
+
+    def weigh(self, pieces: Sequence[Sequence[Any]], rows: Sequence[int], whole: Sequence[Any] = ()) -> list[float]:
+        """Return the weight of each piece's number in that of the whole; `rows` has the rows of each piece.
+
+        Without the whole, its count is the sum of theirs. Where the pieces are on an accelerator, the host waits for
+        it, once.
+        """
+        weights: list[float] = self.compute_weights(pieces, rows, whole).tolist()
+        return weights
+
+    def weigh_there(self, pieces: Sequence[Sequence[Any]], rows: Sequence[int], whole: Sequence[Any] = ()) -> Weights:
+        """Return the same weights; as tensors, which the host need not wait for, where they are on an accelerator."""
+        weights = self.compute_weights(pieces, rows, whole)
+        if not is_on_host(weights):
+            return list(weights.unbind())
+        found: list[float] = weights.tolist()
+        return found
+
+    def compute_weights(self, pieces: Sequence[Sequence[Any]], rows: Sequence[int], whole: Sequence[Any]) -> Tensor:
+        """Return the weights of all pieces, in double precision, where their tensors are."""
+        with torch.no_grad():
+            # Stacked before they are divisors: an operator takes as long for one number as for all.
+            divisors = self._make_divisors([self._count(tensors) for tensors in pieces], rows)
+            total = self._make_divisors([self._count(whole)], [sum(rows)])[0] if whole else divisors.sum()
+            # Nothing counts in all of the batch: the model divides by zero, and so does each microbatch.
+            return (divisors / total).where(total != 0, 1.0)
+
+    def find_divisor(self, tensors: Sequence[Any], rows: int) -> float:
+        """Return what makes the number of so many rows their sum, if the number is multiplied by it."""
+        with torch.no_grad():
+            return float(self._make_divisors([self._count(tensors)], [rows]))
+
+    def find_count(self, tensors: Sequence[Any]) -> float:
+        """Return what these tensors count; the host waits for an accelerator that they are on."""
+        with torch.no_grad():
+            return float(self._count(tensors))
+
+    def _count(self, tensors: Sequence[Any]) -> Tensor:
+        """Return what `compute` counts, a number where the tensors are."""
+        return torch.as_tensor(call_with_lent(self.compute, tensors)).reshape(())
+
+    def _make_divisors(self, counts: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
+        """Return what makes numbers of so many rows their sums, from the counts, in double precision."""
+        if self.by_rows:
+            counts = [count.double() * n for count, n in zip(counts, rows, strict=True)]
+        return torch.stack(list(counts)).double()
+
+
+class Watch:
+    """Counts inside of a number that is more than a quotient: it is averaged by rows, and warned of once it differs.
+
+    `name` is that of the number, for the warning. Where the counts are on an accelerator, the host does not wait for
+    them: the warning comes with a later batch.
+    """
+
+    def __init__(self, name: str, counts: Sequence[Count]) -> None:
+        self.counts = counts
+        self._name = name
+        self._said = False
+        self._coming: Coming[None] = Coming()
+
+    def weigh(self, pieces: Sequence[Sequence[Any]], rows: Sequence[int], whole: Sequence[Any] = ()) -> list[float]:
+        """Return the share of each piece in the rows; warn, once, if a count has other shares."""
+        shares = share_rows(rows)
+        if self._said:
+            return shares
+        if not self._coming.is_full:
+            for count in self.counts:
+                weights = zip(count.compute_weights(pieces, rows, whole), shares, strict=True)
+                self._coming.add(torch.stack([(w - share).abs() > EVEN for w, share in weights]).any(), None)
+        for differs, _ in self._coming.take_arrived():
+            if differs and not self._said:
+                self._said = True
+                warn_user(f"{self._name} {DIFFERS}")
+        return shares
+
+
+def share_rows(rows: Sequence[int]) -> list[float]:
+    """Return the share of each microbatch in the rows of all."""
+    total = sum(rows)
+    return [count / total for count in rows]
+
+
+COUNTS_NOTHING = (
+    "the model divides by a count that is zero in this microbatch and not in the batch; compile with n_microbatches=1, "
+    "or divide outside of the model"
+)
+"""What is said of a number that was divided by a count of zero, and is something else than 0 / 0."""
+
+
+def check_nothing_counts(number: Tensor | None, name: str) -> None:
+    """Raise InputError unless a number that was divided by a count of zero is 0 / 0, and so is no part of the whole."""
+    if number is not None and not number.isnan().all():
+        raise InputError(f"{name} is {number.item()}: {COUNTS_NOTHING}")
+
+
+def find_miscounted(numbers: Tensor, weights: Tensor) -> Tensor:
+    """Return, as a flag where they are, whether any of the numbers that weigh nothing is something else than 0 / 0."""
+    return ((weights == 0) & ~numbers.isnan()).any()
+
+
+def make_label_count(options: Mapping[str, Any], place: int = 0) -> Count:
+    """Return the count of labels, where they are the part of a target at `place`, under the options of a loss."""
+    weight, ignore_index = options.get("weight"), options.get("ignore_index", -100)
+    # torch gives labels that are ignored a gradient of zero, and divides those of classes without weight by zero.
+    safe = weight is None or bool((weight > 0).all())
+    return Count(
+        lambda target: count_labels(pytree.tree_leaves(target)[place], weight, ignore_index),
+        safe=safe,
+        reads=() if weight is None else (weight,),
+    )
+
+
+def count_labels(labels: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """Return how many labels are not ignored, or the sum of the weights of their classes.
+
+    Of probabilities of classes, which none is ignored of and whose weights divide nothing, it is how many there are.
+    """
+    if labels.is_floating_point():
+        return torch.tensor(labels.numel())
+    counts = labels != ignore_index
+    if weight is None:
+        return counts.sum()
+    return (weight.to(labels.device)[labels.where(counts, 0)] * counts).sum()
+
+
+def count_selected(*places: Any) -> Tensor:
+    """Return how many entries a mask chooses, or how many there are at indices, which `nonzero` has in a tuple."""
+    given: list[Tensor] = pytree.tree_leaves(places)
+    if len(given) == 1 and given[0].dtype is torch.bool:
+        return given[0].sum()
+    return torch.tensor(torch.broadcast_tensors(*given)[0].numel())
+
+
+def divide_one_by(factor: Tensor) -> Tensor:
+    """Return what a product with a factor is divided by."""
+    return factor.double().reciprocal()
+
+
+def read_options(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call of one of LABEL_FUNCTIONS by name; what has its default may be missing."""
+    return {**dict(zip(NAMES, args, strict=False)), **kwargs}
+
+
+def is_mean(options: Mapping[str, Any]) -> bool:
+    """Return whether a loss over labels is a mean; "size_average" and "reduce" are older ways to state it."""
+    older = options.get("size_average") is None and options.get("reduce") is None
+    return older and options.get("reduction") in MEAN

@@ -1,0 +1,41 @@
+"""Example: one microbatch of the user's example inputs, to check, observe and measure the graph with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from fxsplit.ir.facts.capture.call import Inputs
+from fxsplit.ir.graph import GivenFact
+
+
+@dataclass(frozen=True)
+class Example(GivenFact):
+    """One microbatch: `tensors` are its tensor arguments in the order of `inputs.specs`, copies of the user's.
+
+    `from_shapes`: the graph was captured by its shapes alone, and nothing was computed. It is then observed with
+    stand-ins, and its operators are timed one by one.
+    """
+
+    inputs: Inputs
+    tensors: tuple[Tensor, ...]
+    from_shapes: bool = False
+
+    made_by: ClassVar[str] = "trace"
+
+    @property
+    def rows(self) -> int:
+        """The microbatch size."""
+        return self.inputs.count_rows(self.tensors)
+
+    def describe(self) -> dict[str, str]:
+        """Return the dtype and shape of each tensor by its name, such as `float32[4, 8]`."""
+        pairs = zip(self.inputs.specs, self.tensors, strict=True)
+        return {spec.name: f"{str(t.dtype)[6:]}{list(t.shape)}" for spec, t in pairs}
+
+    def __str__(self) -> str:
+        """One line a tensor, such as `x: float32[4, 8]`."""
+        # Values would differ from run to run, and dumps are compared.
+        return "\n".join(f"{name}: {text}" for name, text in self.describe().items())

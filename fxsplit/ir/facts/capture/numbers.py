@@ -1,0 +1,98 @@
+"""Numbers: Python numbers that are inputs of the graph, and are read anew for every call.
+
+A number that forward() reads becomes part of the graph. Once it has changed it is *followed*, where forward() only
+computes with it: the graph gets a placeholder for it behind those of the tensors, whose default is the value at the
+time of the capture. So whoever runs the graph on tensors alone runs it with that value.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import fx
+
+from fxsplit.ir.facts.capture.example import Example
+from fxsplit.ir.facts.capture.python_state import ARGUMENT, Number, Place, PythonState, same
+from fxsplit.ir.graph import IR
+from fxsplit.torch_internals.scopes.undo import undo_after
+
+Known = tuple[float, float]
+"""Two values that a number has had."""
+
+
+def find_arguments(earlier: Iterable[IR], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Known]:
+    """Return the numbers of a call that may be inputs of a new graph, by argument.
+
+    Those are inputs of an `earlier` graph of the model, or have changed since, and no graph has failed to follow them.
+    """
+    found: dict[str, Known] = {}
+    for ir in earlier:
+        state, inputs = ir[PythonState], ir[Example].inputs
+        followed = {number.place.key: number.known for number in state.followed}
+        for name, (then, now) in inputs.find_numbers(args, kwargs).items():
+            key = (ARGUMENT, name)
+            if key in followed:
+                found[name] = followed[key]
+            elif key not in state.stuck and not same(then, now):
+                found[name] = (then, now)
+    return found
+
+
+def find_reads(earlier: Iterable[IR]) -> list[Number]:
+    """Return the numbers that forward() reads and that may be inputs of a new graph, each once."""
+    return [*{number.place.key: number for ir in earlier for number in ir[PythonState].list_numbers()}.values()]
+
+
+def name_candidates(ir: IR, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[str]:
+    """Return the names of all numbers that may be inputs of a new graph."""
+    reads = {number.place.name for number in find_reads([ir])}
+    return reads | {f"argument {name!r}" for name in find_arguments([ir], args, kwargs)}
+
+
+def list_number_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """Return the placeholders of numbers, which are those that have a default."""
+    return [node for node in graph.find_nodes(op="placeholder") if node.args]
+
+
+def set_numbers(gm: fx.GraphModule, values: Iterable[Any]) -> None:
+    """Let a graph run with other numbers where it is run on tensors alone."""
+    for node, value in zip(list_number_nodes(gm.graph), values, strict=True):
+        node.args = (value,)
+    gm.recompile()
+
+
+def name_numbers(numbers: Sequence[Number], taken: Iterable[str]) -> list[str]:
+    """Return a name for the placeholder of each number, such as `rate` for that of attribute 'body.rate'."""
+    names = dict.fromkeys(taken)
+    before = len(names)
+    for number in numbers:
+        words = re.findall(r"[A-Za-z_]\w*", number.place.name.partition("'")[2].partition("'")[0])
+        name = words[-1] if words else "number"
+        while name in names:
+            name += "_"
+        names[name] = None
+    return list(names)[before:]
+
+
+@contextmanager
+def hold_numbers(numbers: Sequence[Number], values: Iterable[Any]) -> Iterator[None]:
+    """Let the places hold other values inside the block."""
+    before = [(number.place, number.place.read()) for number in numbers]
+
+    def put_back() -> None:
+        for place, value in before:
+            _write(place, value)
+
+    with undo_after(put_back):
+        for (place, _), value in zip(before, values, strict=True):
+            _write(place, value)
+        yield
+
+
+def _write(place: Place, value: Any) -> None:
+    """Set the value of a place that can be written to."""
+    assert place.write is not None, place.name
+    place.write(value)

@@ -1,0 +1,47 @@
+"""Costs of forwards alone: what inference takes of what training takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fxsplit.ir.facts.costs.costs import Costs, NodeCost
+
+
+def keep_forwards(costs: Costs) -> Costs:
+    """Return the costs of the same graph where no gradients are computed.
+
+    Parameters count as buffers do: each is held once, without a gradient and a state of the optimizer. Autograd keeps
+    nothing. Of `host_ms`, which is the time of both passes, a node keeps the share of its forward.
+    """
+    if costs.inference:
+        return costs
+    nodes = tuple(_keep_forward(node) for node in costs.nodes)
+    inputs = tuple(replace(given, gradient_bytes=0.0) for given in costs.inputs)
+    tied = tuple(replace(t, parameter_bytes=0.0, buffer_bytes=t.buffer_bytes + t.parameter_bytes) for t in costs.tied)
+    return replace(costs, nodes=nodes, inputs=inputs, exchanges=(), inference=True, tied=tied)
+
+
+def _keep_forward(node: NodeCost) -> NodeCost:
+    """Return what a node costs without its backward."""
+    both = node.forward_ms + node.backward_ms
+    return replace(
+        node,
+        backward_ms=0.0,
+        backward_launch_ms=0.0,
+        weight_ms=0.0,
+        host_ms=node.host_ms * (node.forward_ms / both if both else 1.0),
+        gradient_bytes=0.0,
+        kept_bytes=0.0,
+        written_bytes=0.0,
+        kept_for="",
+        kept_for_bytes=0.0,
+        parameter_bytes=0.0,
+        buffer_bytes=node.buffer_bytes + node.parameter_bytes,
+        backward_peak_bytes=0.0,
+        halved_peak_bytes=0.0,
+        late_peak_bytes=0.0,
+        waiting_bytes=0.0,
+        lent_bytes=0.0,
+        unkept_bytes=max(node.unkept_bytes, node.output_bytes) if node.forward_peak_bytes is not None else 0.0,
+        handed_bytes=0.0,
+    )

@@ -1,0 +1,85 @@
+"""Known costs: what was measured of operators earlier, and is used again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, NamedTuple
+
+from fxsplit.ir.facts.costs.costs import Costs, NodeCost
+from fxsplit.ir.facts.costs.measured import Measured
+from fxsplit.ir.graph import GivenFact
+
+_SIZES = re.compile(r"\[[\d, ]*\]")
+_CHOOSES = re.compile(r"\b(bool|u?int\d+)\[")
+"""A tensor among the arguments of an operator that may be a mask, or indices."""
+
+
+class Observed(NamedTuple):
+    """What is seen of a node: its name, what it reads, its signature, and the dtype and shape of what it makes."""
+
+    name: str
+    inputs: Sequence[str]
+    signature: str
+    made: str
+
+
+def _drop_sizes(signature: str) -> str:
+    """Return a signature without the sizes of its arguments; those of a module's weights stay."""
+    head, _, arguments = signature.rpartition("(")
+    return f"{head}({_SIZES.sub('', arguments)}"
+
+
+@dataclass(frozen=True, eq=False)
+class KnownCosts(GivenFact):
+    """Costs measured earlier, which `profile` uses by operator signature; `complete` forbids it to measure others."""
+
+    costs: Costs
+    complete: bool
+
+    made_by: ClassVar[str] = "compile(costs=)"
+
+    @cached_property
+    def times(self) -> dict[str, Measured]:
+        """The times of each operator, by its signature."""
+        return {
+            n.signature: Measured(
+                n.forward_ms,
+                n.backward_ms,
+                n.late_ms,
+                n.spread_ms,
+                n.forward_launch_ms,
+                n.backward_launch_ms,
+                n.forward_peak_bytes,
+                n.backward_peak_bytes,
+                n.halved_peak_bytes,
+                n.late_peak_bytes,
+                n.waiting_bytes,
+                n.lent_bytes,
+            )
+            for n in self.costs.nodes
+        }
+
+    def find_chosen(self, nodes: Iterable[Observed]) -> dict[str, NodeCost]:
+        """Return what is known of nodes whose sizes follow from values, and are others now, by their names.
+
+        Such are those that choose entries by a mask or by indices, and those that compute with what was chosen. `nodes`
+        are all, in the order of the graph. Where anything else is of another size, nothing is known of it.
+        """
+        found: dict[str, NodeCost] = {}
+        for name, inputs, signature, made in nodes:
+            known = self.costs.by_name.get(name)
+            if known is None or known.inputs != tuple(inputs) or not known.made:
+                continue
+            if known.signature == signature:
+                chooses = known.made != made and _CHOOSES.search(signature) is not None
+                if chooses and _SIZES.sub("", known.made) == _SIZES.sub("", made):
+                    found[name] = known
+            elif not found.keys().isdisjoint(inputs) and _drop_sizes(known.signature) == _drop_sizes(signature):
+                found[name] = known
+        return found
+
+    def __str__(self) -> str:
+        return f"{len(self.times)} operator signatures, {'complete' if self.complete else 'others are measured'}"

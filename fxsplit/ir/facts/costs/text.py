@@ -1,0 +1,94 @@
+"""Costs as tables. Costs themselves call this file, which does not know them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from fxsplit.system.figures import format_bytes
+from fxsplit.system.shown import Parts, Table
+
+FEW = 40
+"""So many nodes are shown one by one, and of more the largest modules."""
+LARGEST = 20
+"""How many modules are shown, the largest first."""
+
+
+def list_parts(costs: Any, *, whole: bool) -> Parts:
+    """Return a table of the nodes, or of the largest modules if they are many and this is not to be the `whole`.
+
+    Lines follow of what stays together or in order, and of what was measured.
+    """
+    # A CPU launches nothing, and needs no column for it.
+    launched = bool(costs.launch_ms)
+    few = whole or len(costs.nodes) <= FEW
+    # Two nodes may have one place, as two calls of one module.
+    listed = [(n.place, [n]) for n in costs.nodes] if few else list(sum_by_module(costs.nodes, LARGEST).items())
+    heads = ["node" if few else "module", *[">nodes"] * (not few), ">fwd ms", ">bwd ms", *[">launch ms"] * launched]
+    rows = []
+    for name, nodes in listed:
+        times = [sum(n.forward_ms for n in nodes), sum(n.backward_ms for n in nodes)]
+        times += [sum(n.launch_ms for n in nodes)] * launched
+        sizes = [sum(getattr(n, f"{what}_bytes") for n in nodes) for what in ("output", "kept", "parameter")]
+        count = [] if few else [str(len(nodes))]
+        rows.append([name, *count, *(f"{ms:.3f}" for ms in times), *map(format_bytes, sizes)])
+    yield Table([*heads, ">out", ">kept", ">weights"], rows)
+    if not few:
+        yield f"{len(costs.nodes)} nodes in all, {costs.compute_ms:.3f} ms; costs.nodes lists them"
+    else:
+        yield from ("together: " + " ".join(names) for names in costs.together)
+        yield from (f"ordered: {a} before {b}" for a, b in costs.ordered)
+    calls = [n.signature for n in costs.nodes if n.signature and not n.op.startswith("get_attr")]
+    # Layers repeat, and the same operator takes the same time on the same shapes and dtypes.
+    if len(set(calls)) < len(calls):
+        yield f"measured: {len(set(calls))} operators, for {len(calls)} nodes that call one of them alike"
+    if costs.hardware:
+        yield f"measured on: {costs.hardware}"
+
+
+def sum_by_module(nodes: Sequence[Any], most: int) -> dict[str, list[Any]]:
+    """Return the nodes of each of the modules that take longest, `most` at most, the slowest first.
+
+    Layers that repeat count together: `layers.*.mlp` are all modules whose path has a number there. A group that takes
+    more than half of the time is told by its parts, as far as it has some. Nodes of no module are told by their names.
+    """
+    divided: set[str] = set()
+    while True:
+        groups: dict[str, list[Any]] = defaultdict(list)
+        for node in nodes:
+            groups[_name_group(node, divided)].append(node)
+        time = {name: sum(n.forward_ms + n.backward_ms for n in held) for name, held in groups.items()}
+        ordered = sorted(time, key=lambda name: (-time[name], name))
+        # Until no group is most of the whole, or the largest has no parts.
+        heavy = next((n for n in ordered if time[n] > sum(time.values()) / 2 and _has_parts(groups[n], n)), None)
+        if heavy is None:
+            return {_name_shown(name, groups[name]): groups[name] for name in ordered[:most]}
+        divided.add(heavy)
+
+
+def _name_group(node: Any, divided: set[str]) -> str:
+    """Return the group of a node: as much of its module's path as the groups above it are divided."""
+    parts = _split_path(node)
+    taken = 1
+    while taken < len(parts) and ".".join(parts[:taken]) in divided:
+        taken += 1
+    return ".".join(parts[:taken])
+
+
+def _split_path(node: Any) -> list[str]:
+    """Return the parts of a node's path, a number and the name before it as one; of a node in no module its name."""
+    return re.sub(r"\.\d+(?=\.|$)", ":*", node.owner).split(".") if node.owner else [node.name]
+
+
+def _has_parts(nodes: Sequence[Any], name: str) -> bool:
+    """Return whether some nodes of a group are in modules further down."""
+    return any(len(_split_path(node)) > name.count(".") + 1 for node in nodes)
+
+
+def _name_shown(group: str, nodes: Sequence[Any]) -> str:
+    """Return a group's name for people: with the number in place of `*`, if all of its nodes are of one number."""
+    paths = Counter(".".join(node.module.split(".")[: group.replace(":", ".").count(".") + 1]) for node in nodes)
+    shown = group.replace(":", ".")
+    return next(iter(paths)) if "*" in shown and len(paths) == 1 else shown

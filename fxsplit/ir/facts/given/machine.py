@@ -1,0 +1,299 @@
+"""Machine: the devices that a plan may use, with their memory and speed, and the links between neighbours.
+
+A machine need not exist here: `Machine.planned(8)` is one to plan for, which no pipeline can run on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
+
+from fxsplit.errors import InputError
+from fxsplit.ir.graph import GivenFact
+from fxsplit.system.figures import TOO_LARGE, format_bytes, show
+from fxsplit.system.shown import Parts, Shown, Table
+
+if TYPE_CHECKING:  # torch takes a second to load, and a planned machine has no torch devices
+    import torch
+    from torch import nn
+
+DeviceLike: TypeAlias = "str | torch.device"
+GPU_LINK_BYTES_PER_S = 16e9
+"""Assumed between two GPUs where nothing else is stated: a 16-lane PCIe 3 link, the slowest in common use."""
+LEAST_BYTES_PER_S = 1e-3
+"""A link slower than this is refused as a mistake: the times that it leads to would overflow."""
+LEAST_SPEED, MOST_SPEED = 1e-12, 1e12
+"""A device that is slower or faster than this, relative to the one profiled, is refused as a mistake."""
+MAX_DEVICES = 512
+"""More devices are refused: the search keeps a table of states for each."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """One place where a stage can run.
+
+    - `name`: unlike any other in the machine.
+    - `torch_device`: where the tensors of its stages live, also by its name; None in a machine that is only planned
+      for. `torch.device("cuda")`, and so "cuda", is the GPU that is current when the Device is made.
+    - `memory_bytes`: what weights, activations and the rest of its stages may take; unlimited by default.
+    - `speed`: relative to the hardware that was profiled; a device of speed 2 takes half as long.
+    - `bytes_per_s`: the bandwidth of its own link, where that is less than that of the links between devices.
+    - `host`: it takes each node's `host_ms`, and exchanges values without cost, as CPUs of dnn-partitioning files do.
+
+    Raises InputError for a value that is not of its type, or not positive, and for a kind of torch device that no stage
+    runs on.
+    """
+
+    name: str
+    torch_device: torch.device | None = None
+    memory_bytes: float = inf
+    speed: float = 1.0
+    bytes_per_s: float = inf
+    host: bool = False
+
+    if TYPE_CHECKING:  # a field has one type, and this one takes names too, which are devices once it is made
+
+        def __init__(
+            self,
+            name: str,
+            torch_device: DeviceLike | None = None,
+            memory_bytes: float = inf,
+            speed: float = 1.0,
+            bytes_per_s: float = inf,
+            host: bool = False,
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        if self.torch_device is not None:
+            # Planning does not load torch.
+            from fxsplit.ir.facts.given.torch_devices import read_device
+
+            object.__setattr__(self, "torch_device", read_device(self.torch_device, f"device {self.name!r}"))
+        for value in (self.memory_bytes, self.speed, self.bytes_per_s):
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise InputError(f"device {self.name!r} has {show(value)} for memory_bytes or speed: give a number")
+            if TOO_LARGE <= value < inf:
+                raise InputError(f"device {self.name!r} has {show(value)}: give a number below {TOO_LARGE:g}, or inf")
+        for what in ("memory_bytes", "bytes_per_s"):
+            # Turned round, so that what is not a number is refused too.
+            if not getattr(self, what) > 0 or (what == "bytes_per_s" and getattr(self, what) < LEAST_BYTES_PER_S):
+                raise InputError(f"device {self.name!r} has {what}={getattr(self, what)}: give a positive number")
+        if not LEAST_SPEED <= self.speed <= MOST_SPEED:
+            raise InputError(
+                f"device {self.name!r} has speed={show(self.speed)}: give a positive number (1.0 = as profiled)"
+            )
+
+
+@dataclass(frozen=True, repr=False)
+class Machine(Shown, GivenFact):
+    """Devices in pipeline order, and the bandwidth between each and the next.
+
+    `links[i]` joins devices i and i + 1, in bytes per second. An infinite link hands values over without a copy, as
+    between threads of one process on a CPU. `homes` is for a machine that was unrolled: the real devices of each of
+    its devices. Raises InputError unless names differ and there is a link for each pair of neighbours.
+    """
+
+    devices: tuple[Device, ...]
+    links: tuple[float, ...]
+    homes: tuple[tuple[int, ...], ...] = ()
+
+    made_by: ClassVar[str] = "compile(devices=)"
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            raise InputError("a machine without devices: give at least one")
+        names = [d.name for d in self.devices]
+        if len(set(names)) != len(names):
+            raise InputError(f"devices are called {names}: give each a name of its own")
+        if len(self.links) != len(self.devices) - 1:
+            raise InputError(
+                f"{len(self.devices)} devices need {len(self.devices) - 1} links between neighbours, "
+                f"not {len(self.links)}: give one bandwidth for each pair of neighbours"
+            )
+        # Infinite links are allowed: they copy nothing.
+        for link in self.links:
+            if not link >= LEAST_BYTES_PER_S:
+                raise InputError(f"a link of {link} bytes per second: give a positive number, or inf for no copy")
+
+    @classmethod
+    def of(
+        cls,
+        devices: int | DeviceLike | Sequence[DeviceLike | Device] | Machine,
+        *,
+        bytes_per_s: float | None = None,
+        memory_bytes: float | None = None,
+        model: nn.Module | None = None,
+    ) -> Machine:
+        """Return the machine that a user means by `devices`.
+
+        `devices` is a number, names or torch.devices with repeats allowed, Device objects, or a Machine, which is
+        returned as it is. A number means GPUs where there are as many. With fewer GPUs it means all of these, repeated
+        evenly, if `model` or torch's default device is on one, and CPU devices otherwise; a warning says which.
+        `bytes_per_s` states every link, `memory_bytes` every device's memory. By default CPU devices are unlimited, and
+        devices on one GPU share evenly what is free on it now (see `torch_devices.read_memory`).
+        Raises InputError for a device that does not exist here.
+        """
+        import torch
+
+        from fxsplit.ir.facts.given.torch_devices import choose_devices, find_device, read_memory
+
+        if isinstance(devices, Machine):
+            _check_here(devices.devices)
+            return devices
+        # True is a number in Python, and surely not meant as one device.
+        if isinstance(devices, bool) or (isinstance(devices, int) and devices < 1):
+            raise InputError(f"devices={show(devices)}: give at least 1 device, for example fxsplit.compile(model, 2)")
+        if isinstance(devices, int):
+            check_device_count(devices)
+            devices = choose_devices(devices, model)
+        elif isinstance(devices, (str, torch.device, Device)):
+            devices = [devices]
+        elif not isinstance(devices, (list, tuple)):
+            raise InputError(f"devices={devices!r}: give a number, a list of names or torch.devices, or a Machine")
+        _check_here([d for d in devices if isinstance(d, Device)])
+        parsed = [d if isinstance(d, Device) else find_device(d) for d in devices]
+        shared = Counter(d for d in parsed if isinstance(d, torch.device))
+        memory = {d: read_memory(d) / count if memory_bytes is None else memory_bytes for d, count in shared.items()}
+        made = tuple(
+            d if isinstance(d, Device) else Device(_name_device(d, i), d, memory[d]) for i, d in enumerate(parsed)
+        )
+        pairs = itertools.pairwise(made)
+        # Between devices on one GPU, and between CPU devices, nothing is copied.
+        links = (inf if a.torch_device == b.torch_device else GPU_LINK_BYTES_PER_S for a, b in pairs)
+        return cls(made, tuple(links) if bytes_per_s is None else (bytes_per_s,) * (len(made) - 1))
+
+    @classmethod
+    def planned(cls, devices: int, bytes_per_s: float = inf, memory_bytes: float = inf) -> Machine:
+        """Return a machine of equal devices and links to plan for, which need not exist here."""
+        if type(devices) is not int or devices < 1:
+            raise InputError(f"devices={show(devices)}: give at least 1 device to plan for")
+        check_device_count(devices)
+        return cls(
+            tuple(Device(f"device{i}", memory_bytes=memory_bytes) for i in range(devices)),
+            (bytes_per_s,) * (devices - 1),
+        )
+
+    def unrolled(self, homes: Sequence[Sequence[int]]) -> Machine:
+        """Return the machine that has a device for each stage, where stage s is on devices `homes[s]` of this machine.
+
+        The planner gives each stage a device. For schedules with several stages on a device, or with replicas, it plans
+        on this machine. Stages of one device share its memory evenly, and values between them need no link. A stage on
+        several devices is as slow, and has as little memory, as the least of them.
+        """
+        if [list(home) for home in homes] == [[i] for i in range(len(self))]:
+            return self
+        # How many stages each device has, and how many of them have been unrolled so far.
+        count = Counter(device for home in homes for device in home)
+        seen: Counter[int] = Counter()
+        made = []
+        for home in homes:
+            device = self.devices[home[0]]
+            name = f"{device.name}/{seen[home[0]]}" if count[home[0]] > 1 else device.name
+            memory = min(self.devices[d].memory_bytes / count[d] for d in home)
+            speed = min(self.devices[d].speed for d in home)
+            made.append(replace(device, name=name, memory_bytes=memory, speed=speed))
+            seen[home[0]] += 1
+        links = (
+            # A bandwidth is per millisecond there, and per second here.
+            min(inf if a == b else 1000.0 * self.bytes_per_ms(a, b) for a, b in zip(one, other, strict=False))
+            for one, other in itertools.pairwise(homes)
+        )
+        return Machine(tuple(made), tuple(links), homes=tuple(tuple(home) for home in homes))
+
+    def __len__(self) -> int:
+        return len(self.devices)
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all devices are alike and all links are, so that it does not matter which of them stay idle."""
+        kinds = {(d.memory_bytes, d.speed, d.bytes_per_s, d.host) for d in self.devices}
+        return len(kinds) == 1 and len(set(self.links)) <= 1
+
+    def lift_memory_limits(self) -> Machine:
+        """Return the same devices and links, with memory without limit."""
+        return replace(self, devices=tuple(replace(d, memory_bytes=inf) for d in self.devices))
+
+    def bytes_per_ms(self, own: int, other: int) -> float:
+        """Return the bandwidth with which device `own` exchanges values with `other`, in bytes per millisecond.
+
+        Devices that are not neighbours count as joined by the slowest link. Plans that take devices in another order
+        than the machine's, or leave some out, ask for that.
+        """
+        if self.devices[own].host:
+            return inf
+        neighbours = abs(own - other) == 1
+        between = self.links[min(own, other)] if neighbours else min(self.links, default=inf)
+        return min(between, self.devices[own].bytes_per_s) / 1000.0
+
+    def reduce_ms_per_byte(self, devices: Sequence[int]) -> float:
+        """Return how long r neighbouring devices take to sum a byte of gradients of each, in milliseconds.
+
+        4 (r - 1) / (r^2 bandwidth), as in PipeDream (Narayanan et al. 2019), over the slowest link among them.
+        """
+        r = len(devices)
+        if r == 1:
+            return 0.0
+        slowest = min(self.bytes_per_ms(a, b) for a, b in itertools.pairwise(devices))
+        # bytes_per_ms counts the own link of its first device: the pairs above leave out the last device's.
+        slowest = min(slowest, self.bytes_per_ms(devices[-1], devices[-2]))
+        return 4.0 * (r - 1) / (r * r * slowest)
+
+    def torch_devices(self) -> list[torch.device]:
+        """Return the torch device of each device; raises InputError for a machine that is only planned for."""
+        found = [d.torch_device for d in self.devices if d.torch_device is not None]
+        if len(found) < len(self.devices):
+            missing = next(d.name for d in self.devices if d.torch_device is None)
+            raise InputError(f"device {missing!r} is only planned for: give Device(..., torch_device=) to run on it")
+        return found
+
+    def intraop_threads(self) -> int:
+        """Return how many threads each CPU device may use inside one operator: its share of the cores, at least 1."""
+        # Stages that were unrolled from one device take turns on its threads.
+        homes = [home[0] for home in self.homes] or range(len(self))
+        sharers = len({home for home, d in zip(homes, self.torch_devices(), strict=True) if d.type == "cpu"})
+        return max(1, (os.cpu_count() or 1) // max(1, sharers))
+
+    def summarise(self) -> str:
+        """Return how many devices there are, and what they are called."""
+        names = [d.name for d in self.devices]
+        return f"{len(names)} devices: {', '.join(names[:8])}{', ...' if names[8:] else ''}"
+
+    def show(self) -> Parts:
+        """Return a table of the devices and the links between them."""
+        rows = []
+        for device, link in zip(self.devices, [*map(_format_rate, self.links), ""], strict=True):
+            memory = "unlimited" if device.memory_bytes == inf else format_bytes(device.memory_bytes)
+            place = device.torch_device or ("a host" if device.host else "planned for")
+            own = _format_rate(device.bytes_per_s)
+            rows.append((device.name, place, memory, f"{device.speed:g}", own, link))
+        yield Table(("device", "is", ">memory", ">speed", ">own link", ">link to next"), rows)
+
+
+def _format_rate(bytes_per_s: float) -> str:
+    """Return a bandwidth for people."""
+    return "unlimited" if bytes_per_s == inf else f"{bytes_per_s:.6g} B/s"
+
+
+def check_device_count(count: int) -> None:
+    """Raise InputError for more than MAX_DEVICES devices, before a list of them is made."""
+    if count > MAX_DEVICES:
+        raise InputError(f"{show(count)} devices: give at most {MAX_DEVICES}, as many as one search can plan for")
+
+
+def _check_here(devices: Sequence[Device]) -> None:
+    """Raise InputError for a device that no stage can run on here; one that is only planned for is no such device."""
+    from fxsplit.ir.facts.given.torch_devices import check_here
+
+    for device in devices:
+        if device.torch_device is not None:
+            check_here(device.torch_device, f"device {device.name!r} ({device.torch_device})")
+
+
+def _name_device(device: torch.device, position: int) -> str:
+    """Return a name that is unique also where a device is repeated: `cpu:1`, or `cuda:0#1` for the second device."""
+    return f"{device.type}:{position}" if device.type == "cpu" else f"{device}#{position}"

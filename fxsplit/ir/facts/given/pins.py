@@ -1,0 +1,76 @@
+"""Pins: submodules and nodes that the user has put on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import ClassVar
+
+from fxsplit.errors import PlanError
+from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.graph import IR, GivenFact
+
+
+@dataclass(frozen=True)
+class Pins(GivenFact):
+    """The path of a submodule, or the name of a node -> the number of the stage that gets all of it.
+
+    `optional` are paths that the graph may lack: the evaluation mode of a model has no dropout, for example.
+    """
+
+    stages: Mapping[str, int]
+    optional: frozenset[str] = frozenset()
+
+    made_by: ClassVar[str] = "a pass of yours"
+
+    @staticmethod
+    def add(ir: IR, stages: Mapping[str, int]) -> IR:
+        """Return `ir` with `stages` pinned besides what is pinned already; raises PlanError for a contradiction."""
+        # Several passes may pin, each without knowing of the others.
+        earlier = ir.get(Pins) or Pins({})
+        for path, stage in stages.items():
+            if not path:
+                raise PlanError(f"a pin on stage {stage} names no submodule: give its path, such as 'layer1'")
+            if earlier.stages.get(path, stage) != stage:
+                raise PlanError(f"{path!r} is pinned to stage {earlier.stages[path]} and to stage {stage}: keep one")
+        return ir.learn(Pins({**earlier.stages, **stages}, earlier.optional - set(stages)))
+
+    @staticmethod
+    def join(several: Sequence[Pins]) -> Pins:
+        """Return all of several pins, of which the later ones count where two contradict each other."""
+        stages = {path: stage for pins in several for path, stage in pins.stages.items()}
+        return Pins(stages, frozenset().union(*(pins.optional for pins in several)))
+
+    def nodes(self, costs: Costs) -> dict[str, int]:
+        """Return the stage of every pinned node; raises PlanError for a path that no node belongs to."""
+        pinned: dict[str, int] = {}
+        for path, stage in self.stages.items():
+            found = find_nodes(costs, path)
+            if not found and path not in self.optional:
+                raise PlanError(f"cannot pin {path!r}: {suggest_names(costs, path)}")
+            pinned.update(dict.fromkeys(found, stage))
+        return pinned
+
+    def verify(self, ir: IR) -> None:
+        """Raise PlanError for a pin of nothing, as soon as the nodes are known."""
+        costs = ir.get(Costs)
+        if costs is not None:
+            self.nodes(costs)
+
+    def __str__(self) -> str:
+        return "\n".join(f"{path} on stage {stage}" for path, stage in self.stages.items())
+
+
+def find_nodes(costs: Costs, path: str) -> list[str]:
+    """Return the nodes of a submodule, or the node of that name; none where the graph has neither."""
+    # The dot keeps "layer1" from matching "layer10".
+    return [n.name for n in costs.nodes if n.name == path or f"{n.module}.".startswith(f"{path}.")]
+
+
+def suggest_names(costs: Costs, path: str) -> str:
+    """Return, for an error, that the graph has nothing of this name, and what was probably meant."""
+    # A misspelt path is the usual reason. A profile of another tool may have no submodules.
+    modules, nodes = sorted({n.module for n in costs.nodes if n.module}), [n.name for n in costs.nodes]
+    close = get_close_matches(path, list(dict.fromkeys([*modules, *nodes])), n=3) or modules[:3] or nodes[:3]
+    return f"no such submodule or node in the graph; did you mean {', '.join(map(repr, close))}?"

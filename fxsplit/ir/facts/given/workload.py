@@ -1,0 +1,62 @@
+"""Workload: what a plan is made for: the schedule with its microbatches, and what each stage must hold at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from fxsplit.ir.facts.memory.moments import Moments, MomentsBy, assume_moments
+from fxsplit.ir.graph import GivenFact
+
+
+@dataclass(frozen=True)
+class Workload(GivenFact):
+    """The schedule by name, the number of microbatches, and how many of them each stage holds at once, at most.
+
+    - `in_flight[k]` lists, for a pipeline of k stages, the most microbatches whose activations each stage keeps at
+      once: under 1F1B `in_flight[3]` is (3, 2, 1)
+    - `versions[k]` lists how many versions of its weights each of k stages keeps at once, where the optimizer steps
+      between microbatches; elsewhere it is missing, and means one
+    - `may_idle` allows stages without a node, which only pass values on. The other mode of a model may need that: its
+      weights stay where the first mode has put them, and its graph may have no node for some stage
+    - `replicated`: the schedule places every stage on several devices, as Chimera does
+    - `splits`: backwards leave the gradients of weights for later, as under ZB-H1
+    - `inference`: there are no backwards, and nothing is trained
+    - `recompute`: which stages run forward again before their backward and keep no activations: "always" all of them,
+      "never" none, "plan" those that the planner chooses, as its own option allows
+    - `moments.get(k)` lists, for a pipeline of k stages, what each stage holds at once (see moments.py); where it is
+      missing, all that `in_flight` and `versions` say comes at once
+    """
+
+    schedule: str
+    n_microbatches: int
+    in_flight: Mapping[int, tuple[int, ...]]
+    may_idle: bool = False
+    versions: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    replicated: bool = False
+    inference: bool = False
+    splits: bool = False
+    # It follows from the schedule, and is found when it is asked for.
+    moments: MomentsBy | None = field(default=None, repr=False)
+    recompute: str = "plan"
+
+    made_by: ClassVar[str] = "compile(schedule=, n_microbatches=)"
+
+    def versions_of(self, n_stages: int) -> tuple[int, ...]:
+        """Return how many versions of its weights each of `n_stages` stages keeps at once."""
+        return self.versions.get(n_stages, (1,) * n_stages)
+
+    def moments_of(self, n_stages: int) -> tuple[Moments, ...]:
+        """Return the moments of each of `n_stages` stages."""
+        known = None if self.moments is None else self.moments.get(n_stages)
+        if known is not None:
+            return known
+        pairs = zip(self.in_flight[n_stages], self.versions_of(n_stages), strict=True)
+        return tuple(assume_moments(*pair, splits=self.splits, trains=not self.inference) for pair in pairs)
+
+    def __str__(self) -> str:
+        peaks = "; ".join(f"{k} stages {list(v)}" for k, v in self.in_flight.items())
+        # Only asynchronous schedules keep versions; for the others the line stays short.
+        kept = "".join(f"; weight versions of {k} stages {list(v)}" for k, v in self.versions.items())
+        return f"{self.schedule}, {self.n_microbatches} microbatches, in flight: {peaks}{kept}"

@@ -1,0 +1,266 @@
+"""Follow a stage through one microbatch, node by node, and say what it holds at most in each action.
+
+The forward runs the nodes in the order of the graph, the backward runs theirs in the reverse order, as torch's engine
+does. What a node allocates was measured, and what lives between nodes follows from who reads what:
+
+- what autograd keeps of a node is there from its forward to its backward; where only later nodes keep it, to the
+  backward of the first of these
+- a value that nothing keeps is there until the last node that reads it, or a view of it, has run. Views take no memory
+- the gradient of a value is there from the backward of the last node that reads it to that of the node that made it. A
+  node may return the gradient that it was given, or parts of it, and then the two are one piece of memory
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.costs.edges import list_crossed
+from fxsplit.ir.facts.costs.loss import NO_LOSS
+from fxsplit.ir.facts.memory.gradients import BackwardGradients, find_ties, runs_nothing
+
+TOGETHER_BYTES = 1 << 16
+"""Gradients of weights that were put off are added to their sums together, up to so many bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicrobatchMemory:
+    """What a stage holds of one microbatch, in bytes; weights, sums of gradients and other microbatches aside.
+
+    resting_bytes: between its forward and its backward. halfway_bytes: between the two halves of a divided backward.
+    forward_bytes, whole_bytes, early_bytes, late_bytes: at most, while its forward, its backward, or the first or
+    the second half of that run. first_bytes: the same of a whole backward that finds no sums of gradients and makes
+    them, which then count too. sent_bytes, sent_gradient_bytes: values, and gradients, that it has made for other
+    stages and that it does not hold by itself, until they are taken.
+    """
+
+    resting_bytes: float = 0.0
+    halfway_bytes: float = 0.0
+    forward_bytes: float = 0.0
+    whole_bytes: float = 0.0
+    first_bytes: float = 0.0
+    early_bytes: float = 0.0
+    late_bytes: float = 0.0
+    sent_bytes: float = 0.0
+    sent_gradient_bytes: float = 0.0
+
+
+class Crossings(NamedTuple):
+    """The names of the values that a stage takes from the stages before, and of those that it gives to later ones."""
+
+    taken: Sequence[str]
+    given: Sequence[str]
+
+
+def list_crossings(costs: Costs, stage_of: Mapping[str, int], count: int) -> list[Crossings]:
+    """Return the values that cross the two boundaries of each of `count` stages, where stages hand values on."""
+    # Boundary b lies before stage b.
+    crossing: list[list[str]] = [[] for _ in range(count + 1)]
+    for name, _, _, readers, returned in costs.values:
+        for boundary in list_crossed(stage_of, name, readers, count, returned=returned):
+            crossing[boundary].append(name)
+    return [Crossings(*both) for both in pairwise(crossing)]
+
+
+def follow_stage(
+    costs: Costs, names: Sequence[str], crossings: Crossings, *, recompute: bool, last: bool
+) -> MicrobatchMemory:
+    """Return what a stage holds in each action, of the nodes `names`, in the order of the graph.
+
+    last: whether the loss is computed behind it. Every node's allocations are known (see `Costs.weighed`).
+    """
+    stage = _Stage(costs, names, crossings)
+    kept, light = stage.run_forward(keeps=True), stage.run_forward(keeps=False)
+    if costs.inference:
+        # At rest are the values between stages, of a microbatch that has arrived or that was handed on.
+        at_rest = stage.taken_bytes + stage.unkept_outputs
+        sent = stage.made_bytes + stage.passed_bytes
+        return MicrobatchMemory(resting_bytes=at_rest, forward_bytes=min(kept, light), sent_bytes=sent)
+    loss, taken = costs.find_loss(stage.given_bytes) if last else NO_LOSS, stage.taken_bytes
+    # Of the outputs it keeps those that nothing else does, and those that nothing keeps are freed behind it.
+    loss_keeps = loss.kept_bytes + stage.unkept_outputs * loss.keeps_outputs
+    # A stage that recomputes holds the outputs of the model as any other stage holds what it gives.
+    ends = last and not recompute
+    backward, gradients = stage.run_backward(ends=ends, divided=False)
+    first, _ = stage.run_backward(ends=ends, divided=False, sums=True)
+    early, _ = stage.run_backward(ends=ends, divided=True)
+    # What the loss keeps is freed with all the rest.
+    early += loss_keeps * ends
+    halfway = stage.find_halfway(ends=ends) + loss_keeps * ends
+    late = halfway + stage.find_late()
+    if not stage.waits:
+        # Nothing is left for later, so that the first half is all of the backward, and frees all.
+        early, late = backward, taken + (0.0 if ends else stage.unkept_outputs + stage.kept_outputs)
+        halfway = late
+    resting = taken + stage.kept_bytes + (loss_keeps if last else stage.unkept_outputs)
+    forward = max(kept, taken + stage.kept_bytes + stage.unkept_outputs + loss.forward_peak_bytes)
+    losing = taken + stage.kept_bytes + loss_keeps + loss.backward_peak_bytes
+    sent = 0.0
+    if recompute:
+        # The outputs of the model are the start of the loss's own graph.
+        outputs = stage.own_outputs * last
+        forward = max(min(light, kept), taken + outputs + loss.forward_peak_bytes)
+        resting = taken + outputs + loss.kept_bytes
+        # The gradients of the outputs are there, while the forward runs once more.
+        losing = max(resting + loss.backward_peak_bytes, kept + stage.given_gradients)
+        sent = 0.0 if last else stage.made_bytes
+        # The outputs that the loss was computed from are there until the weights' gradients are.
+        early += outputs
+    # Who runs a forward again keeps what its buffers were, until that is over.
+    again = stage.written_bytes * recompute
+    return MicrobatchMemory(
+        resting_bytes=resting + again,
+        halfway_bytes=halfway + again,
+        forward_bytes=forward + again,
+        whole_bytes=max(backward, losing) + again,
+        first_bytes=max(first, losing) + again,
+        early_bytes=max(early, losing) + again,
+        late_bytes=late + again,
+        sent_bytes=sent,
+        sent_gradient_bytes=gradients,
+    )
+
+
+class _Stage:
+    """The nodes of a stage, the values that it takes from other stages, and those that it gives to them."""
+
+    def __init__(self, costs: Costs, names: Sequence[str], crossings: Crossings) -> None:
+        self._nodes = [costs.by_name[name] for name in names]
+        self._costs = costs
+        position = {name: i for i, name in enumerate(names)}
+        values = [costs.value_of[name] for name in (*names, *(n for n in crossings.taken))]
+        given = set(crossings.given)
+        # The place of the last node that reads a value; behind all nodes for a value that other stages read.
+        self._end = {
+            v[0]: len(names) if v[0] in given else max([position[r] for r in v[3] if r in position], default=-1)
+            for v in values
+        }
+        self._gradient_bytes = {v[0]: v[2] for v in values}
+        size_of = {v[0]: v[1] for v in values}
+        # Of the values that it gives, those that it makes. Others it only hands on.
+        self._made = [name for name in crossings.given if name in position]
+        self.taken_bytes = sum(size_of[name] for name in crossings.taken)
+        self.passed_bytes = sum(size_of[name] for name in crossings.given if name not in position)
+        self.made_bytes = sum(max(size_of[name], costs.by_name[name].storage_bytes) for name in self._made)
+        # In whose memory each of these lies, and what that takes. A view of what the stage takes is held with that.
+        owners = [costs.by_name[name].lies_in or name for name in self._made]
+        held = [costs.by_name[name] for name in dict.fromkeys(owners) if name in position]
+        self.given_bytes = sum(size_of[name] for name in crossings.given)
+        self.given_gradients = sum(self._gradient_bytes[name] for name in crossings.given)
+        self.kept_bytes = float(sum(n.kept_bytes for n in self._nodes))
+        self.unkept_outputs = sum(owner.unkept_bytes for owner in held)
+        self._kept_outputs = {
+            owner.name: min(max(owner.storage_bytes - owner.unkept_bytes, 0.0), owner.kept_bytes) for owner in held
+        }
+        self.own_outputs = sum(max(owner.storage_bytes, owner.unkept_bytes) for owner in held)
+        self.kept_outputs = sum(self._kept_outputs.values())
+        # Until when the memory of a value is there, which views of it may read later.
+        self._memory_end = dict(self._end)
+        for node in self._nodes:
+            if node.lies_in in position:
+                self._memory_end[node.lies_in] = max(self._memory_end[node.lies_in], self._end[node.name])
+        self.written_bytes = sum(n.written_bytes for n in self._nodes)
+        self.waits = any(n.late_peak_bytes > 0 for n in self._nodes)
+        # Filled by a backward: what is there between its halves, gradients for other stages aside.
+        self._waiting = 0.0
+        self._ties = find_ties(costs, position)
+        self._position = position
+
+    def find_halfway(self, *, ends: bool) -> float:
+        """Return what the stage holds between the halves of the backward that has run last."""
+        return self.taken_bytes + self.kept_bytes + (0.0 if ends else self.unkept_outputs) + self._waiting
+
+    def find_late(self) -> float:
+        """Return what the second half of a backward allocates: for one node, and small gradients that go together."""
+        waiting = [n for n in self._nodes if n.late_peak_bytes > 0]
+        together = min(sum(n.parameter_bytes or n.late_peak_bytes for n in waiting), TOGETHER_BYTES)
+        return max((n.late_peak_bytes for n in waiting), default=0.0) + together
+
+    def run_forward(self, *, keeps: bool) -> float:
+        """Return the most that the stage holds while its forward runs, with or without what a backward needs."""
+        peak = now = self.taken_bytes
+        ends: dict[int, float] = {}
+        for i, node in enumerate(self._nodes):
+            kept = node.kept_bytes if keeps else 0.0
+            size = node.unkept_bytes if keeps else max(node.storage_bytes, node.unkept_bytes)
+            if node.lies_in:
+                size = 0.0
+            peak = max(peak, now + max(node.forward_peak_bytes or 0.0, kept))
+            now += kept
+            # What nobody reads is gone at once.
+            end = self._memory_end[node.name]
+            if end > i:
+                now += size
+                ends[end] = ends.get(end, 0.0) + size
+            now -= ends.pop(i, 0.0)
+        return max(peak, now)
+
+    def run_backward(self, *, ends: bool, divided: bool, sums: bool = False) -> tuple[float, float]:
+        """Return the most that the stage holds while its backward runs, and the gradients that it gives.
+
+        ends: the gradients of the outputs are autograd's own, as those that a loss makes. divided: leave the gradients
+            of weights for later, and free nothing. sums: count the sums of gradients, which this backward makes.
+        """
+        run = BackwardGradients(self._costs, self._gradient_bytes)
+        kept, small, waiting, summed = self.kept_bytes, 0.0, 0.0, 0.0
+        freed, made = self._list_freed(), self._list_summed() if sums else {}
+        for name, end in self._end.items():
+            if end == len(self._nodes) and self._gradient_bytes[name]:
+                run.start(name, foreign=not ends)
+        # What other stages have sent is held to the end, and so are the outputs.
+        fixed = self.taken_bytes + (0.0 if ends else self.given_gradients + self.unkept_outputs)
+        peak = fixed + kept + run.bytes
+        for i in range(len(self._nodes) - 1, -1, -1):
+            node = self._nodes[i]
+            waits = divided and node.late_peak_bytes > 0
+            allocates = node.halved_peak_bytes if waits else node.backward_peak_bytes
+            # Gradients of several outputs count as allocated by the node that made these.
+            allocates = max(allocates - run.find_pending(node.name), 0.0)
+            peak = max(peak, fixed + kept + run.bytes + small + waiting + summed + allocates)
+            small += node.handed_bytes
+            summed += made.get(i, 0.0)
+            more = run.hand_back(node)
+            more += self._ties.more.get(i, 0.0)
+            run.bytes += self._ties.change.get(i, 0.0)
+            peak = max(peak, fixed + kept + run.bytes + more + small + waiting + summed)
+            waiting += run.leave(node, waits=waits)
+            if not divided:
+                for bytes_, held in freed[i]:
+                    kept -= bytes_
+                    # Handed on, and so held by the stage itself.
+                    fixed += 0.0 if ends else held
+        gradients = run.find_left()
+        self._waiting = waiting + sum(run.left_behind.values()) + max(run.bytes - run.find_left(own=True), 0.0)
+        return peak, gradients
+
+    def _list_freed(self) -> Mapping[int, list[tuple[float, float]]]:
+        """Return what is freed behind the backward of each node, by its place: kept bytes, and those then held on."""
+        found: dict[int, list[tuple[float, float]]] = defaultdict(list)
+        for i, node in enumerate(self._nodes):
+            held = self._kept_outputs.get(node.name, 0.0)
+            # Where a later stage keeps it, this one has it for itself.
+            later = node.kept_for_bytes if node.kept_for in self._position else 0.0
+            found[self._position.get(node.kept_for, i)].append((later, min(held, later)))
+            found[i].append((node.kept_bytes - later, max(held - later, 0.0)))
+        return found
+
+    def _list_summed(self) -> Mapping[int, float]:
+        """Return the bytes of the sums that are made behind the backward of each node, by its place.
+
+        Small ones are made of what is handed over at the end, which counts anyway.
+        """
+        found: dict[int, float] = defaultdict(float)
+        for i, node in enumerate(self._nodes):
+            place = i
+            # A parameter that is fetched gets its gradient from those who read it.
+            if runs_nothing(node):
+                readers = (r for r in self._costs.value_of[node.name][3] if r in self._position)
+                place = max((self._position[r] for r in readers), default=i)
+            found[place] += max(node.parameter_bytes - node.handed_bytes, 0.0)
+        for place, size in self._ties.again.items():
+            found[place] -= size
+        return found

@@ -1,0 +1,171 @@
+"""What a stage holds in memory: always, of each microbatch, and at once.
+
+Plans are priced by this, and the search asks it whether a stage fits. Both add up the same figures in the same order,
+so that they agree to the byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from fxsplit.ir.facts.costs.costs import Costs, NodeCost
+from fxsplit.ir.facts.memory.microbatch import Crossings, MicrobatchMemory, follow_stage
+from fxsplit.ir.facts.memory.moments import Moment, count_moving, find_fullest
+
+WEIGHT_COPIES = 2.0
+"""A stage holds each parameter, and the sum of its gradients of a step, which becomes its `.grad`.
+
+Where a step begins with a `.grad`, that is a third copy, which plans do not count.
+"""
+STEP_COPIES = 2.0
+"""What an optimizer allocates while it steps, in sizes of the largest node's parameters: what Adam does on a CPU."""
+
+NUMBERS_BYTES = 4096.0
+"""What a stage that trains holds in single numbers, at most.
+
+These are losses and their weights, and what stands for gradients that were added to their sums. They are not counted
+where it is not known what operators allocate.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemory(MicrobatchMemory):
+    """What a stage holds, in bytes: `memory_bytes` is the most at once, and the rest is as StagePlan says.
+
+    `activations_bytes`, `boundaries_bytes` and `working_bytes` are of that moment: what autograd keeps of all
+    microbatches, the values between stages that nothing keeps, and the rest.
+    """
+
+    held_bytes: float
+    parameter_bytes: float
+    optimizer_bytes: float
+    buffer_bytes: float
+    kept_bytes: float
+    boundary_bytes: float
+    step_bytes: float
+    memory_bytes: float = 0.0
+    versions_bytes: float = 0.0
+    activations_bytes: float = 0.0
+    boundaries_bytes: float = 0.0
+    working_bytes: float = 0.0
+
+
+_KNOWN: WeakKeyDictionary[Costs, dict[Any, StageMemory]] = WeakKeyDictionary()
+"""What stages hold, by what they are made of, as long as the costs are there."""
+
+
+def measure_stage(
+    costs: Costs,
+    names: Sequence[str],
+    crossings: Crossings,
+    *,
+    optimizer_factor: float,
+    recompute: bool,
+    last: bool,
+    forwards: bool,
+) -> StageMemory:
+    """Return what a stage of the nodes `names`, in the order of the graph, holds of one microbatch, and always.
+
+    last: whether the loss is computed behind it. forwards: whether stages hand values on; else a stage holds none for
+    others, and what it holds is what is counted for each of its nodes.
+    """
+    # The search weighs the stages of a plan before they are priced, and who verifies the plan prices them again.
+    key = tuple(names), tuple(crossings.taken), tuple(crossings.given), optimizer_factor, recompute, last, forwards
+    of_costs = _KNOWN.setdefault(costs, {})
+    if key in of_costs:
+        return of_costs[key]
+    nodes = [costs.by_name[name] for name in names]
+    parameters, buffers = sum_shared(costs, nodes, shared=forwards)
+    kept = float(sum(n.kept_bytes for n in nodes))
+    boundary = sum_boundaries(costs, crossings) if forwards else 0.0
+    # Nobody knows what the stages of another tool's model allocate.
+    if forwards and costs.weighed:
+        held = follow_stage(costs, names, crossings, recompute=recompute, last=last and not costs.inference)
+        numbers = 0.0 if costs.inference else NUMBERS_BYTES
+    else:
+        numbers = 0.0
+        held = spread_activations(kept, boundary, parameters, recompute=recompute, trains=not costs.inference)
+    of_costs[key] = StageMemory(
+        held_bytes=parameters * (WEIGHT_COPIES + optimizer_factor) + buffers + numbers,
+        parameter_bytes=parameters,
+        optimizer_bytes=parameters * optimizer_factor,
+        buffer_bytes=buffers,
+        kept_bytes=kept,
+        boundary_bytes=boundary,
+        # Nor what its optimizer allocates while it steps.
+        step_bytes=float(STEP_COPIES * max((n.parameter_bytes for n in nodes), default=0.0)) if forwards else 0.0,
+        # As floats, whatever a profile has: a plan that was written and read is the same plan.
+        **{figure: float(amount) for figure, amount in vars(held).items()},
+    )
+    return of_costs[key]
+
+
+def sum_boundaries(costs: Costs, crossings: Crossings) -> float:
+    """Return the bytes of the values that a stage takes, and of those that it gives and that nothing keeps."""
+    given = ((name, costs.value_of[name][1]) for name in crossings.given)
+    found = float(sum(costs.value_of[name][1] for name in crossings.taken))
+    return found + float(sum(costs.find_unkept(name, size) for name, size in given))
+
+
+def sum_shared(costs: Costs, nodes: Collection[NodeCost], *, shared: bool = True) -> tuple[float, float]:
+    """Return the bytes of parameters and of buffers of some nodes; what several of them use counts once, if shared."""
+    parameters, buffers = float(sum(n.parameter_bytes for n in nodes)), float(sum(n.buffer_bytes for n in nodes))
+    if shared and costs.tied:
+        names = {n.name for n in nodes}
+        # Each node that uses a parameter has it among its own.
+        for tie in costs.tied:
+            again = max(sum(name in names for name in tie.nodes) - 1, 0)
+            parameters, buffers = parameters - again * tie.parameter_bytes, buffers - again * tie.buffer_bytes
+    return parameters, buffers
+
+
+def find_peak(stage: StageMemory, moments: Iterable[Moment]) -> float:
+    """Return the most bytes that a stage holds at once."""
+    return stage.held_bytes + max(count_moving(stage, moment) for moment in moments)
+
+
+def fill_peak(stage: StageMemory, moments: Sequence[Moment], *, recompute: bool) -> StageMemory:
+    """Return the stage with the most that it holds at once, by kind."""
+    fullest = find_fullest(stage, moments)
+    moving, versions = count_moving(stage, fullest), fullest.versions * stage.parameter_bytes
+    in_hand = getattr(stage, fullest.during) if fullest.during else 0.0
+    # Sums that the action makes itself are among those that the stage always holds.
+    in_hand = max(in_hand - (1 - fullest.sums) * stage.parameter_bytes, 0.0)
+    # A stage that recomputes has the activations of the microbatch in hand alone, and those between two halves.
+    activations = fullest.halfway * min(stage.kept_bytes, stage.halfway_bytes) + min(stage.kept_bytes, in_hand)
+    if not recompute:
+        activations += fullest.resting * min(stage.kept_bytes, stage.resting_bytes)
+    # What is neither kept nor handed on goes with the action. Single numbers count with that.
+    weights = stage.parameter_bytes * WEIGHT_COPIES + stage.optimizer_bytes
+    numbers = max(stage.held_bytes - weights - stage.buffer_bytes, 0.0)
+    working = max(in_hand - stage.kept_bytes - stage.boundary_bytes, 0.0) + numbers
+    return replace(
+        stage,
+        memory_bytes=stage.held_bytes + moving,
+        versions_bytes=versions,
+        activations_bytes=activations,
+        boundaries_bytes=max(moving + numbers - versions - activations - working, 0.0),
+        working_bytes=working,
+    )
+
+
+def spread_activations(
+    kept: float, boundary: float, parameters: float, *, recompute: bool, trains: bool
+) -> MicrobatchMemory:
+    """Return what is held of a microbatch where no more is known than its activations and boundary values.
+
+    All of them are there in each action, and in the first backward all sums of gradients.
+    """
+    whole = kept + boundary
+    return MicrobatchMemory(
+        resting_bytes=whole - kept * recompute if trains else boundary,
+        halfway_bytes=whole,
+        forward_bytes=whole,
+        whole_bytes=whole,
+        first_bytes=whole + parameters,
+        early_bytes=whole,
+        late_bytes=whole,
+    )

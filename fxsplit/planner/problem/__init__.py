@@ -1,0 +1,1 @@
+"""The search problem: states, moves between them, what each costs, and what each must hold."""

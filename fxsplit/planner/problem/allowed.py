@@ -1,0 +1,59 @@
+"""Where a chain of states may be cut: the full state ends it, and pinned nodes lie on their own side of a cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from fxsplit.errors import PlanError
+from fxsplit.ir.facts.given.machine import Machine
+from fxsplit.ir.facts.lattice.antichains import Antichains
+from fxsplit.planner.kernels import fit
+from fxsplit.planner.kernels.lattice import prefix_sums
+from fxsplit.planner.kernels.tables import Bools
+from fxsplit.planner.problem.moves import Moves
+
+
+def list_allowed(
+    chains: Antichains, pinned: Mapping[str, int], moves: Moves, machine: Machine, *, several: bool
+) -> Bools:
+    """Return where a chain may be cut, bool [configurations, states].
+
+    Only the full state may end the last stage, and every pinned block must lie on its own side of a cut. A stage with
+    `several` devices may have blocks pinned to all of them.
+    """
+    allowed = np.ones((len(moves.used), len(chains)), np.bool_)
+    # Where a plan ends in one configuration alone, that one must have all nodes.
+    last = max(moves.moves, key=lambda m: m.target).target
+    if len(moves.final) == 1:
+        allowed[last, :-1] = False
+    if not pinned:
+        return allowed
+    devices_of = _collect_pins(chains, pinned, len(machine), several=several)
+    for q, used in enumerate(moves.used):
+        # Count, per state, the pins inside of devices still free (must be none) and of devices used (must be all).
+        weight = np.zeros((len(chains.blocks), 2))
+        for block, devices in devices_of.items():
+            weight[block] = [len(devices - set(used)), len(devices & set(used))]
+        inside = fit(prefix_sums, len(chains))(chains.parent, chains.last, weight)
+        allowed[q] &= (inside[:, 0] == 0) & (inside[:, 1] == weight[:, 1].sum())
+    return allowed
+
+
+def _collect_pins(
+    chains: Antichains, pinned: Mapping[str, int], n_devices: int, *, several: bool
+) -> dict[int, set[int]]:
+    """Return the devices that each pinned block is pinned to; raises PlanError for pins that contradict each other."""
+    devices_of: dict[int, set[int]] = {}
+    for name, device in pinned.items():
+        if not 0 <= device < n_devices:
+            raise PlanError(f"{name!r} is pinned to stage {device}, and the plan has stages 0 to {n_devices - 1}")
+        block = chains.blocks.home[name]
+        devices_of.setdefault(block, set()).add(device)
+        if len(devices_of[block]) > 1 and not several:
+            raise PlanError(
+                f"{name!r} is pinned to stage {device}, but it must stay together with a node pinned to stage "
+                f"{min(devices_of[block] - {device})} (they share memory or parameters): pin both to one stage"
+            )
+    return devices_of

@@ -1,0 +1,141 @@
+"""What a stage takes, as sums over states: the tables that the search reads, for each kind of move.
+
+A stage's load, memory and launches are differences of two states' entries (see kernels/tables.py). The definition they
+must agree with is `price_split` of ir/facts/price.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+
+from fxsplit.ir.facts.given.machine import Machine
+from fxsplit.ir.facts.given.workload import Workload
+from fxsplit.ir.facts.lattice.antichains import Antichains
+from fxsplit.ir.facts.lattice.states import States
+from fxsplit.ir.facts.memory.moments import Moments, assume_moments, choose_heaviest
+from fxsplit.ir.facts.price import CostModel
+from fxsplit.planner.kernels import fit
+from fxsplit.planner.kernels.lattice import prefix_sums
+from fxsplit.planner.kernels.tables import Floats
+from fxsplit.planner.problem.moves import Move, Moves
+
+
+class Kind(NamedTuple):
+    """What tells one kind of move from another: what it makes of times (speed, ms per byte) and of bytes.
+
+    `moments` is what the stage holds at once, and `resting`, `halfway`, `versions`, `sums` those of the one with most
+    microbatches (see moments.py). They are known only where the number of stages is; else memory has no limit, or
+    stages have nothing to hold. `last` tells whether the loss is computed behind the stage.
+    """
+
+    speed: float
+    replicas: int
+    host: bool
+    reduce: float
+    receive: float
+    send: float
+    resting: int
+    halfway: int
+    versions: int
+    sums: int
+    recompute: bool
+    last: bool
+    capacity: float
+    moments: Moments
+
+    @classmethod
+    def of(cls, machine: Machine, workload: Workload, model: CostModel, moves: Moves, move: Move) -> Kind:
+        """Return the kind of a move."""
+        devices = [machine.devices[d] for d in move.devices]
+        first, last = move.devices[0], move.devices[-1]
+        receive = send = 0.0
+        if model.traffic:
+            # What the caller gives to the first stage, and gets from the last, is free. A device that is not next to
+            # another one, such as to itself, is joined to it by the slowest link.
+            before = max(first - 1, 0) if move.near_before else first
+            after = min(last + 1, len(machine) - 1) if move.near_after else last
+            receive = 0.0 if move.first else 1.0 / machine.bytes_per_ms(first, before)
+            send = 0.0 if move.last else 1.0 / machine.bytes_per_ms(last, after)
+        if moves.n_stages:
+            moments = workload.moments_of(moves.n_stages)[move.rank]
+        else:
+            moments = assume_moments(1, 1, splits=workload.splits, trains=not workload.inference)
+        heaviest = choose_heaviest(moments)
+        return cls(
+            speed=len(devices) * min(d.speed for d in devices),
+            replicas=len(devices),
+            host=devices[0].host,
+            reduce=machine.reduce_ms_per_byte(move.devices),
+            receive=receive,
+            send=send,
+            resting=heaviest.resting,
+            halfway=heaviest.halfway,
+            versions=heaviest.versions,
+            sums=heaviest.sums,
+            recompute=move.recompute,
+            last=bool(moves.n_stages) and move.last,
+            capacity=min(d.memory_bytes for d in devices),
+            moments=moments,
+        )
+
+
+def tabulate(kinds: Sequence[Kind]) -> dict[str, Floats]:
+    """Return each figure of all kinds by its name, as a column: float64 [kinds, 1]."""
+    figures = np.array([kind[:-1] for kind in kinds], np.float64)
+    return dict(zip(Kind._fields[:-1], figures.T[:, :, None], strict=True))
+
+
+def price_times(
+    states: States, kinds: Mapping[str, Floats], model: CostModel, *, starts_late: bool, ends_early: bool
+) -> tuple[Floats, Floats, Floats, Floats]:
+    """Return start, end, start_floor and end_floor of every kind and state (see Tables), in ms.
+
+    `kinds` has each figure of every Kind by its name, as a column: float64 [kinds, 1].
+    """
+    column = states.column
+    forward = column("forward_ms")
+    live = column("sent_bytes")
+    # The first stage gets its values from the caller, and the last one returns its values there, which is free.
+    arriving, leaving = live.copy(), live.copy()
+    if starts_late:
+        arriving[0] = 0.0
+    if ends_early:
+        leaving[-1] = 0.0
+    own = forward + column("backward_ms") + kinds["recompute"] * forward
+    computing = np.where(kinds["host"] > 0, column("host_ms"), own)
+    busy = computing / kinds["speed"] + column("parameter_bytes") * kinds["reduce"]
+    received, sent = arriving * kinds["receive"], leaving * kinds["send"]
+    # Overlapped, the slowest of computing, receiving and sending counts; else their sum does.
+    if model.name == "overlapped":
+        return busy, busy, received, sent
+    floor = np.full_like(busy, -inf)
+    return (busy - received, busy + sent, floor, floor) if model.forwards else (busy, busy, floor, floor)
+
+
+def price_launches(states: States, kinds: Mapping[str, Floats]) -> Floats:
+    """Return the launches of every kind and state (see Tables), in ms; an empty array where there are none."""
+    forward, backward = states.column("forward_launch_ms"), states.column("backward_launch_ms")
+    if not (forward[-1] or backward[-1]):
+        return np.zeros((0, 0))
+    # A host's devices launch nothing, and replicas launch their shares of the microbatches.
+    launches: Floats = (forward + backward + kinds["recompute"] * forward) * (kinds["host"] == 0) / kinds["replicas"]
+    return launches
+
+
+def measure_work_with_hosts(states: States, chains: Antichains) -> tuple[Floats, float]:
+    """Return work of which an accelerator does at most 1, and a host at most the second result, in one unit of time.
+
+    With c the hosts' speed overall, a node's work is the smaller of its own time and c times its time on a host.
+    """
+    own, host = states.column("forward_ms") + states.column("backward_ms"), states.column("host_ms")
+    speed = float(own[-1] / max(host[-1], 1e-9 * own[-1])) if own[-1] > 0 else 1.0  # any c is right; this one is tight
+    each = np.zeros((len(chains.blocks), 1))
+    # The difference to the ideal without its last block is that block's own time.
+    before = chains.parent[1:]
+    each[chains.last[1:], 0] = np.minimum(own[1:] - own[before], speed * (host[1:] - host[before]))
+    sums = fit(prefix_sums, len(chains))(chains.parent, chains.last, np.maximum(each, 0.0))
+    return np.ascontiguousarray(sums[:, 0]), speed

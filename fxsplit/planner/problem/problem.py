@@ -1,0 +1,363 @@
+"""The search problem: states, moves between them, and what each kind of move costs, as arrays.
+
+A *state* is an ideal of the graph (see lattice.py) as the search sees it: a number, with sums over its nodes. A stage
+is the difference of two states J < I, on the devices of a *move* (see moves.py). Many moves cost the same: those of
+equal devices, links and memory are of one *kind*, and are priced once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fxsplit.errors import PlanError
+from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.given.machine import Machine
+from fxsplit.ir.facts.given.workload import Workload
+from fxsplit.ir.facts.lattice.antichains import Antichains
+from fxsplit.ir.facts.lattice.states import States
+from fxsplit.ir.facts.price import CostModel
+from fxsplit.planner.clock import Clock
+from fxsplit.planner.kernels import run_counted
+from fxsplit.planner.kernels.separable import reach, reach_bounded
+from fxsplit.planner.kernels.tables import IDLE, NO_BANS, NO_NEEDS, Bools, Floats, Ints, Tables
+from fxsplit.planner.problem.allowed import list_allowed
+from fxsplit.planner.problem.fitting import Refused, Scale
+from fxsplit.planner.problem.moves import Move, Moves, powers
+from fxsplit.planner.problem.prices import Kind, measure_work_with_hosts, price_launches, price_times, tabulate
+from fxsplit.planner.problem.space import Space, carry_along_line, list_pairs, price_space
+
+PairCosts = Callable[[int, NDArray[np.int64], NDArray[np.int64]], tuple[Floats, Bools]]
+SLACK = 1e-9
+"""Relative distance below which sums of memory may be wrong."""
+
+Path = list[tuple[int, Move]]
+"""A chain of states: where each stage ends, and the move it is."""
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A chain of states is sought whose every stage has a small load and fits into memory.
+
+    `kind[m]` is the kind of move m, IDLE for one without devices. `tables` says what a stage J..I costs (see
+    kernels/tables.py). `rates` (float64 [kinds, 3]) are the work done in one ms, at most, and the ms that receiving and
+    sending a byte takes, at least. `capacity` (float64 [kinds]) is the memory of a stage's devices. Where the tables
+    have a lower bound of what stages hold, `scale` weighs them to the byte, `refused` are those that it has found not
+    to fit, and `numbers` are the states' numbers on the scale. Subclasses may add to the loads: they replace `test`,
+    `device_loads`, `shared`, `live` and `under`, and what makes new problems of old ones.
+    """
+
+    states: States
+    moves: Moves
+    kind: tuple[int, ...]
+    tables: Tables
+    rates: Floats
+    capacity: Floats
+    scale: Scale | None
+    numbers: NDArray[np.int64] | None
+    refused: Refused
+
+    def __len__(self) -> int:
+        return int(self.tables.work.size)
+
+    def test(self, threshold: float, clock: Clock | None = None) -> Path | None:
+        """Return a chain whose every stage fits and has load <= threshold, in ms, or None; raises OutOfTime."""
+        clock = clock or Clock()
+        while True:
+            path = self.trace(*clock.run(lambda steps: self.reach(threshold, steps)))
+            if path is None or self.fits(path):
+                return path
+
+    def fits(self, path: Path) -> bool:
+        """Return whether every stage of a chain fits to the byte; those that do not are refused from then on."""
+        fits = True
+        for kind, begin, end, excess in self.list_excess(path):
+            # To the byte: a device has no slack.
+            if excess > 0.0:
+                self.refused.add(kind, begin, end)
+                fits = False
+        return fits
+
+    def list_excess(self, path: Path) -> list[tuple[int, int, int, float]]:
+        """Return the kind, start, end and excess of memory in bytes of each stage that the tables only bound."""
+        found, begin = [], 0
+        for end, move in path:
+            kind = self.kind[self.moves.number[move]]
+            if self.scale is not None and np.isfinite(self.capacity[kind]):
+                a, b = (begin, end) if self.numbers is None else (int(self.numbers[begin]), int(self.numbers[end]))
+                found.append((kind, begin, end, self.scale.weigh(kind, a, b) - float(self.capacity[kind])))
+            begin = end
+        return found
+
+    def list_tables(self, states: NDArray[np.int64] | None = None) -> Tables:
+        """Return the tables with what is refused, of all states or of some."""
+        n_kinds = self.capacity.size
+        if states is None:
+            return self.tables._replace(bans=self.refused.list_bans(n_kinds, len(self)))
+        return self.tables.take(states)._replace(bans=self.refused.list_among(n_kinds, states))
+
+    def reach(self, threshold: float, steps: int) -> tuple[Ints, Ints, int]:
+        """Return the kernel's two tables for `trace`, and how many steps it took of at most `steps`."""
+        # Lists of starts take longer than a single start, and are needed only where more than a start counts.
+        t, bounded = self.list_tables(), bool(np.isfinite(self.tables.capacity).any())
+        if t.launch.size and not bounded:
+            # No start is worse than another for its memory alone where memory has no limit.
+            t = t._replace(space_start=t.launch, space_end=t.launch, space_low=t.launch)
+        return run_counted(reach_bounded if bounded or t.launch.size else reach, len(self), steps, t, threshold)
+
+    def trace(self, origin: Ints, via: Ints) -> Path | None:
+        """Return the chain that two tables (by configuration and state) lead back along, or None where none is full."""
+        full = len(self) - 1
+        # All final configurations are equally good under a threshold: take the first, so that plans do not vary.
+        at = next((q for q in sorted(self.moves.final) if origin[q, full] >= 0), None)
+        if at is None:
+            return None
+        path: Path = []
+        state = full
+        while at != 0:
+            move = self.moves.moves[via[at, state]]
+            if move.devices:  # a device that stays idle has no stage
+                path.append((state, move))
+            state, at = int(origin[at, state]), move.source
+        return path[::-1]
+
+    def loads(self, path: Path) -> list[float]:
+        """Return every stage's load in a chain, in ms: what its devices take, or their hosts if they take longer."""
+        return [max(pair) for pair in zip(self.device_loads(path), self.launches(path), strict=True)]
+
+    def launches(self, path: Path) -> list[float]:
+        """Return how many ms the hosts of every stage in a chain are busy with launching."""
+        launch, begin = self.tables.launch, 0
+        if not launch.size:
+            return [0.0] * len(path)
+        found = []
+        for end, move in path:
+            k = self.kind[self.moves.number[move]]
+            found.append(float(launch[k, end] - launch[k, begin]))
+            begin = end
+        return found
+
+    def device_loads(self, path: Path) -> list[float]:
+        """Return how many ms the devices of every stage in a chain are busy."""
+        t, found, begin = self.tables, [], 0
+        for end, move in path:
+            k = self.kind[self.moves.number[move]]
+            load = t.end[k, end] - t.start[k, begin]
+            found.append(float(max(load, t.start_floor[k, begin], t.end_floor[k, end])))
+            begin = end
+        return found
+
+    def pair_costs(self, states: NDArray[np.int64]) -> PairCosts:
+        """Return a function of (kind, starts, ends), which are positions in `states`: load, and whether it fits.
+
+        Both are [starts, ends], for pairs that are nested and those that are not.
+        """
+        t = self.tables
+        shared, rate = self.shared(states)
+        needs = self.needs(states)
+
+        def costs(kind: int, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> tuple[Floats, Bools]:
+            a, b = states[starts], states[ends]
+            load = t.end[kind][None, b] - t.start[kind][a, None]
+            load = np.maximum(np.maximum(load, t.start_floor[kind][a, None]), t.end_floor[kind][None, b])
+            if shared.size:
+                load = load + rate[kind] * shared[np.ix_(starts, ends)]
+            if t.launch.size:
+                load = np.maximum(load, t.launch[kind][None, b] - t.launch[kind][a, None])
+            space = t.space_end[kind][None, b] - t.space_start[kind][a, None]
+            if needs.size:
+                space = space + needs[np.ix_(starts, ends)]
+            fits = space <= t.capacity[kind]
+            refused = self.refused.mark(kind, states)
+            return load, fits if refused is None else fits & ~refused[np.ix_(starts, ends)]
+
+        return costs
+
+    def shared(self, states: NDArray[np.int64]) -> tuple[Floats, Floats]:
+        """Return bytes that every pair of `states` pays for besides, [J, I], and ms per byte, by kind of move.
+
+        Here there are none, and the first is empty.
+        """
+        return np.zeros((0, 0)), np.zeros_like(self.tables.capacity)
+
+    def needs(self, states: NDArray[np.int64]) -> Floats:
+        """Return what the stage from one of `states` to another needs in memory besides, [J, I]; empty for nothing.
+
+        The states are all there are, or a line of states, each of one block more than the one before.
+        """
+        t = self.tables
+        if not (t.needs.freed.size and np.isfinite(t.capacity).any()):
+            return np.zeros((0, 0))
+        if states.size == len(self):
+            return self._all_needs
+        line = carry_along_line(t.needs, t.in_ptr, t.in_from, states)
+        return list_pairs(line, *_list_line_edges(states.size))
+
+    @cached_property
+    def _all_needs(self) -> Floats:
+        """What the stage from any state to any other needs in memory besides."""
+        return list_pairs(self.tables.needs, self.tables.in_ptr, self.tables.in_from)
+
+    @cached_property
+    def live(self) -> Floats:
+        """The bytes in which values and gradients cross each state: float64 [states]."""
+        return self.states.column("sent_bytes")
+
+    def lower_bound(self) -> float:
+        """Return a load in ms that no chain's slowest stage can beat.
+
+        It is all work shared evenly among the devices, or one block's work alone, or the same of launches.
+        """
+        done, stages = self.tables.done, [m for m in self.moves.moves if m.devices]
+        quickest = max(done[m.target] - done[m.source] for m in stages)
+        bound = self._share(self.tables.work, float(done.max()), float(quickest))
+        # A host device launches nothing, so nothing is known of launches then.
+        if self.tables.launch.size and not np.isinf(self.rates[:, 0]).any():
+            launched = self.states.column("forward_launch_ms") + self.states.column("backward_launch_ms")
+            everyone, most = max(map(len, self.moves.used)), max(len(m.devices) for m in stages)
+            bound = max(bound, self._share(launched, everyone, most))
+        return bound
+
+    def _share(self, work: Floats, everyone: float, most: float) -> float:
+        """Return the ms that some stage takes at least, if all do `everyone` of `work` in 1 ms, and one `most`."""
+        if not work[-1] > 0:
+            return 0.0
+        # An edge of the lattice adds one block, which some stage must do whole.
+        ends = np.repeat(np.arange(len(self)), np.diff(self.states.in_pointer))
+        largest = float((work[ends] - work[self.states.in_from]).max(initial=0.0))
+        return max(float(work[-1]) / everyone, largest / most)
+
+    def under(self, upper: float) -> Problem:
+        """Return a problem with the same chains of loads up to `upper`, in figures of about that size."""
+        return self
+
+    def restricted(self, order: Sequence[int]) -> Problem:
+        """Return the problem that has only the states of `order`, each of which contains the one before."""
+        at = np.array(order, np.int64)
+        states = States(self.states.features[at], *_list_line_edges(at.size))
+        needs, t = self.tables.needs, self.tables
+        if needs.freed.size:
+            needs = carry_along_line(needs, t.in_ptr, t.in_from, at)
+        tables = t.take(at)._replace(in_ptr=states.in_pointer, in_from=states.in_from, needs=needs)
+        numbers = at if self.numbers is None else self.numbers[at]
+        return replace(self, states=states, tables=tables, numbers=numbers, refused=Refused())
+
+    def with_more_memory(self, more_bytes: float) -> Problem:
+        """Return the same problem for devices that have so many bytes more."""
+        tables, capacity = self.tables._replace(capacity=self.tables.capacity + more_bytes), self.capacity + more_bytes
+        # What was weighed for other devices is known, if states have the numbers that they have there.
+        known = [] if self.scale is None or self.numbers is not None else self.scale.list_above(capacity)
+        return replace(self, tables=tables, capacity=capacity, refused=Refused.of(known))
+
+    def for_excess(self) -> Problem:
+        """Return the problem whose load is by how many bytes a stage exceeds its memory, by the sums alone."""
+        t, capacity = self.tables, self.capacity[:, None]
+        # A device without a limit is exceeded by nothing.
+        finite = np.isfinite(capacity)
+        # Transfers take no memory.
+        floor = np.full_like(t.start_floor, -inf)
+        tables = t._replace(
+            start=np.where(finite, t.space_start, 0.0),
+            end=np.where(finite, t.space_end, 0.0) - np.where(finite, capacity, 0.0),
+            start_floor=floor,
+            end_floor=floor,
+            capacity=np.full_like(t.capacity, inf),
+            launch=np.zeros((0, 0)),
+            needs=NO_NEEDS,
+            # Work prunes chains by their time, which says nothing about memory.
+            work=np.zeros_like(t.work),
+            done=np.zeros_like(t.done),
+            left=np.zeros_like(t.left),
+        )
+        return replace(self, tables=tables, capacity=tables.capacity, refused=Refused())
+
+
+def _list_line_edges(count: int) -> tuple[Ints, Ints]:
+    """Return the edges of a line of states, CSR: each state but the first has one state just below it."""
+    return np.concatenate(([0], np.arange(count))).astype(np.int32), np.arange(count - 1, dtype=np.int32)
+
+
+def pose_problem(
+    costs: Costs,
+    states: States,
+    chains: Antichains,
+    machine: Machine,
+    workload: Workload,
+    model: CostModel,
+    moves: Moves,
+    pinned: Mapping[str, int],
+) -> Problem:
+    """Return the problem of cutting `states`, which sum up `costs`, along `moves`.
+
+    Its loads are those of `price_split`. Where stages do not forward values, the loads are of computing alone.
+    """
+    if costs.compress and not model.forwards:
+        raise PlanError(
+            f"compress={costs.compress!r} with the cost model {model.name!r}: stages hand no values on there"
+        )
+    # Equal moves get the number of the first of their kind.
+    numbers: dict[Kind, int] = {}
+    of_move = [Kind.of(machine, workload, model, moves, move) if move.devices else None for move in moves.moves]
+    kind = tuple(IDLE if k is None else numbers.setdefault(k, len(numbers)) for k in of_move)
+    kinds = list(numbers)
+    work, host_speed = states.column("forward_ms") + states.column("backward_ms"), 1.0
+    if any(d.host for d in machine.devices):
+        work, host_speed = measure_work_with_hosts(states, chains)
+    done, left = powers(machine, moves, host_speed)
+    # Who starts with nothing is the first stage, and who ends with everything the last one, unless stages may be empty.
+    no_empty = not workload.may_idle
+    ends_early = no_empty or (len(moves.final) > 1 and not moves.n_stages)
+    figures = tabulate(kinds)
+    start, end, start_floor, end_floor = price_times(
+        states, figures, model, starts_late=no_empty, ends_early=ends_early
+    )
+    capacity = np.ascontiguousarray(figures["capacity"][:, 0])
+    bounded = bool(np.isfinite(capacity).any())
+    space = _price_space(costs, chains, states, figures, model, start, splits=workload.splits)
+    scale = Scale(costs, chains, kinds, model) if bounded and model.forwards else None
+    tables = Tables(
+        in_ptr=states.in_pointer,
+        in_from=states.in_from,
+        work=work,
+        start=start,
+        end=end,
+        start_floor=start_floor,
+        end_floor=end_floor,
+        space_start=space.start,
+        space_end=space.end,
+        space_low=space.low,
+        # Sums of the lattice lose digits, and the scale has the last word.
+        capacity=capacity if scale is None else capacity * (1.0 + SLACK),
+        needs=space.needs,
+        bans=NO_BANS,
+        launch=price_launches(states, figures),
+        allowed=list_allowed(chains, pinned, moves, machine, several=model.name == "replicated"),
+        moves=np.array([(m.source, m.target, k) for m, k in zip(moves.moves, kind, strict=True)], np.int32),
+        done=np.array(done, np.float64),
+        left=np.array(left, np.float64),
+        may_idle=workload.may_idle,
+    )
+    rates = [(inf if k.host else k.speed, k.receive * model.forwards, k.send * model.forwards) for k in kinds]
+    return Problem(states, moves, kind, tables, np.array(rates, np.float64), capacity, scale, None, Refused())
+
+
+def _price_space(
+    costs: Costs,
+    chains: Antichains,
+    states: States,
+    figures: Mapping[str, Floats],
+    model: CostModel,
+    like: Floats,
+    *,
+    splits: bool,
+) -> Space:
+    """Return the tables of memory, all zero as arrays `like` another one where memory has no limit."""
+    if np.isfinite(figures["capacity"]).any():
+        return price_space(costs, chains, states, figures, model, splits=splits)
+    # Then nothing of it needs to be known.
+    return Space(np.zeros_like(like), np.zeros_like(like), np.zeros_like(like), NO_NEEDS)

@@ -1,0 +1,400 @@
+"""Job: one run of a schedule, shared by the workers; values go straight from stage to stage through channels."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from types import FrameType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fxsplit.errors import PlanError, locate_stage_error
+from fxsplit.runtime.job.channels import Channels, Message, Stopped, make_inboxes
+from fxsplit.runtime.job.compress import compress, restore
+from fxsplit.runtime.job.forwards import Forwards
+from fxsplit.runtime.job.status import WorkerStatus
+from fxsplit.runtime.job.stopwatch import Stopwatch
+from fxsplit.runtime.job.work import Work
+from fxsplit.runtime.loss.loss import describe_loss
+from fxsplit.runtime.program import Program
+from fxsplit.runtime.stage.recompute import list_loss_leaves
+from fxsplit.runtime.stage.reduce import add_replica
+from fxsplit.runtime.stage.replica import Replica, start_from_gradients
+from fxsplit.runtime.stage.run import Packet, Saved, backward, compute_weight_gradients, find_node, list_frames
+from fxsplit.runtime.stage.streams import Stream, hand_over
+from fxsplit.runtime.stage.weight_versions import Stepper, VersionedReplica
+from fxsplit.schedule.action import BACKWARD, FORWARD, INPUT_GRADIENT, NAMES, REDUCE, STEP, WEIGHT_GRADIENT, Action
+from fxsplit.schedule.schedule import Schedule
+from fxsplit.torch_internals.autograd.catch import Catch
+from fxsplit.torch_internals.autograd.leaves import find_leaves
+from fxsplit.torch_internals.autograd.split import WeightBackward
+from fxsplit.torch_internals.autograd.sums import Share, Sums
+from fxsplit.torch_internals.scopes.undo import leave_no_trace
+from fxsplit.torch_internals.thread_modes import ThreadModes
+from fxsplit.torch_internals.user_lines import find_users_line
+
+WORDS = NAMES | {REDUCE: "sum of gradients", STEP: "step of the optimizer"}
+"""What an error calls each action."""
+
+
+class Job:
+    """One run of `schedule`: every worker calls `run` with its device's number.
+
+    Afterwards `outputs` holds the last stage's packets, `returned` the gradients of the first stage's inputs, `sums`
+    those of leaves for each stage and replica, and `marks` a token for each device's work. `catch` adds large gradients
+    to the sums while it watches the leaves. `stepper` steps where an asynchronous schedule says so. Channels and sums
+    belong to the job: nothing of one that failed, or was given up, can reach the next. Without `refresh` devices go on
+    with the copies of weights that they have. `seed` is what draws follow from, where several processes run one job.
+    `after` is called after each action.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        schedule: Schedule,
+        work: Work,
+        *,
+        watch: Stopwatch | None = None,
+        stepper: Stepper | None = None,
+        channels: Channels | None = None,
+        refresh: bool = True,
+        seed: int | None = None,
+    ) -> None:
+        n = schedule.n_microbatches
+        self.after: Callable[[Action], None] = lambda action: None
+        self._stopped = False
+        self._errors: list[BaseException] = []
+        # What each device does, and since when; nothing else is noted for `describe_work` while a job runs.
+        self._doing: list[tuple[Action, float] | None] = [None] * len(schedule.actions)
+        self.outputs: list[Packet | None] = [None] * n
+        self.returned: list[list[Tensor | None]] = [[] for _ in range(n)]
+        self.marks: list[Any] = [None] * len(schedule.actions)
+        self.schedule, self.work = schedule, work
+        self._program = program
+        self._replicas = program.replicas if stepper is None else make_versions(program, schedule, stepper)
+        self.sums = [[Sums() for _ in replicas] for replicas in self._replicas]
+        self.catch = Catch()
+        self._watch = watch
+        self._channels = make_inboxes(schedule, bounded=program.inference) if channels is None else channels
+        self._context = ThreadModes.read()
+        self._last = len(program.stages) - 1
+        self._devices = program.machine.torch_devices()
+        self._weight_backwards: dict[tuple[int, int], list[WeightBackward]] = {}
+        self._hooked = program.find_hooked_stages() if schedule.splits else []
+        self._forwards = Forwards(program, self._context, n, work.pasts, seed) if work.packets else None
+        if work.packets and refresh:
+            for replica in (r for replicas in self._replicas for r in replicas):
+                replica.refresh()
+
+    def take_error(self) -> BaseException | None:
+        """Return the first error of any worker, once all have ended, and let go of it and of all that was computed."""
+        error = self._errors[0] if self._errors else None
+        # An error knows the frames that it came through, which know the job. If the job knew the error, both would stay
+        # in memory, with the activations of all microbatches, until Python looks for cycles.
+        self._errors.clear()
+        # Whoever handles the error, and so keeps the frames for that long, may need the memory for a smaller batch.
+        if error is not None:
+            self.work.tape.clear()
+            self._weight_backwards.clear()
+            # The frame of a failed backward knows its stage's sums.
+            for made in (s for sums in self.sums for s in sums):
+                made.totals.clear()
+            self.sums.clear()
+            self.outputs.clear()
+        return error
+
+    def total(self, add: Callable[[int, int, Iterator[Share]], Iterable[Share]] | None = None) -> Sums:
+        """Return one sum of all stages' gradients, in their replicas' place; a loss may depend on any of them.
+
+        The job holds no sums afterwards. `add` changes what a stage's replica adds, as where other processes have parts
+        of it.
+        """
+        # A worker may hold the job for a moment still, and autograd copies a gradient that others hold.
+        parts, self.sums = self.sums, []
+        # Workers have made them, and sums that are added to others are gone before the caller's stream has read them.
+        for made in (s for sums in parts for s in sums):
+            hand_over(made.totals.values())
+        whole = Sums()
+        for stage, (replicas, sums) in enumerate(zip(self._replicas, parts, strict=True)):
+            for number, (replica, part) in enumerate(zip(replicas, sums, strict=True)):
+                shares = replica.take_shares(part)
+                whole.add(shares if add is None else add(stage, number, shares))
+        return whole
+
+    def add_to_gradients(self) -> None:
+        """Let workers add to the `.grad` of each leaf that has one, where nothing but an addition is to be done."""
+        start_from_gradients([replicas[0] for replicas in self._replicas], self.sums, self.work.trained)
+
+    @leave_no_trace
+    def run(self, device: int, stream: Stream, ready: Sequence[Any]) -> None:
+        """Do a device's actions in order; `ready` are tokens of the caller's work. The first failure stops all."""
+        # Two threads cannot enter one set of context variables at a time, so each worker has a copy.
+        self._context.variables.copy().run(self._run_actions, device, stream, ready)
+
+    def fail(self, error: BaseException) -> None:
+        """Keep an error of a worker and stop all; of a job that is stopped already, errors are consequences."""
+        # No lock, which an interrupt could leave taken: two workers may fail at once, and then the first one counts.
+        if not self._stopped:
+            self._errors.append(error)
+        self.stop()
+
+    def stop(self) -> None:
+        """Let every worker end after the action that it is in, and wake those that wait."""
+        self._stopped = True
+        self._channels.fail()
+
+    def list_devices(self) -> list[torch.device]:
+        """Return the devices of the values that the job starts from, where those are not the stages' own."""
+        return [v.device for packet in self.work.packets[:1] for v in packet.values if isinstance(v, Tensor)]
+
+    def describe_work(self, device: int, frame: FrameType | None) -> WorkerStatus | None:
+        """Return what a device's worker does now, or None before its first action; `frame` is its innermost frame."""
+        doing = self._doing[device]
+        if doing is None:
+            return None
+        action, since = doing
+        stack = list_frames(frame)
+        stage = self._replicas[action.stage][action.replica].stage
+        return WorkerStatus(
+            worker=device,
+            device=self._program.machine.devices[device].name,
+            operation=WORDS[action.op],
+            stage=action.stage,
+            microbatch=None if action.op == REDUCE else action.microbatch,
+            node=find_node(stack, stage),
+            waits=any(f.f_code is type(self._channels).receive.__code__ for f, _ in stack),
+            seconds=time.monotonic() - since,
+        )
+
+    def _run_actions(self, device: int, stream: Stream, ready: Sequence[Any]) -> None:
+        """Do a device's actions, with the caller's context variables and modes."""
+        action: Action | None = None
+        watch = self._watch
+        try:
+            with stream.enter(), self._context.work_on(self._devices[device]).enter():
+                # On a GPU, weights and inputs may still be under way on the caller's stream.
+                for token in ready:
+                    stream.wait_for(token)
+                if watch is not None:
+                    watch.start(device, stream)
+                for action in self.schedule.actions[device]:
+                    if self._stopped:
+                        return
+                    self._doing[device] = action, time.monotonic()
+                    if watch is not None:
+                        watch.begin(device, stream)
+                    self.HANDLERS[action.op](self, action, device, stream)
+                    if watch is not None:
+                        watch.end(device, stream, action)
+                    self.after(action)
+        except Stopped:
+            return
+        except Exception as error:
+            self.fail(locate_stage_error(error, self._describe_place(action, error)) if action else error)
+        except BaseException as error:  # SystemExit in a model must not leave the others waiting
+            self.fail(error)
+        finally:
+            self._mark_end(device, stream)
+
+    def _mark_end(self, device: int, stream: Stream) -> None:
+        """Note how far a device's work goes, also of a job that failed: the caller may write what it still reads."""
+        # A device that has broken down refuses this as well, which is an error only where none came before.
+        try:
+            self.marks[device] = stream.mark()
+        except Exception as error:
+            self.fail(error)
+
+    # What a device does for each kind of action
+
+    def _run_forward(self, action: Action, device: int, stream: Stream) -> None:
+        """Run a stage forward on a microbatch and hand its outputs on."""
+        stage, m, work = action.stage, action.microbatch, self.work
+        assert self._forwards is not None, "a schedule with forwards needs packets"
+        if stage == 0:
+            packet = Packet(tuple(stream.receive(work.packets[m].values)), work.packets[m].wanted)
+        else:
+            packet = Packet(*map(tuple, self._receive(Action(stage, FORWARD, m), device, stream)))
+        saved, outputs = self._forwards.run(self._replicas[stage][action.replica], action, packet)
+        if stage < self._last:
+            self._send(Action(stage + 1, FORWARD, m), stream, *Packet.of(outputs))
+        else:
+            if work.keep_outputs:
+                self.outputs[m] = Packet.of(outputs)
+            if work.finish is not None:
+                made_by = [v.grad_fn for v in outputs if isinstance(v, Tensor)]
+                loss = self._forwards.compute_loss(work.finish, m, outputs)
+                extra = list_loss_leaves(outputs, find_leaves(loss, made_by))
+                if isinstance(saved, Saved):
+                    saved = Saved(saved.inputs, (loss,), extra)
+                else:
+                    # A stage that recomputes has no graph, so the loss's own graph starts at the stage's outputs.
+                    saved = replace(saved, head=Saved(outputs, (loss,), extra))
+        if self._context.keeps_graph:
+            work.tape[stage, m] = saved
+
+    def _run_backward(self, action: Action, device: int, stream: Stream) -> None:
+        """Compute the gradients of a stage's inputs on a microbatch and hand them back.
+
+        A full backward computes the gradients of the weights too. An input gradient leaves those for later.
+        """
+        needed = self._take_gradients(action, device, stream)
+        key = action.stage, action.microbatch
+        replica, sums = self._replicas[action.stage][action.replica], self.sums[action.stage][action.replica]
+        with self._context.leave_autocast(), replica.use_version(action.version, catches=True):
+            saved, gradients = self._restore(action, needed)
+            trained = replica.list_leaves(self.work.trained[action.stage], action.version)
+            # A node that has hooks would run them in both parts of a backward.
+            first = len(sums.totals) < len(trained)
+            finder = replica.branches if action.op == INPUT_GRADIENT and not self._hooked[action.stage] else None
+            self.catch.add(saved.extra)
+            zeros = self._program.keeps_zeros
+            of_inputs, shares, later = backward(saved, gradients, trained, first, finder, sums, keeps_zeros=zeros)
+            shares = replica.key_shares(shares)
+            if action.op == BACKWARD:
+                # Dropped before the next action, or memory would hold one microbatch more than the schedule says.
+                del self.work.tape[key]
+            else:
+                # The weight gradient needs the activations of a recomputed forward too.
+                self._weight_backwards[key], self.work.tape[key] = later, saved
+        # Handed to the stage before, or to the caller, before the sums are added: the stage before waits for it.
+        if action.stage > 0:
+            self._send(Action(action.stage - 1, BACKWARD, action.microbatch), stream, of_inputs)
+        else:
+            self.returned[action.microbatch] = of_inputs
+        # Autograd adds up what arrives at a leaf on the stream of whoever used the leaf first.
+        if self._program.shares_leaves:
+            hand_over(gradient for _, gradient, _ in shares)
+        sums.add(shares)
+
+    def _run_weight_gradient(self, action: Action, device: int, stream: Stream) -> None:
+        """Compute the gradients of a stage's weights on a microbatch, from what the gradients of its inputs left."""
+        key = action.stage, action.microbatch
+        sums = self.sums[action.stage][action.replica]
+        first = len(sums.totals) < len(self.work.trained[action.stage])
+        with self._context.leave_autocast():
+            compute_weight_gradients(self._weight_backwards.pop(key), sums, first)
+        del self.work.tape[key]
+
+    def _run_reduce(self, action: Action, device: int, stream: Stream) -> None:
+        """Sum the gradients of a stage's replicas, on the device of the first one."""
+        replicas, sums = self._replicas[action.stage], self.sums[action.stage]
+        # All replicas but the first hand over what they have where it is: the first one fetches it piece by piece.
+        if action.replica:
+            part, sums[action.replica] = sums[action.replica], Sums()
+            self._channels.send(self.schedule.homes[action.stage][0], Message(action, [part], stream.mark()))
+            return
+        trained = self.work.trained[action.stage]
+        leaves = replicas[0].list_leaves(trained, 0)
+        for number, other in enumerate(replicas[1:], 1):
+            part = self._receive(action._replace(replica=number), device, stream)[0][0]
+            add_replica(sums[0], part, dict(zip(other.list_leaves(trained, 0), leaves, strict=True)), stream)
+
+    def _run_step(self, action: Action, device: int, stream: Stream) -> None:
+        """Let the optimizer make a version of a stage's weights from the gradients there are."""
+        # The next version starts from no gradients: each step uses those since the one before.
+        found = self.sums[action.stage][action.replica]
+        self.sums[action.stage][action.replica] = Sums()
+        self._replicas[action.stage][action.replica].step(action, found)
+
+    HANDLERS: ClassVar[dict[str, Callable[[Job, Action, int, Stream], None]]] = {
+        FORWARD: _run_forward,
+        BACKWARD: _run_backward,
+        INPUT_GRADIENT: _run_backward,
+        WEIGHT_GRADIENT: _run_weight_gradient,
+        REDUCE: _run_reduce,
+        STEP: _run_step,
+    }
+    """What a device does for each kind of action."""
+
+    def _restore(self, action: Action, gradients: Sequence[Tensor | None]) -> tuple[Saved, Sequence[Tensor | None]]:
+        """Return what a backward starts from, and with which gradients; a stage that recomputes runs forward again."""
+        saved = self.work.tape[action.stage, action.microbatch]
+        if isinstance(saved, Saved):
+            return saved, gradients
+        # The loss was computed once, with its graph kept. Its backward gives the gradients of the stage's outputs.
+        if saved.head is not None:
+            sums = self.sums[action.stage][action.replica]
+            self.catch.add(saved.head.extra)
+            gradients, shares, _ = backward(saved.head, gradients, (), sums=sums, keeps_zeros=self._program.keeps_zeros)
+            sums.add(shares)
+            # The outputs are computed once more: the first ones, and what the loss made of them, take their memory.
+            saved = self.work.tape[action.stage, action.microbatch] = replace(saved, head=None)
+        replica = self._replicas[action.stage][action.replica]
+        return saved.recompute(replica.stage, self._program.writes_inputs), gradients
+
+    # What goes between devices
+
+    def _take_gradients(self, action: Action, device: int, stream: Stream) -> list[Any]:
+        """Return the gradients of a stage's outputs: from the stage behind, or from the loss."""
+        if action.stage < self._last:
+            return self._receive(Action(action.stage, BACKWARD, action.microbatch), device, stream)[0]
+        assert self.work.seeds is not None, "a schedule with backwards needs seeds"
+        return stream.receive(self.work.seeds(action.microbatch))
+
+    def _send(self, to: Action, stream: Stream, values: Sequence[Any], about: Sequence[Any] = ()) -> None:
+        """Send values to the device that does action `to`, which is named without its replica."""
+        device = self.schedule.device_of(to.stage, to.microbatch)
+        if self._crosses(to, device):
+            values, about = compress(values, about, self._program.plan.compress)
+        sent, token = stream.send(values, self._devices[device])
+        self._channels.send(device, Message(to, sent, token, about))
+
+    def _receive(self, action: Action, device: int, stream: Stream) -> tuple[list[Any], Sequence[Any]]:
+        """Return the values that were sent to `action`, of this device, and what was said about them.
+
+        What the stream does next waits for them.
+        """
+        message = self._channels.receive(device, action)
+        values, about = stream.receive(message.values, message.token), message.about
+        if self._crosses(action, device):
+            values, about = restore(values, about)
+        if self._watch is not None:
+            # The wait is idle time: an action begins when what it needs has arrived.
+            self._watch.begin(device, stream)
+        return values, about
+
+    def _crosses(self, to: Action, device: int) -> bool:
+        """Return whether what is sent for an action of a device is compressed: where it comes from another device."""
+        if not self._program.plan.compress or to.op == REDUCE:
+            return False
+        maker = to.stage - 1 if to.op == FORWARD else to.stage + 1
+        return self.schedule.device_of(maker, to.microbatch) != device
+
+    def _describe_place(self, action: Action, error: Exception) -> str:
+        """Return stage, device, microbatch and node of a failure, for its message."""
+        stage = self._replicas[action.stage][action.replica].stage
+        place = f"stage {stage.index} of {self._last + 1} on {stage.device_name}"
+        microbatch = "" if action.op == REDUCE else f" of microbatch {action.microbatch}"
+        if loss := describe_loss(error):
+            return f"in {loss},{microbatch.replace(' of', '', 1)} behind {place}"
+        nodes = self._program.plan.stages[stage.index].nodes
+        frames = list(traceback.walk_tb(error.__traceback__))
+        # Of a backward only a Function of the user's own has a line in Python.
+        node = find_node(frames, stage) or (f", one of nodes {nodes[0]!r} .. {nodes[-1]!r}" if nodes else "")
+        line = "" if " from File " in node else find_users_line(frames)
+        return f"in {place}, {WORDS[action.op]}{microbatch}{node}{line}"
+
+
+def make_versions(program: Program, schedule: Schedule, stepper: Stepper) -> list[list[Replica]]:
+    """Return the stages of an asynchronous schedule, each with its versions of weights.
+
+    Raises PlanError for a parameter that two stages have: their versions of it would differ.
+    """
+    if program.shares_parameters:
+        raise PlanError(
+            f"{schedule.name} steps stage by stage, and two stages share a parameter: keep it in one stage, with "
+            "passes='profile{tied=together},augment,order,partition,emit', or choose a schedule that steps at the end"
+        )
+    devices, places = program.machine.devices, program.places
+    return [
+        [
+            VersionedReplica(stage, devices[d], places, schedule.actions[d], stepper, program.compilations)
+            if program.runs(d)
+            else Replica(stage, devices[d], {})
+        ]
+        for stage, (d,) in zip(program.stages.stages, schedule.homes, strict=True)
+    ]

@@ -1,0 +1,1 @@
+"""The loss of a batch from those of its microbatches, and what a loss function means by rows."""

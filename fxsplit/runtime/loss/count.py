@@ -1,0 +1,117 @@
+"""Find out by which count of labels a loss function divides: torch tells which means over labels it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from fxsplit.ir.facts.capture.counts import LABEL_FUNCTIONS, Count, Watch, is_mean, make_label_count, read_options
+from fxsplit.torch_internals import pytree
+from fxsplit.torch_internals.nn.expectations import expect_averages
+from fxsplit.torch_internals.thread_modes import enter_function_mode
+
+TRIED = 16
+"""How many classes, from the first one, are tried as labels."""
+
+
+class _Mean(NamedTuple):
+    """A mean over labels that was computed: its result, its labels, and its options, the input among them."""
+
+    result: Tensor
+    labels: Tensor
+    options: dict[str, Any]
+
+
+def find_loss_count(loss_fn: Callable[..., Any], outputs: Any, target: tuple[Any, ...]) -> Count | Watch | None:
+    """Return what a loss is divided by that averages labels of its target; a Watch where it does more than that."""
+    note = _NoteMeans()
+    with expect_averages(), enter_function_mode(note):
+        loss = loss_fn(outputs, *target)
+    leaves = list(pytree.tree_leaves(target))
+    found = []
+    for number, mean in enumerate(note.found):
+        alike = (i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and _has_same(leaf, mean.labels))
+        place = next((i for i in alike if _takes_any(loss_fn, outputs, target, i, number, mean)), None)
+        if place is None:
+            continue
+        count = make_label_count(mean.options, place)
+        if mean.result is loss:
+            return count
+        found.append(count)
+    return Watch("the loss of loss_fn", found) if found else None
+
+
+def _takes_any(
+    loss_fn: Callable[..., Any], outputs: Any, target: tuple[Any, ...], place: int, number: int, mean: _Mean
+) -> bool:
+    """Return whether mean `number` is over the labels at `place` of the target, whichever labels there are.
+
+    A function may change some of which this target has none, as by clamp(min=0), masked_fill() or where().
+    """
+    if mean.labels.is_floating_point():
+        return True
+    leaves, structure = pytree.tree_flatten(target)
+    for labels in _vary_labels(leaves[place], mean):
+        given = pytree.tree_unflatten([*leaves[:place], labels, *leaves[place + 1 :]], structure)
+        note = _NoteMeans(last=number)
+        # It may fail before, for what is no class of its own.
+        with suppress(Exception), expect_averages(), enter_function_mode(note):
+            loss_fn(outputs, *given)
+        if note.labels is not None and not _has_same(labels, note.labels):
+            return False
+    return True
+
+
+def _vary_labels(labels: Tensor, mean: _Mean) -> Iterator[Tensor]:
+    """Yield other labels of the same shape, which together are what labels are: classes, and what stands for none."""
+    if not labels.numel():
+        return
+    scores: Tensor = mean.options["input"]
+    n_classes = scores.shape[min(1, scores.ndim - 1)]
+    values = [*range(min(n_classes, TRIED)), n_classes - 1, mean.options.get("ignore_index", -100), -100, -1, n_classes]
+    for begin in range(0, len(values), labels.numel()):
+        chosen = values[begin : begin + labels.numel()]
+        filled = [chosen[i % len(chosen)] for i in range(labels.numel())]
+        with suppress(RuntimeError):  # a dtype of few values may not have all of these
+            yield torch.tensor(filled, dtype=labels.dtype).reshape(labels.shape).to(labels.device)
+
+
+class _SeenError(Exception):
+    """Ends a call of a loss function whose labels are seen."""
+
+
+class _NoteMeans(TorchFunctionMode):
+    """Notes each mean over labels that is computed.
+
+    last: ends at the mean of this number, before it is computed; its `labels` are then known.
+    """
+
+    def __init__(self, last: int | None = None) -> None:
+        super().__init__()
+        self.found: list[_Mean] = []
+        self.labels: Tensor | None = None
+        self._last = last
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = read_options(args, kwargs or {}) if function in LABEL_FUNCTIONS else {}
+        is_mean_of_labels = bool(given) and is_mean(given)
+        if is_mean_of_labels and len(self.found) == self._last:
+            self.labels = given["target"]
+            raise _SeenError
+        result = function(*args, **(kwargs or {}))
+        if is_mean_of_labels:
+            self.found.append(_Mean(result, given["target"], given))
+        return result
+
+
+def _has_same(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors have the same entries in the same order."""
+    # A loss may move its outputs and its target, to host memory for example.
+    return a.numel() == b.numel() and torch.equal(a.flatten(), b.flatten().to(a.device))

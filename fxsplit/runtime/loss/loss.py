@@ -1,0 +1,331 @@
+"""Compute the loss of a batch as a weighted sum over its microbatches.
+
+The last stage's worker calls a `BatchLoss` once for each microbatch, and starts that microbatch's backward from the
+weight of its loss.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxsplit.errors import InputError
+from fxsplit.ir.facts.capture.counts import COUNTS_NOTHING, Count, Watch, Weights, check_nothing_counts, find_miscounted
+from fxsplit.ir.facts.capture.meanings import MEAN, Meaning
+from fxsplit.runtime.late_errors import LateErrors
+from fxsplit.runtime.loss.meaning import LossMeaning
+from fxsplit.runtime.loss.targets import Targets
+from fxsplit.runtime.program import Batch, Program
+from fxsplit.runtime.stage.streams import hand_over
+from fxsplit.torch_internals import pytree
+from fxsplit.torch_internals.autograd.zero_gradients import keep_zeros
+from fxsplit.torch_internals.nn.containers import to_plain_outputs
+from fxsplit.torch_internals.tensors.host_copies import is_on_host
+from fxsplit.torch_internals.user_lines import find_users_line
+
+LossFn = Callable[..., Tensor]
+"""loss_fn(outputs, target), or loss_fn(outputs) where a step is given no target."""
+
+Weigh = Callable[[int, int, torch.device], Weights]
+"""Returns the weights of the losses of microbatches, from one up to another, in the loss of these on a device."""
+
+Finish = Callable[[int, tuple[Any, ...]], Tensor]
+"""Computes a microbatch's loss from the last stage's outputs; its backward starts there."""
+
+
+def find_own_loss(outputs: Any) -> Tensor | None:
+    """Return the loss that a model has computed itself, or None where there is none.
+
+    It is a float of no dimension: the only output, the first one, the second of a pair, as in (logits, loss), or the
+    one called `loss`, which may also be a tensor of one element, as a sum is that was divided by such a tensor.
+    """
+    named = isinstance(outputs, Mapping) or (not isinstance(outputs, Tensor) and hasattr(outputs, "loss"))
+    if named:
+        outputs = outputs.get("loss") if isinstance(outputs, Mapping) else outputs.loss
+    elif isinstance(outputs, (tuple, list)) and outputs:
+        outputs = outputs[1] if len(outputs) == 2 and not _is_number(outputs[0]) else outputs[0]
+    if named and isinstance(outputs, Tensor) and outputs.is_floating_point() and outputs.numel() == 1:
+        return outputs
+    return outputs if _is_number(outputs) else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 0
+
+
+def find_loss_meaning(program: Program) -> Meaning:
+    """Return what the loss that a model returns means by microbatches; a mean where it is not known to be an output."""
+    # What has rows is no loss.
+    places = [torch.empty(1 if meaning.kind == "rows" else ()) for meaning in program.joined]
+    loss = find_own_loss(program.build_result(places))
+    return next((m for m, place in zip(program.joined, places, strict=True) if place is loss), MEAN)
+
+
+def find_own_meaning(program: Program, n_microbatches: int) -> Meaning:
+    """Return how the losses that a model returns for its microbatches make the batch's: as a mean, or as a sum.
+
+    Raises InputError where the batch's loss follows from none of them, as of one that compares rows with each other.
+    """
+    meaning = find_loss_meaning(program)
+    if meaning.kind == "unjoined" and n_microbatches > 1:
+        raise InputError(meaning.why)
+    return meaning if meaning.kind in ("sum", "mean") else MEAN
+
+
+def take_model_loss(outputs: Any) -> Tensor:
+    """Return the loss that is in the outputs. Raises InputError where there is none."""
+    loss = find_own_loss(outputs)
+    if loss is None:
+        raise InputError(
+            "step() needs a loss, and the model returns none of its own: give it what it computes one from, such as "
+            "labels=, or compile with loss_fn=, for example "
+            "fxsplit.compile(model, 2, loss_fn=torch.nn.functional.cross_entropy)"
+        )
+    return loss if loss.ndim == 0 else loss.reshape(())
+
+
+def sum_squares(outputs: Any, target: Any = None) -> Tensor:
+    """Return the sum of squares of all float outputs. Each of them has a gradient, so a check with it misses none."""
+    leaves = (leaf for leaf in pytree.tree_leaves(to_plain_outputs(outputs)) if isinstance(leaf, Tensor))
+    return torch.stack([leaf.square().sum() for leaf in leaves if leaf.is_floating_point()]).sum()
+
+
+# Its microbatches add up as they are, which `find_reduction` reads here.
+sum_squares.reduction = "sum"  # type: ignore[attr-defined]
+
+
+def name_loss(loss_fn: LossFn | None) -> str:
+    """Return the name of a loss function in quotes, for messages."""
+    function = getattr(loss_fn, "func", loss_fn)  # functools.partial
+    return repr(getattr(function, "__name__", repr(function)))
+
+
+def find_reduction(loss_fn: LossFn) -> str | None:
+    """Return how a loss function says that it reduces the losses of rows to one number; None where it says nothing.
+
+    That is its attribute `reduction`, as torch's loss modules have, or the argument that functools.partial has bound:
+    "mean", "sum", or what else it says.
+    """
+    stated = getattr(loss_fn, "keywords", {}).get("reduction") or getattr(loss_fn, "reduction", None)
+    return None if stated is None else str(stated)
+
+
+def weigh_rows(reduction: str | None, rows: Sequence[int]) -> Weights:
+    """Return the weight of each microbatch's loss in the loss of all of them; `rows` has the rows of each.
+
+    A mean over rows, which is assumed where nothing is known, has the microbatch's share of the rows, a sum 1.
+    """
+    return Meaning("sum" if reduction == "sum" else "mean").list_weights(rows)
+
+
+def find_weights(batch: Batch, targets: Targets | None, meaning: LossMeaning) -> Weigh:
+    """Return what weighs the losses of microbatches, by what they are divided by where that is known.
+
+    targets: None for a loss of the model's own.
+    """
+    if targets is None:
+        own = find_own_meaning(batch.program, len(batch.rows))
+        return lambda begin, end, device: batch.weigh(own, begin, end)
+
+    def weigh(begin: int, end: int, device: torch.device) -> Weights:
+        rows, count = batch.rows[begin:end], meaning.count  # asked for late: the first microbatch may have told it
+        if count is None:
+            return weigh_rows(meaning.reduction, rows)
+        # What is in host memory is counted there: the host need not wait for that.
+        on_host = targets.are_on_host and (isinstance(count, Watch) or all(map(is_on_host, count.reads)))
+        pieces = [[targets.given[m] if on_host else targets.place(m, device)] for m in range(begin, end)]
+        if isinstance(count, Count):
+            return count.weigh_there(pieces, rows)
+        count.weigh(pieces, rows)
+        return weigh_rows(meaning.reduction, rows)
+
+    return weigh
+
+
+def describe_loss(error: BaseException) -> str:
+    """Return the name of the loss function that an error comes from, with the user's line in it; empty for others.
+
+    For example: `the loss of loss_fn 'smooth' from File "train.py", line 12`.
+    """
+    frames = list(traceback.walk_tb(error.__traceback__))
+    place = next((i for i, (frame, _) in enumerate(frames) if frame.f_code is BatchLoss.__call__.__code__), None)
+    if place is None:
+        return ""
+    name = frames[place][0].f_locals["self"].name
+    return f"the loss{name}{find_users_line(frames[place + 1 :])}"
+
+
+class BatchLoss:
+    """Computes the loss of each microbatch, on the last stage's worker, and its weight in the batch's loss.
+
+    A loss function that averages over rows (reduction "mean", or none known) is weighted by the microbatch's share of
+    the rows: of 7 rows in 3 microbatches, the weights are 3/7, 2/7 and 2/7. A loss with reduction "sum" has weight 1.
+    Either way the microbatches add up to the whole batch's loss. `weigh` gives other weights, where they are known, of
+    the microbatches from one up to another in what these make.
+
+    `meaning` is what is known of the loss function; it may come to know the reduction when it looks at the first
+    microbatch, before any backward. `rows` has the rows of each microbatch. Where the optimizer steps between
+    microbatches, `ends` are the last microbatches before each step, and the microbatches of one step count as a batch
+    of their own. `targets` are None for a loss of the outputs alone; they are moved to where the outputs are. Raises
+    InputError for a loss that is not reduced to one number.
+    """
+
+    def __init__(
+        self,
+        loss_fn: LossFn,
+        targets: Targets | None,
+        rows: Sequence[int],
+        ends: Sequence[int] = (),
+        meaning: LossMeaning | None = None,
+        weigh: Weigh | None = None,
+    ) -> None:
+        self.meaning = LossMeaning(loss_fn, find_reduction(loss_fn) or "mean") if meaning is None else meaning
+        if self.meaning.reduction not in (None, "mean", "batchmean", "sum"):
+            reduction = self.meaning.reduction
+            raise InputError(f"loss_fn has reduction={reduction!r}: a step needs one number, use 'mean' or 'sum'")
+        self._loss_fn = loss_fn
+        self._targets = targets
+        self._rows = rows
+        self._ends = ends
+        self._weigh = weigh or (lambda begin, end, device: weigh_rows(self.meaning.reduction, rows[begin:end]))
+        # Those of microbatches that other processes have are put here at the end.
+        self.losses: list[Tensor | None] = [None] * len(rows)
+        # By thread: on a GPU another worker's stream may be behind. A weight as a gradient is made once.
+        self._weights: dict[tuple[int, bool], Weights] = {}
+        self._gradients: dict[tuple[int, float], Tensor] = {}
+
+    @property
+    def given_targets(self) -> Sequence[Any]:
+        """The target of each microbatch, as the user gave it."""
+        return () if self._targets is None else self._targets.given
+
+    @property
+    def target(self) -> Any:
+        """The target of the whole batch, as the user gave it; None for a loss of the outputs alone."""
+        return None if self._targets is None else self._targets.whole
+
+    @property
+    def name(self) -> str:
+        """The name of the loss function, for errors; empty where the model computes its loss itself."""
+        return "" if self._loss_fn is take_model_loss else f" of loss_fn {name_loss(self._loss_fn)}"
+
+    def look_at(self, microbatch: int, program: Program, outputs: Sequence[Any]) -> None:
+        """Let the first steps find out what the loss means, from the last stage's outputs for a microbatch."""
+        if self.meaning.is_open:
+            target = self._list_target(microbatch, outputs)
+            self.meaning.look_at(program, outputs, target, self._rows[microbatch])
+
+    def _list_target(self, microbatch: int, outputs: Any) -> tuple[Any, ...]:
+        """Return the target of a microbatch, where its outputs are; nothing where the loss is of the outputs alone."""
+        if self._targets is None:
+            return ()
+        leaves = [outputs] if isinstance(outputs, Tensor) else pytree.tree_leaves(to_plain_outputs(outputs))
+        device = next((v.device for v in leaves if isinstance(v, Tensor)), None)
+        return (self._targets.given[microbatch] if device is None else self._targets.place(microbatch, device),)
+
+    def _list_weights(self, device: torch.device, *, in_batch: bool) -> Weights:
+        """Return the weight of each microbatch's loss in the loss that is reported, which is that of the whole batch.
+
+        Otherwise, its weight in that of one optimizer step, whose gradients are computed.
+        """
+        key = threading.get_ident(), in_batch or not self._ends
+        if key not in self._weights:
+            bounds = itertools.pairwise([0, *(m + 1 for m in self._ends if not key[1]), len(self._rows)])
+            parts = [self._weigh(begin, end, device) for begin, end in bounds if begin < end]
+            self._weights[key] = [w for part in parts for w in part]
+        return self._weights[key]
+
+    def __call__(self, microbatch: int, outputs: Any) -> Tensor:
+        """Return the loss of one microbatch, a number that autograd knows, from the model's outputs for it.
+
+        Raises InputError for a loss that is no scalar tensor, or that no gradient depends on. An error of the loss
+        function is raised as it is, with a note.
+        """
+        try:
+            loss = self._loss_fn(outputs, *self._list_target(microbatch, outputs))
+        except Exception as error:
+            error.add_note("raised by loss_fn")
+            raise
+        if not isinstance(loss, Tensor) or loss.ndim != 0:
+            what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise InputError(f"loss_fn returned {what}: return a scalar tensor, such as the mean over rows")
+        if not loss.requires_grad:
+            raise InputError(
+                "the loss does not depend on anything that wants a gradient, so a step would train nothing: is every "
+                "parameter frozen, or the output detached inside loss_fn?"
+            )
+        # Held until the end of the step. What torch's mse_loss returns has memory for all elements of the outputs.
+        own = loss.detach()
+        self.losses[microbatch] = own.clone() if own.untyped_storage().nbytes() > own.nbytes else own
+        if self.divides and not is_on_host(loss):
+            keep_zeros([loss])
+        return loss
+
+    def make_output_gradients(self, microbatch: int) -> list[Tensor | None]:
+        """Return the gradient that the backward of a microbatch's loss starts from: the weight of that loss."""
+        loss = self.losses[microbatch]
+        assert loss is not None, "the backward of a loss comes after it"
+        weight = self._list_weights(loss.device, in_batch=False)[microbatch]
+        if isinstance(weight, Tensor):
+            return [weight.to(loss)]
+        if not weight:
+            check_nothing_counts(loss, f"the loss of microbatch {microbatch}")
+            return [None]
+        key = threading.get_ident(), weight
+        if key not in self._gradients:
+            self._gradients[key] = torch.full_like(loss, weight)
+        return [self._gradients[key]]
+
+    def list_losses(self) -> list[Tensor]:
+        """Return the loss of each microbatch, detached, once all of them have theirs."""
+        return [loss for loss in self.losses if loss is not None]
+
+    @property
+    def divides(self) -> bool:
+        """Whether the loss function divides by a count that may be zero, in a way that makes gradients of 0 / 0."""
+        return isinstance(self.meaning.count, Count) and not self.meaning.count.safe
+
+    def compute_total(self, late: LateErrors | None = None) -> Tensor:
+        """Return the loss of the whole batch, detached, once all microbatches have theirs.
+
+        Warns where it differs from the loss function's value for the whole batch. What only an accelerator knows to be
+        wrong is told to `late`.
+        """
+        self.meaning.end_step()
+        hand_over(self.losses)
+        losses = self.list_losses()
+        found = torch.stack([loss.to(losses[0].device) for loss in losses])
+        # Those that a worker has found, mostly.
+        made = (weights for (_, in_batch), weights in self._weights.items() if in_batch)
+        weights = next(made, None) or self._list_weights(found.device, in_batch=True)
+        hand_over(weights)
+        # In double precision: a share such as 1/3 would lose digits in a loss of half precision.
+        return sum_weighted(found.double(), weights, late).to(found.dtype)
+
+
+def sum_weighted(values: Tensor, weights: Weights, late: LateErrors | None = None) -> Tensor:
+    """Return the sum of values, each times its weight; one of the weight zero may be no number.
+
+    The host does not wait for an accelerator, as it would to make a tensor of a list of numbers. `late` is told whether
+    a value of the weight zero is a number.
+    """
+    tensors = [weight.to(values) for weight in weights if isinstance(weight, Tensor)]
+    if tensors:
+        factors = torch.stack(tensors)
+        if late is not None:
+            late.expect(find_miscounted(values, factors), f"the loss of a microbatch is not 0 / 0: {COUNTS_NOTHING}")
+        return (values * factors).where(factors != 0, 0.0).sum()
+    # Mostly all weights are equal. A microbatch without anything to count has divided by zero.
+    total, begin = values.new_zeros(()), 0
+    for weight, equal in itertools.groupby(weights):
+        end = begin + len(list(equal))
+        if weight:
+            total = total + values[begin:end].sum() * weight
+        begin = end
+    return total

@@ -1,0 +1,156 @@
+"""Find out how a user's loss function reduces the losses of rows, on the microbatches of its first steps.
+
+A function says nothing of itself. If the loss of a microbatch is the mean of the losses of its pieces, by rows, then
+the loss of a batch is the mean of those of its microbatches. If it is their sum, so is that of a batch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from fxsplit.ir.facts.capture.counts import Count, Watch
+from fxsplit.runtime.loss.count import find_loss_count
+from fxsplit.runtime.loss.trial import LossTrial
+from fxsplit.runtime.program import Program
+from fxsplit.torch_internals.nn.expectations import expect_averages
+from fxsplit.torch_internals.scopes.undo import undo_after
+from fxsplit.torch_internals.user_lines import warn_user
+
+MOST_STEPS = 3
+"""Steps after which a loss whose meaning is still open, such as one that is always zero, is left alone."""
+
+
+class Watcher(Protocol):
+    """Notes what calls of a loss function change beside computing, and puts it back."""
+
+    def note(self) -> AbstractContextManager[None]:
+        """Note what the call inside the block changes."""
+
+    def list_changes(self) -> list[str]:
+        """Return in words what each call changes, after two of them."""
+
+    def put_back(self) -> None:
+        """Give everything the value that it had before the first call."""
+
+
+class LossMeaning:
+    """What is known of one loss function, beside one program; its microbatches may be computed on several threads.
+
+    looks: whether microbatches are looked at, or what is stated is believed. watch: makes what watches the function
+    while it is called for that, so that those calls change nothing.
+    count: what the loss is divided by, where that is found out and no number of rows.
+    stated: what the function has said of itself.
+    reduction: "mean" or "sum", as the function states it, or as it was found out; None while it is open.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        stated: str | None,
+        *,
+        looks: bool = True,
+        watch: Callable[[Callable[..., Any]], Watcher] | None = None,
+    ) -> None:
+        self.stated = stated
+        self.reduction = "mean" if stated == "batchmean" else stated
+        self.count: Count | Watch | None = None
+        self._loss_fn = loss_fn
+        self._watch = watch
+        self._changes: list[str] = []
+        self._compares = False
+        self._said = False
+        self._steps = 0 if looks else MOST_STEPS
+        self._differs = ""
+        self._lock = threading.Lock()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether microbatches are still looked at."""
+        return self._steps < MOST_STEPS
+
+    def begin_step(self) -> None:
+        """Forget what a step noticed that then failed."""
+        self._differs, self._compares = "", False
+
+    def look_at(self, program: Program, outputs: Sequence[Any], target: tuple[Any, ...], rows: int) -> None:
+        """Compare the loss of a microbatch, from the last stage's `outputs` for its rows, with that of its pieces."""
+        with self._lock, torch.no_grad():
+            if isinstance(self.count, Count):
+                return
+            try:
+                with self._call_without_trace(outputs, target, program) as loss_fn:
+                    self.count = self.count or find_loss_count(loss_fn, program.build_result(outputs), target)
+                    if isinstance(self.count, Count):
+                        self.reduction = "mean"
+                        return
+                    trial = LossTrial(loss_fn, program, outputs, target, rows)
+                    unjoined = trial.find_unjoined()
+                    kinds = trial.find_kinds()
+                    self._compares |= len(kinds) == 1 and trial.compares_rows(*kinds)
+            except Exception as error:  # a loss may be made for its number of rows alone
+                self._differs = self._differs or f"it does not run on pieces of a microbatch ({error})"
+                return
+            if unjoined is not None:
+                self._differs = f"it reads what microbatches do not make ({unjoined})"
+                return
+            if len(kinds) > 1:
+                return  # a loss of zero is a mean as well as a sum
+            found = next(iter(kinds), None)
+            if self.reduction is None:
+                self.reduction = found
+            if found is None or found != self.reduction:
+                self.count = None  # what differs always need not be watched
+                self._differs = "a microbatch's is neither the mean nor the sum of that of its rows"
+
+    @contextmanager
+    def _call_without_trace(
+        self, outputs: Sequence[Any], target: tuple[Any, ...], program: Program
+    ) -> Iterator[Callable[..., Any]]:
+        """Yield the loss function, whose calls leave no trace; note what each call changes otherwise."""
+        if self._watch is None:
+            yield self._loss_fn
+            return
+        watcher = self._watch(self._loss_fn)
+
+        def compute(*args: Any) -> Any:
+            with undo_after(watcher.put_back):
+                return self._loss_fn(*args)
+
+        with undo_after(watcher.put_back), expect_averages():
+            # Twice, since what the first call makes and the second one uses is a cache.
+            for _ in range(2):
+                with watcher.note():
+                    self._loss_fn(program.build_result(outputs), *target)
+            self._changes = self._changes or watcher.list_changes()
+            watcher.put_back()
+            yield compute
+
+    def end_step(self) -> None:
+        """Warn, once, of a loss that is not for the batch what its microbatches make, or that counts its calls."""
+        if not self.is_open:
+            return
+        self._steps = MOST_STEPS if self.reduction is not None or self._differs else self._steps + 1
+        changes, self._changes = self._changes, []
+        if changes and not self._said:
+            self._said = True
+            warn_user(
+                f"loss_fn changes {'; '.join(changes)}. A step calls it for each microbatch, not for the batch: "
+                "change this in the training loop, or compile with n_microbatches=1"
+            )
+        if self._compares:
+            warn_user(
+                "the gradient of loss_fn compares rows, although its value does not, as that of a loss divided by a "
+                "detached loss: the pipeline computes it within microbatches, which differs from the whole batch; "
+                "compile with n_microbatches=1 for that"
+            )
+        if self._differs:
+            warn_user(
+                f"loss_fn is no mean over rows and no sum: {self._differs}. The pipeline averages it over "
+                "microbatches, by rows, which differs from the loss of the whole batch: divide by the number of rows, "
+                "state loss_fn.reduction = 'sum', or compile with n_microbatches=1"
+            )

@@ -1,0 +1,177 @@
+"""Try a loss function on a microbatch and on pieces of it: what its loss is in terms of theirs, and its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxsplit.ir.facts.capture.agreement import is_close, list_kinds, mix_rows
+from fxsplit.ir.facts.capture.meanings import Kind, Meaning
+from fxsplit.runtime.microbatches import find_target_cuts
+from fxsplit.runtime.program import Program
+from fxsplit.torch_internals import pytree
+from fxsplit.torch_internals.nn.expectations import expect_averages
+
+VARIED = 0.25
+"""By what share of its largest number an output without rows is varied."""
+
+
+class LossTrial:
+    """A loss function beside the last stage's `outputs` and the `target` for so many `rows`."""
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        program: Program,
+        outputs: Sequence[Any],
+        target: tuple[Any, ...],
+        rows: int,
+    ) -> None:
+        self._loss_fn = loss_fn
+        self._program = program
+        self._rows = rows
+        leaves, self._structure = pytree.tree_flatten(target)
+        self._tensors, self._n_outputs = [*outputs, *leaves], len(outputs)
+        targets = find_target_cuts(leaves, rows, program.inputs)
+        self._cuts = [*(meaning.cut for meaning in program.joined), *targets]
+        of_target = (Meaning("same") if cut.dim is None else Meaning("rows", cut.dim, cut.each) for cut in targets)
+        self._meanings = [*program.joined, *of_target]
+
+    def find_kinds(self) -> set[Kind]:
+        """Return what the loss of rows is in terms of that of pieces of them: "mean" or "sum", both, or neither."""
+        kinds: set[Kind] = {"mean", "sum"}
+        with expect_averages():
+            # Equal losses of all pieces leave open what they mean: mixed rows may tell then.
+            for mixed in (False, True):
+                parts, sizes = self._list_parts(mixed=mixed)
+                whole, *pieces = map(self._compute, parts)
+                kinds &= list_kinds(whole, pieces, sizes, loose=whole.dtype is not torch.float64)
+                if len(kinds) < 2:
+                    break
+        return kinds
+
+    def find_unjoined(self) -> str | None:
+        """Return what is to be said of an output that the loss depends on, and microbatches do not make; or None."""
+        for i, meaning in enumerate(self._meanings):
+            value = self._tensors[i]
+            if meaning.kind != "unjoined" or not isinstance(value, Tensor) or not value.is_floating_point():
+                continue
+            with expect_averages():
+                before, after = (
+                    self._compute([*self._tensors[:i], v, *self._tensors[i + 1 :]])
+                    for v in (value, _vary(value, VARIED))
+                )
+            if not is_close(before, after, float(before.abs().nan_to_num().max()), loose=True):
+                return meaning.why
+        return None
+
+    def compares_rows(self, kind: Kind) -> bool:
+        """Return whether gradients of rows are others than in pieces of them, although the loss is their `kind`."""
+        parts, sizes = self._list_parts(mixed=False)
+        try:
+            with torch.enable_grad(), expect_averages():
+                whole, *pieces = map(self._compute_gradients, parts)
+        except (RuntimeError, TypeError):  # without a gradient there is nothing to compare, and the step says so
+            return False
+        shares = [size / sum(sizes) if kind == "mean" else 1.0 for size in sizes]
+        floats = [g for g in whole if g.numel() and (g.is_floating_point() or g.is_complex())]
+        largest = max((float(g.abs().nan_to_num(0.0, 0.0, 0.0).max()) for g in floats), default=0.0)
+        for gradient, cut, *parted in zip(whole, self._cuts, *pieces, strict=False):
+            if cut.dim is None or not (gradient.is_floating_point() or gradient.is_complex()):
+                continue
+            joined = cut.join([g * share for g, share in zip(parted, shares, strict=True)])
+            if not is_close(gradient, joined, largest, loose=gradient.dtype is not torch.float64):
+                return True
+        return False
+
+    def _list_parts(self, *, mixed: bool) -> tuple[list[list[Any]], tuple[int, int]]:
+        """Return outputs and target of a microbatch, or of rows mixed from it, then of two pieces, and their sizes.
+
+        The pieces differ in size, so that a mean is told from one weighted by rows. Fewer rows than three get more.
+        """
+        count = max(self._rows, 3)
+        first = count // 2 + 1
+        sizes = (first, count - first)
+        ranges = (range(count), range(first), range(first, count))
+        parts: list[list[Any]] = [[], [], []]
+        for value, meaning in zip(self._tensors, self._meanings, strict=True):
+            if isinstance(value, Tensor) and meaning.kind == "rows":
+                found = self._list_rows(value, meaning, ranges, mixed=mixed)
+            else:
+                found = _list_shares(value, meaning.kind, self._rows, sizes)
+            for part, one in zip(parts, found, strict=True):
+                part.append(one)
+        return parts, sizes
+
+    def _list_rows(self, value: Tensor, meaning: Meaning, ranges: Sequence[range], *, mixed: bool) -> list[Tensor]:
+        """Return the rows of an output or target that lie at some places, which begin again behind the last one."""
+        dim, each = meaning.dim, meaning.each
+        other = mix_rows(value, dim, each)
+        pool = torch.cat([other if mixed else value, mix_rows(other, dim, each) if mixed else other], dim)
+        found = []
+        for places in ranges:
+            # Rows that are there first, and then those that are made of them.
+            chosen = [min(i, 2 * self._rows - 1) * each + k for i in places for k in range(each)]
+            found.append(pool.index_select(dim, torch.tensor(chosen, device=value.device)))
+        return found
+
+    def _compute(self, part: Sequence[Any]) -> Tensor:
+        """Return the loss in double precision, or in its own where the function knows no other."""
+        try:
+            return self._call([_widen(value) for value in part]).detach()
+        except (RuntimeError, TypeError):
+            return self._call(part).detach()
+
+    def _compute_gradients(self, part: Sequence[Any]) -> list[Tensor]:
+        """Return the gradient of the loss for each output."""
+        outputs = [_widen(value).detach() for value in part[: self._n_outputs]]
+        trained = [output for output in outputs if output.is_floating_point() or output.is_complex()]
+        for output in trained:
+            output.requires_grad_()
+        # Clones: a function may write to what it is given.
+        loss = self._call([*(o.clone() for o in outputs), *map(_widen, part[self._n_outputs :])])
+        found = iter(torch.autograd.grad(loss, trained, allow_unused=True))
+        made = [(o, next(found) if o.requires_grad else None) for o in outputs]
+        return [torch.zeros_like(o) if g is None else g for o, g in made]
+
+    def _call(self, part: Sequence[Any]) -> Tensor:
+        """Return the loss of outputs and target, which lie in one list."""
+        made = self._program.build_result(part[: self._n_outputs])
+        loss: Tensor = self._loss_fn(made, *pytree.tree_unflatten(list(part[self._n_outputs :]), self._structure))
+        return loss
+
+
+def _list_shares(value: Any, kind: str, rows: int, sizes: tuple[int, int]) -> list[Any]:
+    """Return what an output without rows is for a whole and for two pieces of it, so that its meaning holds.
+
+    A sum is shared by rows. Of a mean one piece has more and the other one less.
+    """
+    if not isinstance(value, Tensor) or value.dtype is torch.bool or kind in ("same", "unjoined"):
+        return [value] * 3
+    if kind == "sum":
+        shares = [_widen(value) * (size / rows) for size in (sum(sizes), *sizes)]
+        # Counts stay whole numbers.
+        return (
+            shares if value.is_floating_point() or value.is_complex() else [s.round().to(value.dtype) for s in shares]
+        )
+    return [value, _vary(value, VARIED), _vary(value, -VARIED * sizes[0] / sizes[1])]
+
+
+def _vary(value: Tensor, share: float) -> Tensor:
+    """Return floats that are changed by up to a share of the largest of them, each by another amount.
+
+    A cross entropy is the same for numbers that are all larger by one amount.
+    """
+    if not (value.is_floating_point() or value.is_complex()):
+        return value
+    largest = value.abs().nan_to_num(0.0, 0.0, 0.0).max() if value.numel() else 0.0
+    wave = torch.arange(value.numel(), dtype=torch.float64, device=value.device).cos().reshape(value.shape)
+    return value + share * largest * wave.to(value.dtype)
+
+
+def _widen(value: Any) -> Any:
+    """Return a tensor of floats in double precision, and any other value as it is."""
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value

@@ -1,0 +1,1 @@
+"""Failures: how ranks learn that another one has failed or left, wherever they wait."""

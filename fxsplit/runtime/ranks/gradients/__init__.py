@@ -1,0 +1,1 @@
+"""Gradients added over ranks that train the same weights."""

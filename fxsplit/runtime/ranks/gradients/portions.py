@@ -1,0 +1,148 @@
+"""Portions: what each of several pipelines has of a batch, and so what its loss and gradients weigh in those of all.
+
+A mean over rows weighs a pipeline by its rows, a mean over labels by its labels, and a sum by one.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+from fxsplit.errors import InputError
+from fxsplit.ir.facts.capture.counts import Count, Watch
+from fxsplit.runtime.backends.crew import Occasion
+from fxsplit.runtime.loss.loss import BatchLoss, find_loss_meaning
+from fxsplit.runtime.program import Batch
+
+
+class Kind(IntEnum):
+    """How the losses of pipelines make that of all of them; of two kinds the larger one counts."""
+
+    UNKNOWN = -1  # to ranks without the last stage
+    MEAN = 0  # over rows
+    SUM = 1
+    COUNTED = 2  # a sum, divided by a count
+    COUNTED_ROWS = 3  # a mean over rows, divided by a count
+    WATCHED = 4  # it divides by counts, and does more than that: a mean where all count as many in each row
+    OTHER = 5  # it divides by a count, in a way that is not known
+    OPEN = 6  # the first microbatch of the first step will tell
+    COMPARED = 7  # its rows depend on each other
+
+
+class Portion(NamedTuple):
+    """What one pipeline has: its rows, in so many microbatches, and what its loss is divided by if it counts.
+
+    counted: of a loss that does more with counts than divide by them, what tells whether pipelines count as many in
+        each row.
+    """
+
+    rows: int
+    n_microbatches: int
+    kind: int = Kind.UNKNOWN
+    counted: float = 0.0
+
+    def to_numbers(self) -> list[int]:
+        """Return it as whole numbers of 64 bits, which ranks tell each other."""
+        return [self.rows, self.n_microbatches, self.kind, *struct.unpack("q", struct.pack("d", self.counted))]
+
+    @classmethod
+    def read(cls, numbers: Sequence[int]) -> Portion:
+        """Return the portion of such numbers."""
+        rows, n_microbatches, kind, bits = numbers
+        return cls(rows, n_microbatches, kind, *struct.unpack("d", struct.pack("q", bits)))
+
+
+def find_portion(occasion: Occasion, *, has_loss: bool, ended: bool) -> Portion:
+    """Return what this pipeline has of a call, as far as this rank knows.
+
+    has_loss: whether the loss is computed on this rank. ended: whether all microbatches have been computed.
+    """
+    batch, loss = occasion.batch, occasion.loss
+    found = Portion(sum(batch.rows), len(batch.rows))
+    # A backward starts from a loss of the user's over all outputs, which is taken for a mean over rows.
+    if loss is None:
+        return found._replace(kind=Kind.MEAN)
+    if not has_loss:
+        return found
+    if not loss.given_targets:
+        return find_own_portion(batch, found)
+    count = loss.meaning.count
+    if isinstance(count, Count):
+        return found._replace(kind=Kind.COUNTED, counted=_count_labels(count, loss, batch.rows))
+    if loss.meaning.is_open and not ended:
+        return found._replace(kind=Kind.OPEN)
+    if isinstance(count, Watch):
+        wholes = [[target] for target in loss.given_targets]
+        return found._replace(kind=Kind.WATCHED, counted=_sum_up(count, wholes, batch.rows))
+    return found._replace(kind=Kind.SUM if loss.meaning.reduction == "sum" else Kind.MEAN)
+
+
+def _count_labels(count: Count, loss: BatchLoss, rows: Sequence[int]) -> float:
+    """Return how many labels a loss is divided by; the host waits for those on an accelerator."""
+    pieces = zip(loss.given_targets, rows, strict=True)
+    return sum(count.find_divisor([target], n) for target, n in pieces)
+
+
+def find_own_portion(batch: Batch, found: Portion) -> Portion:
+    """Return what there is of a loss that the model computes itself. `found` has the rows."""
+    own = find_loss_meaning(batch.program)
+    if own.kind == "unjoined":
+        return found._replace(kind=Kind.COMPARED)
+    if own.kind == "counted":
+        return found._replace(kind=Kind.OTHER)
+    if isinstance(own.count, Watch):
+        whole = batch.cut_for_counts(batch.rows)[1]
+        return found._replace(kind=Kind.WATCHED, counted=_sum_up(own.count, [whole], [found.rows]))
+    if own.count is None:
+        return found._replace(kind=Kind.SUM if own.kind == "sum" else Kind.MEAN)
+    # A count of all pipelines is the sum of theirs if it is so in parts of this one.
+    rows = batch.rows if len(batch.rows) > 1 else [sum(batch.rows) - 1, 1]
+    pieces, whole = batch.cut_for_counts(rows)
+    count = own.count.find_count(whole)
+    parts = sum(own.count.find_count(piece) for piece in pieces) if min(rows) else None
+    if parts is None or abs(parts - count) > 1e-9 * abs(count):
+        return found._replace(kind=Kind.OTHER)
+    return found._replace(kind=Kind.COUNTED_ROWS if own.count.by_rows else Kind.COUNTED, counted=count)
+
+
+def _sum_up(watch: Watch, pieces: Sequence[Sequence[Any]], rows: Sequence[int]) -> float:
+    """Return a checksum of how many entries each of several counts has in a row; the host waits for an accelerator."""
+    shares = [sum(count.find_divisor(one, n) for one, n in zip(pieces, rows, strict=True)) for count in watch.counts]
+    # In a row of one count there may be a third of an entry, rounded another way for other rows.
+    return float(zlib.crc32(str([f"{share / sum(rows):.9g}" for share in shares]).encode()))
+
+
+def weigh_portion(own: int, portions: Sequence[Portion]) -> float | None:
+    """Return what the loss of pipeline number `own` weighs in that of all; None where that is open still.
+
+    Raises InputError for a loss of which the losses of pipelines do not make that of all.
+    """
+    kind = max(portion.kind for portion in portions)
+    if kind == Kind.OPEN:
+        return None
+    if kind == Kind.COMPARED:
+        raise InputError(
+            "the loss that the model returns is neither a mean nor a sum of that of its rows, and each pipeline of a "
+            "mesh has rows of its own: call pipe(x) and backward(), in which each pipeline weighs by its rows, or "
+            "return a sum"
+        )
+    if kind == Kind.WATCHED and len({portion.counted for portion in portions if portion.kind == kind}) > 1:
+        kind = Kind.OTHER
+    if kind == Kind.OTHER:
+        raise InputError(
+            "the loss is divided by a count, which pipelines of a mesh have each for themselves, and is more than the "
+            "quotient: return the sum from loss_fn (loss_fn.reduction = 'sum'), and divide by the count of all of them"
+        )
+    if kind == Kind.SUM:
+        return 1.0
+    rows, counts = sum(p.rows for p in portions), sum(p.counted for p in portions)
+    mine = portions[own]
+    if kind in (Kind.MEAN, Kind.WATCHED):
+        return mine.rows / rows
+    # Nothing counts in any pipeline: the unsplit model divides by zero, and so does each of them.
+    if not counts:
+        return 1.0
+    return mine.counted / counts * (mine.rows / rows if kind == Kind.COUNTED_ROWS else 1.0)

@@ -1,0 +1,89 @@
+"""Top-k gradients with a global selection: gTop-k (Shi et al. 2019), with error feedback.
+
+Each rank offers the k largest entries of its gradients and of what is left of earlier ones. Pairs of ranks add what
+they offer and keep the k largest of the sums, along a tree, until one rank has k entries of all; these are applied by
+all. A rank that drops an entry keeps it for the next step, also one that another rank had offered. So nothing is lost,
+where the paper's rule, which asks whether an entry was selected in the end, loses what was dropped on the way.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fxsplit.errors import InputError
+from fxsplit.runtime.ranks.hooks.buckets import Bucket
+from fxsplit.runtime.ranks.hooks.residuals import Residuals
+from fxsplit.torch_internals.distributed.process_groups import lend
+
+
+class TopK:
+    """The state of the hook: `share` of the entries of each bucket are applied in each step, at least one."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None, share: float = 0.01) -> None:
+        if not 0 < share <= 1:
+            raise InputError(f"share={share!r}: give the share of the entries to apply, more than 0 and at most 1")
+        self.group, self.share = group, share
+        self.residuals = Residuals()
+        self.sent_bytes = 0
+        """How many bytes this rank has sent of the last bucket."""
+
+
+def top_k_hook(state: TopK, bucket: Bucket) -> torch.futures.Future[Tensor]:
+    """Return the mean of the entries that are largest over all ranks; all others are zero, and kept for later."""
+    rank, n = dist.get_rank(state.group), dist.get_world_size(state.group)
+    left = state.residuals.add_to(bucket)
+    k = min(left.numel(), max(1, int(left.numel() * state.share)))
+    # Places in 32 bits, as half of what is sent are places; no bucket has more.
+    where = left.abs().topk(k).indices.int()
+    values = left[where]
+    left[where] = 0.0
+    step, sent = 1, list[Tensor]()
+    while step < n:
+        if rank % (2 * step):
+            _send(where, values, rank - step, state.group)
+            sent += [where, values]
+            break
+        if rank + step < n:
+            others = _receive(where, values, rank + step, state.group)
+            where, values, dropped = merge((where, values), others, k)
+            left.index_add_(0, *dropped)
+        step *= 2
+    # The first rank has what was selected. What this one has is of no meaning then.
+    for tensor in (where, values):
+        lend(tensor)
+        dist.broadcast(tensor, group=state.group, group_src=0)
+    state.sent_bytes = sum(t.nbytes for t in (*sent, *([where, values] if rank == 0 else [])))
+    state.residuals.keep(bucket, left)
+    found = torch.zeros_like(bucket.buffer())
+    found[where] = values / n
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    done.set_result(found)
+    return done
+
+
+Entries = tuple[Tensor, Tensor]
+"""Places, int32, and the values there."""
+
+
+def merge(mine: Entries, others: Entries, k: int) -> tuple[Tensor, Tensor, Entries]:
+    """Return the k largest entries of a sum, places and values, and those that are dropped."""
+    places, at = torch.cat([mine[0], others[0]]).unique(return_inverse=True)
+    sums = torch.zeros_like(places, dtype=mine[1].dtype).index_add_(0, at, torch.cat([mine[1], others[1]]))
+    kept = sums.abs().topk(k).indices
+    rest = torch.ones_like(places, dtype=torch.bool)
+    rest[kept] = False
+    return places[kept], sums[kept], (places[rest], sums[rest])
+
+
+def _send(where: Tensor, values: Tensor, to: int, group: dist.ProcessGroup | None) -> None:
+    for tensor in (where, values):
+        dist.send(tensor, group=group, group_dst=to)
+
+
+def _receive(where: Tensor, values: Tensor, source: int, group: dist.ProcessGroup | None) -> Entries:
+    found = torch.empty_like(where), torch.empty_like(values)
+    for tensor in found:
+        dist.recv(tensor, group=group, group_src=source)
+    return found

@@ -1,0 +1,243 @@
+"""Layout: what a message between ranks consists of, so that both ends know how many bytes it has, and what they are.
+
+Large tensors of a message are sent as they are. All others lie in one block, with the numbers among its values.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxsplit.errors import InputError
+from fxsplit.runtime.ranks.wire.values import Template, build_value, part_value
+from fxsplit.torch_internals.tensors.byte_blocks import (
+    Part,
+    copy_all,
+    flatten,
+    is_row_major,
+    make_view,
+    place,
+    read_bytes,
+    read_part,
+)
+
+LARGE_BYTES = 1 << 16
+"""Copies of tensors of so many bytes take longer than a message of their own."""
+ABSENT = bytes.fromhex("f9a3fe5c17d2b84e90c66b3d71e8054f")
+"""What a gradient begins with, of a value that got none: 16 bytes that no gradient has by chance."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A tensor of a message: how it lies in memory, and whether a gradient of it is wanted."""
+
+    part: Part
+    wanted: bool
+
+
+class Layout:
+    """What a message consists of: for each value a Slot, or the template of a value that is no tensor.
+
+    Its pieces are the block, where there is one, and the tensors that are sent as they are.
+    """
+
+    def __init__(self, entries: Sequence[Slot | Template], n_numbers: int) -> None:
+        self.entries = list(entries)
+        self.n_numbers = n_numbers
+        slots = [(i, one.part) for i, one in enumerate(entries) if isinstance(one, Slot) and one.part.nbytes]
+        # One tensor by itself needs no copy. One that is shorter than ABSENT does.
+        alone = len(slots) == 1 and not n_numbers and slots[0][1].nbytes >= len(ABSENT)
+        self.large = [i for i, part in slots if alone or part.nbytes >= LARGE_BYTES]
+        self.small = [i for i, _ in slots if i not in self.large]
+        numbers = [Part(torch.int64, (n_numbers,), (1,))] if n_numbers else []
+        self._parts = [*numbers, *(entries[i].part for i in self.small)]
+        self._places, self.block_bytes = place(self._parts)
+        self._whole = [(i, entries[i].part) for i in self.large]
+        # What is received has the shape of its value, unless that is of another order of memory.
+        self._empty = [(p.shape if is_row_major(p) else (p.numel,), p.dtype) for _, p in self._whole]
+        self._is_one = alone and len(self.entries) == 1
+        self._marked = [(i, begin) for i, begin in zip(self.small, self._places[bool(n_numbers) :], strict=True)]
+
+    @classmethod
+    def describe(
+        cls, values: Sequence[Any], wanted: Sequence[bool], here: torch.device, like: Layout | None = None
+    ) -> Layout:
+        """Return the layout of values. `like` is that of the values whose gradients these are.
+
+        Raises InputError for a value that cannot be sent.
+        """
+        entries: list[Slot | Template] = []
+        numbers: list[int] = []
+        for i, value in enumerate(values):
+            if isinstance(value, Tensor):
+                _check_tensor(value)
+                entries.append(Slot(read_part(value), bool(wanted and wanted[i])))
+            elif value is None and like is not None:
+                # The next batch may have a gradient here, which is then as long as the value.
+                slot = like.entries[i]
+                entries.append(Slot(slot.part, False) if isinstance(slot, Slot) and slot.wanted else None)
+            else:
+                entries.append(part_value(value, numbers, here))
+        return cls(entries, len(numbers))
+
+    @cached_property
+    def wanted(self) -> tuple[bool, ...]:
+        """For each value, whether a gradient of it is wanted."""
+        return tuple(isinstance(one, Slot) and one.wanted for one in self.entries)
+
+    def to_text(self) -> str:
+        """Return the layout as JSON, for the receiver."""
+        entries = [
+            [str(e.part.dtype).removeprefix("torch."), e.part.shape, e.part.strides, e.wanted]
+            if isinstance(e, Slot)
+            else e
+            for e in self.entries
+        ]
+        return json.dumps([self.n_numbers, entries])
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """Return the layout that another rank sent; raises InputError for a dtype that is none here."""
+        n_numbers, entries = json.loads(text)
+        made: list[Slot | Template] = []
+        for entry in entries:
+            if not isinstance(entry, list):
+                made.append(entry)
+                continue
+            name, shape, strides, wanted = entry
+            dtype = getattr(torch, name, None)
+            if not isinstance(dtype, torch.dtype):
+                raise InputError(f"another rank sent {name!r}, which is no dtype here: run one torch on all ranks")
+            made.append(Slot(Part(dtype, tuple(shape), tuple(strides)), wanted))
+        return cls(made, n_numbers)
+
+    # What the sender does
+
+    def pack(self, values: Sequence[Any], here: torch.device) -> list[Tensor]:
+        """Return the pieces of a message, dense: the block, and then the large tensors.
+
+        Raises InputError where a value is other than the layout says.
+        """
+        # Most messages are one tensor, and this runs for each.
+        if self._is_one and values[0] is not None:
+            return [flatten(self._conform(self._whole[0][1], values[0], here))]
+        numbers: list[int] = []
+        found: dict[int, Tensor] = {}
+        absent = set[int]()
+        for i, (entry, value) in enumerate(zip(self.entries, values, strict=True)):
+            if isinstance(entry, Slot):
+                if value is None:
+                    absent.add(i)
+                found[i] = self._conform(entry.part, value, here)
+            elif entry is not None or value is not None:
+                template = part_value(value, numbers, here)
+                if template != entry:
+                    raise InputError(f"a value is {value!r} now, and was one like {entry} at first")
+        pieces = [flatten(found[i]) for i in self.large]
+        if self.block_bytes:
+            block = torch.empty(self.block_bytes, dtype=torch.uint8, device=here)
+            first = [torch.tensor(numbers, device=here)] if numbers else []
+            copy_all(self._make_views(block), [*first, *(found[i] for i in self.small)])
+            pieces = [block, *pieces]
+        if absent and here.type == "cpu":
+            at = {i: pieces[0][begin : begin + len(ABSENT)] for i, begin in self._marked}
+            whole = zip(self.large, pieces[bool(self.block_bytes) :], strict=True)
+            at |= {i: piece.view(-1).view(torch.uint8)[: len(ABSENT)] for i, piece in whole}
+            # A gradient without elements has no bytes, and is there at the other end.
+            for i in at.keys() & absent:
+                at[i][:] = torch.frombuffer(bytearray(ABSENT), dtype=torch.uint8)
+        return pieces
+
+    @staticmethod
+    def _conform(part: Part, value: Any, here: torch.device) -> Tensor:
+        """Return a tensor that lies in memory as a part says; raises InputError for other shapes and types."""
+        if value is None:
+            return torch.empty_strided(part.shape, part.strides, dtype=part.dtype, device=here).zero_()
+        if isinstance(value, Tensor) and value.dtype is part.dtype and value.shape == part.shape:
+            _check_tensor(value)
+            if value.stride() == part.strides or value.numel() < 2:
+                return value.detach() if value.requires_grad else value
+            made = torch.empty_strided(part.shape, part.strides, dtype=part.dtype, device=value.device)
+            return made.copy_(value.detach())
+        what = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise InputError(
+            f"a stage gives {what} to the next one, and gave {part.dtype} of shape {part.shape} for a batch of the "
+            "same shape: what is carried between ranks must follow from the shapes of the inputs, so keep in one "
+            "stage what depends on their values, with fxsplit.leaf(...)"
+        )
+
+    # What the receiver does
+
+    def make_pieces(self, here: torch.device) -> list[Tensor]:
+        """Return empty tensors to receive the pieces of a message in, each dense."""
+        block = [torch.empty(self.block_bytes, dtype=torch.uint8, device=here)] if self.block_bytes else []
+        return block + [torch.empty(shape, dtype=dtype, device=here) for shape, dtype in self._empty]
+
+    def unpack(self, pieces: Sequence[Tensor], here: torch.device, *, gradients: bool) -> list[Any]:
+        """Return the values in the pieces of a message. Of `gradients` some may be absent."""
+        if self._is_one:
+            piece, part = pieces[0], self._whole[0][1]
+            if gradients and here.type == "cpu" and read_bytes(piece, 0, len(ABSENT)) == ABSENT:
+                return [None]
+            return [piece if piece.shape == part.shape else piece.as_strided(part.shape, part.strides)]
+        found: list[Any] = [None] * len(self.entries)
+        whole = pieces
+        numbers: list[int] = []
+        if self.block_bytes:
+            whole = pieces[1:]
+            parts = self._make_views(pieces[0])
+            if self.n_numbers:
+                numbers = parts.pop(0).tolist()
+            for i, view in zip(self.small, parts, strict=True):
+                found[i] = view
+        for (i, part), piece in zip(self._whole, whole, strict=True):
+            # The only tensor in its memory, so that a view will do.
+            found[i] = piece if piece.shape == part.shape else piece.as_strided(part.shape, part.strides)
+        for i, make in self._others:
+            found[i] = make(device=here)
+        if numbers or self._valued:
+            ahead = iter(numbers)
+            for i in self._valued:
+                found[i] = build_value(self.entries[i], ahead, here)
+        # An accelerator would have to be waited for. There, a gradient that there is not is sent as zeros.
+        if gradients and here.type == "cpu":
+            for i in self._find_absent(pieces):
+                found[i] = None
+        return found
+
+    @cached_property
+    def _valued(self) -> list[int]:
+        """The places of values that are no tensors."""
+        return [i for i, entry in enumerate(self.entries) if not isinstance(entry, Slot) and entry is not None]
+
+    @cached_property
+    def _others(self) -> list[tuple[int, Callable[..., Tensor]]]:
+        """The places of tensors without elements, with what makes them."""
+        sent = {*self.small, *self.large}
+        slots = [(i, one.part) for i, one in enumerate(self.entries) if isinstance(one, Slot) and i not in sent]
+        return [(i, partial(torch.empty_strided, p.shape, p.strides, dtype=p.dtype)) for i, p in slots]
+
+    def _find_absent(self, pieces: Sequence[Tensor]) -> list[int]:
+        """Return the places of gradients that there are not."""
+        found = [i for i, begin in self._marked if read_bytes(pieces[0], begin, len(ABSENT)) == ABSENT]
+        whole = zip(self.large, pieces[bool(self.block_bytes) :], strict=True)
+        return found + [i for i, piece in whole if read_bytes(piece, 0, len(ABSENT)) == ABSENT]
+
+    def _make_views(self, block: Tensor) -> list[Tensor]:
+        """Return the tensors that lie in the block, the numbers first."""
+        return [make_view(block, part, begin) for part, begin in zip(self._parts, self._places, strict=True)]
+
+
+def _check_tensor(value: Tensor) -> None:
+    """Raise InputError for a tensor that is more than its elements."""
+    if type(value) not in (Tensor, torch.nn.Parameter) or value.layout is not torch.strided or value.is_quantized:
+        raise InputError(
+            f"a tensor of type {type(value).__name__}, {value.layout} is carried from one rank to another, and only "
+            "plain strided ones can be: keep what makes it and what reads it in one stage, with fxsplit.leaf(...)"
+        )

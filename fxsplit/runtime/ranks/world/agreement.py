@@ -1,0 +1,128 @@
+"""Agreement: what all ranks of a pipeline must have alike before any of them sends something.
+
+Each rank gives a number for each thing, which is a hash of it. Only where numbers differ do ranks tell each other what
+the things are, and then all of them raise the same error.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxsplit.errors import RanksDiffer
+from fxsplit.runtime.ranks.world.world import World
+from fxsplit.torch_internals import pytree
+from fxsplit.torch_internals.nn.containers import to_plain_outputs
+from fxsplit.torch_internals.tensors import accelerators
+from fxsplit.torch_internals.tensors.layouts import list_parts
+
+THINGS = {
+    "call": "calls {}",
+    "program": "runs {}",
+    "modes": "runs it in other modes: {}",
+    "trained": "trains other parameters than those of the first rank ({})",
+    "inputs": "has inputs of other shapes: {}",
+    "target": "has a target of another shape: {}",
+    "input values": "has another batch: the first and last values of its inputs have the checksum {}",
+    "target values": "has another target: its first and last values have the checksum {}",
+}
+"""What ranks compare, in this order: the first that differs is named."""
+N_NUMBERS = len(THINGS) + 1
+"""So many numbers ranks tell each other wherever a call begins: messages of two lengths would end their processes."""
+MASK = 2**62 - 1
+"""What makes a number of Python's fit into 64 bits."""
+SAMPLE_BYTES = 4096
+"""So many bytes at either end of a tensor are compared."""
+
+
+def hash_text(text: str) -> int:
+    """Return a number of 62 bits that two texts share only by accident."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
+
+
+def describe_shapes(value: Any) -> str:
+    """Return the types and shapes of all tensors in a value, for people, and what else it has."""
+    leaves = _list_leaves(value)
+    return ", ".join(f"{str(v.dtype)[6:]}{list(v.shape)}" if isinstance(v, Tensor) else repr(v)[:80] for v in leaves)
+
+
+def sum_values(value: Any) -> int:
+    """Return a checksum of the first and last values of all tensors in a value.
+
+    Those of an accelerator are left out: the host would wait for all that is queued there.
+    """
+    found = 0
+    for leaf in _list_leaves(value):
+        if isinstance(leaf, Tensor) and not accelerators.is_accelerator(leaf.device) and leaf.numel():
+            for part in list_parts(leaf.detach()):
+                found = _sum_ends(part, found)
+    return found
+
+
+def _list_leaves(value: Any) -> Sequence[Any]:
+    """Return what is in a value that is no container."""
+    if isinstance(value, Tensor):
+        return (value,)
+    # Inputs are a list of tensors, at every step, and to look for other containers takes longer than to compare them.
+    if type(value) is list and all(isinstance(one, Tensor) for one in value):
+        return value
+    return pytree.tree_leaves(to_plain_outputs(value))
+
+
+def _sum_ends(tensor: Tensor, begin: int) -> int:
+    """Return a checksum of the ends of a strided tensor, going on from another one."""
+    if tensor.is_contiguous():
+        flat = tensor.view(-1)
+        count = max(1, SAMPLE_BYTES // tensor.element_size())
+        ends = [flat] if len(flat) <= 2 * count else [flat[:count], flat[-count:]]
+    else:
+        # Of another order of memory the first and last rows will do.
+        ends = [tensor[:1].reshape(-1), tensor[-1:].reshape(-1)] if tensor.ndim else [tensor.reshape(-1)]
+    for end in ends:
+        begin = zlib.crc32(end.contiguous().view(torch.uint8).numpy().data, begin)
+    return begin
+
+
+ALIKE = "Every rank of a pipeline makes the same calls with the same batches and the same code"
+"""What to look at where ranks differ."""
+
+
+class Agreement:
+    """Compares what the ranks of a world are about to do. `advice` says what to look at where they differ."""
+
+    def __init__(self, world: World, advice: str = ALIKE) -> None:
+        self._world = world
+        self._advice = advice
+
+    def meet(self, things: dict[str, str | int], seed: int) -> int:
+        """Return the first rank's seed, once all ranks have come here with the same things.
+
+        things: for those of THINGS that matter, a number, or a text that says what it is. Raises RanksDiffer, on every
+        rank, where one has another thing than the first rank.
+        """
+        numbers = [hash_text(t) if isinstance(t, str) else t for t in (things.get(name, 0) for name in THINGS)]
+        what = str(things["call"])
+        # A copy: the next meeting fills the same tensors.
+        found = [t.tolist() for t in self._world.gather(torch.tensor([*numbers, seed]), what)]
+        if any(other[:-1] != found[0][:-1] for other in found):
+            self._tell(things, found)
+        return int(found[0][-1])
+
+    def _tell(self, things: dict[str, str | int], found: Sequence[Sequence[int]]) -> None:
+        """Raise RanksDiffer, which says what differs first."""
+        texts = [json.loads(text) for text in self._world.gather_texts(json.dumps(things), "what differs")]
+        for i, (name, sentence) in enumerate(THINGS.items()):
+            rank = next((r for r, numbers in enumerate(found) if numbers[i] != found[0][i]), None)
+            if rank is None:
+                continue
+            odd, first = (sentence.format(texts[r].get(name, "nothing")) for r in (rank, 0))
+            raise RanksDiffer(
+                f"rank {rank} {odd}; rank 0 {first}. {self._advice}. Nothing has been computed, and no gradient has "
+                "changed"
+            )

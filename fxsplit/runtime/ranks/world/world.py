@@ -1,0 +1,371 @@
+"""World: the ranks of one pipeline, and the process groups that they talk over.
+
+There is a *control* group on gloo for all that the hosts tell each other, and a *pair* for each ordered pair of ranks
+that send each other tensors. Pairs of accelerators have groups of their own, made on every rank in one order before the
+first message. Those of CPUs share the control group, where numbers of ranks and tags tell messages apart.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from functools import partial
+from itertools import count
+from typing import Any
+from weakref import finalize
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fxsplit.errors import RankError, RankTimeout
+from fxsplit.runtime.ranks.failures.guard import Guard
+from fxsplit.runtime.ranks.failures.membership import find_membership
+from fxsplit.runtime.ranks.world.messages import Pair, begin, begin_collective, pack_text, sort_by_rank, unpack_text
+from fxsplit.torch_internals.distributed.process_groups import (
+    close_groups,
+    find_host_backend,
+    is_lost,
+    is_timeout,
+    make_group,
+)
+from fxsplit.torch_internals.tensors import accelerators
+from fxsplit.torch_internals.thread_modes import leave_inference_mode
+
+COMPILE_LIMIT_S = 7200.0
+"""How long ranks wait for the first one, which measures and plans for all of them."""
+_numbers = count()
+
+
+class World:
+    """The ranks of one pipeline; rank number `me` among them runs the schedule's device of that number.
+
+    ranks: their numbers in torch's default group, in the order of the pipeline. rows: those of all pipelines that
+    are made at the same time, as of a mesh; each rank makes the groups of all of them. whole: all ranks of the mesh, in
+    which an error of one is raised by all.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        device: torch.device,
+        rows: Sequence[Sequence[int]] | None = None,
+        whole: World | None = None,
+    ) -> None:
+        self.ranks = tuple(ranks)
+        self.rows = [tuple(row) for row in rows or [ranks]]
+        self.device = device
+        self.me = self.ranks.index(dist.get_rank())
+        # torch numbers the ranks of a group in rising order, and a mesh may have them in another one.
+        self._places = [sorted(self.ranks).index(rank) for rank in self.ranks]
+        members = find_membership()
+        # The store may be gone with the rank that has left, and to connect to it would take its own limit.
+        members.check()
+        self.limit_s = members.limit_s
+        self._limit = timedelta(seconds=self.limit_s)
+        self.whole = self if whole is None else whole
+        self._parts: list[World] = []
+        self._made: list[Any] = []
+        self._epoch = 0
+        self._n_pipelines = 0
+        self._open: set[int] = set()
+        self._counts: Counter[str] = Counter()
+        self._gathered: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self._waits_for: object = ""
+        self.describe_job: Callable[[], str] = lambda: ""
+        # Each start by a launcher has numbers of its own, and may use the store of the one before.
+        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        name = f"fxsplit/{start}/{'-'.join(map(str, self.ranks))}"
+        if whole is None:
+            # The same ranks may also meet as those of a mesh. All of them make their worlds in one order.
+            number = next(_numbers)
+            self._guard = Guard(f"{name}/{number}", self.me, len(self), self._list_groups, self._describe)
+        else:
+            self._guard = whole._guard
+        self._make_groups()
+        if whole is not None:
+            whole._parts.append(self)
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    @contextmanager
+    def watch(self, limit_s: float | None = None, *, firm: bool = False, by_itself: bool = False) -> Iterator[None]:
+        """Watch over what all ranks do in the block, within a limit of time; every rank raises the first error of any.
+
+        After an error, what is under way in the groups must not reach the next block, so that one makes them anew.
+        `firm`: whether the limit also holds for blocks inside that have limits of their own. `by_itself`: whether the
+        block needs nothing of other pipelines of a mesh, whose ranks may leave meanwhile.
+        """
+        limit_s = self.limit_s if limit_s is None else limit_s
+        needed = frozenset(self.ranks) if by_itself else None
+        # Buffers of messages, and weights that come here, are written to in later blocks too.
+        with leave_inference_mode(), self._guard.watch(limit_s, firm=firm, needed=needed):
+            if self._guard.is_broken:
+                with self.waits_inside("all ranks to go on after a failure"):
+                    self._guard.renew(self.whole._renew, limit_s)
+            yield
+
+    def stop_clock(self) -> AbstractContextManager[None]:
+        """Let a block take as long as a compile may; it does not count for the limit of a step that compiles."""
+        return self._guard.stop_clock(COMPILE_LIMIT_S)
+
+    @property
+    def epoch(self) -> int:
+        """How often the groups were made anew, since an error on some rank."""
+        return self.whole._epoch
+
+    def _renew(self) -> None:
+        """Make all groups anew, of the whole mesh and of this rank's part of it."""
+        for world in (self, *self._parts):
+            old, world._made = world._made, []
+            world._make_groups()
+            world._counts.clear()
+            # Each keeps threads and connections.
+            close_groups(old)
+        self._epoch += 1
+
+    def begin_pipeline(self, pipeline: object) -> str:
+        """Return the name of a pipeline on all ranks. Threads of this rank end when no pipeline is left."""
+        if self.whole is not self:
+            return self.whole.begin_pipeline(pipeline)
+        number, self._n_pipelines = self._n_pipelines, self._n_pipelines + 1
+        self._open.add(number)
+        finalize(pipeline, self._end_pipeline, number)
+        return f"pipeline {number}"
+
+    def _end_pipeline(self, number: int) -> None:
+        """Note that a pipeline is gone."""
+        self._open.discard(number)
+        if not self._open:
+            self._guard.rest()
+
+    def count(self, what: str) -> int:
+        """Return how often this was counted on this rank before, since groups were made anew."""
+        self._counts[what] += 1
+        return self._counts[what] - 1
+
+    def fail(self, error: BaseException) -> None:
+        """Let all other ranks raise an error that this one has raised where nothing was watched over."""
+        self._guard.fail(error)
+
+    def _describe(self) -> str:
+        """Return what this rank does, and what it waits for if it does."""
+        worlds = [self, *self._parts]
+        waits = next((f"waits for {world._waits_for}" for world in worlds if world._waits_for), "")
+        jobs = [world.describe_job() for world in worlds]
+        return ": ".join(filter(None, [*jobs, waits])) or "computes"
+
+    def _list_groups(self) -> list[Any]:
+        """Return the groups in which this rank may wait."""
+        own = [self._control, self._patient, *([self._data] if self._data is not self._control else [])]
+        own += [*dict.fromkeys([self.column, self.column_data])] if len(self.rows) > 1 else []
+        own += [*self._pair_groups, *(team for team in self._teams.values() if team is not None)]
+        return [*own, *(group for part in self._parts for group in part._list_groups())]
+
+    def _make_groups(self) -> None:
+        """Make the groups of all ranks, on all of them; pairs are opened as they are needed."""
+        self._control = self._make_group(self.ranks, "gloo", self.limit_s)
+        self._host_link = find_host_backend(self._control)
+        # A group of its own for what takes long: the limit of one that waits is that of its group.
+        self._patient = self._make_group(self.ranks, "gloo", COMPILE_LIMIT_S)
+        self._data = self._control
+        if accelerators.is_accelerator(self.device):
+            self._data = self._make_group(self.ranks, self._find_backend(), self.limit_s)
+        self._pairs: dict[tuple[int, int], Pair] = {}
+        self._pair_groups: list[Any] = []
+        self._teams: dict[tuple[int, ...], Any] = {}
+        if len(self.rows) > 1:
+            self.column = self._make_column("gloo")
+            backend = self._find_backend()
+            self.column_data = self.column if backend == "gloo" else self._make_column(backend)
+
+    def _make_column(self, backend: str, limit_s: float | None = None) -> Any:
+        """Return a group of the ranks at this rank's place in all rows; every rank makes those of all places."""
+        made = [self._make(column, backend, limit_s or self.limit_s) for column in zip(*self.rows, strict=True)]
+        self._made.append(made[self.me])
+        return made[self.me]
+
+    def open_group(self) -> Any:
+        """Return one more group of all ranks on gloo, for what a thread does beside the pipeline; on all of them.
+
+        The caller closes it: what the thread does goes on where the pipeline has failed.
+        """
+        group = self._make_group(self.ranks, "gloo", self.limit_s)
+        self._made.remove(group)
+        return group
+
+    def open_column(self) -> Any:
+        """Return such a group of the ranks at this rank's place in all pipelines; None where there is one pipeline.
+
+        Who waits in it waits as long as for a compile.
+        """
+        if len(self.rows) == 1:
+            return None
+        column = self._make_column("gloo", COMPILE_LIMIT_S)
+        self._made.remove(column)
+        return column
+
+    def _find_backend(self) -> str:
+        """Return the name of the backend that brings tensors of this rank's device from rank to rank."""
+        return "nccl" if self.device.type == "cuda" and dist.is_nccl_available() else "gloo"
+
+    def _make_group(self, ranks: Sequence[int], backend: str, limit_s: float) -> Any:
+        """Return a group of those of the default group's `ranks` that are in the same places of this rank's row.
+
+        Every rank makes those of all rows, as torch asks for, and is in one of them.
+        """
+        places = [self.ranks.index(rank) for rank in ranks]
+        made = [self._make([row[p] for p in places], backend, limit_s) for row in self.rows]
+        own = made[self.rows.index(self.ranks)]
+        if own is not dist.GroupMember.NON_GROUP_MEMBER:
+            self._made.append(own)
+        return own
+
+    def _make(self, ranks: Iterable[int], backend: str, limit_s: float) -> Any:
+        """Return a group of some ranks of the default group; raises RankError where one of them will not come."""
+        return make_group(ranks, limit_s, backend, self._guard.check, self.limit_s)
+
+    def open_pairs(self, wanted: Iterable[tuple[int, int]]) -> None:
+        """Make the pairs that are not there yet, of (source, receiver) in numbers of this pipeline; on every rank."""
+        missing = set(wanted) - self._pairs.keys()
+        if self._find_backend() == "gloo":
+            # One group for all of them: gloo has a thread for each group, and to wake two costs more than to wake one.
+            self._pairs |= {pair: Pair(self._host_link, *(self._places[one] for one in pair)) for pair in missing}
+            return
+        # In one order: with two ranks that make them in different orders, each would wait for the other.
+        for source, to in sorted(missing):
+            group = self._make_group((self.ranks[source], self.ranks[to]), self._find_backend(), self.limit_s)
+            first = self.ranks[source] < self.ranks[to]
+            pair = self._pairs[source, to] = Pair(group, int(not first), int(first))
+            if self.me not in (source, to):
+                continue
+            self._pair_groups.append(group)
+            # NCCL connects at the first message, and two ranks that connect in different orders hang.
+            token = torch.zeros(1, device=self.device)
+            self.wait(pair.send(token) if self.me == source else pair.receive(token), f"rank {source} and rank {to}")
+
+    def open_team(self, members: tuple[int, ...]) -> Any:
+        """Return a group for tensors of some ranks of this pipeline, by number; None on others. Every rank calls it."""
+        if members not in self._teams:
+            group = self._make_group([self.ranks[m] for m in members], self._find_backend(), self.limit_s)
+            self._teams[members] = group if self.me in members else None
+            # Nothing wakes who makes a group: no rank goes on, and may fail, before all have made theirs.
+            self.gather(torch.zeros(1), "a new group")
+        return self._teams[members]
+
+    def get_pair(self, source: int, to: int) -> Pair:
+        """Return the pair of two ranks, which is open."""
+        return self._pairs[source, to]
+
+    def wait(self, work: Any, what: object, limit_s: float | None = None) -> None:
+        """Wait for what is under way; `what` says who for. Raises RankTimeout, or RankError where a rank is lost."""
+        limit = self._limit if limit_s is None else timedelta(seconds=limit_s)
+        self._waits_for = what
+        try:
+            work.wait(limit)
+        except RuntimeError as error:
+            raise self._explain(error, what, limit.total_seconds()) from error
+        finally:
+            self._waits_for = ""
+
+    @contextmanager
+    def waits_inside(self, what: object) -> Iterator[None]:
+        """Say who this rank waits for in the block, in which code of torch's, or of the user's, uses a group.
+
+        Raises RankTimeout, or RankError where a rank is lost; other errors stay as they are.
+        """
+        self._waits_for = what
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, RankError) or not is_lost(error):
+                raise
+            raise self._explain(error, what, self.limit_s) from error
+        finally:
+            self._waits_for = ""
+
+    def _explain(self, error: RuntimeError, what: object, limit_s: float) -> RankError:
+        """Return what is to be raised where a wait for others has failed."""
+        # To break a wait off is to let its time be over.
+        if is_timeout(error) and self._guard.has_broken_off:
+            return RankError(
+                f"rank {self.me} does not wait for {what} any more: the wait was broken off, as a rank has failed, or "
+                "Ctrl-C or the limit of the call has ended it"
+            )
+        if is_timeout(error):
+            return RankTimeout(f"rank {self.me} has waited {limit_s:g} s for {what}: nothing came")
+        return RankError(f"rank {self.me} has lost {what}: {str(error).splitlines()[0]}")
+
+    # What hosts tell each other
+
+    def gather(self, numbers: Tensor, what: str) -> list[Tensor]:
+        """Return a tensor of host memory from every rank, all of one shape and type."""
+        key = numbers.numel(), numbers.dtype
+        if key not in self._gathered:
+            self._gathered[key] = [torch.empty_like(numbers) for _ in self.ranks]
+        found = self._gathered[key]
+        self._gather(found, numbers, what)
+        return found
+
+    def _gather(self, found: list[Tensor], own: Tensor, what: str) -> None:
+        """Fill tensors with those of all ranks, in the order of the pipeline."""
+        by_rank = sort_by_rank(found, self.ranks)
+        work = begin_collective([own, *found], self._control.allgather, [by_rank], [own])
+        self.wait(work, f"all ranks at {what}")
+        self._guard.note_meeting(self.ranks)
+
+    def gather_texts(self, text: str, what: str) -> list[str]:
+        """Return the text of every rank."""
+        mine = pack_text(text)
+        lengths = [int(t) for t in self.gather(torch.tensor([len(mine)]), what)]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(mine)] = mine
+        found = [torch.empty_like(padded) for _ in self.ranks]
+        self._gather(found, padded, what)
+        return [unpack_text(t[:n]) for t, n in zip(found, lengths, strict=True)]
+
+    def tell(self, text: str | None, what: str, source: int = 0, *, patient: bool = False) -> str:
+        """Return the text that the rank `source` gives, on every rank. `patient`: it may take long to make it."""
+        group, limit_s = (self._patient, COMPILE_LIMIT_S) if patient else (self._control, self.limit_s)
+        packed = pack_text(text or "")
+        length = torch.tensor([len(packed)])
+        self._broadcast(group, length, source, what, limit_s)
+        if self.me != source:
+            packed = torch.empty(int(length), dtype=torch.uint8)
+        self._broadcast(group, packed, source, what, limit_s)
+        return unpack_text(packed)
+
+    def broadcast(self, tensor: Tensor, source: int, what: str) -> None:
+        """Fill a dense tensor, of this rank's device or of host memory, with that of the rank `source`."""
+        on_host = not accelerators.is_accelerator(tensor.device)
+        self._broadcast(self._control if on_host else self._data, tensor, source, what, self.limit_s)
+
+    def _broadcast(self, group: Any, tensor: Tensor, source: int, what: str, limit_s: float) -> None:
+        broadcast = partial(dist.broadcast, group=group, async_op=True)
+        work = begin_collective([tensor], broadcast, tensor, self.ranks[source])
+        self.wait(work, f"rank {source} at {what}", limit_s)
+
+    def send_host(self, tensor: Tensor, to: int) -> Any:
+        """Begin to send a tensor of host memory over the control group."""
+        return begin(self._host_link.send, [tensor], self._places[to], 1)
+
+    def receive_host(self, tensor: Tensor, source: int) -> Any:
+        """Begin to receive a tensor of host memory over the control group, in the order in which they are sent."""
+        return begin(self._host_link.recv, [tensor], self._places[source], 1)
+
+    def send_text(self, text: str, to: int) -> list[tuple[Any, Tensor]]:
+        """Begin to send a text to a rank; return what to wait for, with what has to stay until then."""
+        packed = pack_text(text)
+        return [(self.send_host(t, to), t) for t in (torch.tensor([len(packed)]), packed)]
+
+    def receive_text(self, source: int, wait: Callable[[Any], None]) -> str:
+        """Return the text that a rank sends; `wait` waits for each of its parts."""
+        length = torch.empty(1, dtype=torch.int64)
+        wait(self.receive_host(length, source))
+        packed = torch.empty(int(length), dtype=torch.uint8)
+        wait(self.receive_host(packed, source))
+        return unpack_text(packed)

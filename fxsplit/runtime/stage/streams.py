@@ -1,0 +1,224 @@
+"""Queue a device's work: on streams of an accelerator, or nowhere on a CPU, so that no other room asks which it is.
+
+The worker of an accelerator has a stream for its stages, and two for each accelerator that it sends values to: one at
+either end. So copies wait neither for the stages of the sender nor for those of the receiver, nor for copies to others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fxsplit.torch_internals.tensors import accelerators
+from fxsplit.torch_internals.tensors.layouts import count_bytes
+from fxsplit.torch_internals.thread_modes import NO_CONTEXT
+
+AHEAD = 0.01
+"""How far a worker may be ahead of its accelerator: values of so large a share of the accelerator's memory.
+
+Memory of a value that two streams use is free only when the accelerator is past its last use, and not when the worker
+is. A worker that ran ahead without end would need memory for the values of all microbatches.
+"""
+
+
+class Instant(NamedTuple):
+    """A moment on a device: seconds of the host's clock, and the event that was passed then, on an accelerator."""
+
+    device: torch.device
+    seconds: float
+    event: Any = None
+
+
+class Stream:
+    """A queue of work on one device; this one is a CPU's, which needs none: work is over when the call returns.
+
+    A *token* marks a place in a stream; on a CPU it is None.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def enter(self) -> AbstractContextManager[None]:
+        """Return a context manager inside which work goes to this stream."""
+        return NO_CONTEXT
+
+    def mark(self) -> Any:
+        """Return a token for everything queued so far."""
+
+    def wait_for(self, token: Any) -> None:
+        """Let what is queued from now on wait for the place that a token, of any stream, marks."""
+        if token is not None:
+            token.synchronize()
+
+    def record_time(self) -> Any:
+        """Return the time at which this stream gets here: in seconds, or an event that will know the time."""
+        return time.perf_counter()
+
+    def wait_for_instant(self) -> Instant:
+        """Return this moment by both clocks, after waiting for everything queued so far."""
+        return Instant(self.device, time.perf_counter())
+
+    def send(self, values: Sequence[Any], to: torch.device) -> tuple[list[Any], Any]:
+        """Return values for a worker on a device, and the token from which on they are there.
+
+        The values of a CPU are handed over as they are.
+        """
+        return list(values), None
+
+    def receive(self, values: Sequence[Any], token: Any = None) -> list[Any]:
+        """Return values on this device that another thread made; what is queued from now on waits for the token.
+
+        Values that are no tensors, or are here already, are returned as they are. Their memory is not given back
+        before this stream has read it.
+        """
+        self.wait_for(token)
+        return [v.cpu() if isinstance(v, Tensor) and v.device.type != "cpu" else v for v in values]
+
+
+class AcceleratorStream(Stream):
+    """Streams of one worker on an accelerator, so that stages on one accelerator overlap too."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._stream = accelerators.make_stream(device)
+        self._copy_streams: dict[torch.device, list[torch.Stream]] = {}
+        # Values received, the oldest first: what marks the place before their use, and their bytes.
+        self._received: deque[tuple[Any, int]] = deque()
+        self._received_bytes = 0
+        self._most_bytes = AHEAD * accelerators.count_memory_bytes(device)
+
+    def enter(self) -> AbstractContextManager[None]:
+        """Queue the block's work on this stream."""
+        return accelerators.use_stream(self._stream)
+
+    def mark(self) -> Any:
+        """Return an event recorded on this stream."""
+        return self._stream.record_event()
+
+    def wait_for(self, token: Any) -> None:
+        """Make this stream wait for an event; the calling thread goes on."""
+        if token is not None:
+            self._stream.wait_event(token)
+
+    def record_time(self) -> Any:
+        """Return an event that will know when the accelerator got here."""
+        event = accelerators.make_timer(self.device)
+        event.record(self._stream)
+        return event
+
+    def wait_for_instant(self) -> Instant:
+        """Return this moment, at which the accelerator has done everything queued so far."""
+        event = self.record_time()
+        event.synchronize()
+        return Instant(self.device, time.perf_counter(), event)
+
+    def send(self, values: Sequence[Any], to: torch.device) -> tuple[list[Any], Any]:
+        """Return values for a worker on a device, copied on streams of their own if the device is another one."""
+        here = self.mark()
+        if to == self.device:
+            return list(values), here
+        *into, out = self._find_copy_streams(to)
+        out.wait_event(here)
+        try:
+            # A copy is queued on the current streams of both devices. Into a CPU it has only the one.
+            for stream in (*into, out):
+                accelerators.set_current_stream(stream)
+            copied = [v.to(to, non_blocking=True) if isinstance(v, Tensor) else v for v in values]
+        finally:
+            accelerators.set_current_stream(self._stream)
+        _keep_until_read(values, out)
+        return copied, (*into, out)[0].record_event()
+
+    def receive(self, values: Sequence[Any], token: Any = None) -> list[Any]:
+        """Return values on this device. Those of a CPU are copied here; of accelerators, the sender has done so."""
+        self._stay_near()
+        self.wait_for(token)
+        hand_over(values)
+        found = [move(v, self.device) if isinstance(v, Tensor) else v for v in values]
+        size = sum(count_bytes(v) for v in found if isinstance(v, Tensor))
+        self._received.append((self.mark(), size))
+        self._received_bytes += size
+        return found
+
+    def _find_copy_streams(self, to: torch.device) -> list[torch.Stream]:
+        """Return the streams for copies to a device: on the device, if it is an accelerator, and on this one."""
+        if to not in self._copy_streams:
+            ends = [to, self.device] if accelerators.is_accelerator(to) else [self.device]
+            self._copy_streams[to] = [accelerators.make_stream(device) for device in ends]
+        return self._copy_streams[to]
+
+    def _stay_near(self) -> None:
+        """Wait until the accelerator is near enough behind this thread, and forget the values that it has come to."""
+        while self._received:
+            token, size = self._received[0]
+            if not token.query():
+                if self._received_bytes <= self._most_bytes:
+                    return
+                token.synchronize()
+            self._received.popleft()
+            self._received_bytes -= size
+
+
+def make_stream(device: torch.device) -> Stream:
+    """Return a stream for one worker's device."""
+    return AcceleratorStream(device) if accelerators.is_accelerator(device) else Stream(device)
+
+
+def mark_caller(devices: Iterable[torch.device]) -> list[Any]:
+    """Return, for each accelerator among `devices`, a token for what the calling thread has queued there.
+
+    The workers wait for it, since the caller may still be computing the batch.
+    """
+    return [accelerators.find_current_stream(d).record_event() for d in _list_accelerators(devices)]
+
+
+def make_caller_wait(devices: Iterable[torch.device], tokens: Sequence[Any]) -> None:
+    """Let the calling thread's streams on all of `devices` wait for all tokens."""
+    # Each for all: what the caller does next on one device may read what was copied there by another one's worker.
+    for stream in map(accelerators.find_current_stream, _list_accelerators(devices)):
+        for token in tokens:
+            if token is not None:
+                stream.wait_event(token)
+
+
+def join_caller(devices: Iterable[torch.device]) -> list[Any]:
+    """Let each of the calling thread's streams on `devices` wait for all of them; return tokens for all."""
+    found = list(dict.fromkeys(devices))
+    tokens = mark_caller(found)
+    make_caller_wait(found, tokens)
+    return tokens
+
+
+def hand_over(values: Iterable[Any]) -> None:
+    """Keep memory of accelerators that another thread allocated until this thread's current stream has read it."""
+    accelerators.hand_over(values)
+
+
+def move(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device, copied on the calling thread's current streams; it is itself where it is there.
+
+    The host waits for a copy into its own memory alone.
+    """
+    if tensor.device == device:
+        return tensor
+    if not accelerators.is_accelerator(device):
+        return tensor.to(device)
+    return accelerators.pin(tensor).to(device, non_blocking=True)
+
+
+def _keep_until_read(values: Iterable[Any], stream: torch.Stream) -> None:
+    """Keep the memory of values on a stream's device until the stream has read it."""
+    for value in values:
+        if isinstance(value, Tensor) and value.device == stream.device:
+            accelerators.keep_until_read(value, stream)
+
+
+def _list_accelerators(devices: Iterable[torch.device]) -> list[torch.device]:
+    """Return the accelerators among devices, each once."""
+    return [device for device in dict.fromkeys(devices) if accelerators.is_accelerator(device)]

@@ -1,0 +1,82 @@
+"""The asynchronous schedules: the optimizer steps while microbatches are under way.
+
+A device never waits for the last microbatch of a batch, so it is never idle once the stream of microbatches flows. The
+price is that a microbatch's backward must use the weights of its forward, and so several versions of them are kept.
+"""
+
+from __future__ import annotations
+
+from fxsplit.errors import ScheduleError
+from fxsplit.schedule.action import BACKWARD, STEP, Action
+from fxsplit.schedule.generators.synchronous import alternate_on
+from fxsplit.schedule.homes import line
+from fxsplit.schedule.schedule import Schedule
+
+
+def pipedream(n_devices: int, n_microbatches: int, stages_per_device: int = 1) -> Schedule:
+    """Return PipeDream with weight stashing (Narayanan et al. 2019): a step after every microbatch's backward.
+
+    On 2 devices with 4 microbatches (`v2` is weight version 2):
+
+        0F0 0F1 0B0 0STEP0v1 0F2v1 0B1 0STEP1v2 0F3v2 0B2v1 0STEP2v3 0B3v2 0STEP3v4
+        1F0 1B0 1STEP0v1 1F1v1 1B1v1 1STEP1v2 1F2v2 1B2v2 1STEP2v3 1F3v3 1B3v3 1STEP3v4
+
+    A forward takes the newest weights of its stage. Stage s has n_devices - s microbatches under way and keeps as many
+    versions of its weights; its gradients are n_devices - 1 - s versions behind the weights that they are applied to.
+    """
+    rows = []
+    for stage in range(n_devices):
+        # With so many microbatches under way, microbatch m sees the steps of all but the `ahead` - 1 before it.
+        ahead = n_devices - stage
+        versions = [max(0, m - ahead + 1) for m in range(n_microbatches)]
+        rows.append(_stream_with_steps(stage, versions, ahead, every=1))
+    return _schedule_stream("PipeDream", n_devices, n_microbatches, stages_per_device, rows)
+
+
+def pipedream_2bw(n_devices: int, n_microbatches: int, stages_per_device: int = 1) -> Schedule:
+    """Return PipeDream-2BW (Narayanan et al. 2021): a step after every n_devices microbatches, and two versions kept.
+
+    On 2 devices with 4 microbatches:
+
+        0F0 0F1 0B0 0F2 0B1 0STEP1v1 0F3 0B2 0B3 0STEP3v2
+        1F0 1B0 1F1 1B1 1STEP1v1 1F2 1B2 1F3 1B3 1STEP3v2
+
+    The microbatches of batch k use weight version k - 1, and their gradients make version k + 1 from version k: every
+    stage's gradients are one version behind. Raises ScheduleError unless n_devices divides the microbatches.
+    """
+    # With several stages a device no number of microbatches would do, and the error below says so.
+    if stages_per_device == 1 and n_microbatches % n_devices:
+        near = n_microbatches - n_microbatches % n_devices
+        raise ScheduleError(
+            f"PipeDream-2BW: {n_microbatches} microbatches do not divide into batches of {n_devices}, one for each "
+            f"device: give {f'{near} or ' if near else ''}{near + n_devices}"
+        )
+    # When batch k begins, batch k - 1 is still under way in the pipeline, so its step's weights do not exist yet.
+    versions = [max(0, m // n_devices - 1) for m in range(n_microbatches)]
+    rows = [_stream_with_steps(stage, versions, n_devices - stage, every=n_devices) for stage in range(n_devices)]
+    return _schedule_stream("PipeDream-2BW", n_devices, n_microbatches, stages_per_device, rows)
+
+
+def _stream_with_steps(stage: int, versions: list[int], ahead: int, every: int) -> tuple[Action, ...]:
+    """Return the actions of a stage: 1F1B with `ahead` microbatches under way, and a step after each `every` backwards.
+
+    `versions[m]` is the weight version that microbatch m uses.
+    """
+    row: list[Action] = []
+    for action in alternate_on(stage, BACKWARD, versions, ahead - 1):
+        row.append(action)
+        if action.op == BACKWARD and (action.microbatch + 1) % every == 0:
+            row.append(Action(stage, STEP, action.microbatch, version=(action.microbatch + 1) // every))
+    return tuple(row)
+
+
+def _schedule_stream(
+    name: str, n_devices: int, n_microbatches: int, stages_per_device: int, rows: list[tuple[Action, ...]]
+) -> Schedule:
+    """Return the schedule of a stream of microbatches over devices with one stage each; raises ScheduleError for more.
+
+    With several stages on a device, the stages of a microbatch would see weights of different ages.
+    """
+    if stages_per_device != 1:
+        raise ScheduleError(f"{name}: {stages_per_device} stages a device; it is made for 1")
+    return Schedule(name, n_microbatches, line(n_devices), tuple(rows), synchronous=False)

@@ -1,0 +1,303 @@
+"""The synchronous schedules: pure functions from numbers of devices, microbatches and stages a device to a schedule.
+
+In a synchronous schedule the optimizer steps after the whole batch, so gradients are those of the unsplit model.
+Pictures in docstrings have one line for each device; see `action.py` for the words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fxsplit.errors import ScheduleError
+from fxsplit.schedule.action import BACKWARD, FORWARD, INPUT_GRADIENT, REDUCE, WEIGHT_GRADIENT, Action
+from fxsplit.schedule.generators.greedy import Rows, list_schedule
+from fxsplit.schedule.homes import cross_both_ways, deal_in_turn, go_there_and_back, line
+from fxsplit.schedule.schedule import Homes, Schedule
+
+
+def gpipe(n_devices: int, n_microbatches: int, stages_per_device: int = 1) -> Schedule:
+    """Return GPipe (Huang et al. 2019): all forwards, then all backwards.
+
+    On 2 devices with 4 microbatches:
+
+        0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3
+        1F0 1F1 1F2 1F3 1B0 1B1 1B2 1B3
+
+    It is the simplest schedule, and holds the activations of all microbatches at once. Raises ScheduleError for more
+    than one stage on a device, as do all schedules that say so.
+    """
+    _check_stages_per_device("GPipe", stages_per_device, 1)
+    homes = line(n_devices)
+    return Schedule("GPipe", n_microbatches, homes, run_forwards_first(homes, n_microbatches))
+
+
+def looped_bfs(n_devices: int, n_microbatches: int, stages_per_device: int = 2) -> Schedule:
+    """Return breadth-first pipelining (Lamy-Poirier 2023): GPipe over several shorter stages on each device.
+
+    On 2 devices with 2 stages each and 4 microbatches (the forwards; backwards follow in the reverse order of stages):
+
+        0F0 0F1 0F2 0F3 2F0 2F1 2F2 2F3 ...
+        1F0 1F1 1F2 1F3 3F0 3F1 3F2 3F3 ...
+
+    The last device starts after one short stage and not after a long one, so it idles less than under GPipe.
+    """
+    homes = deal_in_turn(n_devices, stages_per_device)
+    return Schedule("LoopedBFS", n_microbatches, homes, run_forwards_first(homes, n_microbatches))
+
+
+def inference(n_devices: int, n_microbatches: int, stages_per_device: int = 1) -> Schedule:
+    """Return the forwards of all microbatches, for outputs without gradients.
+
+    On 2 devices with 4 microbatches:
+
+        0F0 0F1 0F2 0F3
+        1F0 1F1 1F2 1F3
+
+    A stage keeps nothing of a microbatch that it has handed on.
+    """
+    _check_stages_per_device("Inference", stages_per_device, 1)
+    return run_forwards(line(n_devices), n_microbatches)
+
+
+def run_forwards(homes: Homes, n_microbatches: int) -> Schedule:
+    """Return the schedule of forwards alone, in order of stages, wherever stages live."""
+    both = Schedule("Inference", n_microbatches, homes, run_forwards_first(homes, n_microbatches), trains=False)
+    return both.only(FORWARD)
+
+
+def run_forwards_first(homes: Homes, n_microbatches: int) -> Rows:
+    """Return all forwards in order of stages, then all backwards in the reverse order, wherever stages live.
+
+    Replicas of a stage take microbatches in turn: of two, the first has microbatches 0, 2, 4 and so on.
+    """
+    n_devices, stages = 1 + max(d for home in homes for d in home), range(len(homes))
+    rows: list[list[Action]] = [[] for _ in range(n_devices)]
+    for op, order in ((FORWARD, stages), (BACKWARD, stages[::-1])):
+        for stage in order:
+            for m in range(n_microbatches):
+                replica = m % len(homes[stage])
+                rows[homes[stage][replica]].append(Action(stage, op, m, replica))
+    return tuple(tuple(row) for row in rows)
+
+
+def one_f_one_b(n_devices: int, n_microbatches: int, stages_per_device: int = 1) -> Schedule:
+    """Return 1F1B (PipeDream-flush, Narayanan et al. 2021; DAPPLE, Fan et al. 2021): one forward, one backward in turn.
+
+    On 2 devices with 4 microbatches:
+
+        0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3
+        1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3
+
+    It idles as much as GPipe, and stage s holds the activations of n_devices - s microbatches at most.
+    """
+    _check_stages_per_device("1F1B", stages_per_device, 1)
+    # Until the first gradient is back there is time for a forward for each stage behind this one.
+    rows = [alternate_on(s, BACKWARD, [0] * n_microbatches, n_devices - s - 1) for s in range(n_devices)]
+    return Schedule("1F1B", n_microbatches, line(n_devices), tuple(rows))
+
+
+def alternate_on(stage: int, backward: str, versions: Sequence[int], warm_up: int) -> tuple[Action, ...]:
+    """Return one stage's forwards and backwards in turn; `versions[m]` is the weight version of microbatch m.
+
+    `backward` is what a backward does, B or I.
+    """
+    forwards = [Action(stage, FORWARD, m, version=v) for m, v in enumerate(versions)]
+    backwards = [Action(stage, backward, m, version=v) for m, v in enumerate(versions)]
+    return alternate(forwards, backwards, warm_up)
+
+
+def alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> tuple[Action, ...]:
+    """Return `warm_up` forwards, then one forward and one backward in turn, then the backwards that are left.
+
+    `alternate([F0, F1, F2], [B0, B1, B2], 1)` is F0 F1 B0 F2 B1 B2. There are as many forwards as backwards.
+    """
+    warm_up = min(warm_up, len(forwards))
+    row = forwards[:warm_up]
+    for i, backward in enumerate(backwards):
+        # A slice, since behind the last forward there is none left and it is empty.
+        row += [*forwards[warm_up + i : warm_up + i + 1], backward]
+    return tuple(row)
+
+
+def interleaved(n_devices: int, n_microbatches: int, stages_per_device: int = 2) -> Schedule:
+    """Return Interleaved1F1B (Narayanan et al. 2021, Megatron-LM): 1F1B over several shorter stages on each device.
+
+    On 2 devices with 2 stages each and 4 microbatches:
+
+        0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3
+        1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3
+
+    Microbatches go in rounds, and a round passes one stage of a device before the next. It idles less than 1F1B and
+    holds more. A round has at least n_devices microbatches, and all rounds have equally many: raises ScheduleError for
+    numbers of microbatches that do not divide so.
+    """
+    # With fewer microbatches than devices in a round, a device would wait for the round to come about.
+    rounds = max(1, n_microbatches // n_devices)
+    if n_microbatches % rounds:
+        raise ScheduleError(
+            f"Interleaved1F1B: {n_microbatches} microbatches do not divide into rounds of at least {n_devices}, one "
+            f"for each device: give {rounds * n_devices} or {(rounds + 1) * n_devices}"
+        )
+    size = n_microbatches // rounds
+    # A chunk is a device's first, second, ... stage: chunk c of device d is stage c * n_devices + d.
+    chunks = range(stages_per_device)
+    rows = []
+    for d in range(n_devices):
+        # The order of a device's forwards: a round's microbatches pass its first stage, then its second, and so on.
+        turns = [(c, m) for r in range(rounds) for c in chunks for m in range(r * size, (r + 1) * size)]
+        forwards = [Action(c * n_devices + d, FORWARD, m) for c, m in turns]
+        backwards = [Action((stages_per_device - 1 - c) * n_devices + d, BACKWARD, m) for c, m in turns]
+        # With one stage a device a round has nothing to interleave, and this is 1F1B.
+        warm_up = n_devices - d - 1
+        if stages_per_device > 1:
+            # Torch's and Megatron's warm-up: a round through all chunks but the last, and two for each device behind.
+            warm_up = 2 * warm_up + (stages_per_device - 1) * size
+        rows.append(alternate(forwards, backwards, warm_up))
+    return Schedule("Interleaved1F1B", n_microbatches, deal_in_turn(n_devices, stages_per_device), tuple(rows))
+
+
+def zb_h1(n_devices: int, n_microbatches: int, stages_per_device: int = 1) -> Schedule:
+    """Return ZB-H1 (Qi et al. 2023): 1F1B whose backwards are divided, so that weight gradients fill idle time.
+
+    On 2 devices with 4 microbatches:
+
+        0F0 0F1 0I0 0W0 0F2 0I1 0W1 0F3 0I2 0W2 0I3 0W3
+        1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1F3 1I3 1W2 1W3
+
+    Only input gradients (I) are waited for. On stage s a weight gradient (W) is kept back until s more input gradients
+    are done. Later stages have fewer forwards under way, so they have the memory for that: every device holds as many
+    microbatches as the first device does under 1F1B.
+    """
+    _check_stages_per_device("ZB-H1", stages_per_device, 1)
+    rows = []
+    for stage in range(n_devices):
+        # Without the weight gradients the order is that of 1F1B.
+        row: list[Action] = []
+        for action in alternate_on(stage, INPUT_GRADIENT, [0] * n_microbatches, n_devices - stage - 1):
+            row.append(action)
+            if action.op == INPUT_GRADIENT and action.microbatch >= stage:
+                row.append(Action(stage, WEIGHT_GRADIENT, action.microbatch - stage))
+        # The last `stage` weight gradients found no later input gradient to stand behind.
+        late = range(max(0, n_microbatches - stage), n_microbatches)
+        rows.append((*row, *(Action(stage, WEIGHT_GRADIENT, m) for m in late)))
+    return Schedule("ZB-H1", n_microbatches, line(n_devices), tuple(rows))
+
+
+def zbv(n_devices: int, n_microbatches: int, stages_per_device: int = 2) -> Schedule:
+    """Return ZBVZeroBubble (Qi et al. 2024): two stages a device, down the line and back, and late weight gradients.
+
+    On 2 devices with 2 microbatches (device 0 has stages 0 and 3):
+
+        0F0 0F1 3F0 3I0 3F1 3I1 0I0 3W0 0I1 0W0 3W1 0W1
+        1F0 2F0 1F1 2F1 2I0 1I0 2I1 1I1 2W0 1W0 2W1 1W1
+
+    Device 0 has the last stage too, so a microbatch's first backward starts where its loss is, and its last one ends
+    there. Every device has at most 2 n_devices forwards of its stages, each half as long as under 1F1B, under way: as
+    much memory as the first device takes under 1F1B.
+    """
+    _check_stages_per_device("ZBVZeroBubble", stages_per_device, 2)
+    homes = go_there_and_back(n_devices)
+    rows = list_schedule(
+        homes,
+        n_microbatches,
+        # What others wait for comes before weight gradients; then the oldest microbatch, nearest to its end.
+        order=lambda a: (a.op == WEIGHT_GRADIENT, a.microbatch, -a.stage, a.op),
+        most=lambda device: 2 * n_devices,
+        split=True,
+    )
+    return Schedule("ZBVZeroBubble", n_microbatches, homes, rows)
+
+
+def chimera(n_devices: int, n_microbatches: int, stages_per_device: int = 1) -> Schedule:
+    """Return Chimera (Li and Hoefler 2021): two pipelines in opposite directions, each with half of the microbatches.
+
+    On 2 devices with 2 microbatches (`r1` is the second replica of a stage, which is part of the pipeline upwards):
+
+        0F0 1F1r1 1B1r1 0B0 0REDUCE 1REDUCEr1
+        0F1r1 1F0 1B0 0B1r1 0REDUCEr1 1REDUCE
+
+    Every device has replicas of two stages, whose gradients are summed at the end. Each pipeline fills the idle time of
+    the other. Raises ScheduleError for an odd number of devices or microbatches.
+    """
+    _check_stages_per_device("Chimera", stages_per_device, 1)
+    if n_devices % 2 or n_microbatches % 2:
+        what, count = ("devices", n_devices) if n_devices % 2 else ("microbatches", n_microbatches)
+        near = f"{count - 1} or {count + 1}" if count > 1 else "2"
+        raise ScheduleError(f"Chimera: {count} {what} do not divide into two directions: give {near}")
+    homes = cross_both_ways(n_devices)
+
+    def order(a: Action) -> tuple[int, bool, int]:
+        # With one microbatch a device or fewer, backwards come before forwards. With more, what is nearer to the end
+        # of its way comes first, so that the next microbatches fill the gaps that the first ones leave.
+        to_go = 0
+        if n_microbatches > n_devices:
+            to_go = a.microbatch - a.stage if a.op == FORWARD else a.microbatch + 2 * a.stage
+        return to_go, a.op == FORWARD, a.microbatch
+
+    rows = list_schedule(homes, n_microbatches, order, most=lambda device: n_devices)
+    return Schedule("Chimera", n_microbatches, homes, _append_sums(rows, homes))
+
+
+def check_takes_replicas(name: str) -> None:
+    """Raise ScheduleError for a schedule that runs no stages with several devices."""
+    if name not in REPLICABLE:
+        raise ScheduleError(
+            f"{name}: the plan gives a stage several devices, which run under {', '.join(REPLICABLE)}: choose one of "
+            "these, or plan with partition{model=forwarded}"
+        )
+
+
+def schedule_replicas(name: str, homes: Homes, n_microbatches: int, most: Sequence[int]) -> Schedule:
+    """Return GPipe, 1F1B or ZB-H1 over stages of which some have several devices, called their replicas.
+
+    Replicas take microbatches in turn, and sum their gradients at the end. `most[s]` is how many microbatches a replica
+    of stage s may hold at once; `count_in_flight(homes)` keeps every device busy under 1F1B. GPipe holds all of them.
+    Raises ScheduleError for another name.
+    """
+    check_takes_replicas(name)
+    # A plan gives each device one stage, so a device's limit is that of its stage.
+    stage_on = {device: stage for stage, home in enumerate(homes) for device in home}
+    if name == "GPipe":
+        rows = run_forwards_first(homes, n_microbatches)
+    else:
+        rows = list_schedule(
+            homes,
+            n_microbatches,
+            # Backwards before forwards, as in 1F1B; weight gradients only where nothing else can start.
+            order=lambda a: (a.op == WEIGHT_GRADIENT, a.op == FORWARD, a.microbatch),
+            most=lambda device: most[stage_on[device]],
+            split=name == "ZB-H1",
+        )
+    return Schedule(name, n_microbatches, homes, _append_sums(rows, homes))
+
+
+REPLICABLE = ("GPipe", "1F1B", "ZB-H1")
+"""The schedules that stages with several devices can run under."""
+
+
+def count_in_flight(homes: Homes) -> list[int]:
+    """Return how many microbatches a replica of each stage holds under 1F1B, for every device to be busy.
+
+    One microbatch for each device from that stage on, divided among the stage's replicas and rounded up: [3, 1] for
+    ((0,), (1, 2)).
+    """
+    counts = [len(home) for home in homes]
+    # The double minus rounds up.
+    return [-(-sum(counts[s:]) // count) for s, count in enumerate(counts)]
+
+
+def _append_sums(rows: Rows, homes: Homes) -> Rows:
+    """Return the rows with a sum of gradients at the end for each replica of a stage that has several."""
+    # At the end, where all gradients of a stage exist: an earlier sum would stop the device until its mates are there.
+    own: list[list[Action]] = [[] for _ in rows]
+    for stage, home in enumerate(homes):
+        for replica, device in enumerate(home):
+            own[device] += [Action(stage, REDUCE, replica=replica)] * (len(home) > 1)
+    return tuple((*row, *sums) for row, sums in zip(rows, own, strict=True))
+
+
+def _check_stages_per_device(name: str, stages_per_device: int, count: int) -> None:
+    """Raise ScheduleError unless a device has as many stages as the schedule is made for."""
+    if stages_per_device != count:
+        others = "Interleaved1F1B or LoopedBFS take any number"
+        raise ScheduleError(f"{name}: {stages_per_device} stages a device; it is made for {count}: {others}")

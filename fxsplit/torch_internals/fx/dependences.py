@@ -1,0 +1,137 @@
+"""Which nodes of a graph must stay together and which must keep their order, beyond what their values say.
+
+The edges of a graph say which node reads whose value. Nodes depend on each other through memory as well: `x.add_(1)`
+writes to memory that the node before it made, and that another node may read. Both kinds of dependence are found from
+what an observation says of each node.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor, fx, nn
+
+from fxsplit.torch_internals.fx.interpret import find_target, get_storage_id
+from fxsplit.torch_internals.fx.observe import Observation
+from fxsplit.torch_internals.fx.past import find_slot
+
+
+def find_inseparable(
+    gm: fx.GraphModule, seen: Mapping[str, Observation], *, parameters_together: bool = False
+) -> list[tuple[str, ...]]:
+    """Return sets of nodes that no cut may part, each in graph order.
+
+    A cut through such a set would need a buffer in two stages, or a write into another stage's memory, or would send a
+    container from stage to stage. The sets are:
+
+    - nodes that use one buffer, or one parameter if `parameters_together`; its get_attr goes with its first user
+    - nodes that read a buffer's memory, where any node writes to it: the next microbatch would overtake a reader in a
+      later stage
+    - a node that writes in place, and the node whose memory it writes to; where the memory is an input of the model,
+      all nodes that write to it or make views of it
+    - a value that contains tensors without being one (the parts of a split), and its users
+    - what a stage keeps from call to call (see `past`), and who reads it: it is to be sent nowhere
+    """
+    nodes = {n.name: n for n in gm.graph.nodes if n.op not in ("placeholder", "output")}
+    position = {name: i for i, name in enumerate(nodes)}
+    parameters = set() if parameters_together else {get_storage_id(p) for p in gm.parameters()}
+    # A parameter may be in several stages, which share it or sum its gradients. A buffer cannot: its writes would part.
+    classes = [users for storage, users in _list_weight_users(gm).items() if storage not in parameters]
+    for name, node in nodes.items():
+        followers = [u.name for u in node.users if u.name in nodes]
+        if node.op == "get_attr" and followers:
+            classes.append([name, min(followers, key=position.__getitem__)])
+        if seen[name].is_container:
+            classes.append([name, *followers])
+        if find_slot(node.target) is not None:
+            classes.append(_list_readers(node, seen))
+        owners = [owner for owner in seen[name].mutates if owner in nodes]
+        if owners:
+            classes.append([*owners, name])
+    written = {owner for name in nodes for owner in seen[name].mutates}
+    # An owner outside of `nodes` is an input of the model, whose memory the first stage gets and cannot hand on.
+    for owner in sorted(written - nodes.keys()):
+        classes.append([name for name in nodes if owner in seen[name].mutates or owner in seen[name].owners])
+    # A batch norm writes its buffers without showing it to an observer of arguments.
+    written |= find_fetched_module_buffers(gm, seen)
+    for owner in sorted(written & {n.name for n in nodes.values() if n.op == "get_attr"}):
+        readers = [n.name for n in nodes.values() if any(owner in seen[i.name].owners for i in n.all_input_nodes)]
+        classes.append([owner, *readers])
+    # One set may have several reasons, and a set of one node asks for nothing.
+    unique = (tuple(sorted(set(c), key=position.__getitem__)) for c in classes)
+    return sorted({c for c in unique if len(c) > 1}, key=lambda c: [position[n] for n in c])
+
+
+def _list_readers(past: fx.Node, seen: Mapping[str, Observation]) -> list[str]:
+    """Return a node that gives what a stage keeps, and all that read it, as it is or moved about in memory."""
+    found, left = dict.fromkeys([past.name]), [past]
+    while left:
+        for user in left.pop().users:
+            if user.op == "output" or user.name in found:
+                continue
+            found[user.name] = None
+            # Heads that several queries share are repeated, for example: that makes no smaller value, from no other.
+            others = [i for i in user.all_input_nodes if i.name not in found and seen[i.name].output_bytes]
+            if not others and seen[user.name].output_bytes >= seen[past.name].output_bytes:
+                left.append(user)
+    return list(found)
+
+
+def find_fetched_module_buffers(gm: fx.GraphModule, seen: Mapping[str, Observation]) -> set[str]:
+    """Return the get_attr nodes of buffers that a called module also holds, and may write to as batch norm does."""
+    modules = [gm.get_submodule(str(n.target)) for n in gm.graph.find_nodes(op="call_module")]
+    held = {get_storage_id(buffer) for module in modules for buffer in module.buffers()}
+    return {
+        owner
+        for n in gm.graph.find_nodes(op="get_attr")
+        if any(get_storage_id(w) in held for w in list_node_weights(gm, n))
+        for owner in seen[n.name].owners
+    }
+
+
+def find_ordered_pairs(gm: fx.GraphModule, seen: Mapping[str, Observation]) -> list[tuple[str, str]]:
+    """Return pairs (earlier, later) that an in-place write orders although no value flows between them.
+
+    A node that reads the memory before the write must run before the write, and one that reads it afterwards must run
+    after it. In `y = x + 1; x.mul_(2); z = x + 3` the pairs are (y, mul_) and (mul_, z). Pairs that follow from others
+    are left out: each reader comes before the next write, and that write before the write after it.
+    """
+    order = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
+    readers: dict[str, list[str]] = defaultdict(list)
+    writers: dict[str, str] = {}
+    pairs: set[tuple[str, str]] = set()
+    for node in order:
+        memory = {owner for i in node.all_input_nodes for owner in seen[i.name].owners}
+        pairs |= {(writers[owner], node.name) for owner in memory if owner in writers}
+        for owner in seen[node.name].mutates:
+            pairs.update((reader, node.name) for reader in readers[owner])
+            writers[owner] = node.name
+            # A writer that also reads stands for all readers before it. Else their number would grow with each write.
+            if owner in memory:
+                readers[owner].clear()
+        # Only now: a node that reads what it writes has no order to itself.
+        for owner in memory:
+            readers[owner].append(node.name)
+    position = {n.name: i for i, n in enumerate(order)}
+    return sorted(((a, b) for a, b in pairs if a != b), key=lambda p: (position[p[0]], position[p[1]]))
+
+
+def list_node_weights(gm: fx.GraphModule, node: fx.Node) -> Iterator[Tensor]:
+    """Yield the parameters and buffers that `node` holds: those of its module, or the one that it fetches."""
+    held = find_target(gm, node) if node.op in ("call_module", "get_attr") else None
+    if isinstance(held, nn.Module):
+        yield from held.parameters()
+        yield from held.buffers()
+    elif isinstance(held, Tensor):
+        yield held
+
+
+def _list_weight_users(gm: fx.GraphModule) -> dict[int, list[str]]:
+    """Return the nodes that hold each parameter or buffer, by the number of its storage."""
+    users: dict[int, list[str]] = defaultdict(list)
+    for node in gm.graph.nodes:
+        # As a set: a module may hold one storage several times, and is one user of it.
+        for key in {get_storage_id(w) for w in list_node_weights(gm, node)}:
+            users[key].append(node.name)
+    return users

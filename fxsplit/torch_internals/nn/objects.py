@@ -1,0 +1,228 @@
+"""Take the objects among a call's arguments apart, so that torch's pytrees find the tensors and numbers inside.
+
+For `batch = SimpleNamespace(ids=ids, scale=2.0)` pytrees know one leaf, the object. Taken apart it is a tree with the
+leaves `ids` and `2.0`, from which another object of the class is made, with other tensors in it. What cannot be taken
+apart is *opaque*. Inside of an object it is replaced by a stand-in which refuses to be read, so no graph can hold it.
+"""
+
+from __future__ import annotations
+
+import decimal
+import fractions
+import pathlib
+import types
+from collections import OrderedDict, deque
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as pytree
+
+from fxsplit.errors import InputError
+from fxsplit.torch_internals.nn.containers import register_dataclasses
+
+VALUES = (
+    *(type(None), bool, int, float, complex, str, bytes, range, decimal.Decimal, fractions.Fraction, pathlib.PurePath),
+    *(torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format, np.generic),
+)
+"""Types whose values never change, and of which repr() tells all."""
+NAMED = (
+    *(Enum, type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, np.ufunc, nn.Module),
+    *(torch._ops.OpOverload, torch._ops.OpOverloadPacket),
+)
+"""Types whose values are one thing with a name each: two of them are the same only where they are one object."""
+CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, tuple, set, frozenset, deque)
+"""What a class may be derived from, besides object: how many items there are is part of the structure."""
+
+
+BLOCK_MASK = "BlockMask"
+"""The class of torch's masks for `flex_attention`. Importing it takes long, and few models use it."""
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """In place of a value of which nothing can be said. `kind` is the name of its type, `name` that of the argument.
+
+    `inside` says that it is part of an object.
+    """
+
+    kind: str
+    inside: bool
+    name: str = ""
+
+    def explain(self) -> str:
+        """Return why the value cannot be part of a call, and what to do instead."""
+        what = f"argument {self.name!r} is a {self.kind}"
+        if self.kind == "ndarray":
+            return f"{what}, and a pipeline takes tensors: give torch.from_numpy(...) of the array"
+        if self.kind == BLOCK_MASK:
+            return (
+                f"{what}, whose mask_mod counts the rows of the whole batch: call create_block_mask in the submodule "
+                "that attends, from tensors that forward() is given"
+            )
+        if self.kind == PackedSequence.__name__:
+            return (
+                f"{what}, whose rows do not lie one behind the other, so that it cannot be cut: give forward() the "
+                "padded tensor and the lengths, and pack them inside of a submodule, which stays whole"
+            )
+        return (
+            f"{what}, which a pipeline can neither cut into microbatches nor see change: give the tensors and numbers "
+            "in it as arguments, or make it an attribute of the model"
+        )
+
+
+class StandIn:
+    """Stands for an opaque value in a call of forward(): reading anything of the stand-in raises InputError."""
+
+    def __init__(self, opaque: Opaque) -> None:
+        object.__setattr__(self, "_opaque", opaque)
+
+    def _refuse(self, *_: Any) -> Any:
+        raise InputError(f"forward() reads what it cannot: {object.__getattribute__(self, '_opaque').explain()}")
+
+    __getattribute__ = _refuse
+
+    # Python looks these up on the class, and asks no __getattribute__.
+    __bool__ = __call__ = __contains__ = __eq__ = __float__ = __ge__ = __getitem__ = __gt__ = __index__ = _refuse
+    __int__ = __iter__ = __le__ = __len__ = __lt__ = __ne__ = __next__ = __repr__ = __str__ = __enter__ = _refuse
+    __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = __rsub__ = __truediv__ = __rtruediv__ = _refuse
+    __hash__ = _refuse
+
+
+class Parts:
+    """An object taken apart: its class, what its attributes hold, and its items where it is a container as well."""
+
+    def __init__(self, kind: Any, attributes: dict[str, Any], items: list[Any], keys: tuple[Any, ...] | None) -> None:
+        self.kind, self.attributes, self.items, self.keys = kind, attributes, items, keys
+
+
+def take_apart(value: Any, around: tuple[int, ...] = ()) -> Any:
+    """Return a leaf of torch's pytrees as Parts if it is an object with something inside, as Opaque if it is opaque.
+
+    Tensors, constants and stand-ins are returned as they are. `around` has the identities of the objects around.
+    """
+    kind = type(value)
+    if kind is StandIn or is_a(value, (Tensor, *NAMED, Opaque)):
+        return value
+    # A text of a class of the user's own may hold more than its characters.
+    if is_a(value, VALUES) and not getattr(value, "__dict__", None):
+        return value
+    if isinstance(value, types.MethodType) and isinstance(value.__self__, NAMED):
+        return value
+    if is_packed(value):
+        return Opaque(kind.__qualname__, inside=bool(around))
+    # An object that holds itself has no end, and the class of an opaque one makes no objects out of attributes.
+    if id(value) in around or len(around) > 20 or not _can_be_made(kind) or kind.__name__ == BLOCK_MASK:
+        return Opaque(kind.__qualname__, inside=bool(around))
+    attributes = _read_attributes(value)
+    inside = (*around, id(value))
+    keys: tuple[Any, ...] | None = None
+    items: list[Any] = []
+    if isinstance(value, dict):
+        keys, items = tuple(value), list(dict.values(value))
+    elif isinstance(value, CONTAINERS):
+        # The items of a set have no order of their own.
+        items = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else list(value)
+    for held in (*attributes.values(), *items):
+        if type(held) is not StandIn:
+            register_dataclasses(held)
+    attributes, items = pytree.tree_map(lambda leaf: take_apart(leaf, inside), (attributes, items), is_leaf=is_packed)
+    return Parts(kind, attributes, items, keys)
+
+
+def is_packed(value: Any) -> bool:
+    """Return whether a value is a PackedSequence, which torch's pytrees would take for a tuple of tensors."""
+    # By its type: a stand-in lets nobody ask for its class.
+    return issubclass(type(value), PackedSequence)
+
+
+def is_a(value: Any, kinds: Any) -> bool:
+    """Return whether a value is of one of these types, as isinstance() does, but without asking the value itself.
+
+    A proxy, as weakref.proxy() makes one, hands the question on, which fails if what it stands for is gone.
+    """
+    return issubclass(type(value), kinds)
+
+
+def same_constant(a: Any, b: Any) -> bool:
+    """Return whether two leaves that are no tensors are the same for every computation; no == of a user's is asked."""
+    if a is b:
+        return True
+    # Types too: True equals 1, and the graph of the one may be wrong for the other. Texts tell 0.0 from -0.0.
+    if type(a) is not type(b):
+        return False
+    if is_a(a, types.MethodType):
+        return bool(a.__func__ is b.__func__ and a.__self__ is b.__self__)
+    return is_a(a, (*VALUES, Opaque)) and repr(a) == repr(b)
+
+
+def _read_attributes(value: Any) -> dict[str, Any]:
+    """Return what an object holds, by the name of the attribute: in slots, and in its __dict__."""
+    found: dict[str, Any] = {}
+    for kind in (k for k in type(value).__mro__ if "__slots__" in vars(k)):
+        for name, slot in vars(kind).items():
+            if isinstance(slot, types.MemberDescriptorType):
+                # Nothing may have been assigned to a slot yet.
+                with suppress(AttributeError):
+                    found[name] = slot.__get__(value)
+    return found | dict(getattr(value, "__dict__", {}))
+
+
+def _find_base(kind: Any) -> Any:
+    """Return what makes objects of a class: the container that it is derived from, or object."""
+    return next((base for base in (*CONTAINERS, types.SimpleNamespace) if issubclass(kind, base)), object)
+
+
+def _can_be_made(kind: Any) -> bool:
+    """Return whether all that an object of the class holds lies in its attributes and items."""
+    try:
+        # Python refuses where the class has memory of another kind, as files, generators and numpy's arrays have.
+        _find_base(kind).__new__(kind)
+    except TypeError:
+        return False
+    return True
+
+
+def _make_object(parts: Any, context: tuple[Any, tuple[str, ...], int, tuple[Any, ...] | None]) -> Any:
+    """Return an object of the class in `context`, made of what its attributes and its items hold."""
+    kind, names, _, keys = context
+    held = list(parts)
+    items = held[len(names) :]
+    base = _find_base(kind)
+    made = base.__new__(kind, items) if base in (tuple, frozenset) else base.__new__(kind)
+    if keys is not None:
+        base.__init__(made, zip(keys, items, strict=True))
+    elif base in (list, set, deque):
+        base.__init__(made, items)
+    for name, value in zip(names, held[: len(names)], strict=True):
+        # Past a __setattr__ of the class's own, which may refuse, as a frozen dataclass does.
+        object.__setattr__(made, name, value)
+    return made
+
+
+def _flatten(parts: Parts) -> tuple[list[Any], tuple[Any, tuple[str, ...], int, tuple[Any, ...] | None]]:
+    """Return what Parts hold, and from what else the object is made again."""
+    return [*parts.attributes.values(), *parts.items], (
+        parts.kind,
+        tuple(parts.attributes),
+        len(parts.items),
+        parts.keys,
+    )
+
+
+def _flatten_with_keys(parts: Parts) -> tuple[list[Any], Any]:
+    """Return what Parts hold with the name of each, and from what else the object is made again."""
+    values, context = _flatten(parts)
+    keys = range(len(parts.items)) if parts.keys is None else parts.keys
+    names = [*map(pytree.GetAttrKey, parts.attributes), *map(pytree.MappingKey, keys)]
+    return list(zip(names, values, strict=True)), context
+
+
+pytree.register_pytree_node(
+    Parts, _flatten, _make_object, serialized_type_name="fxsplit.Parts", flatten_with_keys_fn=_flatten_with_keys
+)

@@ -1,0 +1,1 @@
+"""Random numbers: generators, draws that depend on no order, and dropout."""

@@ -1,0 +1,68 @@
+"""Dropout as a product with a mask, so that torch.compile makes one graph of what lies on both sides of it.
+
+The mask is what dropout makes of ones, drawn by the same function from the same generator state: so the product is
+what dropout makes of the tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fxsplit.torch_internals.random.draws import Draw
+
+MASKS: tuple[tuple[Any, str], ...] = (
+    (F.dropout, "dropout"),
+    (F.dropout1d, "dropout1d"),
+    (F.dropout2d, "dropout2d"),
+    (F.dropout3d, "dropout3d"),
+    (torch.dropout, "dropout"),
+    (torch.ops.aten.dropout.default, "dropout"),
+    (nn.Dropout, "dropout"),
+    (nn.Dropout1d, "dropout1d"),
+    (nn.Dropout2d, "dropout2d"),
+    (nn.Dropout3d, "dropout3d"),
+)
+"""Functions and classes of modules, and the name in torch.nn.functional of the function that they are."""
+
+
+def find_mask(call: Any) -> str | None:
+    """Return which dropout function a function or a module is, if its result is a product with a mask."""
+    if isinstance(call, nn.Module) and (call._forward_hooks or call._forward_pre_hooks or call._backward_hooks):
+        return None
+    return next((name for known, name in MASKS if call is known or type(call) is known), None)
+
+
+@torch.library.custom_op("fxsplit::dropout_mask", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def dropout_mask(like: Tensor, p: float, name: str, key: str) -> Tensor:
+    """Return the mask that a dropout function makes for a tensor, in the state that the node `key` draws from."""
+    draw = Draw(key, getattr(F, name))
+    result: Tensor = draw(torch.ones_like(like), p, True)
+    return result
+
+
+@dropout_mask.register_fake
+def _(like: Tensor, p: float, name: str, key: str) -> Tensor:
+    return torch.empty_like(like)
+
+
+def multiply_by_mask(draw: Draw, *args: Any, **kwargs: Any) -> Tensor:
+    """Return what `draw(*args, **kwargs)` returns, of a dropout that `find_mask` knows."""
+    call = draw.call
+    if isinstance(call, nn.Module):
+        module: Any = call
+        return _drop(call, draw.key, args[0] if args else kwargs["input"], module.p, module.training, module.inplace)
+    return _drop(call, draw.key, *args, **kwargs)
+
+
+def _drop(
+    call: Any, key: str, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True
+) -> Tensor:
+    """Return a tensor times its mask; the last arguments are those of torch's dropout functions."""
+    if not (training and train) or p == 0.0:
+        return input
+    mask = torch.ops.fxsplit.dropout_mask(input.detach(), p, find_mask(call), key)
+    return input.mul_(mask) if inplace else input * mask

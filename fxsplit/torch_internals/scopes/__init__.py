@@ -1,0 +1,1 @@
+"""What is changed for a while and put back: modes of torch and of its threads, patched methods, logs."""

@@ -1,0 +1,36 @@
+"""What torch.fx changes for the whole process, or for a thread, for as long as it traces a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch.fx import _symbolic_trace as symbolic
+
+from fxsplit.torch_internals.scopes.undo import undo_after
+
+
+@contextmanager
+def leave_nothing_of_fx() -> Iterator[None]:
+    """Leave nothing of what torch.fx changes in the block, in nn.Module among others, whatever an interrupt skips."""
+    before = symbolic.CURRENT_PATCHER
+
+    def put_back() -> None:
+        patcher = symbolic.CURRENT_PATCHER
+        if patcher is not None and patcher is not before:
+            patcher.revert_all_patches()
+            symbolic.CURRENT_PATCHER = before
+
+    holder, name = find_tracing_flag()
+    flag = getattr(holder, name, False)
+    with undo_after(partial(setattr, holder, name, flag)), undo_after(put_back):
+        yield
+
+
+def find_tracing_flag() -> tuple[Any, str]:
+    """Return the object in which torch.fx notes that it traces, and the name of the attribute."""
+    # Since torch 2.14 each thread has a note of its own; before, there was one for the process.
+    own: Any = getattr(symbolic, "_is_fx_tracing_tls", None)
+    return (symbolic, "_is_fx_tracing_flag") if own is None else (own, "flag")

@@ -1,0 +1,59 @@
+"""Notice operators that run on weights themselves while a model is traced: their results would be constants.
+
+Tracing gives forward() a stand-in for `self.fc.weight`, and records what is done to that. Who goes
+around the attribute, as `self.parameters()` and `self.state_dict()` do, gets the weight itself. An operator on it runs
+at once, and the graph would keep what came out, whatever values the weight has later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxsplit.errors import TraceError
+from fxsplit.torch_internals import pytree
+from fxsplit.torch_internals.fx.interpret import get_storage_id
+from fxsplit.torch_internals.thread_modes import enter_dispatch_mode
+
+
+class _Refusal(TorchDispatchMode):
+    """Refuses operators on the memory of weights."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._name = type(model).__name__
+        named = (*model.named_parameters(), *model.named_buffers())
+        # By memory: an operator may get a view, or what detach() returns.
+        self._paths = {get_storage_id(weight): path for path, weight in named}
+        self.read: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operator, unless it reads a weight."""
+        kwargs = kwargs or {}
+        memory = [get_storage_id(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        self.read.update(memory)
+        path = next((self._paths[key] for key in memory if key in self._paths), None)
+        if path is not None:
+            raise TraceError(
+                f"forward() of {self._name} computes with {path!r} where tracing does not see it, as "
+                "self.parameters() and self.state_dict() allow, so the result would stay the same while it is trained: "
+                "read it as an attribute, such as self.fc.weight"
+            )
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def refuse_weight_reads(model: nn.Module) -> Iterator[set[int]]:
+    """Raise TraceError inside the block for an operator that this thread runs on a parameter or buffer.
+
+    Yields the memory of all other tensors that operators have read.
+    """
+    refusal = _Refusal(model)
+    with enter_dispatch_mode(refusal):
+        yield refusal.read

@@ -1,0 +1,132 @@
+"""`schedule="auto"` and `n_microbatches="auto"`: the fastest by simulation, of what fits in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fxsplit
+from fxsplit.api.compiler.candidates import choose_candidate
+from fxsplit.api.compiler.lowering import capture_model
+from fxsplit.api.compiler.microbatch_count import list_microbatch_counts
+from fxsplit.api.compiler.options import Candidate, Options, list_schedulers
+from fxsplit.ir.chain import parse_chain
+from fxsplit.ir.facts.capture.call import Call
+from fxsplit.ir.graph import IR
+from fxsplit.passes import PASSES
+from fxsplit.schedule import RUNNABLE
+from fxsplit.schedule.generators.catalogue import Scheduler
+from tests.models import FAST
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(8)))
+
+
+def compiled(**options: Any) -> fxsplit.Pipeline:
+    given = {"loss_fn": F.mse_loss, "passes": FAST, "example_inputs": torch.randn(32, 32), **options}
+    return fxsplit.compile(model(), ["cpu"] * 2, **given)
+
+
+def test_what_is_tried() -> None:
+    assert list_microbatch_counts(100, 2) == [2, 4, 8, 16]
+    assert list_microbatch_counts(9, 4) == [4, 8]
+    assert list_microbatch_counts(3, 4) == [3]
+    assert [s.name for s in list_schedulers("auto", 2, None)] == list(RUNNABLE)
+    assert [s.name for s in list_schedulers("auto", 2, 3)] == ["LoopedBFS", "Interleaved1F1B"]
+    assert [s.name for s in list_schedulers("auto", 2, 1)] == [
+        "GPipe",
+        "1F1B",
+        "LoopedBFS",
+        "Interleaved1F1B",
+        "ZB-H1",
+        "Chimera",
+    ]
+    assert list_schedulers("GPipe", 2, None) == [Scheduler("GPipe", 2)]
+    assert str(Candidate(Scheduler("GPipe", 2), 4)) == "GPipe with 4 microbatches"
+
+
+def test_the_fastest_schedule_is_taken() -> None:
+    """No stated schedule, planned from the same costs, is predicted to be faster."""
+    with compiled(n_microbatches=4) as first:
+        costs = first.costs
+    with compiled(schedule="auto", n_microbatches=4, costs=costs) as pipe:
+        chosen = Candidate(Scheduler(pipe.plan.schedule, 2), 4).predict_step_ms(pipe.plan)
+        x = torch.randn(32, 32)
+        pipe.step(x, target=x)
+        pipe.eval()
+        assert pipe(x).shape == x.shape
+    for name in RUNNABLE:
+        with compiled(schedule=name, n_microbatches=4, costs=costs) as other:
+            assert chosen <= Candidate(Scheduler(name, 2), 4).predict_step_ms(other.plan) * (1 + 1e-9)
+
+
+def test_numbers_of_microbatches_are_measured_and_kept() -> None:
+    with compiled(n_microbatches="auto") as pipe:
+        count = pipe.plan.n_microbatches
+        assert count in (2, 4, 8, 16) and pipe.plan.rows == 32 // count and pipe.plan.schedule == "1F1B"
+        for rows in (32, 33, 5, 2):  # smaller batches are cut as they are where nothing is chosen
+            x = torch.randn(rows, 32)
+            loss = pipe.step(x, target=x)
+            assert torch.isfinite(loss)
+
+
+def test_microbatches_that_the_model_does_not_run_on_are_left_out() -> None:
+    """Batch norm trains on no single row; a search among 2, 4 and 8 rows was refused because of the last."""
+    norm = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 32))
+    x = torch.randn(8, 32)
+    with fxsplit.compile(
+        norm, ["cpu"] * 2, example_inputs=x, n_microbatches="auto", loss_fn=F.mse_loss, passes=FAST
+    ) as pipe:
+        assert torch.isfinite(pipe.step(x, target=x))
+    for rows in (2, 1):
+        with pytest.raises(ValueError, match="more than 1 value per channel"):
+            fxsplit.compile(norm, ["cpu"] * 2, example_inputs=x[:rows], n_microbatches="auto", passes=FAST)
+
+
+def test_memory_rules_schedules_out() -> None:
+    """GPipe holds every microbatch's activations; where that does not fit, another is taken, or the error says so."""
+    with compiled(schedule="GPipe", n_microbatches=16) as pipe:
+        costs, most = pipe.costs, max(s.memory_bytes for s in pipe.plan.stages)
+    with compiled(schedule="1F1B", n_microbatches=16, costs=costs) as pipe:
+        least = max(s.memory_bytes for s in pipe.plan.stages)
+    assert least < most
+    tight = fxsplit.Machine.of(["cpu"] * 2, memory_bytes=least)
+    x = torch.randn(32, 32)
+    options: Any = {"loss_fn": F.mse_loss, "passes": FAST, "example_inputs": x, "n_microbatches": 16, "costs": costs}
+    with fxsplit.compile(model(), tight, schedule="auto", **options) as pipe:
+        assert pipe.plan.schedule not in ("GPipe", "LoopedBFS")
+    tiny = fxsplit.Machine.of(["cpu"] * 2, memory_bytes=1000)
+    with pytest.raises(fxsplit.FxsplitError, match=r"none of GPipe with 16 .* fits; nearest is (1F1B|Int|ZB|Chi)"):
+        fxsplit.compile(model(), tiny, schedule="auto", **options)
+
+
+def test_bad_input() -> None:
+    with compiled() as pipe, pytest.raises(fxsplit.FxsplitError, match="measures microbatches of every size"):
+        compiled(n_microbatches="auto", costs=pipe.costs)
+    with pytest.raises(fxsplit.FxsplitError, match="n_microbatches='many'"):
+        compiled(n_microbatches="many")
+
+
+def test_each_number_of_microbatches_is_captured_and_measured_once() -> None:
+    """Candidates with one number share costs; the choice comes with those of its own microbatch size."""
+    options = Options(machine=fxsplit.Machine.of(["cpu"] * 2), chain=parse_chain(FAST, PASSES), n_microbatches="auto")
+    network, call, captured = model(), Call((torch.randn(16, 32),), {}), []
+
+    def capture_rows(rows: Sequence[int]) -> IR:
+        captured.append(rows[0])
+        return capture_model(network, options, call, rows, from_shapes=False)
+
+    chosen, costs = choose_candidate(replace(options, schedule="auto"), 16, capture_rows)
+    assert captured == [8, 4, 2, 1]
+    assert costs is not None and costs.rows == 16 // chosen.n_microbatches
+    captured.clear()
+    only = choose_candidate(replace(options, n_microbatches=4), 16, capture_rows)
+    assert only == (Candidate(Scheduler("1F1B", 2), 4), None) and captured == []

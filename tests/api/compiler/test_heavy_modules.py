@@ -1,0 +1,79 @@
+"""A module that no cut can part, and that takes most of the time."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxsplit
+from fxsplit.api.compiler.heavy_modules import count_parts
+from fxsplit.errors import FxsplitWarning
+from tests.models import FAST
+from tests.times import state_times
+
+
+class Recurrent(nn.Module):
+    """Nearly all of its work is in one module of torch's, which stays whole as it has a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(8, 64, num_layers=4, batch_first=True), nn.Linear(64, 3)
+        self.lstm.register_forward_hook(lambda *_: None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.lstm(x)[0])
+        return result
+
+
+def test_a_module_that_stands_in_the_way_is_named_unless_it_is_meant() -> None:
+    """The plan said "speed-up 1.09" and nothing else."""
+    x = torch.randn(8, 16, 8)
+    state_times(lstm=20.0)
+    with pytest.warns(FxsplitWarning, match=r"submodule 'lstm' \(LSTM\) is one node and takes \d\d% of the time"):
+        fxsplit.compile(Recurrent(), 2, example_inputs=x, passes=FAST)
+    fxsplit.compile(Recurrent(), 2, example_inputs=x, passes=f"leaf{{path=lstm}},{FAST}")
+
+
+def test_parts() -> None:
+    assert [count_parts(m) for m in (nn.Linear(2, 2), nn.GRU(2, 2, num_layers=3), nn.MultiheadAttention(4, 2))] == [
+        1,
+        3,
+        2,
+    ]
+
+
+class Attends(nn.Module):
+    """A decoder of torch's that attends to its own input, with a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerDecoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.decoder = nn.TransformerDecoder(layer, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
+        result: Tensor = self.decoder(x, x, tgt_mask=mask, tgt_is_causal=True)
+        return result
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+
+
+@pytest.mark.parametrize(("build", "devices"), [(encoder, 4), (Attends, 2)])
+def test_torchs_transformers_are_cut_inside(build: Any, devices: int) -> None:
+    """Each was one node: four devices had no plan, and two gained nothing."""
+    model, x = build().double(), torch.randn(8, 5, 8, dtype=torch.float64)
+    unsplit = copy.deepcopy(model)
+    with fxsplit.compile(model, devices, loss_fn=F.mse_loss, n_microbatches=4, passes=FAST) as pipe:
+        pipe.step(x, target=x)
+        F.mse_loss(unsplit(x), x).backward()
+        assert len(pipe.stages) == devices and min(len(stage.nodes) for stage in pipe.plan.stages) > 10
+        for p, q in zip(model.parameters(), unsplit.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=1e-12)

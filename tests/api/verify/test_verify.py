@@ -1,0 +1,230 @@
+"""Verify a pipeline against its model: what is proven, and no false alarms."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxsplit
+from fxsplit.api.verify.compare import Outcome
+from fxsplit.api.verify.trials import Trial
+from fxsplit.errors import CallError, InputError
+from tests.models import FAST
+
+OPTIONS: Any = {"passes": FAST, "n_microbatches": 2}
+
+
+class Fourier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 5, dtype=torch.cfloat))
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.fft.irfft(torch.fft.rfft(self.b(self.a(x))) * self.w, n=8)
+        return out
+
+
+class Subtracts(nn.Module):
+    """Writes to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.b(self.a(x.sub_(x.mean(1, keepdim=True)).mul_(2)))
+        return out
+
+
+def test_verify_looks_at_the_model_that_it_is_given() -> None:
+    """Complex parameters stay complex, and a model that writes to its input draws nothing."""
+    seen: list[torch.dtype] = []
+    model = Fourier()
+    x = torch.randn(8, 4, 8)
+    with fxsplit.compile(model, 2, example_inputs=x, **OPTIONS) as pipe:
+        own = Fourier.forward
+
+        def noting(self: Fourier, x: Tensor) -> Tensor:
+            seen.append(self.w.dtype)
+            return own(self, x)
+
+        Fourier.forward = noting  # type: ignore[method-assign]
+        try:
+            # The forward() of here does more than compute, and is warned of.
+            with pytest.warns(fxsplit.FxsplitWarning, match="changes closure variable 'seen'"):
+                assert fxsplit.verify(pipe, x).equal
+        finally:
+            Fourier.forward = own  # type: ignore[method-assign]
+    assert {kind for kind in seen if isinstance(kind, torch.dtype)} == {torch.complex128}
+    with fxsplit.compile(Subtracts(), 2, example_inputs=torch.randn(8, 4), **OPTIONS) as pipe:
+        assert fxsplit.verify(pipe, torch.randn(8, 4)).equal
+
+
+def rows(count: int = 8) -> Tensor:
+    return torch.randn(count, 4)
+
+
+@pytest.mark.filterwarnings("ignore:submodule .* is one node and takes")
+def test_the_proof_has_no_false_alarms() -> None:
+    """A hidden state as long as a microbatch; deferred batch norm; a model that is frozen; the caller's generator."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.out = nn.GRU(4, 4, 2, batch_first=True), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            q, h = self.rnn(x)
+            return self.out(q), h
+
+    norm = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 4))
+    frozen = copy.deepcopy(norm).requires_grad_(False).eval()
+    cases: list[tuple[nn.Module, Tensor, dict[str, Any]]] = [
+        (Recurrent(), torch.randn(8, 6, 4), {"n_microbatches": 4}),
+        (norm, rows(), {"n_microbatches": 2, "deferred_batch_norm": True}),
+        (frozen, rows(), {"n_microbatches": 2}),
+    ]
+    for model, x, options in cases:
+        with fxsplit.compile(model, 2, example_inputs=x, passes=FAST, **options) as pipe:
+            state = torch.get_rng_state()
+            found = fxsplit.verify(pipe, x)
+            assert found.equal, found.offending
+            pipe.eval()
+            pipe(x)
+            assert torch.equal(state, torch.get_rng_state())
+    with (
+        fxsplit.compile(norm, 2, schedule="PipeDream", **OPTIONS) as pipe,
+        pytest.raises(InputError, match="PipeDream trains another way than the model by itself"),
+    ):
+        fxsplit.verify(pipe, rows())
+
+
+class Scaled(nn.Module):
+    """Takes a keyword argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, *, scale: Tensor) -> Tensor:
+        out: Tensor = self.b(torch.tanh(self.a(x))) * scale
+        return out
+
+
+def test_keyword_arguments_besides_are_given_to_the_model() -> None:
+    with fxsplit.compile(Scaled(), 2, **OPTIONS) as pipe:
+        assert fxsplit.verify(pipe, rows(), {"scale": torch.rand(8, 1)}).equal
+        with pytest.raises(TypeError, match="scale"):
+            fxsplit.verify(pipe, rows())
+
+
+def test_what_rounding_makes_is_measured() -> None:
+    """Weights off by rounding show how far rounding alone moves each gradient, which no difference may exceed much."""
+    with fxsplit.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), 2, **OPTIONS) as pipe:
+        found = fxsplit.verify(pipe, rows())
+    gradients = [d for d in found.differences if d.kind == "gradient"]
+    assert len(gradients) == 4 and all(0.0 < d.rounding < 1e-12 for d in gradients)
+
+
+class Island(nn.Module):
+    """Computes a gate in float32 whatever its weights are in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.s = nn.Linear(8, 64), nn.Linear(8, 2), nn.Parameter(torch.zeros(64))
+        nn.init.zeros_(self.b.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x[:, :8])
+        gate = torch.tanh((h.float() * self.s.float()).sum(-1))
+        out: Tensor = self.b(x[:, 8:]) + gate.to(h.dtype)[:, None]
+        return out
+
+
+def test_a_part_in_float32_whose_gradients_cancel_is_equal() -> None:
+    """What rounding makes is measured in the dtype of that part."""
+    torch.manual_seed(0)
+    half = torch.randn(2048, 16)
+    x = torch.cat([half, half * torch.tensor([1.0] * 8 + [-1.0] * 8)])
+    with fxsplit.compile(Island(), 2, example_inputs=x, **OPTIONS) as pipe:
+        found = fxsplit.verify(pipe, x)
+    assert found.equal, found.offending
+    assert found.coarse == torch.finfo(torch.float32).eps
+
+
+class Part(nn.Module):
+    """Computes in one dtype between layers in another."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.a, self.b, self.aside = nn.Linear(8, 16), nn.Linear(16, 2), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.a(x)
+        return self.b(torch.tanh(h.to(self.dtype)).to(h.dtype)), self.aside(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_part_in_half_precision_is_equal(dtype: torch.dtype) -> None:
+    x = torch.randn(32, 8)
+    with fxsplit.compile(Part(dtype), 2, example_inputs=x, **OPTIONS) as pipe:
+        found = fxsplit.verify(pipe, x)
+    assert found.equal, found.offending
+    assert found.coarse == torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1.0 + 1e-3), (torch.float64, 1.0 + 1e-6)])
+def test_a_wrong_factor_is_found_in_any_dtype(
+    dtype: torch.dtype, factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipeline whose part is off by more than its rounding is found; rounding in it leaves the rest as it is."""
+    own = Trial.run_pipeline
+
+    def run_wrongly(self: Trial, split: Any) -> Outcome:
+        found = own(self, split)
+        wrong = {n: g * factor if n == "a.weight" and g is not None else g for n, g in found.gradients.items()}
+        return replace(found, gradients=wrong)
+
+    monkeypatch.setattr(Trial, "run_pipeline", run_wrongly)
+    x = torch.randn(32, 8)
+    with fxsplit.compile(Part(dtype), 2, example_inputs=x, **OPTIONS) as pipe:
+        found = fxsplit.verify(pipe, x)
+    assert [d.name for d in found.offending] == ["a.weight"]
+    aside = [d for d in found.differences if "aside" in d.name]
+    assert len(aside) == 2 and all(d.rounding < 1e-12 for d in aside)
+
+
+class TakesADict(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        out: Tensor = self.second(self.first(batch["image"]))
+        return out
+
+
+def test_verify_refuses_what_compile_refuses_in_the_same_words() -> None:
+    """A TypeError of the unsplit model's came out."""
+    batch = {"image": torch.randn(8, 4)}
+    with fxsplit.compile(TakesADict(), 2, example_inputs=(batch,), n_microbatches=2, passes=FAST) as pipe:
+        for wrong in (batch, (batch, batch), ()):
+            with pytest.raises(CallError) as by_compile:
+                fxsplit.compile(TakesADict(), 2, example_inputs=wrong)
+            with pytest.raises(CallError) as by_verify:
+                fxsplit.verify(pipe, wrong)
+            assert str(by_verify.value) == str(by_compile.value)
+        with pytest.raises(CallError, match=r"so give \(batch,\) if forward\(\) takes the dict itself"):
+            fxsplit.verify(pipe, batch)
+        with pytest.raises(InputError, match="inputs is a int: give a tensor, a tuple"):
+            fxsplit.verify(pipe, 3)
+        assert fxsplit.verify(pipe, (batch,)).equal
+    with pytest.raises(InputError, match="is given a TakesADict: give a pipeline"):
+        fxsplit.verify(TakesADict(), batch)  # type: ignore[arg-type]

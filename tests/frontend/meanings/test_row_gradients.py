@@ -1,0 +1,133 @@
+"""Gradients that compare rows although no output does: they are not those of the whole batch, and are warned of."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxsplit
+from fxsplit.errors import FxsplitWarning
+from fxsplit.frontend.meanings.meanings import find_meanings
+from fxsplit.frontend.meanings.row_gradients import find_unjoined_gradient
+from fxsplit.frontend.subject import Runnable
+from fxsplit.ir.facts.capture.meanings import MEAN, ROWS, Meaning
+from tests.frontend.subjects import make_subject
+from tests.models import FAST, Mlp, Residual
+
+
+class Centre(torch.autograd.Function):
+    """Hands on gradients without their mean over the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad: Tensor) -> Tensor:
+        return grad[0] - grad[0].mean(0, keepdim=True)
+
+
+class Centred(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.b(Centre.apply(torch.tanh(self.a(x))))  # type: ignore[no-untyped-call]
+        return out
+
+
+def make_counting() -> nn.Module:
+    """Return a model whose embedding divides gradients by how often the batch has an entry."""
+    return nn.Sequential(nn.Embedding(5, 6, scale_grad_by_freq=True), nn.Flatten(), nn.Linear(18, 3))
+
+
+def test_a_gradient_that_compares_rows_is_said() -> None:
+    """Outputs are right, so nothing was said, and training was another one."""
+    torch.manual_seed(0)
+    for model, x, weight in (
+        (make_counting(), torch.randint(5, (8, 3)), "0.weight"),
+        (Centred(), torch.randn(8, 4), "a.weight"),
+    ):
+        with pytest.warns(FxsplitWarning, match=f"the gradient of '{weight}' of .* is not the sum") as said:
+            pipe = fxsplit.compile(model, 2, example_inputs=x, n_microbatches=2, passes=FAST)
+        pipe.close()
+        assert len(said) == 1 and said[0].filename == __file__
+
+
+def test_in_one_piece_it_is_the_models() -> None:
+    model, x = Centred().double(), torch.randn(8, 4, dtype=torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipe = fxsplit.compile(model, 2, example_inputs=x, n_microbatches=1, passes=FAST)
+    with pipe:
+        wanted = torch.autograd.grad(model(x).square().sum(), model.a.weight)
+        torch.testing.assert_close(torch.autograd.grad(pipe(x).square().sum(), model.a.weight), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_other_gradients_are_no_reason_to_warn(dtype: torch.dtype) -> None:
+    """Rounding is not, nor are dropout, batch norms, or a maximum of numbers that are alike."""
+    torch.manual_seed(0)
+    alike = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Unflatten(1, (1, 8)), nn.MaxPool1d(4), nn.Flatten())
+    for model, x in (
+        (Mlp(), torch.randn(8, 8)),
+        (Residual(), torch.randn(4, 3, 8, 8)),
+        (nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.BatchNorm1d(6), nn.Linear(6, 2)), torch.randn(7, 6)),
+        (alike, torch.zeros(8, 6)),
+    ):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            find_meanings(make_subject(model.to(dtype), x.to(dtype), rows=3))
+
+
+def test_what_is_added_up_is_that_of_the_meaning() -> None:
+    """A mean counts as often as there are rows; an output that has no gradient, or no meaning, counts for nothing."""
+    subject = make_subject(nn.Linear(3, 1).double(), torch.randn(6, 3).double(), rows=3)
+    with subject.make_runnable(6) as here:
+        assert find_unjoined_gradient(here, (3, 1), {"output 0": ROWS}) is None
+        # A sum that is taken for a mean would count rows twice.
+        assert find_unjoined_gradient(here, (3, 1), {"output 0": MEAN}) == "weight"
+        assert find_unjoined_gradient(here, (3, 1), {"output 0": Meaning("unjoined")}) is None
+        here.model.requires_grad_(False)
+        assert find_unjoined_gradient(here, (3, 1), {"output 0": MEAN}) is None
+
+
+class Turned(Centred):
+    """Returns the rows in another dimension than the first, where they are not looked for."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).t()
+
+
+class Summed(Centred):
+    """Returns a sum beside rows; it is taken for a mean until all pieces have run."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        out = super().forward(x)
+        return out, out.sum()
+
+
+@pytest.mark.parametrize(("kind", "runs"), [(Centred, 3), (Turned, 6), (Summed, 6)])
+def test_one_run_gives_outputs_and_gradients(kind: type[nn.Module], runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the batch and two pieces; where the meaning is another than was guessed, gradients have runs of their own."""
+    torch.manual_seed(0)
+    ran: list[int] = []
+    run_model = Runnable.run_model
+
+    def count(self: Runnable, *tensors: Tensor) -> Any:
+        if next(self.model.parameters()).dtype is torch.float32:  # what looks closer runs in double precision
+            ran.append(len(tensors[0]))
+        return run_model(self, *tensors)
+
+    monkeypatch.setattr(Runnable, "run_model", count)
+    subject = make_subject(kind(), torch.randn(8, 4), rows=4)
+    with pytest.warns(FxsplitWarning, match="the gradient of 'a.weight' of .* is not the sum"):
+        meanings = find_meanings(subject)
+    assert meanings[0] == (Meaning("rows", 1) if kind is Turned else ROWS)
+    # Of a number the whole example says more than a few rows, which have run before.
+    assert len(ran) == runs + 3 * (kind is Summed)

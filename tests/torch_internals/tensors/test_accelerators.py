@@ -1,0 +1,69 @@
+"""What is asked of an accelerator's driver, which is made up: its name, its clock, a kernel of a known length."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from fxsplit.torch_internals.tensors.accelerators import describe, occupy, pin
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
+
+
+def missing(device: torch.device) -> int:
+    """What torch does where NVIDIA's library of clocks is not installed."""
+    raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed")
+
+
+@pytest.mark.parametrize("clock", [lambda device: 1980, missing])
+def test_a_clock_that_cannot_be_read_is_left_out(clock: object) -> None:
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}"))
+        stack.enter_context(patch.object(torch.cuda, "get_device_capability", lambda device: (9, 0)))
+        stack.enter_context(patch.object(torch.cuda, "clock_rate", clock))
+        told = describe(GPU)
+    assert told.pop("clock", None) == (None if clock is missing else "1980 MHz")
+    assert told == {"device": "GPU 1", "capability": "compute capability 9.0"} and describe(CPU) == {}
+
+
+def test_only_gpus_are_kept_busy() -> None:
+    cycles: list[int] = []
+    with patch.object(torch.cuda, "_sleep", cycles.append):
+        occupy(GPU, 5)
+        occupy(CPU, 7)
+    assert cycles == [5]
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_what_is_copied_from_is_not_the_callers(pinned: bool) -> None:
+    """A loader that fills one pinned buffer again and again wrote what the accelerator had not read yet."""
+    empty_like, asked = torch.empty_like, []
+
+    def make(like: Tensor, **options: Any) -> Tensor:
+        asked.append(options)
+        return empty_like(like)
+
+    x = torch.arange(6.0).view(2, 3)[:, 1:]
+    with (
+        patch.object(Tensor, "is_pinned", lambda tensor: pinned),
+        patch.object(Tensor, "pin_memory", Tensor.clone),
+        patch.object(torch, "empty_like", make),
+    ):
+        found = pin(x)
+        other = pin(x.to("meta"))
+    assert torch.equal(found, x) and found.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+    assert asked == ([{"pin_memory": True}] if pinned else []) and other.is_meta
+
+
+def test_memory_that_cannot_be_pinned_is_taken_as_it_is() -> None:
+    def refuse(tensor: Tensor) -> Tensor:
+        raise RuntimeError("Found no NVIDIA driver on your system")
+
+    x = torch.ones(2)
+    with patch.object(Tensor, "pin_memory", refuse), patch.object(Tensor, "is_pinned", lambda tensor: False):
+        assert pin(x) is x
