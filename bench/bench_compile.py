@@ -122,7 +122,7 @@ class TestPhases:
 # A process of its own, as a cold start is: kernels are compiled, or loaded from the folder that the test names.
 PLAN = """
 import sys, time, fxsplit
-from tests.graphs import Costs, Machine, ir_of, node, workload
+from tests.support.graphs import Costs, Machine, ir_of, node, workload
 from fxsplit.ir.manager import run_chain
 from fxsplit.passes import Augment, Order, Partition
 nodes = [node(f"n{i}", [f"n{i - 1}"] if i else []) for i in range(int(sys.argv[1]))]

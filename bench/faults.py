@@ -36,13 +36,13 @@ from typing import Any
 import torch
 
 import fxsplit
-from tests.interrupted import Before, Net, Scene, find_faults, interrupt, make_scene, set_gradients
-from tests.interrupts import Dropped, Line, interrupt_at, list_lines
+from tests.support.interrupted import Before, Net, Scene, find_faults, interrupt, make_scene, set_gradients
+from tests.support.interrupts import Dropped, Line, interrupt_at, list_lines
 
 SCENES = ["step 1F1B", "step ZB-H1", "step 1F1B always", "call", "compile", "export", "profile", "verify"]
 SIGNALLED = ["first", "command", "step 1F1B", "compile", "convolutions"]
 COMMANDS = [
-    ["passes"], ["verify", "tests.models:NoSuchFactory"], ["plan", "PROFILE", "--devices", "2"], ["demo"],
+    ["passes"], ["verify", "tests.support.models:NoSuchFactory"], ["plan", "PROFILE", "--devices", "2"], ["demo"],
     ["explain", "PROFILE", "--devices", "2"], ["simulate", "--devices", "16", "--n-microbatches", "256"],
 ]  # fmt: skip
 KINDS = ("lost", "changed", "runs on", "poisoned", "hung")

@@ -29,7 +29,7 @@ from torch.overrides import _get_current_function_mode_stack as list_modes
 
 from fxsplit.torch_internals.autograd import catch as grad_catch
 from fxsplit.torch_internals.autograd import split as grad_split
-from tests.times import measure_times, state_times
+from tests.support.times import measure_times, state_times
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from fxsplit.formats.machine_toml import read_machine
 from fxsplit.ir.chain import parse_chain
 from fxsplit.passes import PASSES, Cut, Partition, Profile
 from fxsplit.runtime.ranks.hooks.hooks import HookChoice
-from tests.models import Mlp
+from tests.support.models import Mlp
 
 
 def test_the_nearest_name_is_suggested_whatever_its_case() -> None:

@@ -20,8 +20,8 @@ from fxsplit.ir.chain import parse_chain
 from fxsplit.passes import PASSES
 from fxsplit.torch_internals.tensors import accelerators
 from tests.accelerator import Record, use_accelerator
-from tests.models import FAST
 from tests.proof.test_replicas import dealt
+from tests.support.models import FAST
 
 ROWS, WIDTH, KINDS_OF_ROWS = 16, 16, 3
 BATCHES, TOLERANCE = 2, 1e-10

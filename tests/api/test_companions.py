@@ -17,12 +17,12 @@ from fxsplit.api import companions
 from fxsplit.api.companions import TRIED, read_release, warn_of_untried
 from fxsplit.errors import FxsplitWarning
 from tests.docs.markdown import ROOT
-from tests.models import FAST, Mlp
+from tests.support.models import FAST, Mlp
 
 GENERATE = """
 import torch
 import fxsplit
-from tests.text_models import make_prompt, make_text_model
+from tests.support.text_models import make_prompt, make_text_model
 
 for name in ("gpt2", "llama"):
     model = make_text_model(name)

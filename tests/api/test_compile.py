@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import fxsplit
 from fxsplit.api.verify.compare import compare, run_pipeline_step, run_unsplit_step
 from fxsplit.torch_internals.tensors.differences import measure_difference
-from tests.models import FAST, Buffers, Chunked, LateReader, ManyInputs, Mlp, ModeDependent, Residual, Tied
+from tests.support.models import FAST, Buffers, Chunked, LateReader, ManyInputs, Mlp, ModeDependent, Residual, Tied
 
 TIGHT = 1e-10
 M = TypeVar("M", bound=nn.Module)

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.errors import FxsplitError, InputError
-from tests.models import FAST, Mlp
-from tests.refusals import refused
+from tests.support.models import FAST, Mlp
+from tests.support.refusals import refused
 
 
 def x(rows: int = 8) -> Tensor:

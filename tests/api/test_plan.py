@@ -27,8 +27,8 @@ from fxsplit.planner.planner import Planner
 from fxsplit.schedule import SCHEDULES
 from fxsplit.schedule.generators.catalogue import ScheduleName
 from fxsplit.schedule.generators.synchronous import REPLICABLE
-from tests.graphs import ir_of, machines, node, profiles
-from tests.models import FAST, Residual
+from tests.support.graphs import ir_of, machines, node, profiles
+from tests.support.models import FAST, Residual
 
 few = settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 

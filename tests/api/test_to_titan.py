@@ -26,9 +26,9 @@ from fxsplit.cli import main as cli
 from fxsplit.errors import FileError, NotExportable
 from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.schedule import generate
-from tests.models import Mlp, Residual
-from tests.ranks import ranks
-from tests.titan_model import Titan
+from tests.support.models import Mlp, Residual
+from tests.support.ranks import ranks
+from tests.support.titan_model import Titan
 
 CHAIN = "profile{repeats=1},cut{at=modules},augment,order,partition,emit"
 

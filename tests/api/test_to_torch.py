@@ -18,8 +18,8 @@ from fxsplit import IR, Pins
 from fxsplit.api.to_torch import LEAST_TORCH
 from fxsplit.errors import InputError, NotExportable
 from fxsplit.schedule.generators.catalogue import ScheduleName
-from tests.models import FAST, Buffers, LateReader, ManyInputs, Mlp, Residual
-from tests.ranks import ranks
+from tests.support.models import FAST, Buffers, LateReader, ManyInputs, Mlp, Residual
+from tests.support.ranks import ranks
 
 pytestmark = pytest.mark.skipif(torch.__version__ < LEAST_TORCH, reason="torch's own runtime fails, and is refused")
 

@@ -12,9 +12,9 @@ import fxsplit
 from fxsplit import IR, Pins
 from fxsplit.api.to_torch import LEAST_TORCH
 from tests.api.test_to_torch import make_case, weigh_all
-from tests.models import FAST
-from tests.ranks import ranks
-from tests.text_models import make_text_model
+from tests.support.models import FAST
+from tests.support.ranks import ranks
+from tests.support.text_models import make_text_model
 
 pytestmark = pytest.mark.skipif(torch.__version__ < LEAST_TORCH, reason="torch's own runtime fails, and is refused")
 

@@ -11,7 +11,7 @@ import pytest
 from fxsplit.cli.main import main
 from fxsplit.ir.facts.costs.costs import Costs
 from tests.formats.test_formats import dnn, written
-from tests.graphs import node
+from tests.support.graphs import node
 
 
 @pytest.fixture

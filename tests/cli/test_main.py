@@ -22,7 +22,7 @@ def default_interrupts() -> None:
 COMMAND = """
 import sys
 from fxsplit.__main__ import main
-sys.argv = ["fxsplit", "verify", "tests.models:NoSuchFactory"]
+sys.argv = ["fxsplit", "verify", "tests.support.models:NoSuchFactory"]
 print("up", flush=True)
 sys.exit(main())
 """

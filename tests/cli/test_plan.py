@@ -22,7 +22,7 @@ from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.costs.forwards import keep_forwards
 from fxsplit.planner import Options
 from tests.formats.test_formats import MACHINE, PIPEDREAM, dnn, line, written
-from tests.graphs import node
+from tests.support.graphs import node
 
 
 def chain(sizes: list[int], ms: float = 1.0, **figures: float) -> Costs:

@@ -18,7 +18,7 @@ from fxsplit.cli.verify import _call_factory
 from fxsplit.errors import InputError
 from fxsplit.torch_internals.autograd.sums import Share, Sums
 from fxsplit.torch_internals.random.no_dropout import disable_dropout
-from tests.models import FAST, Mlp
+from tests.support.models import FAST, Mlp
 
 MODELS = """
 import torch

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.docs.markdown import ROOT, read_blocks
-from tests.text_models import make_prompt, make_text_model
+from tests.support.text_models import make_prompt, make_text_model
 
 
 @pytest.mark.long  # whose environment has transformers

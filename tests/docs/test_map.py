@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import fxsplit
 from tests.docs.markdown import ROOT, read_prose
-from tests.models import Mlp
+from tests.support.models import Mlp
 
 PAGE = ROOT / "CONTRIBUTING.md"
 Place = tuple[str, str]

@@ -8,7 +8,7 @@ import pytest
 
 from fxsplit.errors import InputError
 from fxsplit.formats.machine_toml import read_machine
-from tests.refusals import refused
+from tests.support.refusals import refused
 
 
 @pytest.mark.parametrize(

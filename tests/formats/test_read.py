@@ -9,7 +9,7 @@ import pytest
 from fxsplit.errors import ProfileError
 from fxsplit.formats import read
 from fxsplit.ir.facts.costs.costs import Costs
-from tests.graphs import node
+from tests.support.graphs import node
 
 FIGURES = "forward_compute_time=1.0, backward_compute_time=2.0, activation_size=8.0, parameter_size=4.0"
 PIPEDREAM = f"node1 -- Linear(8, 8) -- {FIGURES}\n"

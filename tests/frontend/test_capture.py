@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import fxsplit
 from fxsplit.errors import TraceError
-from tests.refusals import refused
+from tests.support.refusals import refused
 
 
 def x(rows: int = 8) -> Tensor:

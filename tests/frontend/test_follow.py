@@ -17,7 +17,7 @@ from fxsplit.frontend.capture import capture
 from fxsplit.ir.facts.capture.numbers import list_number_nodes, set_numbers
 from fxsplit.ir.facts.capture.python_state import PythonState
 from fxsplit.ir.graph import IR
-from tests.models import FAST, Two
+from tests.support.models import FAST, Two
 
 Use = Callable[[Any, Tensor], Tensor]
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import fxsplit
 from fxsplit.errors import InputError, TraceError
 from fxsplit.schedule.generators.catalogue import ScheduleName
-from tests.models import FAST, Mlp
+from tests.support.models import FAST, Mlp
 
 
 def proven(model: nn.Module, *args: Any, passes: Any = FAST, n: int = 2, **kwargs: Any) -> str:

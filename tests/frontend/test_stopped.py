@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fxsplit
 from fxsplit.errors import TraceError
 from fxsplit.frontend.stopped import find_stopped
-from tests.models import FAST
+from tests.support.models import FAST
 
 library = torch.library.Library("fxsplit_stopped", "DEF")
 library.define("shapeless(Tensor x) -> Tensor")

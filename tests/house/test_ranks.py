@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fxsplit.errors import InputError
-from tests.ranks import RankFailed, ranks
+from tests.support.ranks import RankFailed, ranks
 
 
 def total(rank: int, world: int, number: int) -> tuple[int, torch.Tensor, int]:

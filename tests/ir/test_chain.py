@@ -11,8 +11,8 @@ from fxsplit import DEFAULT, IR
 from fxsplit.errors import ChainError, MissingFact
 from fxsplit.ir import chain as spec
 from fxsplit.passes import Profile
-from tests.models import FAST, Residual
-from tests.own_passes import Keep, fold_conv_bn
+from tests.support.models import FAST, Residual
+from tests.support.own_passes import Keep, fold_conv_bn
 
 
 def x() -> torch.Tensor:

@@ -15,7 +15,7 @@ import fxsplit
 from fxsplit import IR, Plan
 from fxsplit.errors import BrokenFact, FileError, FxsplitWarning
 from fxsplit.ir.text import render
-from tests.models import FAST, Mlp, ModeDependent, Residual
+from tests.support.models import FAST, Mlp, ModeDependent, Residual
 
 FILES = ["00-trace.txt", "01-profile.txt", "02-augment.txt", "03-order.txt", "04-partition.txt", "05-emit.txt"]
 FILES += ["06-batch-norm.txt", "chain.json"]

@@ -15,7 +15,7 @@ from fxsplit.errors import BrokenFact
 from fxsplit.ir.facts.stages import Stages
 from fxsplit.ir.fingerprint import MOST_READ, find_edit, take_fingerprint
 from fxsplit.schedule.generators.catalogue import ScheduleName
-from tests.own_passes import copied
+from tests.support.own_passes import copied
 
 X = torch.randn(8, 8)
 

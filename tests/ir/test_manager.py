@@ -13,8 +13,8 @@ from torch import fx
 import fxsplit
 from fxsplit import DEFAULT, IR, Plan
 from fxsplit.errors import BrokenFact, ChainError
-from tests.models import Residual
-from tests.own_passes import copied
+from tests.support.models import Residual
+from tests.support.own_passes import copied
 
 
 def x() -> torch.Tensor:

@@ -10,7 +10,7 @@ from torch import fx, nn
 from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.graph import IR, Step
 from fxsplit.ir.text import render
-from tests.graphs import node
+from tests.support.graphs import node
 
 
 def test_each_kind_of_node() -> None:

@@ -9,7 +9,7 @@ from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.given.machine import Device, Machine
 from fxsplit.ir.facts.lattice.antichains import Antichains
 from fxsplit.passes.augment import Augment
-from tests.graphs import ir_of, node
+from tests.support.graphs import ir_of, node
 
 # The mask costs nothing, so it may join its reader: then the chain has one ideal less.
 COSTS = Costs((node("a"), node("mask", ["a"], 0.0), node("b", ["mask"])), (), ("b",), rows=1)

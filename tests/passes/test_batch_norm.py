@@ -23,7 +23,7 @@ from fxsplit.ir.facts.capture.effects import CallEffects
 from fxsplit.ir.facts.given.workload import Workload
 from fxsplit.passes import PASSES, BatchNorm
 from fxsplit.torch_internals.nn.batch_norm import Noted
-from tests.models import FAST, Residual
+from tests.support.models import FAST, Residual
 
 
 def emitted(model: nn.Module, x: Tensor, **options: Any) -> IR:

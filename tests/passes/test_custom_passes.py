@@ -13,8 +13,8 @@ import fxsplit
 from fxsplit import DEFAULT, IR
 from fxsplit.errors import FxsplitError
 from fxsplit.ir import chain as spec
-from tests.models import Residual
-from tests.own_passes import Keep, fold_conv_bn
+from tests.support.models import Residual
+from tests.support.own_passes import Keep, fold_conv_bn
 
 
 def x() -> torch.Tensor:

@@ -15,7 +15,7 @@ from fxsplit.ir.chain import parse_chain
 from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.passes import PASSES, Cut
 from fxsplit.planner.problem.borders import find_module, list_modules, list_wholes
-from tests.titan_model import Titan
+from tests.support.titan_model import Titan
 
 CHAIN = "profile{repeats=1},cut{at=modules},augment,order,partition,emit"
 IDS = torch.randint(11, (8, 5))

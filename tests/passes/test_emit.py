@@ -16,7 +16,7 @@ from fxsplit.errors import PlanError
 from fxsplit.ir.chain import to_chain
 from fxsplit.ir.facts.capture.effects import Effects
 from fxsplit.passes import PASSES
-from tests.models import FAST
+from tests.support.models import FAST
 
 
 class Drops(nn.Module):

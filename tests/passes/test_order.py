@@ -6,7 +6,7 @@ from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.lattice.states import States
 from fxsplit.passes.order import Order
 from fxsplit.planner import antichains
-from tests.graphs import ir_of, node
+from tests.support.graphs import ir_of, node
 
 
 def test_every_ideal_sums_what_it_holds() -> None:

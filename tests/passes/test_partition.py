@@ -18,8 +18,8 @@ from fxsplit.passes.order import Order
 from fxsplit.passes.partition import Partition
 from fxsplit.planner import antichains
 from fxsplit.schedule.generators.catalogue import ScheduleName
-from tests.graphs import ir_of, node, workload
-from tests.models import FAST
+from tests.support.graphs import ir_of, node, workload
+from tests.support.models import FAST
 
 
 def test_a_chain_is_cut_where_both_stages_take_as_long() -> None:

@@ -8,7 +8,7 @@ from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.planner import Options, antichains, sequence_states
 from fxsplit.planner.baselines import plan_baseline
-from tests.graphs import node, workload
+from tests.support.graphs import node, workload
 
 FOUR = [(1.0, 50), (1.0, 1), (1.0, 1), (3.0, 1)]
 

@@ -8,7 +8,7 @@ from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.planner import Options
 from fxsplit.planner.planner import Planner
-from tests.graphs import node, workload
+from tests.support.graphs import node, workload
 
 
 def costs(*nodes: object, outputs: tuple[str, ...]) -> Costs:

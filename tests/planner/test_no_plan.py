@@ -13,9 +13,9 @@ from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.planner import Options
 from fxsplit.planner.planner import Planner
 from fxsplit.planner.search import search
-from tests.graphs import node, workload
-from tests.models import FAST, Mlp
-from tests.refusals import refused
+from tests.support.graphs import node, workload
+from tests.support.models import FAST, Mlp
+from tests.support.refusals import refused
 
 
 def x(rows: int = 8) -> Tensor:

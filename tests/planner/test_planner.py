@@ -33,7 +33,7 @@ from fxsplit.planner.problem.moves import list_moves
 from fxsplit.planner.problem.problem import pose_problem
 from fxsplit.planner.search import search
 from fxsplit.planner.search.search import SLACK
-from tests.graphs import (
+from tests.support.graphs import (
     best_bottleneck,
     downsets,
     ir_of,
@@ -315,7 +315,7 @@ def test_a_wrong_plan_is_caught() -> None:
 
 
 PROGRAM = """
-from tests.graphs import *
+from tests.support.graphs import *
 from fxsplit.ir.manager import run_chain
 from fxsplit.passes import Augment, Order, Partition
 from fxsplit.ir.facts.plan import Plan

@@ -17,7 +17,7 @@ from fxsplit.ir.facts.price import COST_MODELS, price_split
 from fxsplit.planner import Options
 from fxsplit.planner.planner import Planner
 from fxsplit.planner.search import search
-from tests.graphs import best_bottleneck, node, profiles, sweep, try_examples, workload
+from tests.support.graphs import best_bottleneck, node, profiles, sweep, try_examples, workload
 
 many = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 

@@ -30,7 +30,7 @@ from fxsplit.planner.planner import Planner
 from fxsplit.planner.problem.problem import Path, Problem
 from fxsplit.planner.search import search
 from fxsplit.planner.search.search import Found
-from tests.graphs import node, workload
+from tests.support.graphs import node, workload
 
 CHAIN = Costs(tuple(node(f"n{i}", [f"n{i - 1}"] if i else [], kept_bytes=1) for i in range(4)), (), ("n3",), rows=1)
 

@@ -22,7 +22,7 @@ from fxsplit.schedule import Schedule, generate, simulate
 from fxsplit.schedule.action import FORWARD, STEP
 from fxsplit.schedule.of_plan import read_footprints, read_times
 from fxsplit.schedule.simulation.memory import find_peak, trace_memory
-from tests.models import FAST, Mlp, Residual
+from tests.support.models import FAST, Mlp, Residual
 
 Loss = Callable[[Any, Any], Tensor]
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {

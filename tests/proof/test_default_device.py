@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fxsplit
 from tests.accelerator import use_accelerator
-from tests.models import FAST
+from tests.support.models import FAST
 
 
 @torch.fx.wrap

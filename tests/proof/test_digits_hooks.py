@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 
 import fxsplit
-from tests.models import FAST
-from tests.ranks import ranks
+from tests.support.models import FAST
+from tests.support.ranks import ranks
 
 EXAMPLE = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "train_digits.py"))
 BATCH, TRAINED = 64, 1500

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxsplit
-from tests.models import FAST
+from tests.support.models import FAST
 
 Run = Callable[..., Tensor]
 """A model or its pipeline, called."""

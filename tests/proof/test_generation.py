@@ -12,8 +12,8 @@ import fxsplit
 from fxsplit.api.generation.programs import Programs
 from fxsplit.errors import FxsplitWarning
 from fxsplit.runtime.job.channels import Inboxes, Message
-from tests.models import FAST
-from tests.text_models import EOS, PAD, WORDS, make_prompt, make_text_model
+from tests.support.models import FAST
+from tests.support.text_models import EOS, PAD, WORDS, make_prompt, make_text_model
 
 pytestmark = [
     pytest.mark.long,  # whose environment has transformers

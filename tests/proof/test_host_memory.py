@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import fxsplit
 from tests.accelerator import use_accelerator
 from tests.accelerator.cases import KINDS_OF_ROWS, ROWS, WIDTH, Net
-from tests.models import FAST
+from tests.support.models import FAST
 
 DEVICES = (["toy:0"] * 2, ["toy:0", "toy:1"], ["toy:0", "cpu"], ["cpu", "toy:0"])
 make_model = partial(Net, norm=True, layers=2)

@@ -16,7 +16,7 @@ from fxsplit.api.verify.compare import compare, run_pipeline_step, run_unsplit_s
 from fxsplit.frontend.capture import capture
 from fxsplit.passes import Profile
 from fxsplit.torch_internals.fake.fake_weights import make_runnable
-from tests.models import FAST
+from tests.support.models import FAST
 
 mse = F.mse_loss
 ROWS = 12

@@ -14,7 +14,7 @@ import fxsplit
 from fxsplit import Costs, Device, Machine
 from fxsplit.errors import InputError, NoFit, ProfileError, ScheduleError
 from fxsplit.ir.facts.given.workload import Workload
-from tests.models import FAST, Mlp, Residual
+from tests.support.models import FAST, Mlp, Residual
 
 WIDTH = 256
 WEIGHTS = 8 * WIDTH * WIDTH * 4

@@ -13,8 +13,8 @@ import time
 import pytest
 import torch
 
-from tests.interrupted import interrupt, make_scene
-from tests.interrupts import Dropped, list_lines
+from tests.support.interrupted import interrupt, make_scene
+from tests.support.interrupts import Dropped, list_lines
 
 SECONDS = 2.0
 SCENES = ["step 1F1B", "step ZB-H1", "step 1F1B always", "call", "compile", "export", "profile"]

@@ -16,8 +16,8 @@ from fxsplit.cli.main import main
 from fxsplit.errors import UnsteadyProfileWarning
 from fxsplit.formats.plan_json import read_plan, save_plan
 from fxsplit.ir.facts.costs.costs import InputCost
-from tests.graphs import node
-from tests.models import Mlp
+from tests.support.graphs import node
+from tests.support.models import Mlp
 
 SAID = r"measured times vary by ±25 % from repeat to repeat"
 

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 import fxsplit
 from fxsplit.torch_internals.torchvision_operators import declare_detection_operators
-from tests.models import FAST, Two, take_grads
+from tests.support.models import FAST, Two, take_grads
 
 OPTIONS: dict[str, Any] = {"passes": FAST, "n_microbatches": 2}
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxsplit
-from tests.models import FAST, take_grads
+from tests.support.models import FAST, take_grads
 
 BETA = 1.0
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fxsplit
 from fxsplit.torch_internals.torchvision_operators import declare_detection_operators
-from tests.models import FAST
+from tests.support.models import FAST
 
 # What those libraries warn of is not about pipelines.
 pytestmark = [

@@ -21,7 +21,7 @@ from fxsplit.ir.facts.given.workload import Workload
 from fxsplit.ir.facts.price import CostModel, price_split
 from fxsplit.schedule import Times, simulate, verify
 from fxsplit.schedule.generators.synchronous import REPLICABLE, count_in_flight, schedule_replicas
-from tests.models import FAST, Mlp, Residual
+from tests.support.models import FAST, Mlp, Residual
 
 TOLERANCE = 1e-10
 

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.torch_internals.torchvision_operators import declare_detection_operators
-from tests.models import FAST
-from tests.text_models import make_text_model
+from tests.support.models import FAST
+from tests.support.text_models import make_text_model
 
 STEPS = 3
 Loop = Callable[[Any], list[float]]

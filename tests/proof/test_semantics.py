@@ -16,8 +16,8 @@ import fxsplit
 from fxsplit.errors import InputError
 from fxsplit.ir.chain import parse_chain
 from fxsplit.passes import PASSES
-from tests.models import FAST, Mlp
-from tests.own_passes import Keep
+from tests.support.models import FAST, Mlp
+from tests.support.own_passes import Keep
 
 OPTIONS: Any = {"passes": FAST, "n_microbatches": 2}
 

@@ -22,7 +22,7 @@ from bench.networks.transformer import Encoder
 from fxsplit.errors import InputError, TraceError
 from fxsplit.formats.weights import safetensors_files as weight_files
 from fxsplit.ir.facts.capture.example import Example
-from tests.models import FAST, Mlp
+from tests.support.models import FAST, Mlp
 
 OPTIONS: Any = {"passes": FAST, "n_microbatches": 2}
 

@@ -167,7 +167,7 @@ def worst_cut(costs: fxsplit.Costs) -> Callable[[fxsplit.IR], fxsplit.IR]:
     from fxsplit.ir.facts.given.workload import Workload
     from fxsplit.ir.facts.lattice.antichains import Antichains
     from fxsplit.ir.facts.price import CostModel, price_split
-    from tests.graphs import one_each
+    from tests.support.graphs import one_each
 
     def worst(ir: fxsplit.IR) -> fxsplit.IR:
         chains = ir[Antichains]

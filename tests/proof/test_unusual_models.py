@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxsplit
 from fxsplit.errors import InputError, TraceError
-from tests.models import FAST
+from tests.support.models import FAST
 
 OPTIONS: Any = {"passes": FAST, "n_microbatches": 2}
 

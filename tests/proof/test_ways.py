@@ -16,8 +16,8 @@ from fxsplit.api.compiler import compiler as compiling
 from fxsplit.api.compiler import lowering
 from fxsplit.errors import InputError, PlanError, RanksDiffer
 from fxsplit.torch_internals.distributed.away import is_away
-from tests.models import FAST
-from tests.ranks import ranks
+from tests.support.models import FAST
+from tests.support.ranks import ranks
 
 OPTIONS: dict[str, Any] = {"passes": FAST, "n_microbatches": 2}
 

@@ -16,9 +16,9 @@ from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.report import save_picture, save_trace
 from fxsplit.schedule import generate
 from fxsplit.schedule.torch_csv import write_csv
-from tests.graphs import node
-from tests.refusals import full_disk, refused
 from tests.report.timelines import TIMELINE
+from tests.support.graphs import node
+from tests.support.refusals import full_disk, refused
 
 COSTS = Costs(tuple(node(f"n{i}", [f"n{i - 1}"] if i else []) for i in range(9)), (), ("n8",))
 WRITERS: dict[str, Callable[[Path], None]] = {

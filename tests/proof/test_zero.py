@@ -14,8 +14,8 @@ from torch.nn import functional as F
 import fxsplit
 from fxsplit.errors import ElsewhereError, InputError
 from fxsplit.torch_internals.distributed.away import is_away
-from tests.ranks import ranks
 from tests.runtime.ranks.hooks.test_gradient_hooks import compile_row, get_own, make_batch, make_mesh
+from tests.support.ranks import ranks
 
 Trained = tuple[float, int, int]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fxsplit
 from fxsplit.runtime.autograd_node import PipelineFunction
-from tests.models import FAST, Mlp
+from tests.support.models import FAST, Mlp
 
 
 def vectors(rows: int = 8) -> Tensor:

@@ -20,7 +20,7 @@ from fxsplit.runtime.engine import join_gradients
 from fxsplit.torch_internals.tensors import host_copies
 from fxsplit.torch_internals.tensors.host_copies import HostCopy
 from tests.accelerator import use_accelerator
-from tests.models import FAST, Mlp
+from tests.support.models import FAST, Mlp
 
 
 def vectors(rows: int = 8) -> Tensor:

@@ -17,7 +17,7 @@ from fxsplit.ir.facts.capture.call import Inputs
 from fxsplit.ir.facts.capture.chunks import Cut
 from fxsplit.ir.facts.capture.meanings import MEAN, Meaning
 from fxsplit.runtime.microbatches import divide_rows, join, split_gradient, split_target
-from tests.models import FAST, Mlp
+from tests.support.models import FAST, Mlp
 
 mse = F.mse_loss
 

@@ -22,7 +22,7 @@ from fxsplit.ir.facts.capture.call import Call
 from fxsplit.runtime.program import Program
 from fxsplit.schedule import Schedule
 from tests.accelerator import use_accelerator
-from tests.models import FAST, Mlp, Residual
+from tests.support.models import FAST, Mlp, Residual
 
 FRESH_PROCESS = """
 import pickle, sys

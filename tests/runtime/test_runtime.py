@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.errors import ClosedError, InputError, StageError
-from tests.models import FAST, Boom, Breaks, Mlp
+from tests.support.models import FAST, Boom, Breaks, Mlp
 
 
 def workers() -> list[str]:
@@ -220,7 +220,7 @@ def test_repeated_gpu_equals_unsplit() -> None:
     import copy
 
     from fxsplit.api.verify.compare import compare, run_pipeline_step, run_unsplit_step
-    from tests.models import Residual
+    from tests.support.models import Residual
 
     model = Residual().double().cuda()
     unsplit = copy.deepcopy(model)

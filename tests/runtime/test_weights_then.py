@@ -14,7 +14,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 import fxsplit
 from fxsplit.errors import BackwardError, ChangedWeightError
 from fxsplit.runtime.stage.recompute import Policy
-from tests.models import FAST
+from tests.support.models import FAST
 
 RECOMPUTE = ("never", "plan", "except_last", "always")
 

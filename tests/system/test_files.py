@@ -14,7 +14,7 @@ import pytest
 
 from fxsplit.errors import FileError, FxsplitError
 from fxsplit.system.files import make_folder, write_whole
-from tests.refusals import full_disk, refused
+from tests.support.refusals import full_disk, refused
 
 
 def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fxsplit.system.interrupts import lose_no_interrupt, raise_lost_interrupt
-from tests.interrupts import interrupt_at, list_lines
+from tests.support.interrupts import interrupt_at, list_lines
 
 
 @pytest.fixture(autouse=True)

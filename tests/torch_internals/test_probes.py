@@ -15,7 +15,7 @@ from fxsplit.torch_internals import probes
 from fxsplit.torch_internals.autograd import leaves as grad_leaves
 from fxsplit.torch_internals.probes import PROBES, probe_torch
 from fxsplit.torch_internals.scopes.modes import Modes
-from tests.models import FAST, Mlp
+from tests.support.models import FAST, Mlp
 
 BREAKS: dict[str, tuple[object, str, Callable[..., Any]]] = {
     "gradients back": (probes, "differentiate", lambda roots, given, ends: [torch.zeros_like(end) for end in ends]),

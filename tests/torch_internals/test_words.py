@@ -13,7 +13,7 @@ from fxsplit.errors import ChangedWeightError, StageError
 from fxsplit.runtime.stage import run
 from fxsplit.torch_internals import probes, words
 from fxsplit.torch_internals.words import is_changed_tensor, is_refusal_of_hooks, is_second_backward
-from tests.models import FAST
+from tests.support.models import FAST
 
 KINDS = (is_second_backward, is_changed_tensor, is_refusal_of_hooks)
 

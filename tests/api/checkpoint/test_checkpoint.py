@@ -24,8 +24,8 @@ from fxsplit.api.checkpoint import storage as checkpoint_storage
 from fxsplit.errors import FileError
 from fxsplit.formats.weights import save_safetensors
 from fxsplit.formats.weights.checkpoint_folder import NewCheckpoint
-from tests.checkpoints import Net, X, build, compare, cut, make_adamw, read, save_three_steps, step
-from tests.ranks import ranks
+from tests.support.checkpoints import Net, X, build, compare, cut, make_adamw, read, save_three_steps, step
+from tests.support.ranks import ranks
 
 
 @pytest.fixture

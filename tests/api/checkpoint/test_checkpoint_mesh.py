@@ -22,9 +22,9 @@ from fxsplit.formats.weights.safetensors_reader import TensorFile
 from fxsplit.runtime.ranks.hooks.power_errors import PowerErrors
 from fxsplit.runtime.ranks.hooks.residuals import Residuals
 from tests.api.checkpoint.test_checkpoint_ranks import hash_state, merge
-from tests.checkpoints import read
-from tests.models import FAST, Mlp
-from tests.ranks import ranks
+from tests.support.checkpoints import read
+from tests.support.models import FAST, Mlp
+from tests.support.ranks import ranks
 
 
 def make_batch(step: int) -> tuple[Tensor, Tensor]:

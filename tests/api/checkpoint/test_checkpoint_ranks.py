@@ -24,9 +24,9 @@ import fxsplit
 from fxsplit.api.checkpoint import storage as checkpoint_storage
 from fxsplit.errors import ElsewhereError, FileError, InputError, RanksDiffer
 from fxsplit.torch_internals.distributed.away import is_away
-from tests.checkpoints import X, build, cut, read, save_three_steps, step
-from tests.models import FAST
-from tests.ranks import ranks
+from tests.support.checkpoints import X, build, cut, read, save_three_steps, step
+from tests.support.models import FAST
+from tests.support.ranks import ranks
 
 OPTIONS: dict[str, Any] = {
     "passes": FAST,

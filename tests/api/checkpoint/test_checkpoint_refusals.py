@@ -19,7 +19,7 @@ import fxsplit
 from fxsplit.api.checkpoint import checkpoint
 from fxsplit.api.checkpoint import storage as checkpoint_storage
 from fxsplit.errors import InputError
-from tests.checkpoints import Net, build, save_three_steps, step
+from tests.support.checkpoints import Net, build, save_three_steps, step
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from fxsplit.ir.graph import IR
 from fxsplit.passes import PASSES
 from fxsplit.schedule import RUNNABLE
 from fxsplit.schedule.generators.catalogue import Scheduler
-from tests.models import FAST
+from tests.support.models import FAST
 
 
 def model() -> nn.Module:

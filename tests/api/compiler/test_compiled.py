@@ -14,8 +14,8 @@ from fxsplit import DEFAULT, IR
 from fxsplit.api.compiler.compiled import OTHER_MODE
 from fxsplit.ir.graph import ignores_mode
 from fxsplit.passes import PASSES, Emit
-from tests.models import FAST, Residual
-from tests.own_passes import fold_in_evaluation
+from tests.support.models import FAST, Residual
+from tests.support.own_passes import fold_in_evaluation
 
 
 def vectors(rows: int = 8) -> Tensor:

@@ -19,7 +19,7 @@ from fxsplit.errors import MissingFact
 from fxsplit.ir.chain import parse_chain
 from fxsplit.ir.facts.capture.call import Call
 from fxsplit.passes import PASSES
-from tests.models import FAST, Mlp, ModeDependent
+from tests.support.models import FAST, Mlp, ModeDependent
 
 
 def make(model: nn.Module, chain: str = FAST, **options: Any) -> Compiler:

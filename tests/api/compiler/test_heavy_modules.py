@@ -13,8 +13,8 @@ from torch.nn import functional as F
 import fxsplit
 from fxsplit.api.compiler.heavy_modules import count_parts
 from fxsplit.errors import FxsplitWarning
-from tests.models import FAST
-from tests.times import state_times
+from tests.support.models import FAST
+from tests.support.times import state_times
 
 
 class Recurrent(nn.Module):

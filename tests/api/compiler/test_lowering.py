@@ -34,7 +34,7 @@ from fxsplit.ir.facts.plan import Plan
 from fxsplit.passes import PASSES
 from fxsplit.runtime.stage.recompute import Policy
 from fxsplit.schedule.generators.catalogue import Scheduler
-from tests.models import FAST, Mlp
+from tests.support.models import FAST, Mlp
 
 X = Call((torch.randn(8, 8),), {})
 

@@ -19,9 +19,9 @@ from fxsplit.errors import InputError, ScheduleError
 from fxsplit.ir.facts.costs.compress import HOW, Compress
 from fxsplit.runtime.stage.recompute import POLICIES, Policy
 from fxsplit.schedule.generators.catalogue import ASYNCHRONOUS, RUNNABLE, SCHEDULES, ScheduleName, Scheduler
-from tests.gpus import stand_in
-from tests.models import FAST, Mlp
-from tests.refusals import refused
+from tests.support.gpus import stand_in
+from tests.support.models import FAST, Mlp
+from tests.support.refusals import refused
 
 EMPTY = Costs((), (), (), (), (), 1, "cpu", {})
 

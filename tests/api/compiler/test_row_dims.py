@@ -12,7 +12,7 @@ import fxsplit
 from fxsplit.api.compiler.row_dims import find_row_dims
 from fxsplit.ir.facts.capture.example import Example
 from fxsplit.torch_internals.torch_compile.apart import Apart
-from tests.models import FAST
+from tests.support.models import FAST
 
 
 class Folded(nn.Module):

@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import fxsplit
 from fxsplit.errors import InputError
-from tests.models import FAST, FrozenNorm, Two
+from tests.support.models import FAST, FrozenNorm, Two
 
 mse = F.mse_loss
 

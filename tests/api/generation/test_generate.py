@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import fxsplit
 from fxsplit.api.generation.generate import check_model, takes_generate
 from fxsplit.errors import CallError, FxsplitWarning, InputError
-from tests.models import FAST, Mlp
-from tests.text_models import WORDS, make_prompt, make_text_model
+from tests.support.models import FAST, Mlp
+from tests.support.text_models import WORDS, make_prompt, make_text_model
 
 long = pytest.mark.long  # whose environment has transformers
 

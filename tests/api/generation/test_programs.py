@@ -18,9 +18,9 @@ from fxsplit.ir.facts.given.pins import Pins
 from fxsplit.ir.graph import IR
 from fxsplit.passes.profile import profile
 from fxsplit.passes.profile.time_in_step import NodeTimes
-from tests.models import FAST
-from tests.text_models import make_prompt, make_text_model
-from tests.times import MEASURE
+from tests.support.models import FAST
+from tests.support.text_models import make_prompt, make_text_model
+from tests.support.times import MEASURE
 
 WIDTH, LAYERS = 8, 4
 

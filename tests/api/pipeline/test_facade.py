@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fxsplit
 from fxsplit.errors import FxsplitError, InputError
-from tests.models import FAST
+from tests.support.models import FAST
 
 OPTIONS: Any = {"passes": FAST, "n_microbatches": 2, "loss_fn": F.mse_loss}
 

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 import fxsplit
 from fxsplit.api.compiler import compiler
 from fxsplit.errors import InputError
-from tests.models import FAST, FrozenNorm, Mlp
-from tests.refusals import refused
+from tests.support.models import FAST, FrozenNorm, Mlp
+from tests.support.refusals import refused
 
 mse = F.mse_loss
 

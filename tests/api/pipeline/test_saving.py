@@ -19,7 +19,7 @@ import fxsplit
 from fxsplit.api.checkpoint import storage as checkpoint_storage
 from fxsplit.api.pipeline import saving
 from fxsplit.errors import FileError, InputError
-from tests.checkpoints import build, cut, step
+from tests.support.checkpoints import build, cut, step
 
 LAYER = nn.Linear(3, 3)
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fxsplit
 from fxsplit.api.pipeline.stream import _Begun
 from fxsplit.errors import ClosedError, InputError, StageError
-from tests.models import FAST, Mlp, Residual
+from tests.support.models import FAST, Mlp, Residual
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ import fxsplit
 from fxsplit.errors import FxsplitError, InputError, StageError
 from fxsplit.ir.facts.capture.call import Call
 from fxsplit.torch_internals.scopes.modes import Modes
-from tests.models import FAST, Mlp
+from tests.support.models import FAST, Mlp
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from fxsplit.errors import ChainError, InputError, PlanError, ProfileError
 from fxsplit.ir.facts.costs.compress import HOW, Compress
 from fxsplit.runtime.job import job as jobs
 from fxsplit.runtime.job.compress import compress, restore
-from tests.models import FAST, Mlp
-from tests.titan_model import Titan
+from tests.support.models import FAST, Mlp
+from tests.support.titan_model import Titan
 
 X = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
 Y = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import fxsplit
 from fxsplit.api.verify.verify import Verification
 from fxsplit.errors import InputError
-from tests.models import FAST
+from tests.support.models import FAST
 
 OPTIONS: Any = {"passes": FAST, "n_microbatches": 3}
 X = torch.randn(11, 8, generator=torch.Generator().manual_seed(0))

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.torch_internals.autograd.sums import Share, Sums
-from tests.models import FAST
+from tests.support.models import FAST
 
 OPTIONS: Any = {"passes": FAST, "n_microbatches": 4}
 

@@ -14,7 +14,7 @@ import fxsplit
 from fxsplit.api.verify.compare import Outcome
 from fxsplit.api.verify.trials import Trial
 from fxsplit.errors import CallError, InputError
-from tests.models import FAST
+from tests.support.models import FAST
 
 OPTIONS: Any = {"passes": FAST, "n_microbatches": 2}
 

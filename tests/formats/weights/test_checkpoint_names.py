@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import fxsplit
 from fxsplit.errors import FxsplitWarning, InputError
 from fxsplit.torch_internals.torchvision_operators import declare_detection_operators
-from tests.models import FAST
+from tests.support.models import FAST
 
 OPTIONS: Any = {"passes": FAST, "n_microbatches": 2}
 

@@ -26,9 +26,9 @@ from fxsplit.errors import InputError
 from fxsplit.formats.weights.checkpoint_names import Extra
 from fxsplit.formats.weights.safetensors_files import WeightFiles
 from fxsplit.system.figures import show
-from tests.models import FAST, Mlp
 from tests.proof.test_replicas import chain
 from tests.proof.test_too_big import Tied, sharded, tokens
+from tests.support.models import FAST, Mlp
 
 OPTIONS: Any = {"passes": FAST, "n_microbatches": 2}
 

@@ -25,8 +25,8 @@ from fxsplit.torch_internals.scopes.undo import leave_no_trace
 from fxsplit.torch_internals.torchvision_operators import declare_detection_operators
 from tests.formats.weights.test_safetensors_files import Meter
 from tests.formats.weights.test_stored_names import FAMILIES, SIZES
-from tests.models import FAST, Mlp
 from tests.proof.test_too_big import Tied, tokens
+from tests.support.models import FAST, Mlp
 
 OPTIONS: Any = {"passes": FAST, "n_microbatches": 2}
 ENOUGH = 2**40

@@ -20,7 +20,7 @@ from fxsplit.formats.weights.safetensors_files import WeightFiles
 from fxsplit.formats.weights.stored_names import list_recipes
 from fxsplit.torch_internals.torchvision_operators import declare_detection_operators
 from tests.formats.weights.test_safetensors_files import metered
-from tests.models import FAST, Mlp, take_grads
+from tests.support.models import FAST, Mlp, take_grads
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64, "use_cache": False}
 KEYS = {"num_key_value_heads": 2, "intermediate_size": 64}

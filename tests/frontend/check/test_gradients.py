@@ -13,7 +13,7 @@ import fxsplit
 from fxsplit.errors import TraceError
 from fxsplit.frontend.check.gradients import check_gradients
 from tests.frontend.subjects import Scale, make_subject, trace
-from tests.models import FAST, Reverse, Two
+from tests.support.models import FAST, Reverse, Two
 
 OPTIONS: Any = {"passes": FAST, "n_microbatches": 2}
 

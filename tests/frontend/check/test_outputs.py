@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import fxsplit
 from fxsplit.errors import InputError, TraceError
 from fxsplit.frontend.check.outputs import unpack_output
-from tests.models import FAST, Mlp, Two
+from tests.support.models import FAST, Mlp, Two
 
 mse = F.mse_loss
 

@@ -17,8 +17,8 @@ from fxsplit.errors import BrokenFact, ChainError, FxsplitWarning, InputError
 from fxsplit.ir.facts.detached import Detached
 from fxsplit.ir.facts.stages import Stages
 from fxsplit.passes import Emit
-from tests.models import Residual
-from tests.own_passes import copied, fold_conv_bn, fold_in_evaluation, swap
+from tests.support.models import Residual
+from tests.support.own_passes import copied, fold_conv_bn, fold_in_evaluation, swap
 
 IMAGES = torch.randn(8, 3, 8, 8)
 X = torch.randn(8, 8)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import fxsplit
 from fxsplit.errors import TraceError
 from fxsplit.frontend.front_ends.autograd_functions import enter, leave, mark_functions, record_functions
-from tests.models import FAST
+from tests.support.models import FAST
 
 
 class Thirds(torch.autograd.Function):

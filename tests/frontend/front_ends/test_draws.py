@@ -15,7 +15,7 @@ import fxsplit
 from fxsplit.errors import TraceError
 from fxsplit.frontend.front_ends.draws import refuse_draws
 from fxsplit.torch_internals.random.generators import keep_generators, set_next_draws
-from tests.models import FAST
+from tests.support.models import FAST
 
 
 class Draws(nn.Module):

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.frontend.front_ends.fetches import fetch_apart
-from tests.times import state_times
+from tests.support.times import state_times
 
 
 class Twice(nn.Module):

@@ -15,7 +15,7 @@ import fxsplit
 from fxsplit.errors import TraceError
 from fxsplit.frontend.front_ends.symbolic import SymbolicTrace
 from tests.frontend.subjects import make_subject
-from tests.models import FAST, Two
+from tests.support.models import FAST, Two
 
 
 def vectors(rows: int = 8) -> Tensor:

@@ -13,7 +13,7 @@ import fxsplit
 from fxsplit.errors import FxsplitWarning
 from fxsplit.frontend.meanings.carried import find_carried_buffer
 from tests.frontend.subjects import make_subject
-from tests.models import FAST
+from tests.support.models import FAST
 
 Change = Callable[["Cools", Tensor], Tensor]
 

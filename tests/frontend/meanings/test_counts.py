@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import fxsplit
 from fxsplit.errors import FxsplitWarning, InputError
 from fxsplit.frontend.meanings.counts import find_count, find_inner_counts
-from tests.models import FAST
+from tests.support.models import FAST
 
 ROWS, WORDS, CLASSES = 9, 3, 5
 

@@ -16,7 +16,7 @@ from fxsplit.errors import FxsplitWarning, InputError
 from fxsplit.frontend.check.values import check_graph
 from fxsplit.frontend.meanings.meanings import WHOLE, find_meanings
 from tests.frontend.subjects import make_subject, trace
-from tests.models import FAST
+from tests.support.models import FAST
 
 Call = Callable[[Tensor, Tensor], Any]
 

@@ -16,7 +16,7 @@ from fxsplit.frontend.meanings.row_gradients import find_unjoined_gradient
 from fxsplit.frontend.subject import Runnable
 from fxsplit.ir.facts.capture.meanings import MEAN, ROWS, Meaning
 from tests.frontend.subjects import make_subject
-from tests.models import FAST, Mlp, Residual
+from tests.support.models import FAST, Mlp, Residual
 
 
 class Centre(torch.autograd.Function):

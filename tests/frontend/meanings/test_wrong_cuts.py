@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.errors import InputError
-from tests.models import FAST
+from tests.support.models import FAST
 
 
 class Weighs(nn.Module):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fxsplit
 from fxsplit.errors import InputError, TraceError
 from fxsplit.frontend.restore.no_trace_left import refuse_assignments, restore_model
-from tests.models import FAST, Two
+from tests.support.models import FAST, Two
 
 
 def vectors(rows: int = 8) -> Tensor:

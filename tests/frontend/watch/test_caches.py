@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.errors import InputError
-from tests.models import FAST, Two
+from tests.support.models import FAST, Two
 
 TABLE: dict[str, Any] = {}
 

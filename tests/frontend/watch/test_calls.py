@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.frontend.watch.calls import CallWatch
-from tests.models import FAST, Mlp
+from tests.support.models import FAST, Mlp
 
 SEEN: list[float] = []
 

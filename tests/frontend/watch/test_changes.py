@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import fxsplit
 from fxsplit.errors import TraceError
-from tests.models import FAST, Two
+from tests.support.models import FAST, Two
 
 SEEN: list[Any] = []
 COUNT = 0

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 import fxsplit
-from tests.models import FAST, Two
+from tests.support.models import FAST, Two
 
 VARIABLE: contextvars.ContextVar[float] = contextvars.ContextVar("VARIABLE", default=1.0)
 OWN = threading.local()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import fxsplit
 from fxsplit.errors import InputError
 from fxsplit.frontend.watch.watch import _is_inside
-from tests.models import FAST, Two
+from tests.support.models import FAST, Two
 
 RATE = 1.0
 TABLE = {"rate": 1.0}

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.frontend.watch.watch import Watch
-from tests.models import FAST, Two
+from tests.support.models import FAST, Two
 
 TABLE: dict[str, float] = {}
 FILES = {

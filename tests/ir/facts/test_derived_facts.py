@@ -21,8 +21,8 @@ from fxsplit.ir.facts.lattice.states import FEATURES, States
 from fxsplit.ir.facts.price import CostModel, price_split
 from fxsplit.passes import Augment, Emit, Order, Partition, Profile
 from fxsplit.planner.solve import Task, partition
-from tests.models import Residual
-from tests.times import state_times
+from tests.support.models import Residual
+from tests.support.times import state_times
 
 FAST = DEFAULT.replace("profile", Profile(repeats=1))
 IMAGES = torch.randn(8, 3, 8, 8)

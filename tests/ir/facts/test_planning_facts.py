@@ -31,8 +31,8 @@ from fxsplit.schedule.generators.catalogue import Scheduler
 from fxsplit.schedule.of_plan import build_schedule, read_times
 from fxsplit.system.figures import format_bytes
 from tests.cli.test_plan import chain
-from tests.graphs import ir_of, node, one_each
 from tests.planner.lattice.test_lattice import DIAMOND
+from tests.support.graphs import ir_of, node, one_each
 
 MACHINE = Machine.planned(2, 1e3)
 LOAD = Workload("1F1B", 4, {1: (1,), 2: (2, 1)})

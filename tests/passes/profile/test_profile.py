@@ -25,7 +25,7 @@ from fxsplit.passes.profile.time_in_step import HALVED, Sweep
 from fxsplit.schedule.generators.catalogue import ScheduleName
 from fxsplit.system.progress import listen
 from fxsplit.torch_internals.tensors import accelerators
-from tests.models import FAST, Chunked, LateReader, Mlp, Residual, Tied
+from tests.support.models import FAST, Chunked, LateReader, Mlp, Residual, Tied
 
 
 def costs_of(model: nn.Module, x: Tensor, n_microbatches: int = 2) -> Costs:

@@ -21,8 +21,8 @@ from fxsplit.passes.profile.time_in_step import (
 )
 from fxsplit.torch_internals.fx.observe import observe
 from tests.accelerator import use_accelerator
-from tests.models import FAST
 from tests.runtime.stage.beside_unsplit import largest_difference
+from tests.support.models import FAST
 
 
 class Net(nn.Module):

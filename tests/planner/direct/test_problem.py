@@ -13,7 +13,7 @@ from fxsplit.planner import Options, Task, antichains, pose_problems, sequence_s
 from fxsplit.planner.direct.kernels import cheapest_above
 from fxsplit.planner.direct.problem import DirectProblem
 from fxsplit.planner.search.dense import first_order
-from tests.graphs import profiles, workload
+from tests.support.graphs import profiles, workload
 
 MACHINE = Machine.planned(2, 1e3)
 few = settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)

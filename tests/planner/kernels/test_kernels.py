@@ -17,8 +17,8 @@ from fxsplit.ir.facts.price import COST_MODELS
 from fxsplit.planner import Options, Task, kernels, pose_problems
 from fxsplit.planner.clock import Clock, OutOfTime
 from fxsplit.planner.planner import Planner
-from tests.graphs import machines, node, profiles, workload
 from tests.planner.test_planner_models import solve
+from tests.support.graphs import machines, node, profiles, workload
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ PLAN = """
 import sys
 from fxsplit.planner import Options
 from fxsplit.planner.planner import Planner
-from tests.graphs import Machine, node, workload, Costs
+from tests.support.graphs import Machine, node, workload, Costs
 
 length = int(sys.argv[1])
 sides = [node(f"{side}{i}", (f"{side}{i - 1}",) if i else (), ms=1 + i % 7) for side in "ab" for i in range(length)]

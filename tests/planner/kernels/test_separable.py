@@ -15,7 +15,7 @@ from fxsplit.planner import Options, Task, pose_problems
 from fxsplit.planner.kernels.separable import reach, reach_bounded
 from fxsplit.planner.kernels.tables import Tables
 from fxsplit.planner.planner import Planner
-from tests.graphs import node, workload
+from tests.support.graphs import node, workload
 
 PLENTY = 10**6
 

@@ -19,7 +19,15 @@ from fxsplit.planner import Options, Task, antichains, contract_costless_nodes, 
 from fxsplit.planner.baselines import BASELINES, plan_baseline
 from fxsplit.planner.lattice.contraction import contract_light_nodes
 from fxsplit.planner.planner import Planner
-from tests.graphs import best_bottleneck, node, printed_under_two_hash_seeds, profiles, sweep, try_examples, workload
+from tests.support.graphs import (
+    best_bottleneck,
+    node,
+    printed_under_two_hash_seeds,
+    profiles,
+    sweep,
+    try_examples,
+    workload,
+)
 
 many = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
@@ -203,7 +211,7 @@ PROGRAM = """
 import sys
 from fxsplit.planner.search import search
 search.SMALL = int(sys.argv[1])
-from tests.graphs import node, workload
+from tests.support.graphs import node, workload
 from fxsplit.ir.facts.costs.costs import Costs, InputCost
 from fxsplit.planner.planner import Planner
 from fxsplit.planner import Options

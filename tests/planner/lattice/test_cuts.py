@@ -19,8 +19,8 @@ from fxsplit.ir.facts.price import COST_MODELS
 from fxsplit.planner import Options, antichains, sequence_states
 from fxsplit.planner.lattice.cuts import find_cut_levels
 from fxsplit.planner.planner import Planner
-from tests.graphs import best_bottleneck, node, profiles, sweep, try_examples, workload
 from tests.planner.test_planner_models import clusters, many, solve
+from tests.support.graphs import best_bottleneck, node, profiles, sweep, try_examples, workload
 
 
 def works(costs: Costs, chains: Antichains) -> list[float]:

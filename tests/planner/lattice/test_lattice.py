@@ -7,7 +7,7 @@ import pytest
 from fxsplit.ir.facts.costs.costs import Costs, InputCost
 from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.planner.lattice.lattice import antichains, enumerate_ideals
-from tests.graphs import node
+from tests.support.graphs import node
 
 DIAMOND = Costs(
     (

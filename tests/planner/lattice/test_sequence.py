@@ -14,8 +14,8 @@ from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.manager import run_chain
 from fxsplit.passes import Augment, Order, Partition
 from fxsplit.planner import antichains, sequence_states
-from tests.graphs import ir_of, node, workload
 from tests.planner.lattice.test_lattice import DIAMOND
+from tests.support.graphs import ir_of, node, workload
 
 
 def test_states_of_the_diamond() -> None:

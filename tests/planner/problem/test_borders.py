@@ -9,7 +9,7 @@ import pytest
 from fxsplit.errors import PlanError
 from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.planner.problem.borders import check_modules, check_place, find_module, list_modules, list_wholes
-from tests.graphs import node
+from tests.support.graphs import node
 
 
 def make(*pairs: tuple[str, str]) -> Costs:

@@ -20,7 +20,7 @@ from fxsplit.planner import Options
 from fxsplit.planner.planner import Planner
 from fxsplit.planner.search import search
 from fxsplit.schedule.generators.catalogue import INFERENCE, SCHEDULES, Scheduler
-from tests.graphs import assignments, chains, downsets
+from tests.support.graphs import assignments, chains, downsets
 
 
 def draw_costs(r: random.Random) -> Costs:

@@ -11,7 +11,7 @@ from fxsplit.ir.facts.given.machine import Device, Machine
 from fxsplit.planner import Options, Task, pose_problems
 from fxsplit.planner.planner import Planner
 from fxsplit.planner.problem.prices import price_launches
-from tests.graphs import node, workload
+from tests.support.graphs import node, workload
 
 
 def test_launches_by_kind_of_move() -> None:

@@ -14,7 +14,7 @@ from fxsplit.ir.facts.price import COST_MODELS
 from fxsplit.planner import Options, Task, pose_problems
 from fxsplit.planner.planner import Planner
 from fxsplit.planner.search import search
-from tests.graphs import node, workload
+from tests.support.graphs import node, workload
 
 
 def costs(*nodes: object, outputs: tuple[str, ...]) -> Costs:

@@ -14,7 +14,7 @@ from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.planner import Options
 from fxsplit.planner.planner import Planner
-from tests.graphs import best_bottleneck, machines, profiles, try_examples, workload
+from tests.support.graphs import best_bottleneck, machines, profiles, try_examples, workload
 
 MADE = ["", "float32[4, 64]", "float32[4, 3]", "float64[2, 5, 16]", "int64[4, 64]", "float16[4, 64]", "tuple"]
 

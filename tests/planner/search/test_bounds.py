@@ -11,7 +11,7 @@ from fxsplit.ir.facts.given.machine import Device, Machine
 from fxsplit.ir.facts.price import COST_MODELS
 from fxsplit.planner import Options
 from fxsplit.planner.planner import Planner
-from tests.graphs import best_bottleneck, node, workload
+from tests.support.graphs import best_bottleneck, node, workload
 
 
 def costs(*nodes: object, outputs: tuple[str, ...]) -> Costs:

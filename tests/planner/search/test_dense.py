@@ -11,8 +11,8 @@ from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.planner import Options, Task, antichains, pose_problems, sequence_states
 from fxsplit.planner.search.dense import best_line, best_path, contained, first_order, line_of, membership
-from tests.graphs import node, profiles, workload
 from tests.planner.lattice.test_lattice import DIAMOND
+from tests.support.graphs import node, profiles, workload
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)

@@ -11,7 +11,7 @@ from fxsplit.ir.facts.given.machine import Device, Machine
 from fxsplit.planner import Options
 from fxsplit.planner.kernels import SMALL
 from fxsplit.planner.planner import Planner
-from tests.graphs import node, workload
+from tests.support.graphs import node, workload
 
 
 def costs(*nodes: object, outputs: tuple[str, ...]) -> Costs:

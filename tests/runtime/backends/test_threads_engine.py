@@ -21,7 +21,7 @@ import torch
 from torch import nn
 import fxsplit
 from tests.accelerator import use_accelerator
-from tests.models import FAST
+from tests.support.models import FAST
 
 model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)).double()
 x = torch.randn(8, 8, dtype=torch.float64)

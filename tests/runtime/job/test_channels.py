@@ -16,7 +16,7 @@ from fxsplit.runtime.job.channels import BoundedInboxes, Channels, Inboxes, Mess
 from fxsplit.runtime.job.job import Job
 from fxsplit.schedule.action import BACKWARD, FORWARD, Action
 from fxsplit.schedule.generators.synchronous import run_forwards
-from tests.models import FAST, Mlp
+from tests.support.models import FAST, Mlp
 
 FIRST, SECOND = Action(1, FORWARD, 0), Action(1, FORWARD, 1)
 

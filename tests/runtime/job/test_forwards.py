@@ -19,7 +19,7 @@ from fxsplit.runtime.stage.recompute import ForwardRecord
 from fxsplit.runtime.stage.run import Packet, Saved
 from fxsplit.schedule.action import FORWARD, Action
 from fxsplit.torch_internals.thread_modes import ThreadModes
-from tests.models import FAST
+from tests.support.models import FAST
 
 N_MICROBATCHES = 2
 X = torch.arange(1.0, 17.0).view(2, 8)

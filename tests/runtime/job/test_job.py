@@ -24,7 +24,7 @@ from fxsplit.schedule.action import BACKWARD, COMPUTES
 from fxsplit.schedule.generators.catalogue import ScheduleName
 from fxsplit.torch_internals.autograd import catch as grad_catch
 from fxsplit.torch_internals.autograd.sums import Sums
-from tests.models import FAST, Mlp
+from tests.support.models import FAST, Mlp
 
 
 def deep() -> nn.Module:

@@ -18,8 +18,8 @@ import fxsplit
 from fxsplit.errors import BusyError, FxsplitError, InputError, StepTimeout
 from fxsplit.runtime.backends import threads
 from fxsplit.runtime.job.status import Status, WorkerStatus
-from tests.models import FAST
-from tests.times import state_times
+from tests.support.models import FAST
+from tests.support.times import state_times
 
 go_on = threading.Event()
 inside = threading.Event()

@@ -29,7 +29,7 @@ from fxsplit.runtime.loss.loss import (
 from fxsplit.runtime.loss.meaning import LossMeaning
 from fxsplit.runtime.loss.targets import Targets
 from fxsplit.runtime.program import Batch
-from tests.models import FAST, Mlp
+from tests.support.models import FAST, Mlp
 
 mse = F.mse_loss
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import fxsplit
 from fxsplit.errors import FxsplitWarning
 from tests.accelerator import use_accelerator
-from tests.models import FAST, Mlp
+from tests.support.models import FAST, Mlp
 
 
 def make_batch(rows: int) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fxsplit
 from fxsplit.api.pipeline.pipeline import Pipeline
-from tests.models import FAST
+from tests.support.models import FAST
 
 Step = Callable[[Pipeline, int], Any]
 """Runs step number i of a pipeline, and returns what is to be compared."""

@@ -17,8 +17,8 @@ import fxsplit
 from fxsplit.errors import RankError, StageError, StepTimeout
 from fxsplit.torch_internals.distributed.away import is_away
 from fxsplit.torch_internals.distributed.process_groups import clone_store
-from tests.models import FAST
-from tests.ranks import ranks
+from tests.support.models import FAST
+from tests.support.ranks import ranks
 
 X, Y = torch.randn(8, 8), torch.randn(8, 3)
 TROUBLE: dict[str, Any] = {"where": None}

@@ -22,10 +22,10 @@ from fxsplit.errors import ElsewhereError, InputError, RankError, RanksDiffer
 from fxsplit.ir.chain import parse_chain
 from fxsplit.passes import PASSES
 from fxsplit.torch_internals.distributed.away import is_away
-from tests.checkpoints import X, Y, build, compare, make_adamw
-from tests.models import FAST, Mlp
-from tests.ranks import ranks
-from tests.times import state_times
+from tests.support.checkpoints import X, Y, build, compare, make_adamw
+from tests.support.models import FAST, Mlp
+from tests.support.ranks import ranks
+from tests.support.times import state_times
 
 OPTIONS: dict[str, Any] = {"passes": FAST, "n_microbatches": 4, "loss_fn": F.cross_entropy, "example_inputs": X}
 

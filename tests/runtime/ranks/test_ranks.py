@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxsplit
-from tests.models import FAST, Buffers, LateReader, ManyInputs, Mlp, ModeDependent, Residual
-from tests.ranks import ranks
 from tests.runtime.ranks.compared import compare
+from tests.support.models import FAST, Buffers, LateReader, ManyInputs, Mlp, ModeDependent, Residual
+from tests.support.ranks import ranks
 
 SCHEDULES = ["GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "ZB-H1", "ZBVZeroBubble"]
 

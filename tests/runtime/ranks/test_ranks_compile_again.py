@@ -16,8 +16,8 @@ from torch.nn import functional as F
 import fxsplit
 from fxsplit.errors import FxsplitWarning
 from fxsplit.torch_internals.distributed.away import is_away
-from tests.models import FAST
-from tests.ranks import ranks
+from tests.support.models import FAST
+from tests.support.ranks import ranks
 
 IGNORED = -100
 

@@ -11,8 +11,8 @@ from torch import nn
 import fxsplit
 from fxsplit.ir.facts.costs.compress import Compress
 from fxsplit.torch_internals.distributed.away import is_away
-from tests.models import FAST
-from tests.ranks import ranks
+from tests.support.models import FAST
+from tests.support.ranks import ranks
 
 X = torch.randn(12, 64)
 

@@ -20,7 +20,7 @@ from fxsplit.runtime.ranks.failures.guard import _end_started
 from fxsplit.runtime.ranks.gradients import summing
 from fxsplit.runtime.ranks.world.join import join_world
 from fxsplit.torch_internals.distributed.process_groups import clone_store
-from tests.ranks import end_by_error, ranks
+from tests.support.ranks import end_by_error, ranks
 
 ENDED = "its program has ended"
 

@@ -15,8 +15,8 @@ import fxsplit
 from fxsplit.errors import RankError
 from fxsplit.torch_internals.distributed.away import is_away
 from fxsplit.torch_internals.torchvision_operators import declare_detection_operators
-from tests.ranks import ranks
-from tests.text_models import make_text_model
+from tests.support.ranks import ranks
+from tests.support.text_models import make_text_model
 
 PIECES = 4
 """The number of microbatches."""

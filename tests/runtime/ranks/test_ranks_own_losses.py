@@ -13,8 +13,8 @@ from torch.nn import functional as F
 import fxsplit
 from fxsplit.torch_internals.distributed.away import is_away
 from fxsplit.torch_internals.torchvision_operators import declare_detection_operators
-from tests.models import FAST
-from tests.ranks import ranks
+from tests.support.models import FAST
+from tests.support.ranks import ranks
 
 IGNORED, WORDS = -100, 40
 SCRIPT = [("eval", (12, 8)), ("train", (12, 8)), ("eval", (12, 8)), ("train", (9, 6)), ("eval", (7, 5))]

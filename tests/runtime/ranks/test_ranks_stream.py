@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import fxsplit
 from fxsplit.errors import InputError, RankError, RanksDiffer
-from tests.models import FAST, Mlp
-from tests.ranks import ranks
+from tests.support.models import FAST, Mlp
+from tests.support.ranks import ranks
 
 
 class Picky(nn.Module):

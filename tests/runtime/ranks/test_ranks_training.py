@@ -13,10 +13,10 @@ from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.torch_internals.distributed.away import is_away
-from tests.models import Mlp, Residual, Tied
 from tests.proof.test_replicas import dealt
-from tests.ranks import ranks
 from tests.runtime.ranks.compared import assert_alike, assert_same, compare, compile_both, list_own
+from tests.support.models import Mlp, Residual, Tied
+from tests.support.ranks import ranks
 
 
 def make_batch(rows: int = 12, kind: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from bench.networks.torchvision_models import torchvision_model
 from fxsplit.api.pipeline.pipeline import Pipeline
 from fxsplit.api.verify.compare import run_unsplit_step
-from tests.ranks import ranks
 from tests.runtime.ranks.compared import assert_alike, assert_same, compile_both, list_own
-from tests.text_models import WORDS, make_text_model
+from tests.support.ranks import ranks
+from tests.support.text_models import WORDS, make_text_model
 
 pytestmark = pytest.mark.long
 TOLERANCE = 1e-10

@@ -19,9 +19,9 @@ from fxsplit.api.verify.verify import Verification
 from fxsplit.cli.main import main
 from fxsplit.errors import InputError, RanksDiffer
 from fxsplit.runtime.ranks.gradients.reducer import Reducer
-from tests.models import FAST, Mlp
 from tests.proof.test_replicas import chain
-from tests.ranks import ranks
+from tests.support.models import FAST, Mlp
+from tests.support.ranks import ranks
 
 SHARES = [8, 6]
 

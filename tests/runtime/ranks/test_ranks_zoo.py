@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from bench.networks.torchvision_models import torchvision_model
-from tests.ranks import ranks
 from tests.runtime.ranks.compared import compare
+from tests.support.ranks import ranks
 
 NETWORKS = {
     "resnet18": "1F1B",

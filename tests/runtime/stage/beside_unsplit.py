@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import fxsplit
 from fxsplit.api.verify.compare import compare, run_pipeline_step, run_unsplit_step
 from fxsplit.schedule.generators.catalogue import ScheduleName
-from tests.models import FAST
+from tests.support.models import FAST
 
 Loss = Callable[[nn.Module], Callable[[Any, Any], Tensor]]
 

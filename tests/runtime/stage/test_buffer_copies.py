@@ -13,8 +13,8 @@ import fxsplit
 from fxsplit.runtime.stage.buffer_copies import clone_outputs, save_buffer_copies
 from fxsplit.schedule.generators.catalogue import ScheduleName
 from fxsplit.torch_internals.fx.interpret import get_storage_id
-from tests.models import FAST
 from tests.runtime.stage.beside_unsplit import largest_difference
+from tests.support.models import FAST
 
 
 class Counting(nn.Module):

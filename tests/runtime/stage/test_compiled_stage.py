@@ -23,7 +23,7 @@ from fxsplit.api.verify.verify import TOLERANCE
 from fxsplit.errors import RecompileWarning, StageError
 from fxsplit.ir.facts.capture.example import Example
 from fxsplit.torch_internals.random.draws import Draw, new_seed, take_turn
-from tests.models import FAST
+from tests.support.models import FAST
 
 # What torch itself says where a compiled function has two graphs, and a gradient goes from one to the other.
 # torch forgets a function that it has compiled twice where its globals are gone, and Python says that it ignores this.

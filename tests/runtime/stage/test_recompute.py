@@ -18,7 +18,7 @@ from fxsplit.runtime.stage.run import Saved
 from fxsplit.schedule import RUNNABLE
 from fxsplit.schedule.action import FORWARD
 from fxsplit.schedule.generators.catalogue import ScheduleName
-from tests.models import FAST
+from tests.support.models import FAST
 
 GPU = torch.Generator()
 

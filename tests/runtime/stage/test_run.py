@@ -13,8 +13,8 @@ import fxsplit
 from fxsplit.errors import FxsplitError
 from fxsplit.runtime.stage.recompute import Policy
 from fxsplit.runtime.stage.run import Packet, Saved, backward, find_node, forward, list_roots
-from tests.models import FAST
 from tests.runtime.stage.one_stage import trace_stage, whole_stage
+from tests.support.models import FAST
 
 
 class Layer(nn.Module):

@@ -19,8 +19,8 @@ from fxsplit.torch_internals.autograd import split as grad_split
 from fxsplit.torch_internals.autograd.accumulate import accumulate
 from fxsplit.torch_internals.autograd.split import BranchFinder, find_branch_nodes
 from fxsplit.torch_internals.autograd.sums import Sums
-from tests.models import FAST, Mlp
 from tests.runtime.stage.beside_unsplit import largest_difference
+from tests.support.models import FAST, Mlp
 
 
 def deep() -> nn.Module:

@@ -15,8 +15,8 @@ from torch.nn.utils import prune
 import fxsplit
 from fxsplit.runtime.stage.shared_modules import Turns
 from fxsplit.torch_internals.thread_modes import NO_CONTEXT
-from tests.models import FAST
 from tests.runtime.stage.beside_unsplit import largest_difference
+from tests.support.models import FAST
 
 
 class Remembers(nn.Module):

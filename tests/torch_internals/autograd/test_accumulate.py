@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from fxsplit.torch_internals.autograd.accumulate import Receipt, accumulate
 from fxsplit.torch_internals.autograd.sums import Sums
 from fxsplit.torch_internals.scopes.undo import leave_no_trace
-from tests.interrupts import interrupt_at, list_lines
+from tests.support.interrupts import interrupt_at, list_lines
 
 
 def test_accumulating_is_what_autograd_does() -> None:

@@ -20,7 +20,7 @@ from fxsplit.torch_internals.autograd import catch as grad_catch
 from fxsplit.torch_internals.autograd.catch import Catch, differentiate_into
 from fxsplit.torch_internals.autograd.leaves import mute
 from fxsplit.torch_internals.autograd.sums import Sums
-from tests.models import FAST
+from tests.support.models import FAST
 
 
 @pytest.fixture(autouse=True)

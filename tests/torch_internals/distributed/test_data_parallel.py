@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 import fxsplit
 from fxsplit.errors import FxsplitWarning
 from fxsplit.torch_internals.distributed.data_parallel import warn_of_lone_step
-from tests.models import FAST
-from tests.ranks import ranks
+from tests.support.models import FAST
+from tests.support.ranks import ranks
 
 
 def make_model() -> nn.Module:

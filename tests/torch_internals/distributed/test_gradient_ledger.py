@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from fxsplit.errors import ElsewhereError, InputError, RanksDiffer
 from fxsplit.torch_internals.distributed.away import is_away
 from fxsplit.torch_internals.distributed.gradient_ledger import GradientLedger, OwnGradient
-from tests.ranks import ranks
+from tests.support.ranks import ranks
 
 STEPS = 3
 

@@ -20,8 +20,8 @@ from fxsplit.passes import PASSES
 from fxsplit.torch_internals.distributed.away import Spot
 from fxsplit.torch_internals.distributed.elsewhere import bring_back, send_away
 from fxsplit.torch_internals.distributed.optimizer_loads import note_arrival, note_names, watch_loads
-from tests.models import FAST
-from tests.ranks import ranks
+from tests.support.models import FAST
+from tests.support.ranks import ranks
 
 X, Y = torch.randn(16, 8, generator=torch.Generator().manual_seed(1)), torch.arange(16) % 3
 

@@ -23,7 +23,7 @@ from fxsplit.torch_internals.distributed.process_groups import (
     read_timeout_s,
     wait_until_returned,
 )
-from tests.ranks import ranks
+from tests.support.ranks import ranks
 
 
 def hold(tensor: Tensor) -> Tensor:

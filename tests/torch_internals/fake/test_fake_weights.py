@@ -24,7 +24,7 @@ from fxsplit.torch_internals.fake.fake_weights import (
     lacks_values,
     make_runnable,
 )
-from tests.models import FAST
+from tests.support.models import FAST
 
 OPTIONS: Any = {"passes": FAST, "n_microbatches": 2}
 

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 import fxsplit
 from fxsplit.torch_internals.fake.fake_weights import make_runnable
 from fxsplit.torch_internals.fake.real_shapes import RealShapes
-from tests.mixtures import N_EXPERTS, Mixture
-from tests.models import FAST
+from tests.support.mixtures import N_EXPERTS, Mixture
+from tests.support.models import FAST
 
 ENDS = torch.tensor([2, 3, 6, 8], dtype=torch.int32)
 

@@ -21,7 +21,7 @@ from fxsplit.torch_internals.fx.dependences import (
     list_node_weights,
 )
 from fxsplit.torch_internals.fx.observe import Observation, observe
-from tests.models import FAST
+from tests.support.models import FAST
 
 mse = F.mse_loss
 

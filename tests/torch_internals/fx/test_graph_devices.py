@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 import fxsplit
 from fxsplit.torch_internals.fx.graph_devices import fix_constant_devices, move_constants, name_other_device
-from tests.models import FAST
+from tests.support.models import FAST
 
 
 class Constants(nn.Module):

@@ -13,7 +13,7 @@ import fxsplit
 from fxsplit.errors import FxsplitError, TraceError
 from fxsplit.torch_internals.fx.observe import Observation, observe
 from fxsplit.torch_internals.random import draws as rng
-from tests.text_models import make_prompt, make_text_model
+from tests.support.text_models import make_prompt, make_text_model
 
 FLOATS = 4 * 8 * 4  # bytes of float32[4, 8]
 

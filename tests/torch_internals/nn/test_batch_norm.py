@@ -20,7 +20,7 @@ from fxsplit.torch_internals.nn.batch_norm import (
     note_nothing,
 )
 from fxsplit.torch_internals.random.draws import take_turn
-from tests.models import FAST
+from tests.support.models import FAST
 
 
 def test_statistics_that_begin_to_move_later_move_once() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fxsplit
 from fxsplit.torch_internals.nn.copies import copy_module
-from tests.models import FAST
+from tests.support.models import FAST
 
 
 @dataclass

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 import fxsplit
 from fxsplit.errors import TraceError
 from fxsplit.torch_internals.nn.recurrent import flatten_weights
-from tests.models import FAST, take_grads
+from tests.support.models import FAST, take_grads
 
 
 @pytest.mark.parametrize(("device", "expected"), [("meta", 1), ("cpu", 0)])

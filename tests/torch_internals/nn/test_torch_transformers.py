@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fxsplit
-from tests.models import FAST, take_grads
+from tests.support.models import FAST, take_grads
 
 WIDTH, LENGTH = 8, 6
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -22,7 +22,7 @@ from fxsplit.torch_internals.random.draws import (
     notice_draws,
     take_turn,
 )
-from tests.models import FAST
+from tests.support.models import FAST
 
 
 def draw(seed: int, microbatch: int, key: str) -> Tensor:

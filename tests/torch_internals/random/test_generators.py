@@ -29,7 +29,7 @@ from fxsplit.torch_internals.random.generators import (
     take_generators,
 )
 from tests.accelerator import use_accelerator
-from tests.models import FAST
+from tests.support.models import FAST
 
 FIRST, SECOND = ("cuda", 0), ("cuda", 1)
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fxsplit.torch_internals.scopes.modes import Modes, read_hooks
 from fxsplit.torch_internals.scopes.undo import leave_no_trace
 from fxsplit.torch_internals.thread_modes import enable_gradients, enter_dispatch_mode, enter_saved_hooks
-from tests.interrupts import FILES, TORCH, interrupt_at, list_lines
+from tests.support.interrupts import FILES, TORCH, interrupt_at, list_lines
 
 
 def same(x: Tensor) -> Tensor:

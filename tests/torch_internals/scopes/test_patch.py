@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fxsplit
 from fxsplit.torch_internals.scopes.patch import Method, patch_method
 from fxsplit.torch_internals.scopes.undo import leave_no_trace
-from tests.models import FAST, Mlp
+from tests.support.models import FAST, Mlp
 
 
 class Base:

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from fxsplit.torch_internals.scopes.undo import Turn, call_all, leave_no_trace, undo_after
-from tests.interrupts import interrupt_at, list_lines
+from tests.support.interrupts import interrupt_at, list_lines
 
 State = dict[str, int]
 

@@ -11,7 +11,7 @@ from torch import fx
 
 from fxsplit.torch_internals.scopes.patch import patch_method
 from fxsplit.torch_internals.tracing.stack_traces import remember_frames
-from tests.models import Mlp
+from tests.support.models import Mlp
 from tests.torch_internals.tracing.test_symbolic_sizes import count, export
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fxsplit
 from fxsplit.errors import TraceError
 from fxsplit.torch_internals.tracing.weight_reads import refuse_weight_reads
-from tests.models import FAST, Two
+from tests.support.models import FAST, Two
 
 
 def sum_squares(model: nn.Module) -> Tensor:

@@ -19,7 +19,7 @@ from fxsplit.frontend.front_ends.export.exporter import TorchExport
 from fxsplit.ir.facts.capture.scope import Scope
 from tests.frontend.subjects import make_subject
 from tests.frontend.test_frontend import Branches
-from tests.models import FAST, Two
+from tests.support.models import FAST, Two
 
 OPTIONS: Any = {"passes": FAST, "n_microbatches": 2}
 

@@ -10,7 +10,7 @@ import fxsplit
 from fxsplit.errors import TraceError
 from fxsplit.frontend.front_ends.autograd_functions import mark_functions
 from fxsplit.frontend.front_ends.export.inline import GraphWriter
-from tests.models import FAST, Reverse
+from tests.support.models import FAST, Reverse
 
 
 def write(model: nn.Module, x: Tensor) -> fx.GraphModule:

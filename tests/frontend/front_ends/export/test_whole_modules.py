@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fxsplit
 from fxsplit.errors import TraceError
-from tests.models import FAST
+from tests.support.models import FAST
 
 OPTIONS: Any = {"passes": FAST, "n_microbatches": 2}
 

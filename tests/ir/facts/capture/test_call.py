@@ -15,7 +15,7 @@ from torch.nn.utils import rnn
 import fxsplit
 from fxsplit.errors import FxsplitWarning, InputError, TraceError
 from fxsplit.ir.facts.capture.call import Inputs, parse_example_inputs
-from tests.models import FAST, Two
+from tests.support.models import FAST, Two
 
 OPTIONS: Any = {"passes": FAST, "n_microbatches": 2}
 

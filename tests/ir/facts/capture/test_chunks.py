@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import fxsplit
 from fxsplit.errors import InputError
 from fxsplit.ir.facts.capture.chunks import Cut, Replicate, find_cuts
-from tests.refusals import refused
+from tests.support.refusals import refused
 
 
 def x(rows: int = 8) -> Tensor:

@@ -17,9 +17,9 @@ from fxsplit import Costs
 from fxsplit.errors import ProfileError
 from fxsplit.ir.facts.costs.costs import InputCost
 from fxsplit.ir.facts.costs.known import KnownCosts
-from tests.graphs import node
-from tests.models import FAST, Mlp, Residual
-from tests.refusals import refused
+from tests.support.graphs import node
+from tests.support.models import FAST, Mlp, Residual
+from tests.support.refusals import refused
 
 
 def x(rows: int = 8) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from fxsplit.ir.facts.costs.costs import Costs, Exchange, InputCost
 from fxsplit.ir.facts.costs.forwards import keep_forwards
-from tests.graphs import node
+from tests.support.graphs import node
 
 
 def test_what_training_takes_alone_is_left_out() -> None:

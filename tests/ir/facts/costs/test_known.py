@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.errors import ProfileError
-from tests.models import FAST
+from tests.support.models import FAST
 
 
 class Chosen(nn.Module):

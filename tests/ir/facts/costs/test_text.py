@@ -9,7 +9,7 @@ import pytest
 from fxsplit import Costs, Machine, plan
 from fxsplit.formats.plan_json import parse_plan, plan_to_dict
 from fxsplit.ir.facts.costs.text import sum_by_module
-from tests.graphs import node
+from tests.support.graphs import node
 
 
 def make_costs(n_layers: int) -> Costs:

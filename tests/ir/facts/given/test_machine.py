@@ -11,8 +11,8 @@ import torch
 import fxsplit
 from fxsplit import Device, Machine
 from fxsplit.errors import InputError
-from tests.models import Mlp
-from tests.refusals import refused
+from tests.support.models import Mlp
+from tests.support.refusals import refused
 
 
 @pytest.mark.parametrize(

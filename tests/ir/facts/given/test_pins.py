@@ -12,8 +12,8 @@ import fxsplit
 from fxsplit.errors import MissingFact, PlanError
 from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.given.pins import Pins, suggest_names
-from tests.graphs import node
-from tests.models import Residual
+from tests.support.graphs import node
+from tests.support.models import Residual
 
 
 def test_pins_are_kept_or_refused() -> None:

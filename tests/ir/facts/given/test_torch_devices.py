@@ -14,8 +14,8 @@ import fxsplit
 from fxsplit import Device, Machine
 from fxsplit.errors import FxsplitWarning, InputError
 from fxsplit.ir.facts.given.torch_devices import GPU_RESERVE
-from tests.gpus import FREE, RESERVED, place_on, stand_in
-from tests.refusals import refused
+from tests.support.gpus import FREE, RESERVED, place_on, stand_in
+from tests.support.refusals import refused
 
 
 def find(devices: Any, model: nn.Module | None = None) -> list[str]:

@@ -16,7 +16,7 @@ from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.facts.memory.microbatch import MicrobatchMemory, follow_stage, list_crossings
 from fxsplit.planner import Options
 from fxsplit.planner.planner import Planner
-from tests.graphs import node
+from tests.support.graphs import node
 
 SIZES = {"output_bytes": 4, "gradient_bytes": 4, "forward_peak_bytes": 4, "storage_bytes": 4}
 

@@ -12,7 +12,7 @@ from fxsplit.errors import RankError
 from fxsplit.runtime.ranks.failures.board import Board, look_until
 from fxsplit.runtime.ranks.failures.guard import Guard, _end_started
 from fxsplit.torch_internals.distributed.process_groups import clone_store
-from tests.ranks import end_by_error, ranks
+from tests.support.ranks import end_by_error, ranks
 
 
 def leave_together(rank: int, n: int) -> list[bool]:

@@ -19,7 +19,7 @@ from fxsplit.runtime.ranks.failures.board import Board
 from fxsplit.runtime.ranks.failures.faults import Fault
 from fxsplit.runtime.ranks.failures.watcher import Watcher
 from fxsplit.torch_internals.distributed.process_groups import break_waits, clone_store
-from tests.ranks import ranks
+from tests.support.ranks import ranks
 
 WAIT_S = 120
 """How long gloo waits: far longer than a busy machine takes to wake it."""

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 import fxsplit
 from fxsplit.errors import FxsplitError, InputError, RanksDiffer
 from fxsplit.torch_internals.distributed.away import is_away
-from tests.models import FAST, Mlp, Tied
 from tests.proof.test_replicas import chain
-from tests.ranks import ranks
+from tests.support.models import FAST, Mlp, Tied
+from tests.support.ranks import ranks
 
 SHARES = [7, 5]
 

@@ -12,8 +12,6 @@ from torch.nn import functional as F
 import fxsplit
 from fxsplit.errors import InputError
 from fxsplit.runtime.ranks.gradients.portions import Kind, Portion, weigh_portion
-from tests.models import FAST, Mlp
-from tests.ranks import ranks
 from tests.runtime.ranks.hooks.test_gradient_hooks import (
     ROWS,
     SHARES,
@@ -23,6 +21,8 @@ from tests.runtime.ranks.hooks.test_gradient_hooks import (
     make_batch,
     make_mesh,
 )
+from tests.support.models import FAST, Mlp
+from tests.support.ranks import ranks
 
 
 def count_labels(rank: int, n: int, kind: str) -> tuple[float, float]:

@@ -22,9 +22,9 @@ from fxsplit.runtime.ranks import meeting
 from fxsplit.runtime.ranks.gradients.reducer import Reducer
 from fxsplit.runtime.ranks.hooks import hooks
 from fxsplit.torch_internals.distributed.away import is_away
-from tests.models import FAST, Mlp
 from tests.proof.test_replicas import chain
-from tests.ranks import ranks
+from tests.support.models import FAST, Mlp
+from tests.support.ranks import ranks
 
 SHARES = [7, 5]
 ROWS = sum(SHARES)

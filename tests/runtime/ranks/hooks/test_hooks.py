@@ -15,7 +15,7 @@ from fxsplit.runtime.ranks.hooks.buckets import Offer, fill_buckets
 from fxsplit.runtime.ranks.hooks.hooks import NAMED, HookChoice
 from fxsplit.runtime.ranks.hooks.sketch import Hashes
 from fxsplit.runtime.ranks.hooks.topk import merge
-from tests.ranks import ranks
+from tests.support.ranks import ranks
 
 SHAPES = [(7, 5), (5,), (40, 3), (2, 3, 4)]
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ranks import ranks
 from tests.runtime.ranks.hooks.test_gradient_hooks import compile_row, get_own, make_batch, make_mesh
+from tests.support.ranks import ranks
 
 
 def say_no(gradient: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ import fxsplit
 from fxsplit.errors import RankError
 from fxsplit.runtime.ranks.wire.wire import Wire
 from fxsplit.runtime.ranks.world.world import World
-from tests.models import FAST, Mlp
-from tests.ranks import ranks
+from tests.support.models import FAST, Mlp
+from tests.support.ranks import ranks
 
 SCHEDULES = ["GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "ZB-H1", "ZBVZeroBubble", "Chimera"]
 

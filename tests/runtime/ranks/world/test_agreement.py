@@ -14,8 +14,8 @@ import fxsplit
 from fxsplit.errors import FxsplitError, InputError, RankError, RanksDiffer
 from fxsplit.runtime.ranks.world.agreement import describe_shapes, sum_values
 from fxsplit.schedule.generators.catalogue import ScheduleName
-from tests.models import FAST, Mlp
-from tests.ranks import ranks
+from tests.support.models import FAST, Mlp
+from tests.support.ranks import ranks
 
 X, Y = torch.randn(8, 8), torch.randn(8, 3)
 

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.torch_internals.distributed.away import is_away
-from tests.models import FAST, Tied
-from tests.ranks import ranks
+from tests.support.models import FAST, Tied
+from tests.support.ranks import ranks
 
 
 def train_in_order(rank: int, n: int, order: list[int]) -> tuple[bool, list[str]]:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.torch_internals.scopes.modes import Modes
-from tests.interrupts import interrupt_at
+from tests.support.interrupts import interrupt_at
 
 ROWS, MICROBATCHES, STEADY = 16, 4, 0.5
 SLOW_S = 2.0

@@ -40,7 +40,7 @@ from fxsplit.frontend.capture import LATE
 from fxsplit.runtime.ranks.failures.guard import _end_started
 from fxsplit.torch_internals.autograd import catch as grad_catch
 from fxsplit.torch_internals.autograd import split as grad_split
-from tests.times import state_times
+from tests.support.times import state_times
 
 PRELOADED = [
     "pytest",

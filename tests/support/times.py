@@ -5,7 +5,7 @@
         with fxsplit.compile(model, 2, example_inputs=x) as pipe:
             ...
 
-tests/conftest.py states FORWARD_MS and BACKWARD_MS for every node before each test, and tests/ranks.py in every rank.
+tests/conftest.py states FORWARD_MS and BACKWARD_MS for all nodes before each test, tests/support/ranks.py in each rank.
 The pass `profile` still runs and weighs all operators: only the milliseconds that it finds are replaced. A test of
 measuring itself carries the mark `measured`, and holds whatever is measured. Programs that a test starts measure too:
 give them costs, or expect of them only what holds under any plan.
