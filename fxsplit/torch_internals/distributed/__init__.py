@@ -1,1 +1,1 @@
-"""torch.distributed: process groups, and parameters, gradients and optimizers of which other ranks have a part."""
+"""torch.distributed: process groups, and parameters, gradients and optimizers that are spread over ranks."""
