@@ -19,7 +19,7 @@ from torch.utils import _device, _python_dispatch
 import fxsplit
 
 ROOT = Path(fxsplit.__file__).resolve().parent.parent
-TESTS = [f"{ROOT}/tests/torch_internals/test_{name}.py" for name in ("undo", "modes")]
+TESTS = [f"{ROOT}/tests/torch_internals/scopes/test_{name}.py" for name in ("undo", "modes")]
 FILES = (f"{ROOT}/fxsplit/", f"{ROOT}/passes/", *TESTS, contextlib.__file__)
 TORCH = tuple(module.__file__ or "?" for module in (grad_mode, graph, autocast_mode, _device, _python_dispatch))
 """Blocks of torch's own. Interrupted in the middle of torch.export, some of them make torch abort the process."""

@@ -242,7 +242,7 @@ def test_a_process_that_ends_completes_its_checkpoint(tmp_path: Path) -> None:
     """Its thread would end with the process."""
     code = (
         "import torch, fxsplit, time\n"
-        "from fxsplit.api import checkpoint_storage as storage\n"
+        "from fxsplit.api.checkpoint import storage\n"
         "write = storage.write_tensors\n"
         "storage.write_tensors = lambda *args: (time.sleep(0.5), write(*args))\n"
         f"fxsplit.save_checkpoint({str(tmp_path)!r}, torch.nn.Linear(2, 2), step=5)\n"

@@ -151,7 +151,7 @@ def test_extra_is_that_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 SLOW = (
     "import torch, fxsplit, time, threading, sys, multiprocessing\n"
-    "from fxsplit.api import checkpoint_storage as storage\n"
+    "from fxsplit.api.checkpoint import storage\n"
     "write = storage.write_tensors\n"
     "storage.write_tensors = lambda *args: (time.sleep(0.3), write(*args))\n"
     "def save(n): fxsplit.save_checkpoint(f'{sys.argv[1]}/{n}', torch.nn.Linear(2, 2), step=n)\n"

@@ -328,7 +328,7 @@ for loop in (lambda: pipe.step(x, target=y), lambda: F.cross_entropy(pipe(x), y)
 def test_a_step_takes_memory_for_one_set_of_gradients() -> None:
     """A process that may map memory for 1.5 sets of gradients computes one; with 0.9 it cannot."""
     settings = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1", "PATH": ""}
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],
         env=settings | {"PYTHONPATH": str(root)}, cwd=root, capture_output=True, text=True, timeout=300, check=False,
