@@ -44,6 +44,7 @@ NEEDED = (
     "torch.UntypedStorage._cdata",
     "torch._C._storage_Use_Count",
     "torch._C._swap_tensor_impl",
+    "torch.jit._recursive.create_script_module_impl",
     "torch.distributed.distributed_c10d._get_default_store",
     "torch.distributed.distributed_c10d._set_pg_timeout",
     "torch.distributed.distributed_c10d._world.group_count",

@@ -44,8 +44,9 @@ INNER: dict[str, list[set[str]]] = {
         {"thread_modes"},
         {"distributed", "tensors"},
         {"fake"},
-        {"contents", "fx"},
+        {"fx"},
         {"nn", "probes", "torch_pipelining", "tracing"},
+        {"contents"},
     ],
     "ir.facts": [{"costs"}, {"memory"}, {"given"}, {"capture", "detached", "lattice", "price", "stages"}, {"plan"}],
     "schedule": [
