@@ -36,10 +36,10 @@ EVENT = ("record_event", "mark")
 LIST = ("mark_caller", "join_caller")
 """What returns a list of events."""
 MODULES = (
-    "streams",
-    "job",
+    "stage.streams",
+    "job.job",
     "engine",
-    "loss",
+    "loss.loss",
     "autograd_node",
     "backends.threads",
     "stage.replica",
@@ -158,18 +158,18 @@ def _list_codes(code: CodeType) -> Iterator[CodeType]:
 
 
 NO_ORDER = {
-    "streams.AcceleratorStream.wait_for_instant: event.synchronize()": "it is for a stopwatch",
-    "streams.AcceleratorStream.receive: self.mark()": "it bounds how far a worker is ahead of its device",
+    "stage.streams.AcceleratorStream.wait_for_instant: event.synchronize()": "it is for a stopwatch",
+    "stage.streams.AcceleratorStream.receive: self.mark()": "it bounds how far a worker is ahead of its device",
     "autograd_node._StageLeaves.backward: make_caller_wait([carrier.device], tokens)": (
         "autograd lets the node wait for the pipeline's own, whose stream waits for all"
     ),
-    "job.Job._run_backward: hand_over((gradient for _, gradient, _ in shares))": (
+    "job.job.Job._run_backward: hand_over((gradient for _, gradient, _ in shares))": (
         "what autograd adds up at a leaf of two workers, and on which stream, is not made up here"
     ),
     "backends.threads.Workers.give_up: make_caller_wait(self._devices, course.job.marks)": (
         "it keeps the caller from memory that a stream reads which is ended early, and no case ends one"
     ),
-    "streams.AcceleratorStream._stay_near: token.synchronize()": "it bounds how far a worker is ahead of its device",
+    "stage.streams.AcceleratorStream._stay_near: token.synchronize()": "it bounds how far a worker may be ahead",
 }
 """Mutants in which the order of work stays right, and why the call is there."""
 

@@ -70,7 +70,8 @@ def export(model: nn.Module) -> torch.export.ExportedProgram:
     return torch.export.export(model, (torch.ones(3, 21, 4),), strict=False, dynamic_shapes=shapes)
 
 
-@pytest.mark.parametrize(("length", "padded_to"), [(8, 8), (4, 12)])
+# Numbers of no other test: torch remembers quotients as long as the process runs, also those made without this.
+@pytest.mark.parametrize(("length", "padded_to"), [(7, 7), (5, 15)])
 def test_chunks_have_a_number_as_their_length(length: int, padded_to: int) -> None:
     model = Chunks(length, padded_to)
     with ask_less_of_symbols():
