@@ -102,7 +102,13 @@ def test_weights_that_no_way_leads_to_from_an_input_get_their_gradients(name: st
 
 
 @pytest.mark.parametrize(
-    ("name", "schedule"), [("sizes", "1F1B"), ("residual", "ZB-H1"), ("mlp", "ZBVZeroBubble"), ("llama", "1F1B")]
+    ("name", "schedule"),
+    [
+        ("sizes", "1F1B"),
+        ("residual", "ZB-H1"),
+        ("mlp", "ZBVZeroBubble"),
+        pytest.param("llama", "1F1B", marks=pytest.mark.long),
+    ],
 )
 def test_torch_steps_as_the_ranks_do(name: str, schedule: str) -> None:
     """Of the Llama sizes cross too, which torch.export makes nodes of."""

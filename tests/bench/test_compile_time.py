@@ -10,6 +10,7 @@ from bench import compile_time
 from bench.compile_time import CASES, SMALL, find_largest, main, run_part
 
 
+@pytest.mark.long
 def test_rows_hold_what_each_part_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(compile_time, "_run_apart", lambda part, name: run_part(part, CASES[name]))
     main(["--phases"])

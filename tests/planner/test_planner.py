@@ -326,6 +326,7 @@ print(run_chain(ir_of(costs, machine, workload(machine)), [Augment(), Order(), P
 """
 
 
+@pytest.mark.long
 def test_plans_do_not_depend_on_the_hash_seed() -> None:
     """Ties are broken the same way whatever the order of sets."""
     printed = printed_under_two_hash_seeds(PROGRAM)

@@ -42,6 +42,7 @@ def run(*command: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.long
 def test_losses_of_ranks_are_those_of_devices() -> None:
     expected = run(sys.executable, SCRIPT, "--steps", "4", "--devices", "2")
     assert [line.split()[:3] for line in expected] == [["step", str(i), "loss"] for i in range(1, 5)]

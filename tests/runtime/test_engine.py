@@ -107,6 +107,7 @@ print("untouched", same, "then doubled", twice)
 """
 
 
+@pytest.mark.long
 def test_a_backward_given_up_on_changes_no_gradient() -> None:
     """Ctrl-C in a backward longer than the grace: the worker ends it later, into a sum that nobody reads."""
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}

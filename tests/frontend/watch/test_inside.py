@@ -308,6 +308,7 @@ class Collects(Two):
         return out
 
 
+@pytest.mark.long
 def test_what_the_garbage_collector_calls_is_none_of_the_models_code(recwarn: pytest.WarningsRecorder) -> None:
     """Here forward() asks for a collection, of which a function of somebody else's is told."""
     gc.callbacks.append(count_collections)

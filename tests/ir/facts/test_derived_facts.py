@@ -292,6 +292,7 @@ def test_stock_plans_are_still_proven_by_brute_force() -> None:
         assert pipe.plan.optimal and pipe.plan.bottleneck_ms == pytest.approx(min(loads))
 
 
+@pytest.mark.long
 def test_every_chain_of_stock_passes_plans_or_refuses() -> None:
     """In any order, passes raise an error of fxsplit's own."""
     steps = ["profile{repeats=1}", "augment", "order", "partition", "emit"]

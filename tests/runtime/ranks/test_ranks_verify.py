@@ -66,6 +66,7 @@ def measure(rank: int, n: int) -> dict[str, Verification]:
     return found
 
 
+@pytest.mark.long
 def test_verify_measures_what_hooks_change() -> None:
     told = ranks(4, measure)
     assert all(one == told[0] for one in told), "all ranks return the same"

@@ -325,6 +325,7 @@ for loop in (lambda: pipe.step(x, target=y), lambda: F.cross_entropy(pipe(x), y)
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the system does not say what a process has mapped")
+@pytest.mark.long
 def test_a_step_takes_memory_for_one_set_of_gradients() -> None:
     """A process that may map memory for 1.5 sets of gradients computes one; with 0.9 it cannot."""
     settings = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1", "PATH": ""}

@@ -103,6 +103,7 @@ def measure(rank: int, n: int, names: list[str]) -> dict[str, tuple[float, float
     return found
 
 
+@pytest.mark.long
 def test_each_hook_adds_the_gradients_of_a_mesh() -> None:
     exact = ["allreduce", "topk{share=1}", "sketch{share=1}", "torch's", "powersgd{start=10}"]
     lossy = {"fp16": 1e-2, "bf16": 5e-2, "topk{share=0.2}": 2.0, "sketch{share=0.2}": 2.0, "powersgd": 2.0}
