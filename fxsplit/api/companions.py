@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
-from importlib.metadata import version
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 
 from fxsplit.torch_internals.user_lines import warn_user
 
@@ -35,12 +36,17 @@ def warn_of_untried() -> None:
 
 
 def read_version(name: str) -> str | None:
-    """Return the version of a library that is loaded; None for one that is not."""
+    """Return the version of a library that is loaded; None for one that is not, or that says none."""
     library = sys.modules.get(name)
     if library is None:
         return None
     own = getattr(library, "__version__", None)
-    return own if isinstance(own, str) else version(name)
+    if isinstance(own, str):
+        return own
+    # A module of that name may also be the user's own, which was never installed.
+    with suppress(PackageNotFoundError):
+        return version(name)
+    return None
 
 
 def read_release(text: str) -> tuple[int, ...]:
