@@ -16,25 +16,9 @@ from torch import nn
 import fxsplit
 from fxsplit.system.progress import listen, phase, track
 from fxsplit.system.progress_bar import is_notebook, show_progress
+from tests.support.terminals import Terminal
 
 PASSES = "pass profile", "pass augment", "pass order", "pass partition"
-
-
-class Terminal(io.StringIO):
-    """A terminal, which says when a text has been shown on it."""
-
-    def __init__(self, text: str = "profiling") -> None:
-        super().__init__()
-        self.text, self.shown = text, threading.Event()
-
-    def isatty(self) -> bool:
-        return True
-
-    def write(self, text: str) -> int:
-        written = super().write(text)
-        if self.text in self.getvalue():
-            self.shown.set()
-        return written
 
 
 @pytest.fixture(autouse=True)

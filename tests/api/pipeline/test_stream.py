@@ -20,15 +20,6 @@ from fxsplit.errors import ClosedError, InputError, StageError
 from tests.support.models import FAST, Mlp, Residual
 
 
-@pytest.fixture
-def pipe() -> Iterator[fxsplit.Pipeline]:
-    torch.manual_seed(0)
-    with torch.no_grad():
-        made = fxsplit.compile(Mlp().eval(), 2, example_inputs=torch.randn(8, 8), passes=FAST, n_microbatches=2)
-    yield made
-    made.close()
-
-
 def make_batches(*rows: int) -> list[Tensor]:
     return [torch.randn(count, 8) for count in rows]
 

@@ -24,15 +24,6 @@ from fxsplit.torch_internals.scopes.modes import Modes
 from tests.support.models import FAST, Mlp
 
 
-@pytest.fixture
-def pipe() -> Iterator[fxsplit.Pipeline]:
-    torch.manual_seed(0)
-    with torch.no_grad():
-        made = fxsplit.compile(Mlp().eval(), 2, example_inputs=torch.randn(8, 8), passes=FAST, n_microbatches=2)
-    yield made
-    made.close()
-
-
 def make_batches(count: int) -> list[Tensor]:
     return [torch.randn(8, 8) for _ in range(count)]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import json
 import re
 import sys
@@ -29,6 +28,7 @@ from fxsplit.system.figures import show
 from tests.proof.test_replicas import chain
 from tests.proof.test_too_big import Tied, sharded, tokens
 from tests.support.models import FAST, Mlp
+from tests.support.terminals import Terminal
 
 OPTIONS: Any = {"passes": FAST, "n_microbatches": 2}
 
@@ -310,10 +310,6 @@ def test_a_tied_weight_that_is_stored_twice_is_read_once(
 
 
 def test_loading_shows_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr("fxsplit.system.progress_bar.PATIENCE_S", 0.0)
     terminal = Terminal()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 import os
 import sys
@@ -27,6 +26,7 @@ from tests.formats.weights.test_safetensors_files import Meter
 from tests.formats.weights.test_stored_names import FAMILIES, SIZES
 from tests.proof.test_too_big import Tied, tokens
 from tests.support.models import FAST, Mlp
+from tests.support.terminals import Terminal
 
 OPTIONS: Any = {"passes": FAST, "n_microbatches": 2}
 ENOUGH = 2**40
@@ -234,10 +234,6 @@ def test_what_is_no_number_of_bytes(most: Any, tmp_path: Path) -> None:
 
 
 def test_saving_shows_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr("fxsplit.system.progress_bar.PATIENCE_S", 0.0)
     terminal = Terminal()
