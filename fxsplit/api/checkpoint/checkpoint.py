@@ -148,9 +148,9 @@ def _make_absolute(folder: str | os.PathLike[str]) -> Path:
 
 
 def _write_for_all(path: Path, write: Callable[[], None] | None, column: Any, writer: int) -> None:
-    """Write what ranks have that are at one place of all pipelines of a mesh: the rank `writer` does, others wait.
+    """Write the tensors of this rank's stages once for all pipelines of a mesh: the rank `writer` writes, others wait.
 
-    write: what writes it, None on the others. Raises RankError there for what stopped it.
+    write: the function that writes, on the rank `writer`; None on the others. They raise RankError if it fails.
     """
     if write is None:
         said = tell_beside(column, "", writer).strip()

@@ -43,10 +43,10 @@ class Found:
 class Subject:
     """A model in its present mode, to be compiled for a call of so many rows.
 
-    like: what it was compiled to before, in the other mode, for other shapes or for another way of calling it.
-    same_way: whether that is for calls of the same way. others: all programs that there are, whose weights stay where
-    they are. moves_weights: whether those are of no use, and every weight may move. graphs: what ranks compare of what
-    was captured.
+    like: the record of an earlier compile, for the other mode, other shapes or another way of calling the model.
+    same_way: whether `like` is for calls of the same way. others: all programs that there are; their weights stay where
+    they are. moves_weights: whether `like` and `others` are of no use, and every weight may move. graphs: what ranks
+    compare of the captured graph.
     """
 
     model: nn.Module

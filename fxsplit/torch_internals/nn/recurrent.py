@@ -71,7 +71,7 @@ def has_layers(module: nn.Module) -> bool:
     """Return whether a module is a recurrent one of several layers, whose weights it has itself and nobody hooks."""
     if not isinstance(module, nn.LSTM | nn.GRU | nn.RNN) or module.num_layers == 1:
         return False
-    # What computes weights anew, as weight_norm does, sets them where no graph finds them.
+    # weight_norm and the like compute weights anew, and set them as attributes, which no graph finds.
     own = all(name in module._parameters for name in module._flat_weights_names)
     return own and not any(getattr(module, kind) for kind in HOOKS)
 

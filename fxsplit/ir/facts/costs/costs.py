@@ -400,7 +400,7 @@ class Costs(Shown, Fact):
         return f"{len(self.nodes)} nodes, {self.compute_ms:.3f} ms for a microbatch of {self.rows} rows"
 
     def show(self) -> Parts:
-        """Return a table of the nodes, or of the largest modules where there are many; then what was measured."""
+        """Return a table of the nodes, or of the largest modules if there are many nodes; then a line on measuring."""
         return list_parts(self, whole=False)
 
     @cached_property

@@ -63,10 +63,10 @@ class KnownCosts(GivenFact):
         }
 
     def find_chosen(self, nodes: Iterable[Observed]) -> dict[str, NodeCost]:
-        """Return what is known of nodes whose sizes follow from values, and are others now, by their names.
+        """Return the known costs of nodes whose sizes follow from values and have changed, by the names of the nodes.
 
-        Such are those that choose entries by a mask or by indices, and those that compute with what was chosen. `nodes`
-        are all, in the order of the graph. Where anything else is of another size, nothing is known of it.
+        These nodes choose entries by a mask or by indices, or compute with entries that were chosen. `nodes` are all
+        nodes, in the order of the graph. A node of another size for any other reason is left out.
         """
         found: dict[str, NodeCost] = {}
         for name, inputs, signature, made in nodes:

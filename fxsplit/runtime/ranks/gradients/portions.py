@@ -33,10 +33,10 @@ class Kind(IntEnum):
 
 
 class Portion(NamedTuple):
-    """What one pipeline has: its rows, in so many microbatches, and what its loss is divided by if it counts.
+    """The share of one pipeline: its rows, in so many microbatches, and the number that its loss is divided by.
 
-    counted: of a loss that does more with counts than divide by them, what tells whether pipelines count as many in
-        each row.
+    counted: that number, if the loss counts. If the loss does more with counts than divide by them, a checksum, which
+        is equal on pipelines that count as many entries in each row.
     """
 
     rows: int
