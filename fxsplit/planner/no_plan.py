@@ -11,7 +11,7 @@ from fxsplit.errors import NoFit, PlanError
 from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.facts.lattice.antichains import Antichains
-from fxsplit.ir.facts.price import find_ends
+from fxsplit.ir.facts.price import find_ends, name_span
 from fxsplit.planner.clock import Clock, OutOfTime
 from fxsplit.planner.kernels import SMALL
 from fxsplit.planner.problem.problem import Path, Problem
@@ -97,7 +97,7 @@ def _name_place(costs: Costs, chains: Antichains, path: Path, stage: int) -> str
     """Return where in the model a stage of a chain begins and ends, in brackets; nothing for a stage without nodes."""
     blocks = set(chains.ideal(path[stage][0])) - set(chains.ideal(path[stage - 1][0]) if stage else ())
     first, last = find_ends([node for node in costs.nodes if chains.blocks.home[node.name] in blocks])
-    return f" ({first if first == last else f'{first} .. {last}'})" if first else ""
+    return f" ({name_span(first, last)})" if first else ""
 
 
 def find_least_excess(problem: Problem, chains: Antichains, clock: Clock, found: Found) -> Path:

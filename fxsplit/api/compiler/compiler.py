@@ -320,9 +320,9 @@ class Compiler:
 
     def _find_misfit(self, call: Call) -> InputError | None:
         """Return what a call has otherwise than a known way, where it is the dtype or dimensions of a tensor alone."""
+        flat = self._flatten(call)
+        _, values, structure, _ = flat
         for inputs in self._ways.values():
-            flat = self._flatten(call)
-            _, values, structure, _ = flat
             pairs = [*zip(inputs.leaves, values, strict=True)] if structure == inputs.structure else []
             if pairs and all(isinstance(v, Tensor) if isinstance(s, TensorSpec) else is_taken(s, v) for s, v in pairs):
                 try:

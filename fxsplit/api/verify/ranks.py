@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fxsplit.api.compiler.compiled import get_mode
 from fxsplit.api.compiler.team import Team
 from fxsplit.api.pipeline.pipeline import Pipeline
 from fxsplit.api.verify.compare import Outcome
 from fxsplit.ir.facts.capture.call import Call, Inputs
 from fxsplit.ir.facts.capture.chunks import Chunks
+from fxsplit.runtime.program import Program
 from fxsplit.runtime.ranks.gradients.portions import Portion
 from fxsplit.runtime.ranks.gradients.summing import Summing
 from fxsplit.runtime.ranks.holdings import list_named
@@ -63,13 +63,11 @@ class Ranks:
         return copied
 
     @contextmanager
-    def lend_counted(self, pipe: Pipeline, call: Call) -> Iterator[None]:
-        """Let all ranks have the buffers by which losses of a call of `pipe` are counted, for the block."""
-        counted = {} if self._team is None else pipe.compiler.prepare(get_mode(pipe.model), call).program.list_counted()
-        if not counted or pipe.compiler.team is None:
-            yield
-            return
-        with pipe.compiler.team.holdings.lend(counted):
+    def lend_counted(self, pipe: Pipeline, program: Program) -> Iterator[None]:
+        """Let all ranks have the buffers by which losses of a program of `pipe` are counted, for the block."""
+        team = pipe.compiler.team
+        counted = {} if team is None else program.list_counted()
+        with team.holdings.lend(counted) if team is not None and counted else nullcontext():
             yield
 
     def any(self, flag: bool) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -100,8 +101,7 @@ class Verification(Shown):
 
     def summarise(self) -> str:
         """Return whether the pipeline is the model, and how many values were compared."""
-        verdict = "equal" if self.equal else f"NOT equal: {len(self.offending)} of {len(self.differences)} differ"
-        return f"{verdict}; {len(self.differences)} values compared, largest difference {self.largest:.1e}"
+        return f"{self._judge()}; {len(self.differences)} values compared, largest difference {self.largest:.1e}"
 
     def show(self) -> Parts:
         """Return a row for each output, gradient and buffer, the largest differences first, and the verdict."""
@@ -112,9 +112,8 @@ class Verification(Shown):
         yield Table(("what", ">relative difference", "name"), rows)
         if len(listed) < len(ordered):
             yield f"... and {len(ordered) - len(listed)} more, none larger"
-        verdict = "equal" if self.equal else f"NOT equal: {len(self.offending)} of {len(ordered)} differ"
         dtype = str(self.dtype).removeprefix("torch.")
-        yield f"\n{verdict}; {self.nodes} nodes by {self.front_end}, {self.stages} stages"
+        yield f"\n{self._judge()}; {self.nodes} nodes by {self.front_end}, {self.stages} stages"
         yield f"{self.n_microbatches} microbatches, {dtype}; trained with {self.loss}"
         if self.compression is not None:
             yield f"{self.compression}; all else is of exact cuts"
@@ -125,6 +124,10 @@ class Verification(Shown):
                 f"{len(self.by_nature)} values differ from the model on the whole batch by nature, as the unsplit "
                 f"model on microbatches does (batch norm, buffers, other counts): {', '.join(self.by_nature[:3])} ..."
             )
+
+    def _judge(self) -> str:
+        """Return in words whether the pipeline is the model."""
+        return "equal" if self.equal else f"NOT equal: {len(self.offending)} of {len(self.differences)} differ"
 
 
 @lose_no_interrupt
@@ -195,8 +198,9 @@ def _train_copies(
     objective = choose_objective(unsplit, call, asked, ranks, finite=dtype is torch.float64)
     ways = _Ways(pipe, objective.loss_fn, ranks.take_common_rows(model, call, pipe.compiler.options.chunks))
     mine = copy_module(model)
-    with ways.compile(mine) as split, ranks.lend_counted(split, call):
+    with ways.compile(mine) as split, ExitStack() as stack:
         batch = split.compiler.prepare(get_mode(mine), call)
+        stack.enter_context(ranks.lend_counted(split, batch.program))
         trial = Trial.of(call, batch, split, objective, ranks)
         effects = ways.measure(model, trial)
         tally = Tally(trial, split, TOLERANCE[dtype])

@@ -134,8 +134,7 @@ class StagePlan:
         if not self.nodes:
             return "(passes values on)"
         # Plans of files of earlier versions name nodes alone.
-        first, last = self.begins_at or self.nodes[0], self.ends_at or self.nodes[-1]
-        return first if first == last else f"{first} .. {last}"
+        return name_span(self.begins_at or self.nodes[0], self.ends_at or self.nodes[-1])
 
     @property
     def launch_ms(self) -> float:
@@ -232,6 +231,11 @@ def find_ends(nodes: Sequence[NodeCost]) -> tuple[str, str]:
     # Nodes of no module, and those that fetch weights, are in no place that a user would look for.
     inside = [n for n in nodes if n.module and not n.op.startswith("get_attr")] or nodes
     return (inside[0].place, inside[-1].place) if inside else ("", "")
+
+
+def name_span(first: str, last: str) -> str:
+    """Return where in the model a stage is, for people, from where it begins and ends."""
+    return first if first == last else f"{first} .. {last}"
 
 
 def _weigh_stages(

@@ -21,6 +21,8 @@ from fxsplit.system.figures import SHOWN
 ANYWHERE = "anywhere"
 FORMS = "anywhere, modules, modules=2 (a depth), or a pattern of paths such as model.layers.*"
 """How to say where cuts may lie."""
+BETWEEN = "between "
+"""How names of what lies between modules begin; modules are named by words with dots, so that none of theirs does."""
 MOST_NAMED = 8
 """How many modules an error names."""
 
@@ -99,8 +101,7 @@ def _name_between(costs: Costs, found: dict[str, str]) -> dict[str, str]:
         for name in node.inputs:
             behind[name] |= behind[node.name] | bits.get(found[node.name], 0)
     free = [n.name for n in costs.nodes if not found[n.name] and (before[n.name] or behind[n.name])]
-    # Modules are named by words with dots, so that no name of a module begins so.
-    return {name: f"between {before[name]:x} {behind[name]:x}" for name in free}
+    return {name: f"{BETWEEN}{before[name]:x} {behind[name]:x}" for name in free}
 
 
 def _suggest(costs: Costs, at: str) -> str:
@@ -137,9 +138,9 @@ def compress_cuts(costs: Costs, how: str) -> Costs:
 
 def check_modules(costs: Costs, n_stages: int, at: str = "modules") -> None:
     """Raise PlanError for a model with fewer parts, at whose borders it can be cut, than there are to be stages."""
-    modules = [name for name in list_wholes(costs, at) if not name.startswith("between ")]
-    parts = len(list_wholes(costs, at))
-    if parts < n_stages:
+    parts = list_wholes(costs, at)
+    if len(parts) < n_stages:
+        modules = [name for name in parts if not name.startswith(BETWEEN)]
         named = ", ".join(modules[:MOST_NAMED]) + (", ..." if modules[MOST_NAMED:] else "")
         raise PlanError(
             f"the model has {len(modules)} modules at whose borders it can be cut ({named or 'none'}), "

@@ -58,7 +58,6 @@ class Guard:
         list_groups: Callable[[], Iterable[ProcessGroup]],
         describe: Callable[[], str],
     ) -> None:
-        self.rank = me
         self._members = find_membership()
         # What blocks have been finished in this turn by this rank, and with whom it has met in the one that it is in.
         self._finished, self._met = Counter[tuple[int, ...]](), set[tuple[int, ...]]()
@@ -75,6 +74,11 @@ class Guard:
         """Whether what this rank waits for was broken off here, as after a failure of another rank."""
         _guards.add(self)
         _hear_of_ends()
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among those of the guard, as faults have it."""
+        return self._board.me
 
     @contextmanager
     def watch(self, limit_s: float, *, firm: bool = False, needed: frozenset[int] | None = None) -> Iterator[None]:
