@@ -31,10 +31,6 @@ class RecompileWarning(FxsplitWarning):
     """torch.compile has compiled stages again (`stage_backend=`); the warning says which, what for and how long."""
 
 
-class FxsplitDeprecationWarning(FxsplitWarning, DeprecationWarning):
-    """An option has another name now; the warning gives that name."""
-
-
 class TorchError(FxsplitError, ImportError):
     """The installed torch lacks what fxsplit needs, or behaves otherwise; the message says what, and which do not."""
 

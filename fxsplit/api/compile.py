@@ -17,7 +17,7 @@ from fxsplit.api.compiler.devices import Devices, read_devices
 from fxsplit.api.compiler.options import Options, load_costs
 from fxsplit.api.compiler.team import GradientHook, make_team
 from fxsplit.api.pipeline.pipeline import Pipeline
-from fxsplit.errors import FxsplitDeprecationWarning, InputError
+from fxsplit.errors import InputError
 from fxsplit.formats.weights.safetensors_files import WeightFiles
 from fxsplit.ir.chain import Chain, to_chain
 from fxsplit.ir.facts.capture.call import parse_example_inputs
@@ -46,7 +46,7 @@ def compile(
     schedule: ScheduleName | Literal["auto"] = "1F1B",
     stages_per_device: int | None = None,
     loss_fn: LossFn | None = None,
-    recompute: Policy | None = None,
+    recompute: Policy = "plan",
     deferred_batch_norm: bool = False,
     stage_backend: str | None = None,
     inference: bool = False,
@@ -59,7 +59,6 @@ def compile(
     gradient_hook: GradientHook | None = None,
     bucket_bytes: float | None = None,
     dump: str | os.PathLike[str] | None = None,
-    checkpoint: Policy | None = None,
 ) -> Pipeline:
     """Return `model` as a pipeline over `devices`: a module that is called, trained and saved like the model.
 
@@ -107,7 +106,6 @@ def compile(
         computed: `fxsplit.verify` says by how much.
     bucket_bytes: over ranks, how many bytes of gradients are added at a time (default: 25e6).
     dump: a folder for the IR's text before the first and after every pass (also FXSPLIT_DUMP).
-    checkpoint: the earlier name of `recompute`, deprecated.
 
     Raises a child of FxsplitError that names the value at fault and the next step.
     """
@@ -127,7 +125,7 @@ def compile(
         stages_per_device=stages_per_device,
         n_microbatches=n_microbatches,
         loss_fn=loss_fn,
-        recompute=choose_recompute(recompute, checkpoint),
+        recompute=recompute,
         deferred_batch_norm=deferred_batch_norm,
         stage_backend=stage_backend,
         inference=inference,
@@ -151,24 +149,6 @@ def compile(
         args, kwargs = parse_example_inputs(example_inputs)
         pipeline.compile_for(*args, **kwargs)
     return pipeline
-
-
-def choose_recompute(recompute: str | None, checkpoint: str | None) -> str:
-    """Return when stages recompute, as compile() is told by `recompute` or by `checkpoint`, its deprecated name.
-
-    Raises InputError where both are given.
-    """
-    if checkpoint is None:
-        return "plan" if recompute is None else recompute
-    if recompute is not None:
-        raise InputError(
-            f"recompute={recompute!r} and checkpoint={checkpoint!r} name one option: give recompute= alone"
-        )
-    warn_user(
-        f"compile(checkpoint={checkpoint!r}) is deprecated: write compile(recompute={checkpoint!r})",
-        FxsplitDeprecationWarning,
-    )
-    return checkpoint
 
 
 def recompile_like(

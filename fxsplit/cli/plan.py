@@ -60,7 +60,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--inference", action="store_true", help="for outputs without gradients: only forwards")
     parser.add_argument("--n-microbatches", type=int, metavar="N", help="default: two a device")
-    parser.add_argument("--microbatches", type=int, help=argparse.SUPPRESS)  # its name until version 0.1
     parser.add_argument(
         "--optimizer-factor", type=float, default=2.0, metavar="X", help="the optimizer's bytes per parameter byte"
     )
@@ -104,11 +103,6 @@ class Question:
     def __init__(self, arguments: argparse.Namespace) -> None:
         begin = time.perf_counter()
         arguments.bandwidth = read_bandwidth(arguments.bandwidth)
-        if arguments.microbatches is not None:
-            if arguments.n_microbatches is not None:
-                raise InputError("--n-microbatches and --microbatches are one option: give --n-microbatches alone")
-            print("note: --microbatches is deprecated, write --n-microbatches", file=sys.stderr)
-            arguments.n_microbatches = arguments.microbatches
         if arguments.max_states < 1:
             raise InputError(f"--max-states {arguments.max_states}: give at least 1")
         # torchtitan has modules in every stage, and a rank for each.

@@ -247,15 +247,6 @@ def test_a_small_plan_loads_neither_torch_nor_numba(profile: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_old_name_of_an_option_still_counts(capsys: pytest.CaptureFixture[str], profile: str) -> None:
-    assert cli.main(["plan", profile, "--microbatches", "6", "--json"]) == 0
-    told = capsys.readouterr()
-    assert json.loads(told.out)["n_microbatches"] == 6 and "--microbatches is deprecated" in told.err
-    assert answer(capsys, "plan", profile, "--n-microbatches", "6")["n_microbatches"] == 6
-    assert cli.main(["plan", profile, "--microbatches", "6", "--n-microbatches", "6"]) == 2
-    assert "one option" in capsys.readouterr().err
-
-
 def test_errors_speak_of_options(capsys: pytest.CaptureFixture[str], profile: str, tmp_path: Path) -> None:
     """They spoke of partition{optimizer_factor=}, and advised the schedule that was asked for."""
     machine = written(tmp_path, "[[devices]]\ncount = 2\nmemory_bytes = 1", "machine.toml")

@@ -43,7 +43,7 @@ def profile(tmp_path: Path) -> str:
 
 @pytest.fixture
 def plan(profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    assert cli.main(["plan", profile, "--devices", "3", "--bandwidth", "1e4", "--json", "--microbatches", "5"]) == 0
+    assert cli.main(["plan", profile, "--devices", "3", "--bandwidth", "1e4", "--json", "--n-microbatches", "5"]) == 0
     path = tmp_path / "plan.json"
     path.write_text(capsys.readouterr().out)
     return str(path)

@@ -12,7 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import fxsplit
-from fxsplit.errors import FxsplitDeprecationWarning
+from fxsplit.errors import RecompileWarning
 from fxsplit.torch_internals.user_lines import is_users, warn_user
 
 
@@ -27,12 +27,10 @@ def test_a_warning_points_at_the_users_line() -> None:
     with pytest.warns(fxsplit.FxsplitWarning, match="through torch") as said:
         pytree.tree_map(warn_user, ["through torch"])
     assert said[0].filename == __file__
-    with pytest.warns(DeprecationWarning, match="by itself") as said:
-        warn_user("by itself", FxsplitDeprecationWarning)
+    with pytest.warns(RecompileWarning, match="by itself") as said:
+        warn_user("by itself", RecompileWarning)
     assert said[0].filename == __file__
-    assert issubclass(FxsplitDeprecationWarning, fxsplit.FxsplitWarning) and issubclass(
-        fxsplit.FxsplitWarning, UserWarning
-    )
+    assert issubclass(RecompileWarning, fxsplit.FxsplitWarning) and issubclass(fxsplit.FxsplitWarning, UserWarning)
 
 
 def test_pythons_own_library_is_not_the_users() -> None:

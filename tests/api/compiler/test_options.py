@@ -1,4 +1,4 @@
-"""Options check themselves; compile() gives the deprecated spelling of one of them a warning."""
+"""Options check themselves, and a pipeline to compare with has the same ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch._inductor import config
 
 import fxsplit
 from fxsplit import Costs, Machine
-from fxsplit.api.compile import choose_recompute, recompile_like
+from fxsplit.api.compile import recompile_like
 from fxsplit.api.compiler.options import Candidate, Options, load_costs
 from fxsplit.errors import InputError, ScheduleError
 from fxsplit.ir.facts.costs.compress import HOW, Compress
@@ -82,16 +82,6 @@ def test_costs_are_read_from_a_path_or_taken(tmp_path: Path) -> None:
     assert read is not None and read.rows == 1
     with pytest.raises(InputError, match="costs=3: give a profile"):
         load_costs(3)  # type: ignore[arg-type]
-
-
-def test_checkpoint_is_the_deprecated_name_of_recompute() -> None:
-    with pytest.warns(DeprecationWarning, match=r"write compile\(recompute='always'\)") as caught:
-        pipe = fxsplit.compile(Mlp(), 2, checkpoint="always")
-    assert pipe.compiler.options.recompute == "always"
-    assert caught[0].filename == __file__, "the warning points at the line that calls compile()"
-    with pytest.raises(InputError, match="recompute='never' and checkpoint='always' name one option"):
-        fxsplit.compile(Mlp(), 2, recompute="never", checkpoint="always")
-    assert choose_recompute(None, None) == "plan" and choose_recompute("never", None) == "never"
 
 
 def test_a_pipeline_to_compare_with_has_the_same_options_but_what_belongs_to_one_model() -> None:
