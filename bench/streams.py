@@ -2,7 +2,7 @@
 
 `python -m bench.streams` prints a row for each case: what it took, what was wrong (races, memory given back too early,
 memory of that kind used again), and how often the host waited for a device in a batch. What is behind `mutants` says
-which case reports what was left out. The accelerators are made up (see tests/accelerator): no GPU is needed.
+which case reports what was left out. The accelerators are made up (see tests/support/accelerator): no GPU is needed.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import sys
 import time
 import warnings
 
-from tests.accelerator import FREED, RACE, REUSED
-from tests.accelerator.cases import BATCHES, TOLERANCE, Case, examine
-from tests.accelerator.matrix import FEW, list_cases
-from tests.accelerator.mutants import NO_ORDER, list_survivors
+from tests.support.accelerator import FREED, RACE, REUSED
+from tests.support.accelerator.cases import BATCHES, TOLERANCE, Case, examine
+from tests.support.accelerator.matrix import FEW, list_cases
+from tests.support.accelerator.mutants import NO_ORDER, list_survivors
 
 
 def main() -> int:

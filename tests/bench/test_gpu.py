@@ -30,9 +30,9 @@ from bench.gpu.setting import Setting, largest_difference
 from fxsplit.ir.facts.given.machine import Device, Machine
 from fxsplit.runtime.loss.targets import Targets
 from fxsplit.torch_internals.tensors import accelerators
-from tests.accelerator import use_accelerator
-from tests.accelerator.cases import start
-from tests.accelerator.matrix import FEW
+from tests.support.accelerator import use_accelerator
+from tests.support.accelerator.cases import start
+from tests.support.accelerator.matrix import FEW
 
 IN_HOST_MEMORY = (
     placement.stages_on_the_cpu_and_on_the_gpu,

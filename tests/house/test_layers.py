@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -160,6 +161,19 @@ def test_nothing_imports_what_is_beside_the_package() -> None:
     assert {"bench", "passes", "tests"} <= beside
     found = [(name, full) for name in modules() for _, full in imported(name) if full.split(".")[0] in beside]
     assert found == []
+
+
+def test_tests_import_bench_and_bench_imports_only_what_tests_share() -> None:
+    """tests/support is below bench, which is below other tests. Code in strings, for other processes, counts too."""
+    may_import = {"tests/support": ("tests.support",), "bench": ("tests.support", "bench")}
+    found = [
+        (str(path.relative_to(ROOT)), full)
+        for folder, below in may_import.items()
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for full in re.findall(r"^\s*(?:from|import) ((?:tests|bench)\b[\w.]*)", path.read_text("utf-8"), re.MULTILINE)
+        if not any(full == name or full.startswith(f"{name}.") for name in below)
+    ]
+    assert found == [], f"move what both need to tests/support: {found}"
 
 
 def test_no_import_cycle() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fxsplit
-from tests.accelerator import use_accelerator
+from tests.support.accelerator import use_accelerator
 from tests.support.models import FAST
 
 

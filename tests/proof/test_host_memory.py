@@ -11,8 +11,8 @@ import torch
 from torch.nn import functional as F
 
 import fxsplit
-from tests.accelerator import use_accelerator
-from tests.accelerator.cases import KINDS_OF_ROWS, ROWS, WIDTH, Net
+from tests.support.accelerator import use_accelerator
+from tests.support.accelerator.cases import KINDS_OF_ROWS, ROWS, WIDTH, Net
 from tests.support.models import FAST
 
 DEVICES = (["toy:0"] * 2, ["toy:0", "toy:1"], ["toy:0", "cpu"], ["cpu", "toy:0"])

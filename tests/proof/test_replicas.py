@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from math import inf
 from typing import Any
@@ -17,41 +17,16 @@ from torch.nn import functional as F
 import fxsplit
 from fxsplit.api.verify.compare import compare, run_pipeline_step, run_unsplit_step
 from fxsplit.errors import InputError, PlanError, ScheduleError
-from fxsplit.ir.facts.given.workload import Workload
-from fxsplit.ir.facts.price import CostModel, price_split
 from fxsplit.schedule import Times, simulate, verify
 from fxsplit.schedule.generators.synchronous import REPLICABLE, count_in_flight, schedule_replicas
 from tests.support.models import FAST, Mlp, Residual
+from tests.support.own_passes import partition_over_replicas
 
 TOLERANCE = 1e-10
 
 
-def dealt(counts: Sequence[int]) -> Callable[[fxsplit.IR], fxsplit.IR]:
-    """A partitioner: stages of equally many nodes, of which stage i has counts[i] devices."""
-
-    def partition(ir: fxsplit.IR) -> fxsplit.IR:
-        costs, machine, workload = ir[fxsplit.Costs], ir[fxsplit.Machine], ir[Workload]
-        names = [n.name for n in costs.nodes]
-        whole = [{names.index(name) for name in together} for together in costs.together]
-        legal = [k for k in range(1, len(names)) if not any(min(c) < k <= max(c) for c in whole)]
-        ends = [*(legal[len(legal) * i // len(counts)] for i in range(1, len(counts))), len(names)]
-        first = [sum(counts[:i]) for i in range(len(counts))]
-        split = [
-            (names[a:b], tuple(range(d, d + r)), False)
-            for a, b, d, r in zip([0, *ends], ends, first, counts, strict=False)
-        ]
-        model = CostModel("replicated")
-        priced = price_split(costs, machine, workload, split, model)
-        slowest = max(s.load_ms for s in priced)
-        devices = tuple(d.name for d in machine.devices)
-        count = workload.n_microbatches
-        return ir.learn(fxsplit.Plan(priced, devices, slowest, costs.total_ms, "1F1B", count, 2, 1, model))
-
-    return partition
-
-
 def chain(counts: Sequence[int]) -> Any:
-    return fxsplit.DEFAULT.replace("partition", dealt(counts))
+    return fxsplit.DEFAULT.replace("partition", partition_over_replicas(counts))
 
 
 def case(name: str) -> tuple[nn.Module, Tensor, Tensor]:

@@ -19,7 +19,7 @@ from fxsplit.ir.facts.capture.chunks import Cut
 from fxsplit.runtime.engine import join_gradients
 from fxsplit.torch_internals.tensors import host_copies
 from fxsplit.torch_internals.tensors.host_copies import HostCopy
-from tests.accelerator import use_accelerator
+from tests.support.accelerator import use_accelerator
 from tests.support.models import FAST, Mlp
 
 

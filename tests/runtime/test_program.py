@@ -21,7 +21,7 @@ import fxsplit
 from fxsplit.ir.facts.capture.call import Call
 from fxsplit.runtime.program import Program
 from fxsplit.schedule import Schedule
-from tests.accelerator import use_accelerator
+from tests.support.accelerator import use_accelerator
 from tests.support.models import FAST, Mlp, Residual
 
 FRESH_PROCESS = """

@@ -1,4 +1,4 @@
-"""The order of work on streams, on made-up accelerators: see tests/accelerator. `python -m bench.streams` prints it."""
+"""The order of work on streams, on the made-up accelerators that `python -m bench.streams` prints too."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 
 from fxsplit.runtime.autograd_node import Tie
 from fxsplit.runtime.stage.streams import Stream, make_stream
-from tests.accelerator import REUSED, use_accelerator
-from tests.accelerator.cases import BACKWARD, MIXED, Case, Net, examine, start
-from tests.accelerator.engine import MISMATCH, note_accumulations
-from tests.accelerator.kernels import watches
-from tests.accelerator.matrix import FEW, list_cases
-from tests.accelerator.mutants import list_mutants, list_survivors, mutate
+from tests.support.accelerator import REUSED, use_accelerator
+from tests.support.accelerator.cases import BACKWARD, MIXED, Case, Net, examine, start
+from tests.support.accelerator.engine import MISMATCH, note_accumulations
+from tests.support.accelerator.kernels import watches
+from tests.support.accelerator.matrix import FEW, list_cases
+from tests.support.accelerator.mutants import list_mutants, list_survivors, mutate
 
 
 @pytest.mark.parametrize("case", FEW, ids=str)

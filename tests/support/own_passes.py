@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -10,7 +11,9 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 import fxsplit
 from fxsplit.ir.facts.given.pins import Pins
+from fxsplit.ir.facts.given.workload import Workload
 from fxsplit.ir.facts.plan import Plan
+from fxsplit.ir.facts.price import CostModel, price_split
 from fxsplit.ir.graph import IR
 
 
@@ -70,3 +73,27 @@ def swap(wanted: Any, given: Any, keep: bool = True) -> fxsplit.Pass:
         return ir.rewrite(fx.GraphModule(ir.gm, graph), *(ir.facts if keep else [Plan]))
 
     return swap_function
+
+
+def partition_over_replicas(counts: Sequence[int]) -> fxsplit.Pass:
+    """Return a partitioner that makes stages of equally many nodes, and gives counts[i] devices to stage i."""
+
+    def partition(ir: IR) -> IR:
+        costs, machine, workload = ir[fxsplit.Costs], ir[fxsplit.Machine], ir[Workload]
+        names = [n.name for n in costs.nodes]
+        whole = [{names.index(name) for name in together} for together in costs.together]
+        legal = [k for k in range(1, len(names)) if not any(min(c) < k <= max(c) for c in whole)]
+        ends = [*(legal[len(legal) * i // len(counts)] for i in range(1, len(counts))), len(names)]
+        first = [sum(counts[:i]) for i in range(len(counts))]
+        split = [
+            (names[a:b], tuple(range(d, d + r)), False)
+            for a, b, d, r in zip([0, *ends], ends, first, counts, strict=False)
+        ]
+        model = CostModel("replicated")
+        priced = price_split(costs, machine, workload, split, model)
+        slowest = max(s.load_ms for s in priced)
+        devices = tuple(d.name for d in machine.devices)
+        count = workload.n_microbatches
+        return ir.learn(Plan(priced, devices, slowest, costs.total_ms, "1F1B", count, 2, 1, model))
+
+    return partition

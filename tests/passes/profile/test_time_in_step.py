@@ -20,8 +20,8 @@ from fxsplit.passes.profile.time_in_step import (
     time_halves,
 )
 from fxsplit.torch_internals.fx.observe import observe
-from tests.accelerator import use_accelerator
 from tests.runtime.stage.beside_unsplit import largest_difference
+from tests.support.accelerator import use_accelerator
 from tests.support.models import FAST
 
 

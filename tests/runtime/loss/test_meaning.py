@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.errors import FxsplitWarning
-from tests.accelerator import use_accelerator
+from tests.support.accelerator import use_accelerator
 from tests.support.models import FAST, Mlp
 
 

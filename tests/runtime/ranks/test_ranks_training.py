@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.torch_internals.distributed.away import is_away
-from tests.proof.test_replicas import dealt
 from tests.runtime.ranks.compared import assert_alike, assert_same, compare, compile_both, list_own
 from tests.support.models import Mlp, Residual, Tied
+from tests.support.own_passes import partition_over_replicas
 from tests.support.ranks import ranks
 
 
@@ -203,7 +203,7 @@ def run_replicas(rank: int, n: int) -> list[int]:
     options: dict[str, Any] = {"loss_fn": F.cross_entropy, "example_inputs": images, "n_microbatches": 5}
     dealings = [(1, n - 1)] if n == 3 else [(1, 2, 1), (2, 2)]
     for counts_of in dealings:
-        chain = fxsplit.DEFAULT.replace("partition", dealt(counts_of))
+        chain = fxsplit.DEFAULT.replace("partition", partition_over_replicas(counts_of))
         for run in (step, call):
             torch.manual_seed(0)
             counts.append(compare(Residual().double(), n, run, {**options, "passes": chain}, exact=False))

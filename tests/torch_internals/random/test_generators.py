@@ -28,7 +28,7 @@ from fxsplit.torch_internals.random.generators import (
     read_python_generators,
     take_generators,
 )
-from tests.accelerator import use_accelerator
+from tests.support.accelerator import use_accelerator
 from tests.support.models import FAST
 
 FIRST, SECOND = ("cuda", 0), ("cuda", 1)

@@ -1,4 +1,4 @@
-"""The made-up accelerator of tests/accelerator behaves as a real one, and notices what would go wrong on one."""
+"""The made-up accelerator of tests/support behaves as a real one, and notices what would go wrong on one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fxsplit.torch_internals.tensors import accelerators
-from tests.accelerator import FREED, RACE, REUSED, use_accelerator
+from tests.support.accelerator import FREED, RACE, REUSED, use_accelerator
 
 FIRST, SECOND = "toy:0", "toy:1"
 

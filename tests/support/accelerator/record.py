@@ -16,7 +16,7 @@ from typing import NamedTuple
 Clock = dict[str, int]
 """For each stream by name, how many of its kernels are over."""
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 class Access(NamedTuple):
@@ -195,7 +195,7 @@ class Record:
 def find_place(deepest: int) -> str:
     """Return the innermost lines of fxsplit, or else of its tests, that the calling thread is at."""
     frames = [f for f in traceback.extract_stack() if f.filename.startswith(f"{ROOT}/")]
-    frames = [f for f in frames if not f.filename.startswith(f"{ROOT}/tests/accelerator/")]
+    frames = [f for f in frames if not f.filename.startswith(f"{ROOT}/tests/support/accelerator/")]
     own = [f for f in frames if f.filename.startswith(f"{ROOT}/fxsplit/")] or frames
     lines = [f"{f.filename[len(str(ROOT)) + 1 :]}:{f.lineno} {f.name}" for f in reversed(own[-deepest:])]
     return " <- ".join(lines) or "no line of fxsplit"

@@ -19,9 +19,9 @@ from fxsplit.errors import StageError
 from fxsplit.ir.chain import parse_chain
 from fxsplit.passes import PASSES
 from fxsplit.torch_internals.tensors import accelerators
-from tests.accelerator import Record, use_accelerator
-from tests.proof.test_replicas import dealt
+from tests.support.accelerator import Record, use_accelerator
 from tests.support.models import FAST
+from tests.support.own_passes import partition_over_replicas
 
 ROWS, WIDTH, KINDS_OF_ROWS = 16, 16, 3
 BATCHES, TOLERANCE = 2, 1e-10
@@ -72,7 +72,7 @@ class Tied(nn.Module):
 
 def deal(counts: Sequence[int]) -> Any:
     """Return passes that make stages of equally many nodes, each for so many devices."""
-    return parse_chain(FAST, PASSES).replace("partition", dealt(counts))
+    return parse_chain(FAST, PASSES).replace("partition", partition_over_replicas(counts))
 
 
 class HalfTied(Tied):

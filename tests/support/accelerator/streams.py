@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.accelerator.devices import find_device, toys
-from tests.accelerator.record import Clock, Record
+from tests.support.accelerator.devices import find_device, toys
+from tests.support.accelerator.record import Clock, Record
 
 MEMORY_BYTES = 1 << 36
 KERNEL_MS = 0.01

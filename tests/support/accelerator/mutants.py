@@ -16,8 +16,8 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import fxsplit.runtime
-from tests.accelerator import use_accelerator
-from tests.accelerator.cases import Case, start
+from tests.support.accelerator import use_accelerator
+from tests.support.accelerator.cases import Case, start
 
 ROOT = Path(fxsplit.runtime.__file__).parent
 NOTHING = (

@@ -8,7 +8,7 @@ from typing import Any
 
 from fxsplit.schedule.generators.catalogue import ASYNCHRONOUS as ASYNCHRONOUS_SCHEDULES
 from fxsplit.schedule.generators.catalogue import RUNNABLE
-from tests.accelerator.cases import (
+from tests.support.accelerator.cases import (
     ACCUMULATION,
     ASYNCHRONOUS,
     BACKWARD,

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from tests.accelerator.devices import NAME, find_device, toys
-from tests.accelerator.engine import find_stream
-from tests.accelerator.record import Access, Record
-from tests.accelerator.streams import Driver, Stream
-from tests.accelerator.tensors import Toy, find_storage, share_storage, unwrap
+from tests.support.accelerator.devices import NAME, find_device, toys
+from tests.support.accelerator.engine import find_stream
+from tests.support.accelerator.record import Access, Record
+from tests.support.accelerator.streams import Driver, Stream
+from tests.support.accelerator.tensors import Toy, find_storage, share_storage, unwrap
 
 aten = torch.ops.aten
 

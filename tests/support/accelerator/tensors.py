@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
-from tests.accelerator.record import Access, Block
+from tests.support.accelerator.record import Access, Block
 
 Dispatch = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """From an operator, its arguments and its keyword arguments to its result."""

@@ -12,7 +12,7 @@ Inside of the block:
   fxsplit/torch_internals/tensors/accelerators.py gives. Values are computed at once, so results are right even where
   the order on streams is not: `record` knows what could have gone wrong.
 - `record.check()` raises AssertionError with all races, all memory that was given back too early, and all such memory
-  that may have been used again (see tests/accelerator/record.py).
+  that may have been used again (see tests/support/accelerator/record.py).
 - `record.kernels["toy:1"]`: how many kernels ran on a device. `record.draws["toy:1"]`: how many of them drew random
   numbers, which they do from torch.toy.default_generators[1]. `record.copies["toy:0", "toy:1"]`: how many copies were
   made between two devices.
@@ -39,12 +39,12 @@ from fxsplit.ir.facts.given import torch_devices
 from fxsplit.torch_internals.autograd import catch as grad_catch
 from fxsplit.torch_internals.autograd import split as grad_split
 from fxsplit.torch_internals.tensors import accelerators
-from tests.accelerator import kernels, storages  # noqa: F401  (storages adds methods to Toy)
-from tests.accelerator.devices import NAME, register, toys
-from tests.accelerator.engine import EngineStreams
-from tests.accelerator.record import FREED, RACE, REUSED, Finding, Record
-from tests.accelerator.streams import Driver
-from tests.accelerator.tensors import Toy, set_data
+from tests.support.accelerator import kernels, storages  # noqa: F401  (storages adds methods to Toy)
+from tests.support.accelerator.devices import NAME, register, toys
+from tests.support.accelerator.engine import EngineStreams
+from tests.support.accelerator.record import FREED, RACE, REUSED, Finding, Record
+from tests.support.accelerator.streams import Driver
+from tests.support.accelerator.tensors import Toy, set_data
 
 __all__ = ["FREED", "NAME", "RACE", "REUSED", "Finding", "Record", "Toy", "use_accelerator"]
 

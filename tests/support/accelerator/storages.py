@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.accelerator.tensors import Toy, share_storage
+from tests.support.accelerator.tensors import Toy, share_storage
 
 
 class ToyStorage:

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
-from tests.accelerator.streams import Driver, Stream
-from tests.accelerator.tensors import Toy
+from tests.support.accelerator.streams import Driver, Stream
+from tests.support.accelerator.tensors import Toy
 
 ACCUMULATES = "torch::autograd::AccumulateGrad"
 STREAM = "toy stream"
