@@ -89,7 +89,7 @@ def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monkey
 def test_the_readme_and_every_page_of_docs_but_lists_and_answers_are_run() -> None:
     # test_generation.py runs the blocks of generation.md, which need transformers.
     unrun = {"index.md", "limits.md", "faq.md", "generation.md"}
-    assert set(RUN) >= {ROOT / "README.md", *(p for p in (ROOT / "docs").glob("*.md") if p.name not in unrun)}
+    assert set(RUN) >= {ROOT / "README.md", *(p for p in (ROOT / "docs").rglob("*.md") if p.name not in unrun)}
 
 
 def test_every_block_is_run_shown_or_marked() -> None:
@@ -99,5 +99,5 @@ def test_every_block_is_run_shown_or_marked() -> None:
             assert looked_after, f"{block}: a block of {block.language or 'no language'} that nothing looks at"
 
 
-def test_the_readme_is_short() -> None:
+def test_the_first_pages_are_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) < 150

@@ -1,4 +1,4 @@
-"""CONTRIBUTING's map has the rooms that there are, and a compile and a step flow as its tables say."""
+"""The map of CONTRIBUTING has all rooms in their rows, and a compile and a step flow as its tables say."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import fxsplit
 from tests.docs.markdown import ROOT, read_prose
+from tests.house.test_layers import ROW
 from tests.support.models import Mlp
 
 PAGE = ROOT / "CONTRIBUTING.md"
@@ -71,10 +72,14 @@ def compile_small_model() -> fxsplit.Pipeline:
     )
 
 
-def test_the_map_has_every_room_and_no_other() -> None:
-    named = set(re.findall(r"^\| `([\w/]+)/` \|", "\n".join(read_section("The map of the house")), re.MULTILINE))
-    folders = [p for p in (ROOT / "fxsplit").iterdir() if p.is_dir() and not p.is_symlink() and list(p.glob("*.py"))]
-    assert named == {"passes", *(f"fxsplit/{folder.name}" for folder in folders)}
+def test_the_map_has_every_room_in_its_row_and_no_other() -> None:
+    section = "\n".join(read_section("The map of the house"))
+    named = {
+        room: int(row) for row, room in re.findall(r"^\| (\d+) \| `(?:fxsplit/)?(\w+)/` \|", section, re.MULTILINE)
+    }
+    folders = {p.name for p in (ROOT / "fxsplit").iterdir() if p.is_dir() and list(p.glob("*.py"))}
+    assert set(named) == folders
+    assert named == {room: ROW[room] for room in folders}, "the map has other rows than test_layers.py"
 
 
 def test_a_compile_flows_as_the_page_says() -> None:

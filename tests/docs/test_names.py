@@ -49,6 +49,19 @@ def test_every_page_is_reached_from_the_readme_and_the_index() -> None:
             assert page.name == "index.md" or f"{folder}{page.name}" in reached, f"{start.name} leads not to {page}"
 
 
+def test_every_page_on_extending_is_reached_from_its_index_and_from_contributing() -> None:
+    for start, folder in ((ROOT / "CONTRIBUTING.md", "docs/extending/"), (ROOT / "docs/extending/index.md", "")):
+        reached = {target for _, target in read_links(start)}
+        for page in (ROOT / "docs" / "extending").glob("*.md"):
+            assert page.name == "index.md" or f"{folder}{page.name}" in reached, f"{start.name} leads not to {page}"
+
+
+def test_the_site_has_every_page() -> None:
+    named = re.findall(r"- ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    pages = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
+    assert sorted(named) == sorted(pages)
+
+
 def test_the_commands_of_set_up_are_named() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert all(command in text for command in ("make demo", "make test", "make test-long"))
