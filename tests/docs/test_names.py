@@ -1,4 +1,4 @@
-"""Every command, option, target, name, keyword, path and link in the README, CONTRIBUTING and docs/ exists."""
+"""Every command, option, target, name, keyword, path and link in the pages exists."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs import names
-from tests.docs.markdown import PAGES, ROOT, list_anchors, read_blocks, read_inline_code, read_links, read_prose
+from tests.docs.markdown import PAGES, ROOT, list_anchors, read_blocks, read_inline_code, read_links
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -89,11 +89,3 @@ def test_a_misspelt_name_is_noticed(code: str) -> None:
 def test_misspelt_names_in_python_are_noticed() -> None:
     text = "from fxsplit.schedule import Actoin\nfxsplit.compile(model, 2, n_microbatchs=4)\nfxsplit.Machin"
     assert len(names.check_python(text)) == 3
-
-
-def test_the_changelog_leads_to_the_paths_that_there_are() -> None:
-    moved = [row for _, row in read_prose(ROOT / "CHANGELOG.md") if row.startswith("| ") and row.count("|") == 3]
-    paths = [code for row in moved for code in re.findall(r"`(fxsplit[\w.]+)", row.split("|")[2])]
-    assert len(paths) >= 10
-    wrong = [problem for path in paths if (problem := names.check_dotted_name(path))]
-    assert not wrong, "\n".join(wrong)
