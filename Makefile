@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test test-long quick room lint types docs check bench dist clean
+.PHONY: help demo test test-long quick room lint types docs outputs check bench dist clean
 
 help:
 	@echo "make demo       train ResNet-18 as a pipeline on real images"
@@ -12,6 +12,7 @@ help:
 	@echo "make lint       ruff: rules and format"
 	@echo "make types      mypy, strict"
 	@echo "make docs       the pages as a site in build/docs"
+	@echo "make outputs    rewrite the outputs that a page shows: make outputs PAGE=docs/tour.md"
 	@echo "make check      all that CI runs"
 	@echo "make bench      the tables of bench/README.md"
 	@echo "make dist       wheel and sdist in dist/"
@@ -52,6 +53,9 @@ types: .venv/ready
 
 docs: .venv/ready
 	$(BIN)/mkdocs build --strict --site-dir build/docs
+
+outputs: .venv/ready
+	$(BIN)/python -m tests.docs.run_page $(PAGE)
 
 check: test test-long lint types docs
 

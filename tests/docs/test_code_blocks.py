@@ -1,47 +1,26 @@
 """Every code block of the README and of docs/ is run; what a block prints is compared with the output shown below it.
 
-The blocks of one page are run in order, in one namespace and one temporary folder, so that they may build on each
-other. Shell blocks may call `fxsplit` alone; anything else needs a mark with a reason (see markdown.py).
+The blocks of one page are run in order (run_page.py), so that they may build on each other. Shell blocks may call
+`fxsplit` only; anything else needs a mark with a reason (see markdown.py).
 """
 
 from __future__ import annotations
 
-import io
 import re
-import shlex
-import sys
-from contextlib import redirect_stdout
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from fxsplit.cli.main import main
 from tests.docs.markdown import PAGES, ROOT, Block, read_blocks
+from tests.docs.run_page import rewrite_outputs, run_page
 
 RUN = [page for page in PAGES if any(b.language in ("python", "sh") and not b.mark for b in read_blocks(page))]
 _NUMBER = re.compile(r"[\d.]+(?: (?:[KMG]iB|B|ms))?")
 
 
-def run_python(block: Block, namespace: dict[str, object]) -> None:
-    """Run a block; a traceback names the lines of the page."""
-    code = compile("\n" * (block.line - 1) + block.text, str(block.page), "exec", dont_inherit=True)
-    exec(code, namespace)
-
-
-def run_shell(block: Block, folder: Path) -> None:
-    """Run the `fxsplit` commands of a block in this process; `> FILE` takes what a command prints."""
-    for line in block.text.splitlines():
-        words = shlex.split(line, comments=True)
-        if not words:
-            continue
-        assert words[0] == "fxsplit", f"{block}: {line!r} is not run: mark the block with a reason"
-        if words[-2:-1] == [">"]:
-            with (folder / words[-1]).open("w") as file, redirect_stdout(file):
-                code = main(words[1:-2])
-        else:
-            code = main(words[1:])
-        assert code == 0, f"{block}: {line!r} exits with {code}"
+@pytest.fixture
+def small_weights_count() -> None:
+    """Pages show what users see: here tiny weights are too small for a backward in two halves, as everywhere else."""
 
 
 def compare_output(block: Block, printed: str) -> None:
@@ -54,36 +33,22 @@ def compare_output(block: Block, printed: str) -> None:
 
 
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
-def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("COLUMNS", "80")  # drawings are as wide as the terminal
-    module = ModuleType("page")
-    monkeypatch.setitem(sys.modules, "page", module)
-    before, printed = set(sys.modules), ""
-    try:
-        for block in read_blocks(page):
-            if block.output_of_last:
-                compare_output(block, printed)
-            if block.mark == "file":
-                target = tmp_path / block.detail
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_text(block.text, encoding="utf-8")
-            if block.mark or block.language not in ("python", "sh"):
-                continue
-            output = io.StringIO()
-            with redirect_stdout(output):
-                if block.language == "python":
-                    run_python(block, module.__dict__)
-                else:
-                    run_shell(block, tmp_path)
-            printed = output.getvalue()
-    finally:
-        # The worker threads of the page's pipelines end with the last reference to each pipeline.
-        module.__dict__.clear()
-        for name in set(sys.modules) - before:
-            if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
-                del sys.modules[name]
+def test_every_block_runs(page: Path, tmp_path: Path) -> None:
+    for block, printed in run_page(page, tmp_path):
+        compare_output(block, printed)
+
+
+def test_shown_outputs_are_rewritten(tmp_path: Path) -> None:
+    """A stale output becomes what is printed; one that varies, and all else of the page, stay as they are."""
+    page = tmp_path / "page.md"
+    text = "# A page\n```python\nprint(2)\nprint(3)\n```\n```text\n{}\n```\n"
+    text += "and\n```python\nprint(4)\n```\n{}```text\n{}\n```\n"
+    page.write_text(text.format("stale\nstale", "", "").replace("\n\n", "\n"))
+    rewrite_outputs(page)
+    assert page.read_text() == text.format("2\n3", "", "4")
+    page.write_text(text.format("stale", "<!-- output varies: a reason -->\n", "5"))
+    rewrite_outputs(page)
+    assert page.read_text() == text.format("2\n3", "<!-- output varies: a reason -->\n", "5")
 
 
 def test_the_readme_and_every_page_of_docs_but_lists_and_answers_are_run() -> None:
