@@ -31,6 +31,9 @@ from fxsplit.torch_internals.autograd import catch as grad_catch
 from fxsplit.torch_internals.autograd import split as grad_split
 from tests.support.times import measure_times, state_times
 
+END_S = 30.0
+"""How long a worker whose pipeline is gone may take to end, on a busy machine: it ends by itself, on its own thread."""
+
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
@@ -67,6 +70,8 @@ def no_thread_left() -> Iterator[None]:
     yield
     if list_workers() - before:  # beside torch, a collection takes longer than most tests
         gc.collect()
+    for worker in list_workers() - before:
+        worker.join(END_S)
     left = sorted(worker.name for worker in list_workers() - before)
     assert not left, f"worker threads outlive their pipeline: {left}"
 

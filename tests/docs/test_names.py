@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
-
-import pytest
 
 from tests.docs import names
 from tests.docs.markdown import PAGES, ROOT, list_anchors, read_blocks, read_inline_code, read_links
 
-pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+def test_inline_code_names_what_there_is() -> None:
+    found = [one for page in PAGES for one in read_inline_code(page)]
+    wrong = [f"{where}: {problem}" for where, code in found if (problem := names.check_inline(code))]
+    assert found and not wrong, "\n".join(wrong)
 
 
-@pages
-def test_inline_code_names_what_there_is(page: Path) -> None:
-    wrong = [f"{where}: {problem}" for where, code in read_inline_code(page) if (problem := names.check_inline(code))]
-    assert not wrong, "\n".join(wrong)
-
-
-@pages
-def test_blocks_that_are_not_run_name_what_there_is(page: Path) -> None:
+def test_blocks_that_are_not_run_name_what_there_is() -> None:
     wrong = []
-    for block in read_blocks(page):
+    for block in [block for page in PAGES for block in read_blocks(page)]:
         if block.language == "sh":
             lines = [line for line in block.text.splitlines() if line.strip()]
             wrong += [f"{block}: {problem}" for line in lines if (problem := names.check_command(line))]
@@ -31,9 +25,9 @@ def test_blocks_that_are_not_run_name_what_there_is(page: Path) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pages
-def test_links_lead_somewhere(page: Path) -> None:
-    for where, target in read_links(page):
+def test_links_lead_somewhere() -> None:
+    links = [(page, *link) for page in PAGES for link in read_links(page)]
+    for page, where, target in links:
         if target.startswith("https://"):
             continue
         path, _, anchor = target.partition("#")
@@ -67,9 +61,8 @@ def test_the_commands_of_set_up_are_named() -> None:
     assert all(command in text for command in ("make demo", "make test", "make test-long"))
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
+def test_a_misspelt_name_is_noticed() -> None:
+    for code in (
         "fxsplit plam net.json",
         "fxsplit plan net.json --device 2",
         "make tset",
@@ -80,10 +73,8 @@ def test_the_commands_of_set_up_are_named() -> None:
         "docs/nothing.md",
         "n_microbatchs=4",
         "python -m bench.nothing",
-    ],
-)
-def test_a_misspelt_name_is_noticed(code: str) -> None:
-    assert names.check_inline(code)
+    ):
+        assert names.check_inline(code), code
 
 
 def test_misspelt_names_in_python_are_noticed() -> None:

@@ -64,9 +64,8 @@ def read() -> tuple[object, ...]:
     return Modes.read(), torch.is_inference_mode_enabled()
 
 
-@pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("name", BLOCKS)
-def test_every_line_may_be_interrupted(name: str, around: str) -> None:
+def test_every_line_may_be_interrupted(name: str) -> None:
     """Hooks that no backward can run with stayed on, and every later backward of the process failed."""
 
     @leave_no_trace
@@ -74,18 +73,19 @@ def test_every_line_may_be_interrupted(name: str, around: str) -> None:
         with BLOCKS[name]():
             read()
 
-    with AROUND[around]():
-        before = read()
-        work()
-        lines = list_lines(work, FILES + TORCH)
-        assert len(lines) > 12
-        for number in range(len(lines)):
-            with pytest.raises(KeyboardInterrupt) as caught, interrupt_at(number, files=FILES + TORCH):
-                work()
-            assert read() == before, caught.traceback[-1]
-            # Some blocks end once more when they are dropped.
-            del caught
-            assert read() == before
+    for around, enter in AROUND.items():
+        with enter():
+            before = read()
+            work()
+            lines = list_lines(work, FILES + TORCH)
+            assert len(lines) > 12
+            for number in range(len(lines)):
+                with pytest.raises(KeyboardInterrupt) as caught, interrupt_at(number, files=FILES + TORCH):
+                    work()
+                assert read() == before, (around, caught.traceback[-1])
+                # Some blocks end once more when they are dropped.
+                del caught
+                assert read() == before, around
 
 
 def test_an_exception_that_is_dealt_with_leaves_no_hooks() -> None:
